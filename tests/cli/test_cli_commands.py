@@ -206,6 +206,9 @@ def test_without_a_command_a_new_host_is_told_where_to_begin(tmp_path, monkeypat
         (["ls", "tierfs://nowhere/x"], 2, "[stores.nowhere]"),
         (["ls", "nosuchprotocol://x/y"], 2, "nosuchprotocol"),
         (["ls", ""], 2, "give a URL"),
+        (["doctor", ""], 2, "give a URL"),
+        (["mount", "", "/tmp"], 2, "give a URL"),
+        (["umount", ""], 2, "give a URL"),
         (["rm", "{url}"], 2, "add -r"),
         (["init", "{url}/inside"], 2, "use that one"),
         (["init", "{url}", "--digest", "blake3"], 2, "cannot be changed"),
@@ -223,6 +226,11 @@ def test_an_error_names_the_path_and_the_next_step(url, words, code, next_step, 
     )
     if words[0] != "cat":
         assert json.loads(shown.out)["error"]["message"] in shown.err
+
+
+def test_nothing_is_mounted_on_an_empty_path(url, capsys):
+    assert main(["mount", url, ""]) == 2
+    assert "an argument is empty" in capsys.readouterr().err
 
 
 def test_a_warning_is_shown_on_stderr_and_debugging_can_be_turned_on(tmp_path, monkeypatch, capsys):

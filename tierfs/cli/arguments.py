@@ -6,7 +6,17 @@ import importlib.util
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["require_torch"]
+__all__ = ["require_torch", "require_url"]
+
+
+def require_url(text: str) -> None:
+    """Check that an argument names something.
+
+    Raises:
+        InvalidInputError: It is empty, as a variable that is not set makes it.
+    """
+    if not text:
+        raise InvalidInputError("an argument is empty: give a URL or a path")
 
 
 def require_torch(task: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tierfs.cli import local_files as _local
+from tierfs.cli.arguments import require_url
 from tierfs.cli.transfer import ContentSource, ContentTarget, LocalSource, LocalTarget, StoredSource, StoredTarget
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
@@ -227,8 +228,7 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False, 
         StoreNotFoundError: No store holds it.
         TierfsError: The store could not be opened.
     """
-    if not text:
-        raise InvalidInputError("an argument is empty: give a URL or a path")
+    require_url(text)
     location = replace(parse_url(text), resumes=resumes)
     store, path = open_store(location, write=write, create=write and asks_to_create(location))
     if not as_configured:
@@ -247,8 +247,7 @@ def any_place(text: str, *, write: bool = False) -> Place:
     """
     if text.startswith(_IN_STORE):
         return store_place(text, write=write)
-    if not text:
-        raise InvalidInputError("an argument is empty: give a URL or a path")
+    require_url(text)
     if _URL.match(text):
         raise InvalidInputError(
             f"{text!r} is no local path: write tierfs::{text} for what lies in a store, ./{text} for a local file",

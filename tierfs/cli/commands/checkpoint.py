@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.arguments import require_torch
+from tierfs.cli.arguments import require_torch, require_url
 from tierfs.cli.executors import add_executor_argument
 from tierfs.cli.output import add_json_argument
 from tierfs.cli.progress import add_progress_argument
@@ -126,8 +126,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     action, other = arguments.action, arguments.other
-    if not arguments.url or other == "":
-        raise InvalidInputError("an argument is empty: give a URL or a path")
+    require_url(arguments.url)
+    if other is not None:
+        require_url(other)
     if action not in _SECOND and other is not None:
         raise InvalidInputError(f"`tierfs checkpoint {action}` takes one URL, and nothing else: {other!r}")
     for name in ("limit", "rank"):

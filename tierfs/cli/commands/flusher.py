@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from tierfs import __version__
+from tierfs.cli.arguments import require_url
 from tierfs.cli.failures import describe
 from tierfs.cli.log import FORMATS, logging_to_stderr
 from tierfs.cli.output import add_json_argument, print_json
@@ -118,8 +119,7 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run, stop, export or discard."""
-    if not arguments.url:
-        raise InvalidInputError("an argument is empty: give a URL or a path")
+    require_url(arguments.url)
     if arguments.action == "run":
         return _run(arguments)
     if arguments.action == "stop":

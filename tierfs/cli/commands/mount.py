@@ -6,6 +6,7 @@ import argparse
 import logging
 from pathlib import Path
 
+from tierfs.cli.arguments import require_url
 from tierfs.cli.output import add_json_argument, print_json
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Mount; in the background, return once it can be used."""
+    require_url(arguments.url)
+    require_url(arguments.directory)
     given = {}
     if arguments.timeout is not None:
         if not arguments.timeout > 0:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from tierfs.cli.arguments import require_url
 from tierfs.cli.output import add_json_argument, align, print_json
 from tierfs.cli.places import add_url_argument
 from tierfs.cli.progress import Progress
-from tierfs.errors import InvalidInputError
 from tierfs.session import parse_url
 from tierfs.session.probing import ProbeReport, probe_store
 
@@ -29,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Try it, and say what was found."""
-    if not arguments.url:
-        raise InvalidInputError("an argument is empty: give a URL or a path")
+    require_url(arguments.url)
     with Progress("probe"):
         report = probe_store(parse_url(arguments.url))
     if arguments.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from tierfs.cli.arguments import require_url
 from tierfs.cli.output import add_json_argument, print_json
 from tierfs.cli.progress import Progress
 from tierfs.errors import InvalidInputError
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Unmount; an error names what is in the way, and leaves the mount as it is."""
+    require_url(arguments.directory)
     if not (math.isfinite(arguments.timeout) and arguments.timeout > 0):
         raise InvalidInputError(f"--timeout {arguments.timeout:g}: give a number of seconds over 0")
     with Progress("umount"):
