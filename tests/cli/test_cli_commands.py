@@ -87,6 +87,22 @@ def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
     assert "did you mean checkpoint?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["checkpoint", "--json", "foo"], "'foo' is no action"),
+        (["flusher", "--state-dir", "/tmp", "stpo"], "'stpo' is no action"),
+        (["flusher", "--state-dir", "run", "stpo"], "'stpo' is no action"),
+        (["flusher", "--state-dir=/tmp", "stpo"], "'stpo' is no action"),
+        (["checkpoint", "--json"], "name an action"),
+        (["checkpoint", "--colour", "red", "ls", "x"], "--colour"),
+    ],
+)
+def test_a_misspelt_action_is_named(words, text, capsys):
+    assert main(words) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_the_reference_has_no_command_that_is_not_there():
     assert sorted(re.findall(r"^## tierfs (\w+)$", PAGE, flags=re.MULTILINE)) == sorted(frame.COMMANDS)
 

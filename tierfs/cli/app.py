@@ -148,11 +148,11 @@ class ActionsParser(_Parser):
         """Parse the words after the command; options may also stand before the action."""
         words = list(args or ())
         place = self._place_of_action(words)
-        if place is None:
+        if place is None or words[place] not in self.actions:
             if {"-h", "--help"} & set(words):
                 self.print_help()
                 self.exit()
-            self.error("name an action" if not words else f"{words[0]!r} is no action")
+            self.error("name an action" if place is None else f"{words[place]!r} is no action")
         action = words.pop(place)
         parser = self.actions[action]
         for word in words[: words.index("--")] if "--" in words else words:
@@ -167,12 +167,19 @@ class ActionsParser(_Parser):
         return arguments
 
     def _place_of_action(self, words: Sequence[str]) -> int | None:
+        """Where the first word is that is neither an option nor an option's value."""
+        known = {
+            name: option.nargs != 0
+            for parser in self.actions.values()
+            for name, option in parser._option_string_actions.items()
+        }
         for place, word in enumerate(words):
-            if word in self.actions:
+            before = words[place - 1] if place else ""
+            # An unknown option may take a value, but hardly one that is called like an action.
+            is_option = before.startswith("-") and "=" not in before
+            takes_value = known.get(before, is_option and word not in self.actions)
+            if not word.startswith("-") and not takes_value:
                 return place
-            is_value = place and words[place - 1].startswith("-")
-            if not word.startswith("-") and not is_value:
-                return None
         return None
 
     @staticmethod
