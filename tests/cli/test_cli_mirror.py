@@ -10,7 +10,7 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.mirror import down
+from tierfs.cli.mirror import down, up
 from tierfs.cli.mirror.local import PART_PREFIX
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer, delete, find, load, save
@@ -285,12 +285,15 @@ def test_a_file_that_changes_while_it_is_stored_is_stored_again(url, store, tree
             (tree / "a").write_bytes(b"changed" * (3 - left[0]))
         return found
 
+    listed = []
     monkeypatch.setattr(Writer, "commit", commit)
+    monkeypatch.setattr(up, "find", lambda *arguments: listed.append(arguments) or find(*arguments))
     for name in ("zero", "d/big", "d/e/deep é"):
         (tree / name).unlink()
     run(capsys, "sync", tree, url)
     assert left == [0]
     assert in_store(store) == below(tree)
+    assert len(listed) == 1, "it looks at the file alone again"
 
 
 def test_a_file_that_never_stands_still_is_an_error(url, tree, capsys, monkeypatch):

@@ -20,6 +20,7 @@ from tierfs.errors import InvalidInputError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.mount.attributes import new_attributes, with_posix
 from tierfs.store import Entry, Store, Writer, annotate, delete, find, make_directory
+from tierfs.store import stat as stat_stored
 
 __all__ = ["Synced", "sync"]
 
@@ -101,6 +102,13 @@ class _Sync:
         except NotFoundError:
             return []
 
+    def _entry(self, relative: str) -> Entry | None:
+        try:
+            found = stat_stored(self._store, self._inside(relative))
+        except NotFoundError:
+            return None
+        return None if found.is_directory else found
+
     def _relative(self, entry: Entry) -> str:
         return entry.path[len(self._path) :].lstrip("/")
 
@@ -133,7 +141,7 @@ class _Sync:
             if (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size):
                 self._record.note(relative, content, after)
                 return
-            entry = next((one for one in self._entries() if self._relative(one) == relative), None)
+            entry = self._entry(relative)
         raise StoreError(f"{target} changes all the time: stop the program that writes to it", path=target)
 
     def _is_same(self, relative: str, target: str, entry: Entry, status: os.stat_result) -> bool:
