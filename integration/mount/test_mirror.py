@@ -14,6 +14,8 @@ from leftovers import end_flushers
 from mounts import PROGRAM, run
 
 from tierfs.cli.mirror.down import materialize
+from tierfs.cli.places import StorePlace
+from tierfs.cli.progress import Progress
 from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.store import load, prefetch, save
 
@@ -54,7 +56,7 @@ def test_chunks_of_the_nvme_tier_take_no_room_a_second_time(disk, bucket):
     prefetch(store, path, "nvme")
     os.sync()
     before = os.statvfs(disk).f_bfree
-    done = materialize(store, path, str(disk / "out"), deletes=False, advance=lambda _: None, expect=lambda _: None)
+    done = materialize(StorePlace(url, store, path), str(disk / "out"), Progress("materialize"), deletes=False)
     os.sync()
     taken = (before - os.statvfs(disk).f_bfree) * os.statvfs(disk).f_frsize
     assert (disk / "out" / "weights").read_bytes() == (disk / "out" / "same").read_bytes() == content

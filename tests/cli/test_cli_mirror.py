@@ -9,7 +9,7 @@ import stat
 import pytest
 
 import tierfs
-from tierfs.cli import main
+from tierfs.cli import main, transfer
 from tierfs.cli.mirror import down, up
 from tierfs.cli.mirror.local import PART_PREFIX
 from tierfs.session import open_store, parse_url
@@ -112,7 +112,7 @@ def test_without_a_record_files_are_compared_and_not_copied(stored, tmp_path, ca
 
 def test_an_interrupted_file_goes_on_where_it_was(stored, tmp_path, capsys, monkeypatch):
     root = tmp_path / "out"
-    monkeypatch.setattr(down, "WINDOW_BYTES", 16 << 20)
+    monkeypatch.setattr(transfer, "WINDOW_BYTES", 16 << 20)
     real, count = down._write, [0]
 
     def write(fd, data, offset):

@@ -8,6 +8,7 @@ from typing import BinaryIO, Protocol
 
 from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
+from tierfs.format.manifest import Manifest
 from tierfs.localfile import replacing, write_all
 from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
 
@@ -54,7 +55,7 @@ class RawInput(Protocol):
 class ContentTarget(Protocol):
     """Where the content of a file goes."""
 
-    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
+    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> object:
         """Take all of it. Unless this returns, what was there before is there still."""
 
 
@@ -141,7 +142,7 @@ class StoredTarget:
     store: Store
     path: str
 
-    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
+    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> Manifest:
         """See `ContentTarget.fill`."""
         writer = Writer(self.store, self.path, metadata=metadata)
         try:
@@ -150,7 +151,7 @@ class StoredTarget:
         except BaseException:
             writer.abort()
             raise
-        writer.commit()
+        return writer.commit()
 
 
 def transfer(source: ContentSource, target: ContentTarget, advance: Callable[[int], object]) -> None:

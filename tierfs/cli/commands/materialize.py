@@ -36,15 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     place = store_place(arguments.url)
     if not place.entry().is_directory:
         raise InvalidInputError(f"{place.url} is a file: `tierfs cp` copies it", path=place.url)
-    with Progress("materialize", total_bytes=None, wanted=arguments.progress) as progress:
-        done = materialize(
-            place.store,
-            place.path,
-            arguments.directory,
-            deletes=arguments.delete,
-            advance=progress.advance,
-            expect=progress.expect,
-        )
+    with Progress("materialize", wanted=arguments.progress) as progress:
+        done = materialize(place, arguments.directory, progress, deletes=arguments.delete)
     if arguments.json:
         print_json(dataclasses.asdict(done))
     return 0

@@ -44,15 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     place = store_place(arguments.url, write=True)
     if place.kind() == "file":
         raise InvalidInputError(f"{place.url} is a file: name a directory", path=place.url)
-    with Progress("sync", total_bytes=None, wanted=arguments.progress) as progress:
-        done = sync(
-            place.store,
-            place.path,
-            directory,
-            deletes=arguments.delete,
-            advance=progress.advance,
-            expect=progress.expect,
-        )
+    with Progress("sync", wanted=arguments.progress) as progress:
+        done = sync(place, directory, progress, deletes=arguments.delete)
     if arguments.json:
         print_json(dataclasses.asdict(done))
     return 0

@@ -7,41 +7,33 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
 
 from tierfs.cli.mirror.content import Piece, clone_file, clone_piece, holds, pieces_of
 from tierfs.cli.mirror.local import PART_PREFIX, remove, scan
-from tierfs.cli.mirror.record import MirrorRecord, content_of
+from tierfs.cli.mirror.record import MirrorRecord, Synced, content_of
 from tierfs.cli.parallel import Stopped, run_in_parallel
+from tierfs.cli.places import StorePlace
+from tierfs.cli.progress import Progress
+from tierfs.cli.transfer import read_pieces
 from tierfs.errors import InvalidInputError
 from tierfs.mount.attributes import attributes_of
 from tierfs.store import Entry, Reader, Store, find, open_entry
 
 __all__ = ["Materialized", "materialize"]
 
-WINDOW_BYTES = 64 << 20
-
 
 @dataclass(slots=True)
-class Materialized:
-    """The result of a run.
+class Materialized(Synced):
+    """The same of a directory that was materialized.
 
     Attributes:
-        files: How many files were written.
-        unchanged: How many were as they should be.
-        deleted: How many were deleted.
-        read_bytes: Bytes read through the tiers.
         shared_bytes: Bytes that share their place with the nvme tier or with another file.
         kept_bytes: Bytes that an older or incomplete copy had.
     """
 
-    files: int = 0
-    unchanged: int = 0
-    deleted: int = 0
-    read_bytes: int = 0
     shared_bytes: int = 0
     kept_bytes: int = 0
 
@@ -49,31 +41,18 @@ class Materialized:
 class _Materializer:
     """See `materialize`."""
 
-    def __init__(self, store: Store, path: str, root: str, advance: Callable[[int], object]) -> None:
-        self._store, self._path, self._root = store, path, root
-        self._advance = advance
-        self._record = MirrorRecord(root)
-        self._lock = threading.Lock()
+    def __init__(self, store: Store, root: str, record: MirrorRecord, progress: Progress) -> None:
+        self._store, self._root, self._record, self._progress = store, root, record, progress
         self._written: dict[str, str] = {}  # by content, for files that are there more than once
         self.done = Materialized()
 
-    def run(self, entries: list[Entry], *, deletes: bool) -> None:
-        try:
-            self._run(entries, deletes=deletes)
-        finally:
-            self._record.close()
-
-    def _run(self, entries: list[Entry], *, deletes: bool) -> None:
-        files = {self._relative(entry): entry for entry in entries if not entry.is_directory}
-        directories = {self._relative(entry) for entry in entries if entry.is_directory}
-        directories.update(above for name in files for above in _above(name))
+    def run(self, files: dict[str, Entry], directories: set[str], *, deletes: bool) -> None:
         local = scan(self._root)
         gone_files = (local.files.keys() | local.others) - files.keys()
-        gone_directories = local.directories - directories
-        wanted_parts = {_part(name) for name in files}
         if deletes:
-            remove(self._root, local.parts - wanted_parts, ())  # first: a directory with a part in it is not empty
-            self.done.deleted = remove(self._root, gone_files, gone_directories)
+            parts = local.parts - {_part(name) for name in files}
+            remove(self._root, parts, ())  # first: a directory with a part in it is not empty
+            self.done.deleted = remove(self._root, gone_files, local.directories - directories)
             for relative in gone_files:
                 self._record.forget(relative)
         else:
@@ -84,13 +63,9 @@ class _Materializer:
                     f"{where} is a file here and a directory there, or the other way round: --delete removes it",
                     path=where,
                 )
-        os.makedirs(self._root, exist_ok=True)
-        for relative in directories:
+        for relative in ("", *directories):
             os.makedirs(os.path.join(self._root, relative), exist_ok=True)
         run_in_parallel(self._one, sorted(files.items()))
-
-    def _relative(self, entry: Entry) -> str:
-        return entry.path[len(self._path) :].lstrip("/")
 
     def _one(self, item: tuple[str, Entry], stop: threading.Event) -> None:
         relative, entry = item
@@ -103,8 +78,8 @@ class _Materializer:
         if status is not None and stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
         if status is not None and self._record.knows(relative, content, status):
-            self._count(unchanged=1)
-            self._advance(entry.length)
+            self.done.add(unchanged=1)
+            self._progress.advance(entry.length)
             return
         os.makedirs(os.path.dirname(target), exist_ok=True)
         part = os.path.join(self._root, _part(relative))
@@ -121,9 +96,8 @@ class _Materializer:
         finally:
             os.close(fd)
         self._record.note(relative, content, os.lstat(target))
-        with self._lock:
-            self._written[content] = target
-        self._count(**({"unchanged": 1} if is_same else {"files": 1}))
+        self._written[content] = target
+        self.done.add(**({"unchanged": 1} if is_same else {"files": 1}))
 
     def _fill(self, fd: int, entry: Entry, content: str, old: str | None, stop: threading.Event) -> bool:
         """Have all chunks in the file. Returns whether the old file has them all, so that nothing was written."""
@@ -134,29 +108,29 @@ class _Materializer:
             is_old = old_fd >= 0 and os.fstat(old_fd).st_size == entry.length and entry.manifest is not None
             if is_old and all(holds(self._store, old_fd, piece) for piece in pieces):
                 self._describe(old_fd, entry)
-                self._count(kept_bytes=entry.length)
-                self._advance(entry.length)
+                self.done.add(kept_bytes=entry.length)
+                self._progress.advance(entry.length)
                 return True
             twin = self._written.get(content) if entry.length and not had else None
             if twin is not None and clone_file(twin, fd) and all(holds(self._store, fd, piece) for piece in pieces):
-                self._count(shared_bytes=entry.length)
-                self._advance(entry.length)
+                self.done.add(shared_bytes=entry.length)
+                self._progress.advance(entry.length)
                 return False
             missing: list[Piece] = []
             for piece in pieces:
                 if stop.is_set():
                     raise Stopped
                 if piece.start < had and holds(self._store, fd, piece):
-                    self._count(kept_bytes=piece.length)
+                    self.done.add(kept_bytes=piece.length)
                 elif old_fd >= 0 and holds(self._store, old_fd, piece):
                     _copy(old_fd, fd, piece)
-                    self._count(kept_bytes=piece.length)
+                    self.done.add(kept_bytes=piece.length)
                 elif clone_piece(self._store, piece, fd):
-                    self._count(shared_bytes=piece.length)
+                    self.done.add(shared_bytes=piece.length)
                 else:
                     missing.append(piece)
                     continue
-                self._advance(piece.length)
+                self._progress.advance(piece.length)
         finally:
             if old_fd >= 0:
                 os.close(old_fd)
@@ -170,17 +144,15 @@ class _Materializer:
                 runs[-1][1] += piece.length
             else:
                 runs.append([piece.start, piece.start + piece.length])
-        longest = max((end - start for start, end in runs), default=0)
-        window = memoryview(bytearray(min(WINDOW_BYTES, longest)))
         for start, end in runs:
-            for offset in range(start, end, WINDOW_BYTES):
+            offset = start
+            for data in read_pieces(reader, start, end):
                 if stop.is_set():
                     raise Stopped
-                part = window[: min(WINDOW_BYTES, end - offset)]
-                reader.read_into(offset, part)
-                _write(fd, part, offset)
-                self._count(read_bytes=len(part))
-                self._advance(len(part))
+                _write(fd, data, offset)
+                offset += len(data)
+                self.done.add(read_bytes=len(data))
+                self._progress.advance(len(data))
 
     @staticmethod
     def _describe(fd: int, entry: Entry) -> None:
@@ -190,53 +162,36 @@ class _Materializer:
             os.fchmod(fd, found.mode & 0o777)
         os.utime(fd, ns=(found.mtime_ns, found.mtime_ns))
 
-    def _count(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                setattr(self.done, name, getattr(self.done, name) + count)
 
-
-def materialize(
-    store: Store,
-    path: str,
-    root: str,
-    *,
-    deletes: bool,
-    advance: Callable[[int], object],
-    expect: Callable[[int], object],
-) -> Materialized:
+def materialize(place: StorePlace, root: str, progress: Progress, *, deletes: bool) -> Materialized:
     """Make a local directory equal to a directory in a store.
 
     Each file gets its name when it is complete. One that an earlier run left incomplete is completed.
 
     Args:
-        store: The store.
-        path: The directory in it.
+        place: The directory in the store.
         root: The local directory; made where it is missing.
+        progress: Counts the bytes that are as they should be.
         deletes: Whether what is not in the store is deleted here.
-        advance: Called with the bytes of each piece that is as it should be.
-        expect: Called once with the bytes of all files.
 
     Raises:
         InvalidInputError: A directory is where a file is to be, and ``deletes`` is not set.
         TierfsError, OSError: It failed; the files that are complete stay, and the next run goes on.
     """
-    entries = [entry for entry in find(store, path) if entry.path != path]
-    expect(sum(entry.length for entry in entries if not entry.is_directory))
-    materializer = _Materializer(store, path, root, advance)
-    materializer.run(entries, deletes=deletes)
-    return materializer.done
+    entries = find(place.store, place.path)
+    files = {place.relative(entry.path): entry for entry in entries if not entry.is_directory}
+    progress.expect(sum(entry.length for entry in files.values()))
+    with contextlib.closing(MirrorRecord(root)) as record:
+        work = _Materializer(place.store, root, record, progress)
+        directories = {place.relative(entry.path) for entry in entries if entry.is_directory}
+        work.run(files, directories, deletes=deletes)
+    return work.done
 
 
 def _part(relative: str) -> str:
     folder, _, name = relative.rpartition("/")
     part = PART_PREFIX + xxhash.xxh3_64_hexdigest(name.encode(errors="surrogateescape"))
     return f"{folder}/{part}" if folder else part
-
-
-def _above(relative: str) -> list[str]:
-    parts = relative.split("/")
-    return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _copy(source: int, target: int, piece: Piece) -> None:

@@ -1,7 +1,7 @@
-"""This host's notes on the files of a mirrored directory: which content each had, and how it looked then.
+"""This host's notes on the files of a mirrored directory, and the counts of a run.
 
-A file that looks the same has the same content, so it is not read again. It lies in the state directory; without it
-files are compared by their bytes.
+The notes tell which content each file had, and how it looked then. A file that looks the same has the same content, so
+it is not read again. The notes lie in the state directory; without them files are compared by their bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import fcntl
 import json
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import xxhash
 
@@ -19,7 +21,32 @@ from tierfs.host.host import state_directory
 from tierfs.host.private import make_private
 from tierfs.store import Entry, Store
 
-__all__ = ["MirrorRecord", "content_of"]
+__all__ = ["MirrorRecord", "Synced", "content_of"]
+
+
+@dataclass(slots=True)
+class Synced:
+    """The counts of a run.
+
+    Attributes:
+        files: How many files were written.
+        unchanged: How many were as they should be.
+        deleted: How many were deleted.
+        read_bytes: Bytes that were read: of the files that were stored, or through the tiers.
+    """
+
+    files: int = 0
+    unchanged: int = 0
+    deleted: int = 0
+    read_bytes: int = 0
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def add(self, **counts: int) -> None:
+        """Count more. Safe for use by many threads."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
 
 
 def content_of(store: Store, entry: Entry) -> str:
