@@ -102,7 +102,6 @@ Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 exists already,
 class Command(Protocol):
     """The interface of a command's module."""
 
-    NAME: str
     HELP: str
     EXAMPLES: str
 
@@ -116,7 +115,6 @@ class Command(Protocol):
 class CommandWithActions(Protocol):
     """The interface of a command with sub-commands: each action has arguments of its own."""
 
-    NAME: str
     HELP: str
     EXAMPLES: str
     ACTIONS: Mapping[str, str]

@@ -10,9 +10,8 @@ from tierfs.cli.output import add_json_argument
 from tierfs.cli.progress import add_progress_argument
 from tierfs.errors import InvalidInputError
 
-__all__ = ["ACTIONS", "EXAMPLES", "HELP", "NAME", "add_action_arguments", "run"]
+__all__ = ["ACTIONS", "EXAMPLES", "HELP", "add_action_arguments", "run"]
 
-NAME = "checkpoint"
 HELP = "list, show, verify, compare, export, import and commit checkpoints of torch.distributed.checkpoint"
 EXAMPLES = """\
 tierfs checkpoint ls tierfs::s3://bucket/run

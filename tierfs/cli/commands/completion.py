@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "completion"
 HELP = "print a script that completes commands, actions and options in a shell"
 EXAMPLES = """\
 tierfs completion bash > ~/.local/share/bash-completion/completions/tierfs

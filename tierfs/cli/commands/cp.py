@@ -16,9 +16,8 @@ from tierfs.cli.targets import add_target_arguments, clash, final_place
 from tierfs.cli.transfer import ContentSource, ContentTarget, RawInput, StreamSource, StreamTarget, transfer
 from tierfs.errors import InvalidInputError
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "cp"
 HELP = "copy files into a store, out of it, within it or between stores"
 EXAMPLES = """\
 tierfs cp model.safetensors tierfs::s3://bucket/run/

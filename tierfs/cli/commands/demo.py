@@ -25,9 +25,8 @@ from tierfs.session import init, open_store, parse_url
 from tierfs.store import usage
 from tierfs.units import format_bytes, parse_size
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "demo"
 HELP = "train a small GPT, kill it in the middle of a save, resume, and check that the losses are equal"
 EXAMPLES = """\
 tierfs demo

@@ -7,9 +7,8 @@ import argparse
 from tierfs.cli.arguments import require_url
 from tierfs.cli.output import add_json_argument, align, print_json, printable
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "doctor"
 HELP = "check this machine, and what an endpoint promises if a URL is given, and say what to change"
 EXAMPLES = """\
 tierfs doctor

@@ -12,9 +12,8 @@ from tierfs.errors import NotFoundError
 from tierfs.store import usage
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "du"
 HELP = "show logical, stored and shared bytes, and the bytes that deleting frees"
 EXAMPLES = """\
 tierfs du tierfs::s3://bucket/run

@@ -12,9 +12,8 @@ from tierfs.errors import NotFoundError
 from tierfs.store import evict
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "evict"
 HELP = "drop clean copies of a file, or of everything below a directory, from a local tier"
 EXAMPLES = """\
 tierfs evict tierfs::s3://bucket/run/step_1000

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from tierfs.session import Location
     from tierfs.store import Store
 
-__all__ = ["ACTIONS", "EXAMPLES", "HELP", "NAME", "add_action_arguments", "run"]
+__all__ = ["ACTIONS", "EXAMPLES", "HELP", "add_action_arguments", "run"]
 
-NAME = "flusher"
 HELP = "run or stop the background flusher of a store, or handle the changes that it keeps"
 EXAMPLES = """\
 tierfs flusher run tierfs::s3://bucket/run

@@ -14,9 +14,8 @@ from tierfs.units import format_bytes
 if TYPE_CHECKING:
     from tierfs.store.maintenance.gc import GcReport, Tally
 
-__all__ = ["BLOCKED_EXIT_CODE", "EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["BLOCKED_EXIT_CODE", "EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "gc"
 HELP = "delete what nothing in a store needs any more"
 EXAMPLES = """\
 tierfs gc s3://bucket/run --dry-run

@@ -10,9 +10,8 @@ from tierfs.cli.progress import Progress
 from tierfs.errors import ReadOnlyError
 from tierfs.session import init
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "init"
 HELP = "make a store at a URL, or find the existing one"
 EXAMPLES = """\
 tierfs init s3://bucket/run

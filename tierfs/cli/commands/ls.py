@@ -11,9 +11,8 @@ from tierfs.errors import NotFoundError
 from tierfs.store import Entry, find, list_directory
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "ls"
 HELP = "list a directory"
 EXAMPLES = """\
 tierfs ls tierfs::s3://bucket/run

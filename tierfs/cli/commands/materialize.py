@@ -11,9 +11,8 @@ from tierfs.cli.places import add_url_argument, store_place
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "materialize"
 HELP = "make a local directory equal to one in a store, for programs that want a path"
 EXAMPLES = """\
 tierfs materialize tierfs::s3://bucket/run/step_1000 /data/model

@@ -13,9 +13,8 @@ from tierfs.host.pending.levels import Level
 from tierfs.mount.mounting import start
 from tierfs.mount.serving import MountOptions, serve
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "mount"
 HELP = "mount a store, or a directory in one, on a directory of this host"
 EXAMPLES = """\
 tierfs mount tierfs::s3://bucket/run /mnt/run

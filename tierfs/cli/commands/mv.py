@@ -15,9 +15,8 @@ from tierfs.cli.trees import Listing, read_tree, refuse_foreign_files, remove_di
 from tierfs.errors import InvalidInputError
 from tierfs.store import make_directory, rename
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "mv"
 HELP = "move or rename files and directories within a store; no data is copied"
 EXAMPLES = """\
 tierfs mv tierfs::s3://bucket/run/step_1000 tierfs::s3://bucket/run/best

@@ -12,9 +12,8 @@ from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.store import find, prefetch
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "prefetch"
 HELP = "copy a file, or everything below a directory, to this host's disk"
 EXAMPLES = """\
 tierfs prefetch tierfs::s3://bucket/run/step_1000

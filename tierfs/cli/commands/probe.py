@@ -12,9 +12,8 @@ from tierfs.cli.progress import Progress
 from tierfs.session import parse_url
 from tierfs.session.probing import ProbeReport, probe_store
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "probe"
 HELP = "test which conditions and checksums an endpoint supports, and note it in its store"
 EXAMPLES = """\
 tierfs probe s3://bucket/run

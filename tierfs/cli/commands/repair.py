@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from tierfs.checkpoint.losses import CheckpointLoss
     from tierfs.store.maintenance.repair import RepairReport
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "repair"
 HELP = "make a store whole again from what is sound, move aside what cannot be saved, and say what is lost"
 EXAMPLES = """\
 tierfs repair s3://bucket/run --dry-run

@@ -14,9 +14,8 @@ from tierfs.cli.trees import refuse_foreign_files, remove_directories
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
 from tierfs.store import Store, delete, find
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "rm"
 HELP = "delete files, and with -r directories; all of them, or nothing"
 EXAMPLES = """\
 tierfs rm tierfs::s3://bucket/run/a.bin

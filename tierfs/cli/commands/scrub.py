@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from tierfs.store.maintenance.scrub import ScrubReport
     from tierfs.store.maintenance.scrub_local import LocalReport
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "scrub"
 HELP = "verify every chunk of a store, the least recently verified first, and heal what is damaged"
 EXAMPLES = """\
 tierfs scrub s3://bucket/run

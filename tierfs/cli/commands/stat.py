@@ -14,9 +14,8 @@ from tierfs.store import Entry
 from tierfs.store.read.reader import expand_rows
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "stat"
 HELP = "show size, times, digest, chunks and metadata of a file or directory"
 EXAMPLES = """\
 tierfs stat tierfs::s3://bucket/run/model.safetensors

@@ -17,9 +17,8 @@ from tierfs.cli.status_table import UploadRate, one_line, table
 from tierfs.store import Store, status
 from tierfs.store.maintenance.last import last_upkeep
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "status"
 HELP = "show a store's tiers, pending files, conflicts and errors on this host"
 EXAMPLES = """\
 tierfs status tierfs::s3://bucket/run

@@ -12,9 +12,8 @@ from tierfs.cli.places import add_url_argument, store_place
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError, NotFoundError
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "sync"
 HELP = "make a directory in a store equal to a local one; what the store has is not stored again"
 EXAMPLES = """\
 tierfs sync /data/model tierfs::s3://bucket/models/first

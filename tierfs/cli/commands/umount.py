@@ -12,9 +12,8 @@ from tierfs.errors import InvalidInputError
 from tierfs.mount.mounting import unmount
 from tierfs.mount.serving import FLUSH_S
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "umount"
 HELP = "unmount a store, once what was written has reached the level of the mount"
 EXAMPLES = """\
 tierfs umount /mnt/run

@@ -10,9 +10,8 @@ from tierfs import __version__, kernels
 from tierfs.cli.output import add_json_argument, align, print_json
 from tierfs.format.header import VERSION
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-NAME = "version"
 HELP = "show the versions of tierfs, of the store format, and of what tierfs works with"
 EXAMPLES = """\
 tierfs version
