@@ -192,7 +192,7 @@ def test_missing_torch_is_named_with_the_command_that_installs_it(monkeypatch: p
         (("--params", "10"), "--params must lie between"),
         (("--every", "0"), "--every must be at least 1"),
         (("--steps", "5", "--every", "3"), "--steps must be at least twice --every, 6"),
-        (("--timeout", "nan"), "--timeout must be a positive"),
+        (("--timeout", "nan"), "--timeout nan: give a number of seconds over 0"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(arguments: tuple[str, ...], message: str) -> None:

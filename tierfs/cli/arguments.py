@@ -1,12 +1,59 @@
-"""Checks of arguments that several commands share."""
+"""Arguments that several commands have, and checks of them. Light to import: ``--help`` and a flusher load it."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import math
 
 from tierfs.errors import InvalidInputError
+from tierfs.host.pending.levels import Level
 
-__all__ = ["require_torch", "require_url"]
+__all__ = [
+    "LEVELS",
+    "PLACE",
+    "add_replicas_argument",
+    "add_tier_argument",
+    "add_url_argument",
+    "require_seconds",
+    "require_torch",
+    "require_url",
+]
+
+PLACE = "tierfs:: URL, URL of the object tier, or local path"
+"""Help text of an argument that `tierfs.cli.places.store_place` takes."""
+LEVELS = [level.label for level in Level if level]
+"""The levels that a save can be asked for."""
+
+
+def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Declare the argument of a command that always works in a store."""
+    if several:
+        parser.add_argument("urls", nargs="+", metavar="URL", help=f"{PLACE}; may be several")
+    else:
+        parser.add_argument("url", metavar="URL", help=PLACE)
+
+
+def add_tier_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--tier`` of a command for a local tier."""
+    parser.add_argument(
+        "--tier",
+        choices=["ram", "nvme"],
+        default="nvme",
+        help="the host's shared memory, or its disk (default: nvme)",
+    )
+
+
+def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--from``: ``arguments.replicas``, a list of URLs."""
+    parser.add_argument(
+        "--from",
+        dest="replicas",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="another copy of the store, or one that may hold the same content, to heal from; may be given several times",
+    )
 
 
 def require_url(text: str) -> None:
@@ -17,6 +64,23 @@ def require_url(text: str) -> None:
     """
     if not text:
         raise InvalidInputError("an argument is empty: give a URL or a path")
+
+
+def require_seconds(option: str, seconds: float, *, over_0: bool = False, may_be_infinite: bool = False) -> None:
+    """Check a duration.
+
+    Args:
+        option: Its name, with the dashes.
+        seconds: The duration.
+        over_0: Whether 0 is refused.
+        may_be_infinite: Whether ``inf`` is a duration.
+
+    Raises:
+        InvalidInputError: It is none.
+    """
+    is_enough = seconds > 0 if over_0 else seconds >= 0
+    if not is_enough or (math.isinf(seconds) and not may_be_infinite):
+        raise InvalidInputError(f"{option} {seconds:g}: give a number of seconds {'over 0' if over_0 else 'from 0 on'}")
 
 
 def require_torch(task: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -26,25 +26,16 @@ __all__ = [
     "LocalPlace",
     "Place",
     "StorePlace",
-    "add_url_argument",
     "any_place",
     "find_store",
     "kind_of",
     "requests_of",
     "store_place",
+    "whole_store",
 ]
 
 _IN_STORE = ("tierfs::", "tierfs://")
 _URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)
-
-
-def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Declare the argument of a command that always works in a store."""
-    described = "tierfs:: URL, URL of the object tier, or local path"
-    if several:
-        parser.add_argument("urls", nargs="+", metavar="URL", help=f"{described}; may be several")
-    else:
-        parser.add_argument("url", metavar="URL", help=described)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +88,14 @@ class StorePlace:
         Raises:
             NotFoundError: Nothing. The message says what to do next.
         """
-        try:
+        with self.must_exist():
             return stat(self.store, self.path)
+
+    @contextlib.contextmanager
+    def must_exist(self) -> Iterator[None]:
+        """Have the error that nothing is there say what to do next."""
+        try:
+            yield
         except NotFoundError:
             raise self.missing() from None
 
@@ -237,6 +234,19 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False, 
             store.tiers.cache.keeps_reads = False
     url = text.rstrip("/") if text.startswith("tierfs://") else f"tierfs::{location.url}"
     return StorePlace(url, store, path)
+
+
+def whole_store(text: str, command: str, *, as_configured: bool = False) -> Store:
+    """The store that an argument names, for a command that works on all of it.
+
+    Raises:
+        InvalidInputError: The argument names a path in a store, or is no good.
+        StoreNotFoundError, TierfsError: As `store_place` does.
+    """
+    place = store_place(text, as_configured=as_configured)
+    if place.path:
+        raise InvalidInputError(f"{command} works on a whole store: name its root, {place.store.url}", path=place.url)
+    return place.store
 
 
 def any_place(text: str, *, write: bool = False) -> Place:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 
+from tierfs.cli.arguments import require_seconds
 from tierfs.cli.output import print_json, printable
 from tierfs.cli.places import store_place
 from tierfs.cli.progress import Progress
 from tierfs.dcp.address import inside
-from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.errors import NotFoundError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.store import stat
 from tierfs.store.commit import ROOT, Commits
@@ -20,8 +20,7 @@ __all__ = ["commit"]
 def commit(arguments: argparse.Namespace) -> int:
     """Publish what can be, and say which save the checkpoint is of; what has to wait still is an error."""
     timeout_s = 0.0 if arguments.timeout is None else arguments.timeout
-    if not (math.isfinite(timeout_s) and timeout_s >= 0):
-        raise InvalidInputError(f"--timeout {timeout_s:g}: give a number of seconds from 0 on")
+    require_seconds("--timeout", timeout_s)
     place = store_place(arguments.url)
     with Progress("commit"):
         Commits(place.store).wait(place.path, timeout_s)

@@ -67,7 +67,7 @@ def import_(arguments: argparse.Namespace) -> int:
         )
     with (
         engine(arguments.executor) as workers,
-        Progress("import", total_bytes=None, wanted=arguments.progress) as progress,
+        Progress("import", wanted=arguments.progress) as progress,
     ):
         if os.path.isfile(arguments.url):
             _refuse_executor(arguments)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.places import store_place
 from tierfs.cli.transfer import StreamTarget, read_pieces
 from tierfs.errors import InvalidInputError
 from tierfs.store import open_entry

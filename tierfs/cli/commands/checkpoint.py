@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.arguments import require_torch, require_url
+from tierfs.cli.arguments import PLACE, require_torch, require_url
 from tierfs.cli.executors import add_executor_argument
 from tierfs.cli.output import add_json_argument
 from tierfs.cli.progress import add_progress_argument
@@ -41,7 +41,6 @@ _SECOND = {
     "export": ("TARGET", "a local path or tierfs:: URL"),
     "import": ("URL", "the checkpoint to make"),
 }
-_PLACE = "tierfs:: URL, URL of the object tier, or local path"
 
 
 def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
@@ -52,7 +51,7 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
         )
     else:
         below = ", or a directory above it" if action == "ls" else ""
-        parser.add_argument("url", metavar="URL", help=f"the checkpoint's directory{below}: {_PLACE}")
+        parser.add_argument("url", metavar="URL", help=f"the checkpoint's directory{below}: {PLACE}")
     metavar, described = _SECOND.get(action, ("nothing", argparse.SUPPRESS))
     if action in {"diff", "export", "import"}:
         parser.add_argument("other", metavar=metavar, help=described)

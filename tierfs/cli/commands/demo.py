@@ -17,7 +17,7 @@ from typing import Any
 
 import fsspec
 
-from tierfs.cli.arguments import require_torch
+from tierfs.cli.arguments import require_seconds, require_torch
 from tierfs.demo.ranks import RankGroup
 from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, StoreNotFoundError, TierfsError
@@ -129,8 +129,7 @@ def _checked(arguments: argparse.Namespace) -> _DemoPlan:
         raise InvalidInputError(
             f"--steps must be at least twice --every, {2 * arguments.every}: one save to resume from, one to be killed"
         )
-    if not arguments.timeout > 0:
-        raise InvalidInputError(f"--timeout must be a positive number of seconds, not {arguments.timeout}")
+    require_seconds("--timeout", arguments.timeout, over_0=True, may_be_infinite=True)
     return _DemoPlan(arguments.steps, arguments.every, parameters, arguments.timeout)
 
 

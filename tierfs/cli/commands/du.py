@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.output import add_json_argument, align, print_json
-from tierfs.cli.places import add_url_argument, requests_of, store_place
+from tierfs.cli.places import requests_of, store_place
 from tierfs.cli.progress import Progress
-from tierfs.errors import NotFoundError
 from tierfs.store import usage
 from tierfs.units import format_bytes
 
@@ -29,11 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Count, and print the counts."""
     place = store_place(arguments.url)
-    try:
-        with Progress("du"):
-            counts = asdict(usage(place.store, place.path))
-    except NotFoundError:
-        raise place.missing() from None
+    with place.must_exist(), Progress("du"):
+        counts = asdict(usage(place.store, place.path))
     if arguments.json:
         print_json({**counts, "requests": requests_of(place.store)})
         return 0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from tierfs.cli.arguments import add_tier_argument, add_url_argument
 from tierfs.cli.output import add_json_argument, print_json, printable
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import store_place
 from tierfs.cli.progress import Progress, add_progress_argument
-from tierfs.cli.tiers import add_tier_argument
-from tierfs.errors import NotFoundError
 from tierfs.store import evict
 from tierfs.units import format_bytes
 
@@ -23,7 +22,7 @@ tierfs evict tierfs::s3://bucket/run --tier ram"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_url_argument(parser)
-    add_tier_argument(parser, default="nvme")
+    add_tier_argument(parser)
     add_progress_argument(parser)
     add_json_argument(parser)
 
@@ -31,11 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Evict, and say how much was dropped."""
     place = store_place(arguments.url)
-    with Progress("evict", total_bytes=None, wanted=arguments.progress) as progress:
-        try:
+    with Progress("evict", wanted=arguments.progress) as progress:
+        with place.must_exist():
             count = evict(place.store, place.path, arguments.tier)
-        except NotFoundError:
-            raise place.missing() from None
         progress.advance(count)
     if arguments.json:
         print_json({"bytes": count})

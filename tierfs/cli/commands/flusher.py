@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from tierfs import __version__
-from tierfs.cli.arguments import require_url
+from tierfs.cli.arguments import add_url_argument, require_seconds, require_url
 from tierfs.cli.failures import describe
 from tierfs.cli.log import FORMATS, logging_to_stderr
 from tierfs.cli.output import add_json_argument, print_json
@@ -71,7 +71,7 @@ ACTIONS = {
 
 def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     """Declare the arguments of one action."""
-    parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
+    add_url_argument(parser)
     if action == "export":
         parser.add_argument("file", metavar="FILE", help="the local file to write, which must be new")
     parser.add_argument(
@@ -156,8 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
     linger_s = arguments.linger
     if linger_s is None:
         linger_s = LINGER_S if spawned else math.inf
-    if not linger_s >= 0:
-        raise InvalidInputError(f"--linger {linger_s:g}: give a number of seconds from 0 on")
+    require_seconds("--linger", linger_s, may_be_infinite=True)
     # Its log is the file of a process that nobody looks after, and may run for months: only what matters.
     level = "warning" if spawned else "info"
     with logging_to_stderr(level=level, format="logfmt", wanted_format=arguments.log_format):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.output import add_json_argument, align, print_json, printable
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import whole_store
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 from tierfs.units import format_bytes
@@ -67,9 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError("--concurrency must be at least 1 and --rate more than 0")
     if arguments.wait and arguments.dry_run:
         raise InvalidInputError("--wait and --dry-run exclude each other")
-    place = store_place(arguments.url)
-    if place.path:
-        raise InvalidInputError(f"gc works on a whole store: name its root, {place.store.url}", path=place.url)
+    store = whole_store(arguments.url, "gc")
     options = GcOptions(
         dry_run=arguments.dry_run,
         exclusive=arguments.exclusive,
@@ -78,22 +77,22 @@ def run(arguments: argparse.Namespace) -> int:
         deletes_per_s=arguments.rate,
     )
     reports = []
-    with Progress("gc", total_bytes=None, wanted=arguments.progress) as progress:
+    with Progress("gc", wanted=arguments.progress) as progress:
         counts: dict[str, int] = {}
 
         def note(what: str, count: int) -> None:
             counts[what] = counts.get(what, 0) + count
             progress.note(", ".join(f"{number} {word}" for word, number in counts.items()))
 
-        reports.append(collect(place.store, options, note))
+        reports.append(collect(store, options, note))
         if arguments.wait and not reports[0].is_blocked and reports[0].next_s is not None:
-            place.store.clock.sleep(reports[0].next_s)
-            reports.append(collect(place.store, options, note))
+            store.clock.sleep(reports[0].next_s)
+            reports.append(collect(store, options, note))
     if arguments.json:
-        print_json({"url": place.store.url, "runs": [report.as_dict() for report in reports]})
+        print_json({"url": store.url, "runs": [report.as_dict() for report in reports]})
     else:
         for report in reports:
-            _print(report, place.store.descriptor.grace_s)
+            _print(report, store.descriptor.grace_s)
     return BLOCKED_EXIT_CODE if any(report.is_blocked for report in reports) else 0
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.output import add_json_argument, align, format_time, print_json, printable
-from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.cli.places import StorePlace, store_place
 from tierfs.cli.progress import Progress
-from tierfs.errors import NotFoundError
 from tierfs.store import Entry, find, list_directory
 from tierfs.units import format_bytes
 
@@ -41,10 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.recursive:
             entries = find(place.store, place.path, detail=detail) or _nothing_in(place)
         else:
-            try:
+            with place.must_exist():
                 entries = list_directory(place.store, place.path, detail=detail)
-            except NotFoundError:
-                raise place.missing() from None
     if arguments.json:
         print_json({"url": place.url, "entries": [_document(place, entry) for entry in entries]})
     elif arguments.long and entries:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.mirror.down import materialize
 from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import store_place
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 

@@ -6,10 +6,8 @@ import argparse
 import logging
 from pathlib import Path
 
-from tierfs.cli.arguments import require_url
+from tierfs.cli.arguments import LEVELS, add_url_argument, require_seconds, require_url
 from tierfs.cli.output import add_json_argument, print_json
-from tierfs.errors import InvalidInputError
-from tierfs.host.pending.levels import Level
 from tierfs.mount.mounting import start
 from tierfs.mount.serving import MountOptions, serve
 
@@ -21,12 +19,10 @@ tierfs mount tierfs::s3://bucket/run /mnt/run
 tierfs mount tierfs::s3://bucket/run/step_1000 /mnt/model --read-only
 tierfs mount tierfs://NAME /mnt/store --foreground --ack object   # in a container"""
 
-LEVELS = (Level.STAGED, Level.LOCAL, Level.OBJECT)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
+    add_url_argument(parser)
     parser.add_argument("directory", metavar="DIR", help="where to mount it: a directory that is there")
     parser.add_argument("--read-only", action="store_true", help="refuse every change")
     parser.add_argument(
@@ -34,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ack",
-        choices=[level.label for level in LEVELS],
+        choices=LEVELS,
         help="how safe a file is when close or fsync returns (default: as the store is configured)",
     )
     parser.add_argument(
@@ -57,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_url(arguments.directory)
     given = {}
     if arguments.timeout is not None:
-        if not arguments.timeout > 0:
-            raise InvalidInputError(f"--timeout {arguments.timeout:g}: give a number of seconds over 0")
+        require_seconds("--timeout", arguments.timeout, over_0=True, may_be_infinite=True)
         given = {"timeout_s": arguments.timeout}
     options = MountOptions(arguments.read_only, arguments.allow_other, arguments.ack, **given)
     directory = Path(arguments.directory).absolute()

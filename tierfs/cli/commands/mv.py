@@ -6,6 +6,7 @@ import argparse
 import threading
 from dataclasses import dataclass, field
 
+from tierfs.cli.arguments import PLACE
 from tierfs.cli.output import add_json_argument, print_json
 from tierfs.cli.parallel import run_in_parallel
 from tierfs.cli.places import StorePlace, kind_of, store_place
@@ -35,7 +36,7 @@ class _RenamePlan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_target_arguments(parser, described="tierfs:: URL, URL of the object tier, or local path; all in one store")
+    add_target_arguments(parser, described=f"{PLACE}; all in one store")
     add_json_argument(parser)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from tierfs.cli.arguments import add_tier_argument, add_url_argument
 from tierfs.cli.output import add_json_argument, print_json, printable
-from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.cli.places import StorePlace, store_place
 from tierfs.cli.progress import Progress, add_progress_argument
-from tierfs.cli.tiers import add_tier_argument
-from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.errors import InvalidInputError
 from tierfs.store import find, prefetch
 from tierfs.units import format_bytes
 
@@ -23,7 +23,7 @@ tierfs prefetch tierfs::s3://bucket/data --progress"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_url_argument(parser)
-    add_tier_argument(parser, default="nvme")
+    add_tier_argument(parser)
     add_progress_argument(parser)
     add_json_argument(parser)
 
@@ -36,13 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
             "call fs.prefetch(path) in the process that reads it"
         )
     place = store_place(arguments.url)
-    with Progress("prefetch", total_bytes=None, wanted=arguments.progress) as progress:
+    with Progress("prefetch", wanted=arguments.progress) as progress:
         if progress.is_shown:
             progress.expect(_size(place))
-        try:
+        with place.must_exist():
             count = prefetch(place.store, place.path, arguments.tier, progress=progress.advance)
-        except NotFoundError:
-            raise place.missing() from None
     if arguments.json:
         print_json({"bytes": count})
     else:

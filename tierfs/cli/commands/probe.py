@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from tierfs.cli.arguments import require_url
+from tierfs.cli.arguments import add_url_argument, require_url
 from tierfs.cli.output import add_json_argument, align, print_json
-from tierfs.cli.places import add_url_argument
 from tierfs.cli.progress import Progress
 from tierfs.session import parse_url
 from tierfs.session.probing import ProbeReport, probe_store

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import require_torch
+from tierfs.cli.arguments import add_url_argument, require_torch
 from tierfs.cli.output import add_json_argument, align, print_json, printable
-from tierfs.cli.places import StorePlace, add_url_argument, find_store, store_place
+from tierfs.cli.places import StorePlace, find_store, store_place
 from tierfs.cli.progress import Progress
 from tierfs.dcp.address import inside
 from tierfs.errors import ConflictError, InvalidInputError

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from tierfs.cli.arguments import add_replicas_argument, add_url_argument
 from tierfs.cli.output import add_json_argument, print_json, printable
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import store_place, whole_store
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.session import parse_url
@@ -40,14 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read all chunks first, as `tierfs scrub` does; by default repair uses what that found",
     )
-    parser.add_argument(
-        "--from",
-        dest="replicas",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="another copy of the store, or one that may hold the same content; may be given several times",
-    )
+    add_replicas_argument(parser)
     parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     add_progress_argument(parser)
     add_json_argument(parser)
@@ -61,24 +55,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.concurrency < 1:
         raise InvalidInputError("--concurrency must be at least 1")
     descriptor = mend_descriptor(parse_url(arguments.url), dry_run=arguments.dry_run)
-    place = store_place(arguments.url)
-    if place.path:
-        raise InvalidInputError(f"repair works on a whole store: name its root, {place.store.url}", path=place.url)
+    store = whole_store(arguments.url, "repair")
     replicas = [store_place(url).store for url in arguments.replicas]
-    with Progress("repair", total_bytes=None, wanted=arguments.progress) as progress:
+    with Progress("repair", wanted=arguments.progress) as progress:
         if arguments.read_data:
-            scrub(place.store, ScrubOptions(heal=False), progress=progress.advance)
+            scrub(store, ScrubOptions(heal=False), progress=progress.advance)
         report = repair(
-            place.store,
+            store,
             replicas=replicas,
             dry_run=arguments.dry_run,
             concurrency=arguments.concurrency,
             progress=lambda what, count: progress.note(f"{what} +{count}"),
         )
-    losses = _checkpoint_losses(place.store, report)
+    losses = _checkpoint_losses(store, report)
     if arguments.json:
         checkpoints = None if losses is None else [asdict(each) for each in losses]
-        print_json({"url": place.store.url, "descriptor": descriptor, **report.as_dict(), "checkpoints": checkpoints})
+        print_json({"url": store.url, "descriptor": descriptor, **report.as_dict(), "checkpoints": checkpoints})
     else:
         if descriptor:
             print(f"{'would mend' if report.dry_run else 'mended'}  .tierfs/store.json ({descriptor})")

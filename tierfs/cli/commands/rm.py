@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import threading
 
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.output import add_json_argument, print_json
 from tierfs.cli.parallel import run_in_parallel
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import store_place
 from tierfs.cli.progress import Progress
 from tierfs.cli.trees import refuse_foreign_files, remove_directories
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError

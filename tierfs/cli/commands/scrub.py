@@ -6,14 +6,16 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tierfs.cli.arguments import add_replicas_argument, add_url_argument
 from tierfs.cli.executors import add_executor_argument, engine, run_scrub_piece
 from tierfs.cli.output import add_json_argument, print_json, printable
-from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.cli.places import store_place, whole_store
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
+    from tierfs.store import Store
     from tierfs.store.maintenance.scrub import ScrubReport
     from tierfs.store.maintenance.scrub_local import LocalReport
 
@@ -46,14 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth", metavar="BYTES", help="most bytes read in a second by all workers together, like 50MB"
     )
-    parser.add_argument(
-        "--from",
-        dest="replicas",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="another store that may hold the same content, to heal from it; may be given several times",
-    )
+    add_replicas_argument(parser)
     parser.add_argument(
         "--no-heal", action="store_true", help="heal nothing; list the damage and note how far scrubbing has come"
     )
@@ -73,25 +68,23 @@ def run(arguments: argparse.Namespace) -> int:
     is_local = arguments.tier != "object"
     if is_local and (arguments.replicas or arguments.executor or arguments.no_heal):
         raise InvalidInputError("--from, --executor and --no-heal are for the object tier")
-    place = store_place(arguments.url, as_configured=is_local)
-    if place.path:
-        raise InvalidInputError(f"scrub works on a whole store: name its root, {place.store.url}", path=place.url)
+    store = whole_store(arguments.url, "scrub", as_configured=is_local)
     if is_local:
-        return _run_local(arguments, place, bandwidth)
+        return _run_local(arguments, store, bandwidth)
     from tierfs.store.maintenance.scrub import ScrubOptions, scrub  # noqa: PLC0415 - it loads NumPy
 
     options = ScrubOptions(arguments.max_seconds, bandwidth, arguments.concurrency, not arguments.no_heal)
     replicas = [store_place(url).store for url in arguments.replicas]
     with (
         engine(arguments.executor) as found,
-        Progress("scrub", total_bytes=None, wanted=arguments.progress) as progress,
+        Progress("scrub", wanted=arguments.progress) as progress,
     ):
         if found is None:
-            report = scrub(place.store, options, replicas=replicas, progress=progress.advance)
+            report = scrub(store, options, replicas=replicas, progress=progress.advance)
         else:
             run_piece = partial(run_scrub_piece, arguments.url, tuple(arguments.replicas))
             report = scrub(
-                place.store,
+                store,
                 options,
                 executor=found.executor,
                 workers=found.workers,
@@ -99,25 +92,25 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=progress.advance,
             )
     if arguments.json:
-        print_json({"url": place.store.url, **report.as_dict()})
+        print_json({"url": store.url, **report.as_dict()})
     else:
         _print(report)
     return 0 if report.is_sound else CorruptionError.exit_code
 
 
-def _run_local(arguments: argparse.Namespace, place: StorePlace, bandwidth: int | None) -> int:
+def _run_local(arguments: argparse.Namespace, store: Store, bandwidth: int | None) -> int:
     from tierfs.store.maintenance.scrub_local import scrub_local  # noqa: PLC0415 - it loads NumPy
 
-    with Progress("scrub", total_bytes=None, wanted=arguments.progress) as progress:
+    with Progress("scrub", wanted=arguments.progress) as progress:
         report = scrub_local(
-            place.store,
+            store,
             arguments.tier,
             max_seconds=arguments.max_seconds,
             bandwidth=bandwidth,
             progress=progress.advance,
         )
     if arguments.json:
-        print_json({"url": place.store.url, **report.as_dict()})
+        print_json({"url": store.url, **report.as_dict()})
     else:
         _print_local(report)
     return 0 if report.is_sound else CorruptionError.exit_code

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import store_place
 from tierfs.cli.prometheus import exposition
 from tierfs.cli.status_table import UploadRate, one_line, table
 from tierfs.store import Store, status

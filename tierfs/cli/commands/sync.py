@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import os
 
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.mirror.up import sync
 from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import store_place
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError, NotFoundError
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 
-from tierfs.cli.arguments import require_url
+from tierfs.cli.arguments import require_seconds, require_url
 from tierfs.cli.output import add_json_argument, print_json
 from tierfs.cli.progress import Progress
-from tierfs.errors import InvalidInputError
 from tierfs.mount.mounting import unmount
 from tierfs.mount.serving import FLUSH_S
 
@@ -40,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Unmount; an error names what is in the way, and leaves the mount as it is."""
     require_url(arguments.directory)
-    if not (math.isfinite(arguments.timeout) and arguments.timeout > 0):
-        raise InvalidInputError(f"--timeout {arguments.timeout:g}: give a number of seconds over 0")
+    require_seconds("--timeout", arguments.timeout, over_0=True)
     with Progress("umount"):
         unmount(arguments.directory, timeout=arguments.timeout, force=arguments.force)
     if arguments.json:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.output import add_json_argument, print_json, printable
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import store_place
 from tierfs.cli.progress import Progress, add_progress_argument
-from tierfs.errors import CorruptionError, NotFoundError
+from tierfs.errors import CorruptionError
 from tierfs.store import VerifyReport, verify
 from tierfs.units import format_bytes
 
@@ -30,11 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and return the exit code of damage if any is found."""
     place = store_place(arguments.url)
-    with Progress("verify", total_bytes=None, wanted=arguments.progress) as progress:
-        try:
-            report = verify(place.store, place.path, progress=progress.advance)
-        except NotFoundError:
-            raise place.missing() from None
+    with Progress("verify", wanted=arguments.progress) as progress, place.must_exist():
+        report = verify(place.store, place.path, progress=progress.advance)
     if arguments.json:
         print_json({"url": place.url, **asdict(report)})
     else:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import threading
 
+from tierfs.cli.arguments import LEVELS, add_url_argument, require_seconds
 from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.cli.places import StorePlace, store_place
 from tierfs.cli.progress import Progress, add_progress_argument
-from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
 from tierfs.store import wait
 from tierfs.units import format_bytes
@@ -22,7 +21,6 @@ tierfs wait tierfs::s3://bucket/run
 tierfs wait tierfs::s3://bucket/run/step_1000 --level local
 tierfs wait tierfs::s3://bucket/run --timeout 600"""
 
-LEVELS = (Level.STAGED, Level.LOCAL, Level.OBJECT)
 LOOK_S = 0.25
 
 
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
     parser.add_argument(
         "--level",
-        choices=[level.label for level in LEVELS],
+        choices=LEVELS,
         default=Level.OBJECT.label,
         help="staged is in this host's memory, local on its disk, object (default) in the object tier",
     )
@@ -43,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Wait; an error says what keeps it from getting there."""
     timeout_s: float | None = arguments.timeout
-    if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
-        raise InvalidInputError(f"--timeout {timeout_s:g}: give a number of seconds from 0 on")
+    if timeout_s is not None:
+        require_seconds("--timeout", timeout_s)
     place, level = store_place(arguments.url), Level.parse(arguments.level)
     pending = _pending(place, level)
     if not pending and (place.store.tiers is None or place.store.tiers.drafts.is_settled(place.path)):
