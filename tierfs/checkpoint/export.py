@@ -142,19 +142,6 @@ def state_of(
     return nested(values, paths)
 
 
-def write_state(state: Mapping[object, Any], stream: BinaryIO) -> None:
-    """Write a state as ``torch.save`` does.
-
-    Args:
-        state: As `state_of` gives it.
-        stream: Takes the bytes, in order.
-
-    Raises:
-        TierfsError, OSError: As the stream does.
-    """
-    _save(state, stream)
-
-
 def write_dcp(
     checkpoint: Checkpoint,
     directory: str,
@@ -189,7 +176,7 @@ def write_dcp(
             offsets = torch.Size(box.offsets)
             number = len(items[box.fqn].chunks)
             items[box.fqn].chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
-            place = _stored(stream, partial(_save, tensor, stream))
+            place = _stored(stream, partial(write_state, tensor, stream))
             places[MetadataIndex(box.fqn, offsets, number)] = place
         _flush(stream)
     metadata = replace(
@@ -210,9 +197,18 @@ def _stored(stream: BinaryIO, write: Callable[[], object]) -> Any:
     return _StorageInfo(DATA_FILE, at, stream.tell() - at)
 
 
-def _save(value: Any, stream: BinaryIO) -> None:
+def write_state(state: Any, stream: BinaryIO) -> None:
+    """Write a value as ``torch.save`` does.
+
+    Args:
+        state: As `state_of` gives it, or one tensor.
+        stream: Takes the bytes, in order.
+
+    Raises:
+        TierfsError, OSError: As the stream does.
+    """
     try:
-        torch.save(value, stream)
+        torch.save(state, stream)
     except RuntimeError as error:
         # When a write has failed, torch goes on to end its archive, and then complains of that.
         cause = error.__context__
