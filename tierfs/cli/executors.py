@@ -1,6 +1,7 @@
-"""``--executor``: on which machines pieces of work run, and the functions that run there.
+"""``--executor``: on which machines pieces of work run.
 
-Each opens its store by URL, in the process that it runs in, and is a function of its arguments, so it may be run again elsewhere.
+A function that runs there opens its store by URL, in its process. It depends on its arguments alone, so it may be run again
+elsewhere.
 """
 
 from __future__ import annotations
@@ -10,15 +11,11 @@ import contextlib
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tierfs.errors import InvalidInputError
 
-if TYPE_CHECKING:
-    from tierfs.checkpoint.import_ import ImportPart, PartResult
-    from tierfs.store.maintenance.scrub import ScrubPart, ScrubPiece
-
-__all__ = ["WorkerSet", "add_executor_argument", "engine", "run_import_part", "run_scrub_piece"]
+__all__ = ["WorkerSet", "add_executor_argument", "open_executor"]
 
 PROCESSES_MAX = 1024
 
@@ -41,7 +38,7 @@ def add_executor_argument(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def engine(text: str | None) -> Iterator[WorkerSet | None]:
+def open_executor(text: str | None) -> Iterator[WorkerSet | None]:
     """The executor of ``--executor``, for the time of a ``with`` block; ``None`` for this process.
 
     Raises:
@@ -89,20 +86,3 @@ def _mpi(opened: contextlib.ExitStack) -> WorkerSet:
         raise InvalidInputError(f"--executor mpi needs mpi4py and an MPI library: {error}") from error
     executor = opened.enter_context(MPIPoolExecutor())
     return WorkerSet(executor, max(1, MPI.COMM_WORLD.Get_size() - 1))
-
-
-def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> ScrubPart:
-    """Verify and heal one piece of the store at a URL; see `tierfs.store.maintenance.scrub.scrub_piece`."""
-    from tierfs.cli.places import store_place  # noqa: PLC0415 - in the process that does the work
-    from tierfs.store.maintenance.scrub import scrub_piece  # noqa: PLC0415
-
-    others = [store_place(replica).store for replica in replicas]
-    return scrub_piece(store_place(url).store, piece, replicas=others)
-
-
-def run_import_part(source: str, rank: int | None, url: str, part: ImportPart, *, overwrite: bool) -> PartResult:
-    """Import one part of the checkpoint at ``source``; see `tierfs.checkpoint.import_.import_part`."""
-    from tierfs.checkpoint.import_ import import_part  # noqa: PLC0415 - in the process that does the work
-    from tierfs.cli.commands._checkpoint_places import open_at, source_of  # noqa: PLC0415
-
-    return import_part(open_at(source_of(source), rank), url, part, overwrite=overwrite)

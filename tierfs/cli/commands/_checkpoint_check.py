@@ -8,11 +8,11 @@ from dataclasses import asdict
 from tierfs.checkpoint.catalog import candidates
 from tierfs.checkpoint.diff import CheckpointDifference, compare
 from tierfs.checkpoint.verify import CheckpointReport, verify_checkpoint
-from tierfs.cli.commands._checkpoint_places import open_at, source_of
+from tierfs.cli.commands._checkpoint_places import source_of
 from tierfs.cli.output import align, print_json, printable
 from tierfs.cli.places import StorePlace
 from tierfs.cli.progress import Progress
-from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.errors import CorruptionError
 from tierfs.units import format_bytes
 
@@ -43,8 +43,8 @@ def _parts(source: StorePlace, rank: int | None) -> list[Checkpoint]:
     if rank is None:
         for candidate in candidates(source.store, source.path):
             if candidate.directory == source.path and candidate.ranks:
-                return [open_at(source, rank) for rank in candidate.ranks]
-    return [open_at(source, rank)]
+                return [open_checkpoint(source.store, source.path, rank=rank) for rank in candidate.ranks]
+    return [open_checkpoint(source.store, source.path, rank=rank)]
 
 
 def _print_report(report: CheckpointReport, url: str) -> None:
@@ -67,7 +67,7 @@ def _print_report(report: CheckpointReport, url: str) -> None:
 def diff(arguments: argparse.Namespace) -> int:
     """Compare, and return 1 if they differ."""
     sources = source_of(arguments.url), source_of(arguments.other)
-    a, b = (open_at(source, arguments.rank) for source in sources)
+    a, b = (open_checkpoint(source.store, source.path, rank=arguments.rank) for source in sources)
     with Progress("diff", total_bytes=a.length, wanted=arguments.progress) as progress:
         found = compare(a, b, progress=progress.advance)
     if arguments.json:

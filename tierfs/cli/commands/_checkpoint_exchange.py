@@ -13,9 +13,9 @@ from functools import partial
 from typing import BinaryIO, cast
 
 from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, write_state
-from tierfs.checkpoint.import_ import ImportPart, PartResult, import_checkpoint, import_file
-from tierfs.cli.commands._checkpoint_places import open_at, source_of
-from tierfs.cli.executors import WorkerSet, engine, run_import_part
+from tierfs.checkpoint.import_ import ImportPart, PartResult, import_checkpoint, import_file, import_part
+from tierfs.cli.commands._checkpoint_places import source_of
+from tierfs.cli.executors import WorkerSet, open_executor
 from tierfs.cli.output import print_json, printable
 from tierfs.cli.places import LocalPlace, StorePlace, any_place, store_place
 from tierfs.cli.progress import Progress
@@ -39,7 +39,7 @@ def export(arguments: argparse.Namespace) -> int:
     """Write a checkpoint in another format."""
     format_ = arguments.format or _BY_ENDING.get(os.path.splitext(arguments.other)[1].lower(), "dcp")
     source = source_of(arguments.url)
-    checkpoint = open_at(source, arguments.rank)
+    checkpoint = open_checkpoint(source.store, source.path, rank=arguments.rank)
     target = any_place(arguments.other, write=True)
     _refuse_taken(target, format_, force=arguments.force)
     with Progress("export", total_bytes=checkpoint.length, wanted=arguments.progress) as progress:
@@ -66,7 +66,7 @@ def import_(arguments: argparse.Namespace) -> int:
             f"{place.url} holds a checkpoint: name another directory, or add --force to replace it", path=place.url
         )
     with (
-        engine(arguments.executor) as workers,
+        open_executor(arguments.executor) as workers,
         Progress("import", wanted=arguments.progress) as progress,
     ):
         if os.path.isfile(arguments.url):
@@ -79,7 +79,7 @@ def import_(arguments: argparse.Namespace) -> int:
                 content = load(source.store, source.path)
                 import_file(content, place.url, where=source.url, overwrite=arguments.force)
             else:
-                found = open_at(source, arguments.rank)
+                found = open_checkpoint(source.store, source.path, rank=arguments.rank)
                 progress.expect(found.length)
                 import_checkpoint(
                     found,
@@ -105,6 +105,12 @@ def _run_parts(
     finally:
         for future in futures:
             future.cancel()
+
+
+def run_import_part(source: str, rank: int | None, url: str, part: ImportPart, *, overwrite: bool) -> PartResult:
+    """Import one part of the checkpoint at ``source``, in another process: see `tierfs.checkpoint.import_.import_part`."""
+    place = source_of(source)
+    return import_part(open_checkpoint(place.store, place.path, rank=rank), url, part, overwrite=overwrite)
 
 
 def _refuse_executor(arguments: argparse.Namespace) -> None:

@@ -13,12 +13,12 @@ from typing import cast
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing, step_of
 from tierfs.checkpoint.codings import Codings
 from tierfs.checkpoint.placement import Placement
-from tierfs.cli.commands._checkpoint_places import open_at, source_of
+from tierfs.cli.commands._checkpoint_places import source_of
 from tierfs.cli.output import align, format_time, print_json, printable
 from tierfs.cli.parallel import run_in_parallel
 from tierfs.cli.places import StorePlace, requests_of, store_place
 from tierfs.cli.progress import Progress
-from tierfs.dcp.checkpoint import Checkpoint, Shard
+from tierfs.dcp.checkpoint import Checkpoint, Shard, open_checkpoint
 from tierfs.errors import CorruptionError
 from tierfs.store import Usage, usages
 from tierfs.units import format_bytes
@@ -112,7 +112,7 @@ def show(arguments: argparse.Namespace) -> int:
     """Show what is in a checkpoint."""
     with Progress("show") as progress:
         source = source_of(arguments.url)
-        checkpoint = open_at(source, arguments.rank)
+        checkpoint = open_checkpoint(source.store, source.path, rank=arguments.rank)
         names = _matching(checkpoint.tensors, arguments.other)
         objects = _matching(checkpoint.objects, arguments.other)
         where = Placement(checkpoint)

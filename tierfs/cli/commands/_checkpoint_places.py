@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from tierfs.checkpoint.plain_store import plain_store
 from tierfs.cli.places import StorePlace, find_store, store_place
-from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.session import parse_url
 
-__all__ = ["open_at", "source_of"]
-
-
-def open_at(place: StorePlace, rank: int | None) -> Checkpoint:
-    """The checkpoint there. Raises as `open_checkpoint` does."""
-    return open_checkpoint(place.store, place.path, rank=rank)
+__all__ = ["source_of"]
 
 
 def source_of(text: str) -> StorePlace:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tierfs.cli.arguments import add_replicas_argument, add_url_argument
-from tierfs.cli.executors import add_executor_argument, engine, run_scrub_piece
+from tierfs.cli.executors import add_executor_argument, open_executor
 from tierfs.cli.output import add_json_argument, print_json, printable
 from tierfs.cli.places import store_place, whole_store
 from tierfs.cli.progress import Progress, add_progress_argument
@@ -16,7 +16,7 @@ from tierfs.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from tierfs.store import Store
-    from tierfs.store.maintenance.scrub import ScrubReport
+    from tierfs.store.maintenance.scrub import ScrubPart, ScrubPiece, ScrubReport
     from tierfs.store.maintenance.scrub_local import LocalReport
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = ScrubOptions(arguments.max_seconds, bandwidth, arguments.concurrency, not arguments.no_heal)
     replicas = [store_place(url).store for url in arguments.replicas]
     with (
-        engine(arguments.executor) as found,
+        open_executor(arguments.executor) as found,
         Progress("scrub", wanted=arguments.progress) as progress,
     ):
         if found is None:
@@ -96,6 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(report)
     return 0 if report.is_sound else CorruptionError.exit_code
+
+
+def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> ScrubPart:
+    """Verify and heal one piece of the store at a URL, in another process: see `tierfs.store.maintenance.scrub.scrub_piece`."""
+    from tierfs.store.maintenance.scrub import scrub_piece  # noqa: PLC0415 - it loads NumPy
+
+    others = [store_place(replica).store for replica in replicas]
+    return scrub_piece(store_place(url).store, piece, replicas=others)
 
 
 def _run_local(arguments: argparse.Namespace, store: Store, bandwidth: int | None) -> int:
