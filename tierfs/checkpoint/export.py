@@ -10,7 +10,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tierfs.checkpoint.nesting import nested
 from tierfs.codec.layout.safetensors import HEADER_BYTES_MAX, HeaderEntry
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import BATCH_BYTES, Box, BoxReader, boxes_of, in_batches
@@ -34,7 +33,7 @@ from tierfs.dcp.tensorbytes import bytes_of, in_safetensors
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.store.commit import ROOT
 
-__all__ = ["safetensors_pieces", "state_of", "write_dcp", "write_state"]
+__all__ = ["nested", "safetensors_pieces", "state_of", "write_dcp", "write_state"]
 
 DATA_FILE = "__0_0.distcp"
 _NOTE = {"format": "pt"}
@@ -242,3 +241,43 @@ def _read(
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
     return f"{', '.join(names[:_NAMES_MAX])}{more}"
+
+
+# -- the nested state -------------------------------------------------------------------------------------------------
+
+
+class _Node(dict[object, Any]):
+    """A container in the making, told from mappings that are values."""
+
+
+def nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[object]] | None) -> dict[object, Any]:
+    """Put values where they were in the state.
+
+    Args:
+        values: By name.
+        paths: By name, the path of each: strings for keys of mappings, integers for places in lists. A container whose
+            keys are 0, 1, 2 and so on becomes a list, any other a mapping. A name without a path stays at the top.
+
+    Raises:
+        InvalidInputError: Two values have one path, or one lies inside of another.
+    """
+    root = _Node()
+    for name, value in values.items():
+        path = tuple((paths or {}).get(name) or (name,))
+        node = root
+        for part in path[:-1]:
+            node = node.setdefault(part, _Node())
+            if not isinstance(node, _Node):
+                raise InvalidInputError(f"{name!r} lies at {list(path)}, inside of another value of the checkpoint")
+        if path[-1] in node:
+            raise InvalidInputError(f"{name!r} lies at {list(path)}, where another value of the checkpoint is")
+        node[path[-1]] = value
+    return {key: _finished(value) for key, value in root.items()}
+
+
+def _finished(value: Any) -> Any:
+    if not isinstance(value, _Node):
+        return value
+    if all(type(key) is int for key in value) and set(value) == set(range(len(value))):
+        return [_finished(value[place]) for place in range(len(value))]
+    return {key: _finished(inner) for key, inner in value.items()}

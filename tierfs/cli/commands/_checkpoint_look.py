@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing, step_of
-from tierfs.checkpoint.codings import Codings
-from tierfs.checkpoint.placement import Placement
+from tierfs.checkpoint.placement import Codings, Placement
 from tierfs.cli.commands._checkpoint_places import source_of
 from tierfs.cli.output import align, format_time, print_json, printable
 from tierfs.cli.parallel import run_in_parallel

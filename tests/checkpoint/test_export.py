@@ -1,10 +1,10 @@
-"""Names and paths become the nested state they were taken from, and nothing that a bad path asks for."""
+"""Export: names and paths become the nested state they were taken from, and nothing that a bad path asks for."""
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from tierfs.checkpoint.nesting import nested
+from tierfs.checkpoint.export import nested
 from tierfs.errors import InvalidInputError
 
 
