@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tierfs import errors
 from tierfs.cli.app import GROUPS, ActionsParser, build_parser, load_command
-from tierfs.cli.prometheus import METRICS
+from tierfs.cli.commands._status_prometheus import METRICS
 from tierfs.session.settings import TierOptions
 
 HERE = Path(__file__).parent

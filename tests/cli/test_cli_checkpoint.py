@@ -480,7 +480,7 @@ def test_an_interrupted_export_leaves_nothing(step_10, tmp_path, capsys, monkeyp
     def interrupt(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tierfs.cli.progress.Progress.advance", interrupt)
+    monkeypatch.setattr("tierfs.cli.terminal.progress.Progress.advance", interrupt)
     before = sorted(os.listdir(tmp_path))
     for name in ("a", "a.pt", "a.safetensors"):
         assert main(["checkpoint", "export", step_10, f"{tmp_path}/{name}", "--skip-objects"]) == 130

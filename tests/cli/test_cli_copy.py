@@ -16,8 +16,8 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli import parallel as _parallel
-from tierfs.cli.parallel import Stopped, run_in_parallel
+from tierfs.cli.files import parallel as _parallel
+from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.errors import StoreError
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer, load, save
@@ -92,7 +92,7 @@ def test_progress_is_shown_on_stderr_when_it_is_asked_for(url, tree, tmp_path, c
 
 
 def test_progress_is_shown_by_itself_only_on_a_terminal(url, tree, capsys, monkeypatch):
-    monkeypatch.setattr("tierfs.cli.progress.FIRST_S", 0.0)
+    monkeypatch.setattr("tierfs.cli.terminal.progress.FIRST_S", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["cp", str(tree / "small"), f"{url}/x"]) == 0
     assert "100%" in capsys.readouterr().err

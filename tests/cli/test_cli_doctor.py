@@ -6,7 +6,8 @@ import resource
 import pytest
 
 import tierfs
-from tierfs.cli import machine, main
+from tierfs.cli import main
+from tierfs.cli.commands import _doctor_checks as checks
 
 
 def test_it_prints_every_check_and_exits_with_0_where_tierfs_works(tmp_path, monkeypatch, capsys):
@@ -41,14 +42,14 @@ def test_an_endpoint_is_tested_too(tmp_path, capsys):
 
 
 def test_small_shared_memory_is_noted(tmp_path):
-    memory = 100 * machine.shutil.disk_usage(tmp_path).total
-    assert machine.check_shared_memory(tmp_path, memory).state == "note"
-    assert machine.check_shared_memory(tmp_path / "none", memory).state == "note"
+    memory = 100 * checks.shutil.disk_usage(tmp_path).total
+    assert checks.check_shared_memory(tmp_path, memory).state == "note"
+    assert checks.check_shared_memory(tmp_path / "none", memory).state == "note"
 
 
 @pytest.mark.parametrize(("soft", "state"), [(1024, "note"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")])
 def test_few_descriptors_are_noted(soft, state):
-    assert machine.check_descriptors(soft, 1 << 20).state == state
+    assert checks.check_descriptors(soft, 1 << 20).state == state
 
 
 @pytest.mark.parametrize(
@@ -56,33 +57,33 @@ def test_few_descriptors_are_noted(soft, state):
     [("", 182 << 20, "note"), ("glibc.cpu.x86_non_temporal_threshold=1048576", 182 << 20, "ok"), ("", 1 << 20, "ok")],
 )
 def test_copies_through_the_caches_are_noted(tunables, threshold, state):
-    assert machine.check_copies(tunables, threshold).state == state
+    assert checks.check_copies(tunables, threshold).state == state
 
 
 def test_kernels_that_were_not_built_are_noted():
-    assert machine.check_kernels("compiled").state == "ok"
-    assert machine.check_kernels("not built: no compiler").state == "note"
+    assert checks.check_kernels("compiled").state == "ok"
+    assert checks.check_kernels("not built: no compiler").state == "note"
 
 
 def test_huge_pages_need_a_kernel_that_gives_them(tmp_path):
     (tmp_path / "enabled").write_text("always within_size advise [never] deny force\n")
-    assert machine.check_huge_pages(tmp_path / "enabled", "6.18.4-x").state == "ok"
-    assert machine.check_huge_pages(tmp_path / "enabled", "5.10.0").state == "note"
+    assert checks.check_huge_pages(tmp_path / "enabled", "6.18.4-x").state == "ok"
+    assert checks.check_huge_pages(tmp_path / "enabled", "5.10.0").state == "note"
     (tmp_path / "enabled").write_text("always never [deny] force\n")
-    assert machine.check_huge_pages(tmp_path / "enabled", "6.18.4-x").state == "note"
+    assert checks.check_huge_pages(tmp_path / "enabled", "6.18.4-x").state == "note"
 
 
 def test_a_mount_needs_a_device_and_a_helper(tmp_path):
     device = tmp_path / "fuse"
-    assert machine.check_fuse(device, is_root=True, helper=None).state == "note"
+    assert checks.check_fuse(device, is_root=True, helper=None).state == "note"
     device.touch()
-    assert machine.check_fuse(device, is_root=False, helper=None).state == "note"
-    assert machine.check_fuse(device, is_root=True, helper=None).state == "ok"
+    assert checks.check_fuse(device, is_root=False, helper=None).state == "note"
+    assert checks.check_fuse(device, is_root=True, helper=None).state == "ok"
 
 
 def test_credentials_are_named_and_never_shown(tmp_path):
-    cloud = machine.CLOUDS["S3"]
-    found = machine.check_cloud("S3", cloud, {"AWS_ACCESS_KEY_ID": "secret"}, tmp_path, has_client=True)
+    cloud = checks.CLOUDS["S3"]
+    found = checks.check_cloud("S3", cloud, {"AWS_ACCESS_KEY_ID": "secret"}, tmp_path, has_client=True)
     assert (found.state, found.found) == ("ok", "s3fs; credentials: AWS_ACCESS_KEY_ID")
-    assert machine.check_cloud("S3", cloud, {}, tmp_path, has_client=True).state == "note"
-    assert machine.check_cloud("S3", cloud, {}, tmp_path, has_client=False).state == "ok"
+    assert checks.check_cloud("S3", cloud, {}, tmp_path, has_client=True).state == "note"
+    assert checks.check_cloud("S3", cloud, {}, tmp_path, has_client=False).state == "ok"

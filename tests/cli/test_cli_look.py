@@ -169,7 +169,7 @@ def test_stat_shows_directories_small_files_and_foreign_ones(url, tell):
     ],
 )
 def test_cat_writes_the_bytes_asked_for(url, words, start, stop, capsysbinary, monkeypatch):
-    monkeypatch.setattr("tierfs.cli.transfer.WINDOW_BYTES", 5_000_000)
+    monkeypatch.setattr("tierfs.cli.files.transfer.WINDOW_BYTES", 5_000_000)
     assert main(["cat", f"{url}/run/big", *words]) == 0
     assert capsysbinary.readouterr().out == BIG[start:stop]
 
@@ -182,7 +182,7 @@ def test_cat_never_holds_the_whole_file(url, capsysbinary, monkeypatch):
     from tierfs.cli.commands import cat
 
     pieces = []
-    monkeypatch.setattr("tierfs.cli.transfer.WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr("tierfs.cli.files.transfer.WINDOW_BYTES", 1 << 20)
     read = cat.read_pieces
     monkeypatch.setattr(cat, "read_pieces", lambda *args: (pieces.append(len(piece)) or piece for piece in read(*args)))
     assert main(["cat", f"{url}/run/big"]) == 0

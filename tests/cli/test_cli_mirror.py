@@ -9,7 +9,8 @@ import stat
 import pytest
 
 import tierfs
-from tierfs.cli import main, transfer
+from tierfs.cli import main
+from tierfs.cli.files import transfer
 from tierfs.cli.mirror import down, up
 from tierfs.cli.mirror.local import PART_PREFIX
 from tierfs.session import open_store, parse_url

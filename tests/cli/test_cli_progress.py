@@ -9,9 +9,10 @@ import time
 import pytest
 
 import tierfs
-from tierfs.cli import log, main
-from tierfs.cli import progress as module
-from tierfs.cli.progress import Progress
+from tierfs.cli import main
+from tierfs.cli.terminal import log
+from tierfs.cli.terminal import progress as module
+from tierfs.cli.terminal.progress import Progress
 
 MIB = 1024 * 1024
 

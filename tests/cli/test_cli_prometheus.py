@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tierfs.cli.prometheus import exposition
+from tierfs.cli.commands._status_prometheus import exposition
 
 LABEL = r'(?P<name>[a-zA-Z_][a-zA-Z0-9_]*)="(?P<value>(?:[^"\\\n]|\\\\|\\"|\\n)*)"'
 REPORT = {

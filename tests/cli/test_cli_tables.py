@@ -13,7 +13,7 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.output import align
+from tierfs.cli.terminal.output import align
 from tierfs.store import save
 
 LONG = "a name that is wider than the terminal/" * 3 + "日本 [red]"

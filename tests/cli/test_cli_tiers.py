@@ -22,7 +22,7 @@ from support.opened import know_no_store
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.status_table import UploadRate, one_line, table
+from tierfs.cli.commands._status_table import UploadRate, one_line, table
 from tierfs.errors import StoreError
 from tierfs.flusher.priority import NICER
 from tierfs.host.host import ExclusiveLock
@@ -789,7 +789,7 @@ def test_tierfs_log_that_names_something_else_is_an_error(wish, monkeypatch, cap
 def test_an_event_of_several_lines_is_one_line_with_its_exception(monkeypatch, capsys):
     import logging
 
-    from tierfs.cli.log import logging_to_stderr
+    from tierfs.cli.terminal.log import logging_to_stderr
 
     with logging_to_stderr(format="logfmt"):
         try:
@@ -804,7 +804,7 @@ def test_an_event_of_several_lines_is_one_line_with_its_exception(monkeypatch, c
 def test_a_disk_without_room_for_the_log_does_not_end_the_work_that_is_told_of(monkeypatch, tmp_path):
     import logging
 
-    from tierfs.cli.log import logging_to_stderr
+    from tierfs.cli.terminal.log import logging_to_stderr
 
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stderr", full)

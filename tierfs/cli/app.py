@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol, TypeVar, cast
 
 from tierfs import __version__
-from tierfs.cli.failures import Failure, describe
-from tierfs.cli.log import logging_to_stderr
-from tierfs.cli.output import colored, print_json, printable
-from tierfs.cli.overview import show_stores
+from tierfs.cli.host_stores import show_stores
+from tierfs.cli.terminal.failures import Failure, describe
+from tierfs.cli.terminal.log import logging_to_stderr
+from tierfs.cli.terminal.output import colored, print_json, printable
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.misplaced import do_not_warn
 

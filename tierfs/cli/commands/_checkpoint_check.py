@@ -9,9 +9,9 @@ from tierfs.checkpoint.catalog import candidates
 from tierfs.checkpoint.diff import CheckpointDifference, compare
 from tierfs.checkpoint.verify import CheckpointReport, verify_checkpoint
 from tierfs.cli.commands._checkpoint_places import source_of
-from tierfs.cli.output import align, print_json, printable
-from tierfs.cli.places import StorePlace
-from tierfs.cli.progress import Progress
+from tierfs.cli.files.places import StorePlace
+from tierfs.cli.terminal.output import align, print_json, printable
+from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.errors import CorruptionError
 from tierfs.units import format_bytes

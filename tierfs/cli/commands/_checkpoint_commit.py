@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from tierfs.cli.arguments import require_seconds
-from tierfs.cli.output import print_json, printable
-from tierfs.cli.places import store_place
-from tierfs.cli.progress import Progress
+from tierfs.cli.files.places import store_place
+from tierfs.cli.terminal.output import print_json, printable
+from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.address import inside
 from tierfs.errors import NotFoundError
 from tierfs.format.checkpoint import SaveMark

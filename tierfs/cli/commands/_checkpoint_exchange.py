@@ -16,9 +16,9 @@ from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, wr
 from tierfs.checkpoint.import_ import ImportPart, PartResult, import_checkpoint, import_file, import_part
 from tierfs.cli.commands._checkpoint_places import source_of
 from tierfs.cli.executors import WorkerSet, open_executor
-from tierfs.cli.output import print_json, printable
-from tierfs.cli.places import LocalPlace, StorePlace, any_place, store_place
-from tierfs.cli.progress import Progress
+from tierfs.cli.files.places import LocalPlace, StorePlace, any_place, store_place
+from tierfs.cli.terminal.output import print_json, printable
+from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.metadata import BytesPlace

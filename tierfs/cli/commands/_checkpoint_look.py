@@ -13,10 +13,10 @@ from typing import cast
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing, step_of
 from tierfs.checkpoint.placement import Codings, Placement
 from tierfs.cli.commands._checkpoint_places import source_of
-from tierfs.cli.output import align, format_time, print_json, printable
-from tierfs.cli.parallel import run_in_parallel
-from tierfs.cli.places import StorePlace, requests_of, store_place
-from tierfs.cli.progress import Progress
+from tierfs.cli.files.parallel import run_in_parallel
+from tierfs.cli.files.places import StorePlace, requests_of, store_place
+from tierfs.cli.terminal.output import align, format_time, print_json, printable
+from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, Shard, open_checkpoint
 from tierfs.errors import CorruptionError
 from tierfs.store import Usage, usages

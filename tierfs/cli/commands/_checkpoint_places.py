@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierfs.checkpoint.plain_store import plain_store
-from tierfs.cli.places import StorePlace, find_store, store_place
+from tierfs.cli.files.places import StorePlace, find_store, store_place
 from tierfs.session import parse_url
 
 __all__ = ["source_of"]

@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.places import store_place
-from tierfs.cli.transfer import StreamTarget, read_pieces
+from tierfs.cli.files.places import store_place
+from tierfs.cli.files.transfer import StreamTarget, read_pieces
 from tierfs.errors import InvalidInputError
 from tierfs.store import open_entry
 from tierfs.units import parse_size

@@ -6,8 +6,8 @@ import argparse
 
 from tierfs.cli.arguments import PLACE, require_torch, require_url
 from tierfs.cli.executors import add_executor_argument
-from tierfs.cli.output import add_json_argument
-from tierfs.cli.progress import add_progress_argument
+from tierfs.cli.terminal.output import add_json_argument
+from tierfs.cli.terminal.progress import add_progress_argument
 from tierfs.errors import InvalidInputError
 
 __all__ = ["ACTIONS", "EXAMPLES", "HELP", "add_action_arguments", "run"]

@@ -8,12 +8,12 @@ import threading
 from dataclasses import dataclass, field
 from typing import cast
 
-from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.parallel import Stopped, run_in_parallel
-from tierfs.cli.places import Kind, LocalPlace, Place, any_place
-from tierfs.cli.progress import Progress, add_progress_argument
-from tierfs.cli.targets import add_target_arguments, clash, final_place
-from tierfs.cli.transfer import ContentSource, ContentTarget, RawInput, StreamSource, StreamTarget, transfer
+from tierfs.cli.files.parallel import Stopped, run_in_parallel
+from tierfs.cli.files.places import Kind, LocalPlace, Place, any_place
+from tierfs.cli.files.targets import add_target_arguments, clash, final_place
+from tierfs.cli.files.transfer import ContentSource, ContentTarget, RawInput, StreamSource, StreamTarget, transfer
+from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tierfs.cli.arguments import require_url
-from tierfs.cli.output import add_json_argument, align, print_json, printable
+from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check, and print what was found; exit code 1 if tierfs cannot work as it is."""
     if arguments.url is not None:
         require_url(arguments.url)
-    from tierfs.cli.machine import check_endpoint, check_machine  # noqa: PLC0415 - not for --help
+    from tierfs.cli.commands._doctor_checks import check_endpoint, check_machine  # noqa: PLC0415 - not for --help
 
     checks = list(check_machine())
     if arguments.url:

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import asdict
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.output import add_json_argument, align, print_json
-from tierfs.cli.places import requests_of, store_place
-from tierfs.cli.progress import Progress
+from tierfs.cli.files.places import requests_of, store_place
+from tierfs.cli.terminal.output import add_json_argument, align, print_json
+from tierfs.cli.terminal.progress import Progress
 from tierfs.store import usage
 from tierfs.units import format_bytes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from tierfs.cli.arguments import add_tier_argument, add_url_argument
-from tierfs.cli.output import add_json_argument, print_json, printable
-from tierfs.cli.places import store_place
-from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.cli.files.places import store_place
+from tierfs.cli.terminal.output import add_json_argument, print_json, printable
+from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.store import evict
 from tierfs.units import format_bytes
 

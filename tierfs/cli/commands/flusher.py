@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from tierfs import __version__
 from tierfs.cli.arguments import add_url_argument, require_seconds, require_url
-from tierfs.cli.failures import describe
-from tierfs.cli.log import FORMATS, logging_to_stderr
-from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.progress import Progress
+from tierfs.cli.terminal.failures import describe
+from tierfs.cli.terminal.log import FORMATS, logging_to_stderr
+from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -337,7 +337,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from tierfs.cli.transfer import read_pieces  # noqa: PLC0415 - only what a command needs
+    from tierfs.cli.files.transfer import read_pieces  # noqa: PLC0415 - only what a command needs
     from tierfs.session import open_store  # noqa: PLC0415
     from tierfs.store import open_conflict  # noqa: PLC0415
 

@@ -6,9 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.output import add_json_argument, align, print_json, printable
-from tierfs.cli.places import whole_store
-from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.cli.files.places import whole_store
+from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
+from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 from tierfs.units import format_bytes
 

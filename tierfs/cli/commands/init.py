@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.output import add_json_argument, align, print_json
-from tierfs.cli.places import find_store
-from tierfs.cli.progress import Progress
+from tierfs.cli.files.places import find_store
+from tierfs.cli.terminal.output import add_json_argument, align, print_json
+from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import ReadOnlyError
 from tierfs.session import init
 

@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 
 from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.files.places import store_place
 from tierfs.cli.mirror.down import materialize
-from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.places import store_place
-from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]

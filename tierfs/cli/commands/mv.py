@@ -7,12 +7,12 @@ import threading
 from dataclasses import dataclass, field
 
 from tierfs.cli.arguments import PLACE
-from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.parallel import run_in_parallel
-from tierfs.cli.places import StorePlace, kind_of, store_place
-from tierfs.cli.progress import Progress
-from tierfs.cli.targets import add_target_arguments, clash, final_place
-from tierfs.cli.trees import Listing, read_tree, refuse_foreign_files, remove_directories
+from tierfs.cli.files.parallel import run_in_parallel
+from tierfs.cli.files.places import StorePlace, kind_of, store_place
+from tierfs.cli.files.targets import add_target_arguments, clash, final_place
+from tierfs.cli.files.trees import Listing, read_tree, refuse_foreign_files, remove_directories
+from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
 from tierfs.store import make_directory, rename
 

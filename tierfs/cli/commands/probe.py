@@ -6,8 +6,8 @@ import argparse
 from dataclasses import asdict
 
 from tierfs.cli.arguments import add_url_argument, require_url
-from tierfs.cli.output import add_json_argument, align, print_json
-from tierfs.cli.progress import Progress
+from tierfs.cli.terminal.output import add_json_argument, align, print_json
+from tierfs.cli.terminal.progress import Progress
 from tierfs.session import parse_url
 from tierfs.session.probing import ProbeReport, probe_store
 

@@ -6,9 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierfs.cli.arguments import add_url_argument, require_torch
-from tierfs.cli.output import add_json_argument, align, print_json, printable
-from tierfs.cli.places import StorePlace, find_store, store_place
-from tierfs.cli.progress import Progress
+from tierfs.cli.files.places import StorePlace, find_store, store_place
+from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
+from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.address import inside
 from tierfs.errors import ConflictError, InvalidInputError
 

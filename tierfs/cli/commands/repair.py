@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tierfs.cli.arguments import add_replicas_argument, add_url_argument
-from tierfs.cli.output import add_json_argument, print_json, printable
-from tierfs.cli.places import store_place, whole_store
-from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.cli.files.places import store_place, whole_store
+from tierfs.cli.terminal.output import add_json_argument, print_json, printable
+from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.session import parse_url
 from tierfs.session.mending import mend_descriptor

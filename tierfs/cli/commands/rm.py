@@ -7,11 +7,11 @@ import contextlib
 import threading
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.parallel import run_in_parallel
-from tierfs.cli.places import store_place
-from tierfs.cli.progress import Progress
-from tierfs.cli.trees import refuse_foreign_files, remove_directories
+from tierfs.cli.files.parallel import run_in_parallel
+from tierfs.cli.files.places import store_place
+from tierfs.cli.files.trees import refuse_foreign_files, remove_directories
+from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
 from tierfs.store import Store, delete, find
 

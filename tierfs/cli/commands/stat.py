@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.output import add_json_argument, align, format_time, print_json, printable
-from tierfs.cli.places import StorePlace, store_place
+from tierfs.cli.files.places import StorePlace, store_place
+from tierfs.cli.terminal.output import add_json_argument, align, format_time, print_json, printable
 from tierfs.format.keys import chunk_key
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store import Entry

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.places import store_place
-from tierfs.cli.prometheus import exposition
-from tierfs.cli.status_table import UploadRate, one_line, table
+from tierfs.cli.commands._status_prometheus import exposition
+from tierfs.cli.commands._status_table import UploadRate, one_line, table
+from tierfs.cli.files.places import store_place
+from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.store import Store, status
 from tierfs.store.maintenance.last import last_upkeep
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from tierfs.cli.arguments import require_seconds, require_url
-from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.progress import Progress
+from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.progress import Progress
 from tierfs.mount.mounting import unmount
 from tierfs.mount.serving import FLUSH_S
 

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import asdict
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.output import add_json_argument, print_json, printable
-from tierfs.cli.places import store_place
-from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.cli.files.places import store_place
+from tierfs.cli.terminal.output import add_json_argument, print_json, printable
+from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import CorruptionError
 from tierfs.store import VerifyReport, verify
 from tierfs.units import format_bytes

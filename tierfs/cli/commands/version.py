@@ -7,10 +7,10 @@ import importlib.metadata
 import platform
 
 from tierfs import __version__, kernels
-from tierfs.cli.output import add_json_argument, align, print_json
+from tierfs.cli.terminal.output import add_json_argument, align, print_json
 from tierfs.format.header import VERSION
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "installed_version", "run"]
 
 HELP = "show the versions of tierfs, of the store format, and of what tierfs works with"
 EXAMPLES = """\
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         "tierfs": __version__,
         "format": VERSION,
         "python": platform.python_version(),
-        "fsspec": _installed("fsspec"),
-        "torch": _installed("torch"),
+        "fsspec": installed_version("fsspec"),
+        "torch": installed_version("torch"),
         "kernels": kernels.status(),
     }
     if arguments.json:
@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of a package; ``None`` where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

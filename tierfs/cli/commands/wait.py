@@ -6,9 +6,9 @@ import argparse
 import threading
 
 from tierfs.cli.arguments import LEVELS, add_url_argument, require_seconds
-from tierfs.cli.output import add_json_argument, print_json
-from tierfs.cli.places import StorePlace, store_place
-from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.cli.files.places import StorePlace, store_place
+from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.host.pending.levels import Level
 from tierfs.store import wait
 from tierfs.units import format_bytes

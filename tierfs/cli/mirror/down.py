@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import xxhash
 
+from tierfs.cli.files.parallel import Stopped, run_in_parallel
+from tierfs.cli.files.places import StorePlace
+from tierfs.cli.files.transfer import read_pieces
 from tierfs.cli.mirror.content import Piece, clone_file, clone_piece, holds, pieces_of
 from tierfs.cli.mirror.local import PART_PREFIX, remove, scan
 from tierfs.cli.mirror.record import MirrorRecord, Synced, content_of
-from tierfs.cli.parallel import Stopped, run_in_parallel
-from tierfs.cli.places import StorePlace
-from tierfs.cli.progress import Progress
-from tierfs.cli.transfer import read_pieces
+from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
 from tierfs.mount.attributes import attributes_of
 from tierfs.store import Entry, Reader, Store, find, open_entry

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tierfs.cli.local_files import walk
+from tierfs.cli.files.transfer import walk
 
 __all__ = ["PART_PREFIX", "LocalTree", "remove", "scan", "scan_source"]
 

@@ -9,14 +9,14 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 
+from tierfs.cli.files.parallel import Stopped, run_in_parallel
+from tierfs.cli.files.places import StorePlace
+from tierfs.cli.files.transfer import LocalSource, StoredTarget
+from tierfs.cli.files.trees import refuse_foreign_files, remove_directories
 from tierfs.cli.mirror.content import holds, pieces_of
 from tierfs.cli.mirror.local import LocalTree, scan_source
 from tierfs.cli.mirror.record import MirrorRecord, Synced, content_of
-from tierfs.cli.parallel import Stopped, run_in_parallel
-from tierfs.cli.places import StorePlace
-from tierfs.cli.progress import Progress
-from tierfs.cli.transfer import LocalSource, StoredTarget
-from tierfs.cli.trees import refuse_foreign_files, remove_directories
+from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.address import inside
 from tierfs.errors import InvalidInputError, NotFoundError, StoreError
 from tierfs.format import keys

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from tierfs.cli.output import format_time
-from tierfs.cli.progress import print_above
+from tierfs.cli.terminal.output import format_time
+from tierfs.cli.terminal.progress import print_above
 from tierfs.errors import InvalidInputError
 
 __all__ = ["FORMATS", "logging_to_stderr"]

@@ -1,13 +1,16 @@
-"""Moving the bytes of one file from where they are to where they are to go."""
+"""Copy the bytes of one file from a source to a target, and find local files to copy."""
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import InvalidInputError
 from tierfs.format.manifest import Manifest
 from tierfs.localfile import replacing, write_all
 from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
@@ -22,8 +25,10 @@ __all__ = [
     "StoredTarget",
     "StreamSource",
     "StreamTarget",
+    "known_size",
     "read_pieces",
     "transfer",
+    "walk",
 ]
 
 # Four chunks, fetched at the same time.
@@ -189,3 +194,46 @@ def _read_file(file: RawInput) -> Iterator[memoryview]:
     with buffers().lend(CHUNK_BYTES) as buffer:
         while count := file.readinto(buffer):
             yield buffer[:count]
+
+
+def known_size(path: str) -> int | None:
+    """Bytes of a file, or ``None`` for a pipe or a device, which tells only when it ends."""
+    status = os.stat(path)
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def walk(root: str) -> Iterator[tuple[str, int | None]]:
+    """Relative path and size of everything below a directory, sorted, links followed; ``None`` for a directory.
+
+    Raises:
+        InvalidInputError: A link back to a directory above it, or something that is no file.
+        OSError: It cannot be read.
+    """
+    yield from _walk(root, "", (_identity(root),))
+
+
+def _walk(root: str, inside: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int | None]]:
+    with os.scandir(os.path.join(root, inside)) as scan:
+        items = sorted(scan, key=lambda item: item.name)
+    for item in items:
+        relative = f"{inside}/{item.name}" if inside else item.name
+        status = item.stat()
+        if stat.S_ISDIR(status.st_mode):
+            identity = _identity(item.path)
+            if identity in above:
+                raise InvalidInputError(
+                    f"{item.path} is a link back to a directory above it: remove it", path=item.path
+                )
+            yield relative, None
+            yield from _walk(root, relative, (*above, identity))
+        elif stat.S_ISREG(status.st_mode):
+            yield relative, status.st_size
+        else:
+            raise InvalidInputError(
+                f"{item.path} is a pipe, socket or device: copy it by itself, or remove it", path=item.path
+            )
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tierfs.cli.progress import Progress
+from tierfs.cli.terminal.progress import Progress
 
 __all__ = ["FILES_AT_ONCE", "Stopped", "run_in_parallel"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.places import Kind, Place
+from tierfs.cli.files.places import Kind, Place
 from tierfs.errors import AlreadyExistsError, InvalidInputError
 
 __all__ = ["add_target_arguments", "clash", "final_place"]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tierfs.cli.output import align, colored, format_time, printable
+from tierfs.cli.terminal.output import align, colored, format_time, printable
 from tierfs.units import format_bytes
 
 __all__ = ["UploadRate", "one_line", "table"]

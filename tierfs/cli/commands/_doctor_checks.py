@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tierfs import __version__, kernels
-from tierfs.cli.failures import describe
+from tierfs.cli.commands.version import installed_version
+from tierfs.cli.terminal.failures import describe
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable, is_network
 from tierfs.host.host import state_directory
@@ -236,20 +236,13 @@ def check_endpoint(url: str) -> Check:
 
 def _versions() -> Check:
     versions = {"tierfs": __version__, "Python": platform.python_version(), "Linux": platform.release()}
-    versions |= {package: _version(package) for package in ("fsspec", "torch", "numpy")}
+    versions |= {package: installed_version(package) or "-" for package in ("fsspec", "torch", "numpy")}
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
     if sys.platform != "linux":
         return Check("versions", "problem", found, "run tierfs on Linux")
     if versions["torch"] == "-":
         return Check("versions", "note", found, "pip install 'tierfs[torch]' for TierWriter and `tierfs checkpoint`")
     return Check("versions", "ok", found)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "-"
 
 
 def _gpu() -> Check:

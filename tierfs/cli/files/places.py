@@ -9,9 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tierfs.cli import local_files as _local
 from tierfs.cli.arguments import require_url
-from tierfs.cli.transfer import ContentSource, ContentTarget, LocalSource, LocalTarget, StoredSource, StoredTarget
+from tierfs.cli.files.transfer import (
+    ContentSource,
+    ContentTarget,
+    LocalSource,
+    LocalTarget,
+    StoredSource,
+    StoredTarget,
+    known_size,
+    walk,
+)
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.host.pending.levels import Level
@@ -185,12 +193,12 @@ class LocalPlace:
 
     def contents(self) -> Iterator[tuple[str, ContentSource | None]]:
         """Relative path and content of everything below; a directory, which has none, before what is in it."""
-        for relative, size in _local.walk(self.url):
+        for relative, size in walk(self.url):
             yield relative, None if size is None else LocalSource(os.path.join(self.url, relative), size)
 
     def source(self) -> ContentSource:
         """The content of the file that is there."""
-        return LocalSource(self.url, _local.known_size(self.url))
+        return LocalSource(self.url, known_size(self.url))
 
     def target(self) -> ContentTarget:
         """Where the content of a file goes."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tierfs.cli.output import align, print_json, printable
+from tierfs.cli.terminal.output import align, print_json, printable
 from tierfs.errors import StoreError
 
 __all__ = ["HostStore", "host_stores", "show_stores"]

@@ -1,0 +1,1 @@
+"""Find the files that arguments name, and copy, move and remove them."""

@@ -1,0 +1,1 @@
+"""Write results to stdout, and progress, log and errors to stderr."""
