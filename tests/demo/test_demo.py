@@ -19,6 +19,7 @@ import pytest
 from tierfs.cli.commands import demo
 from tierfs.demo.ranks import RankGroup
 from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
+from tierfs.demo.story import Demo, DemoPlan, DemoRun
 from tierfs.errors import AlreadyExistsError, InvalidInputError, TierfsError
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import save, usage
@@ -58,9 +59,14 @@ def report(*, uninterrupted: dict[int, str], resumed: dict[int, str], digests: t
         parameters=1000,
         killed_at=4,
         resumed_from=2,
-        rows=compare_losses(uninterrupted, resumed, first=1, last=4),
+        terminated_at=3,
+        proofs=[],
+        rows=compare_losses(uninterrupted, resumed, last=4),
         digests=digests,
-        checkpoints=[CompletedSave("straight/step_2", 4096, 0.25), CompletedSave("resumed/step_2", 4096, 0.5)],
+        checkpoints=[
+            CompletedSave("straight/step_2", 4096, 0.25, "object"),
+            CompletedSave("resumed/step_2", 4096, 0.5, "object"),
+        ],
         stored_bytes={"straight": 2048, "resumed": 0},
         training_s=10.0,
     )
@@ -74,8 +80,8 @@ NEXT_AFTER = {**LOSSES, 4: (0.25 + 2**-54).hex()}
 def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     init(f"file://{tmp_path}/demo")
-    played = demo._Demo(f"tierfs::file://{tmp_path}/demo", demo._DemoPlan(6, 2, 200_000, 180.0))
-    terminated, resumed = demo._DemoRun(), demo._DemoRun()
+    played = Demo(f"tierfs::file://{tmp_path}/demo", DemoPlan(6, 2, 200_000, 180.0))
+    terminated, resumed = DemoRun(), DemoRun()
     played._follow("run to be terminated", terminated, "resumed", terminate=6)
     assert terminated.stopped_at == 6
     assert sorted(terminated.losses) == [1, 2, 3, 4, 5, 6]
@@ -154,7 +160,7 @@ def test_equal_losses_with_another_final_state_are_different() -> None:
 
 def test_a_resume_that_is_not_proven_is_no_equality() -> None:
     found = report(uninterrupted=LOSSES, resumed=LOSSES)
-    proofs = [Proof(2, proven=True, replayed=3), Proof(3, proven=False, replayed=1, text="losses: different")]
+    proofs = [Proof(2, proven=True, replayed=3, text=""), Proof(3, proven=False, replayed=1, text="losses: different")]
     assert replace(found, proofs=proofs[:1]).equal
     assert "PROVEN at step 2" in replace(found, proofs=proofs[:1]).as_text()
     unproven = replace(found, proofs=proofs)
@@ -171,7 +177,7 @@ def test_nothing_to_compare_is_not_equality() -> None:
 def test_the_exit_code_follows_the_equality(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], resumed: dict[int, str], code: int
 ) -> None:
-    monkeypatch.setattr(demo._Demo, "play", lambda self: report(uninterrupted=LOSSES, resumed=resumed))
+    monkeypatch.setattr(Demo, "play", lambda self: report(uninterrupted=LOSSES, resumed=resumed))
     assert demo.run(parsed("--json")) == code
     assert json.loads(capsys.readouterr().out)["equal"] is (code == 0)
 

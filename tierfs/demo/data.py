@@ -23,17 +23,15 @@ _CORPUS_SIZE_MAX = 16 * 2**20
 _SKIPPED = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 
 
-def standard_library_text(root: Path | None = None) -> bytes:
+def standard_library_text() -> bytes:
     """The ``*.py`` files of the standard library, joined in the order of their paths; at most 16 MiB.
 
-    Args:
-        root: Where to look; the running interpreter's standard library by default. Tests and installed packages
-            below it are left out.
+    Tests and installed packages are left out.
 
     Raises:
         InvalidInputError: There is no readable source text, as in an interpreter that keeps it in a zip file.
     """
-    root = root or Path(sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
     size = 0
     for directory, names, files in os.walk(root):

@@ -16,6 +16,8 @@ from torch.nn import functional
 __all__ = ["ByteGPT", "ModelShape", "shape_for"]
 
 VOCABULARY = 256
+CONTEXT = 128  # bytes the model sees at once
+_DROPOUT = 0.1  # of the activations after the embedding and each half of a block
 _WIDTH_STEP = 32
 _WIDTH_PER_LAYER = 64  # width / depth of the well-known GPT sizes: 768 / 12
 _LAYERS_MAX = 96
@@ -38,12 +40,11 @@ class ModelShape:
         return self.layers * block + (2 * VOCABULARY + self.context + 2) * self.width
 
 
-def shape_for(parameters: int, *, context: int = 128) -> ModelShape:
+def shape_for(parameters: int) -> ModelShape:
     """The shape nearest to a number of parameters, among those with a usual ratio of width to depth.
 
     Args:
         parameters: How many trained values are wanted; sizes come in steps, so the result is near, not equal.
-        context: Bytes the model sees at once.
     """
     best: tuple[float, ModelShape] | None = None
     for layers in range(1, _LAYERS_MAX + 1):
@@ -51,7 +52,7 @@ def shape_for(parameters: int, *, context: int = 128) -> ModelShape:
         floor = max(1, int(ideal // _WIDTH_STEP))
         for width in (floor * _WIDTH_STEP, (floor + 1) * _WIDTH_STEP):
             heads = width // (64 if width % 64 == 0 else 32)
-            shape = ModelShape(width=width, layers=layers, heads=heads, context=context)
+            shape = ModelShape(width=width, layers=layers, heads=heads, context=CONTEXT)
             size_error = abs(math.log(shape.parameters / parameters))
             aspect_error = abs(math.log(width / (_WIDTH_PER_LAYER * layers)))
             score = size_error + 0.1 * aspect_error
@@ -64,7 +65,7 @@ def shape_for(parameters: int, *, context: int = 128) -> ModelShape:
 class _Block(nn.Module):
     """Attention and a feed-forward layer, each normalised before and added to its input."""
 
-    def __init__(self, shape: ModelShape, dropout: float) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.attention_norm = nn.LayerNorm(shape.width)
@@ -73,7 +74,7 @@ class _Block(nn.Module):
         self.feed_norm = nn.LayerNorm(shape.width)
         self.feed_in = nn.Linear(shape.width, 4 * shape.width)
         self.feed_out = nn.Linear(4 * shape.width, shape.width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(_DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, time, width) to the same shape."""
@@ -95,16 +96,15 @@ class ByteGPT(nn.Module):
 
     Args:
         shape: Its sizes.
-        dropout: Share of activations dropped after the embedding and each half of a block.
     """
 
-    def __init__(self, shape: ModelShape, *, dropout: float = 0.1) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.token = nn.Embedding(VOCABULARY, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(_Block(shape, dropout) for _ in range(shape.layers))
+        self.dropout = nn.Dropout(_DROPOUT)
+        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():

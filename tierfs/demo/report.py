@@ -36,14 +36,12 @@ class CompletedSave:
     name: str
     logical_bytes: int
     blocked_s: float
-    level: str = "object"
+    level: str
 
 
-def compare_losses(
-    uninterrupted: Mapping[int, str], resumed: Mapping[int, str], *, first: int, last: int
-) -> list[LossRow]:
-    """Pair two runs' losses for each step from ``first`` to ``last``, whether or not the runs have it."""
-    return [LossRow(step, uninterrupted.get(step), resumed.get(step)) for step in range(first, last + 1)]
+def compare_losses(uninterrupted: Mapping[int, str], resumed: Mapping[int, str], *, last: int) -> list[LossRow]:
+    """Pair two runs' losses for each step up to ``last``, whether or not the runs have it."""
+    return [LossRow(step, uninterrupted.get(step), resumed.get(step)) for step in range(1, last + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class Proof:
     step: int
     proven: bool
     replayed: int
-    text: str = ""
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +73,13 @@ class Report:
     parameters: int
     killed_at: int
     resumed_from: int
+    terminated_at: int
+    proofs: Sequence[Proof]
     rows: Sequence[LossRow]
     digests: tuple[str, str]
     checkpoints: Sequence[CompletedSave]
     stored_bytes: Mapping[str, int]
     training_s: float
-    terminated_at: int | None = None
-    proofs: Sequence[Proof] = ()
 
     @property
     def equal(self) -> bool:
@@ -143,9 +141,7 @@ class Report:
     def _loss_lines(self) -> list[str]:
         """The steps around the resume point, the last one, and the first unequal ones."""
         shown_steps = {*range(self.resumed_from - _ROWS_BEFORE + 1, self.killed_at + _ROWS_AFTER + 1)}
-        shown_steps |= {row.step for row in self.rows[-1:]}
-        if self.terminated_at is not None:
-            shown_steps |= {self.terminated_at, self.terminated_at + 1}
+        shown_steps |= {self.terminated_at, self.terminated_at + 1, *(row.step for row in self.rows[-1:])}
         shown_steps |= set([row.step for row in self.rows if not row.equal][:_ROWS_UNEQUAL_MAX])
         lines = [f"{'step':>6}  {'uninterrupted':>24}  {'resumed':>24}  equal"]
         shown = 0

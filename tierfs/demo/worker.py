@@ -1,4 +1,4 @@
-"""One rank of ``tierfs demo``: ``python -m tierfs.demo.worker``, started by `tierfs.cli.commands.demo`.
+"""One rank of ``tierfs demo``: ``python -m tierfs.demo.worker``, started by `tierfs.demo.ranks`.
 
 Trains a small GPT under FSDP2 on gloo, deterministically, with a `tierfs.train.Manager`: saves go on while training does.
 Events go to stdout, one JSON object per line: ``start``, ``proof``, ``step``, ``save``, ``stopped`` and ``done`` from rank 0,
@@ -38,6 +38,7 @@ from tierfs.train.randomness import reseed
 __all__ = ["HaltingSavePlanner", "main"]
 
 _BATCH = 4
+_SEED = 0
 _LEARNING_RATE = 1e-3
 _WARM_UP_STEPS = 10
 _REPLAYED_STEPS = 4
@@ -110,14 +111,13 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    """The arguments that `tierfs.cli.commands.demo` passes."""
+    """The arguments that `tierfs.demo.ranks` and `tierfs.demo.story` pass."""
     parser = argparse.ArgumentParser(prog="python -m tierfs.demo.worker", description=__doc__)
     parser.add_argument("--url", required=True, help="where this run's checkpoints go")
     parser.add_argument("--rendezvous", required=True, help="a file that does not exist yet, where the ranks meet")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True, help="steps from one save to the next")
     parser.add_argument("--params", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--halt", type=int, help="stop for good in the middle of the save of this step")
     parser.add_argument("--terminate", type=int, help="send SIGTERM to the last rank at this step")
     parser.add_argument("--timeout", type=float, default=600, help="seconds any collective may take")
@@ -202,7 +202,7 @@ class _RankRun:
 
 def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _RankRun:
     """A model that is equal on all ranks before it is sharded, its optimizer, and the data at its beginning."""
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(_SEED)
     shape = shape_for(arguments.params)
     model = ByteGPT(shape)
     mesh = init_device_mesh("cpu", (place.world_size,))
@@ -217,10 +217,10 @@ def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _RankRun:
         context=shape.context,
         rank=place.rank,
         world_size=place.world_size,
-        seed=arguments.seed,
+        seed=_SEED,
     )
     # From here on each rank draws its own dropout; the weights above had to come out equal.
-    reseed(arguments.seed, place.rank)
+    reseed(_SEED, place.rank)
     return _RankRun(TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=stream), stream)
 
 
