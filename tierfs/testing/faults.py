@@ -16,7 +16,6 @@ from typing import TypeVar
 from tierfs.clock import Clock, ManualClock
 from tierfs.digest import Buffer
 from tierfs.errors import CapacityError, CorruptionError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
-from tierfs.format.descriptor import Capabilities
 from tierfs.objects.protocol import (
     OVERWRITE,
     Checksum,
@@ -29,7 +28,8 @@ from tierfs.objects.protocol import (
     Use,
     Version,
 )
-from tierfs.objects.wrappers.wrapper import METHODS
+from tierfs.objects.wrappers.wrapper import METHODS, WrappedObjects
+from tierfs.testing._armed import ArmedFaults
 
 __all__ = ["Fault", "FaultyObjects", "PlannedFault"]
 
@@ -101,13 +101,7 @@ class PlannedFault:
         return method in wanted and any(self.key_part in key for key in keys)
 
 
-@dataclass(slots=True)
-class _ArmedFault:
-    planned: PlannedFault
-    left: int
-
-
-class FaultyObjects:
+class FaultyObjects(WrappedObjects):
     """An object tier in which planned faults strike; otherwise it hands every call on. Thread-safe.
 
     A call is struck by the first planned fault that is due; each strikes once. A listing is struck when its first entry
@@ -126,13 +120,13 @@ class FaultyObjects:
     def __init__(
         self, inner: ObjectTier, plan: Iterable[PlannedFault] = (), *, seed: int = 0, clock: Clock | None = None
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.seed = seed
         self.fired: list[tuple[Fault, str, str]] = []
         self._clock: Clock = clock or ManualClock()
         self._random = Random(seed)
         self._lock = threading.Lock()
-        self._waiting = [_ArmedFault(planned, planned.after) for planned in plan]
+        self._armed = ArmedFaults(plan)
         self._late: list[Callable[[], ObjectInfo | None]] = []
 
     def __repr__(self) -> str:
@@ -142,19 +136,16 @@ class FaultyObjects:
         self, fault: Fault, *, method: str | None = None, after: int = 0, key_part: str = "", seconds: float = 60.0
     ) -> None:
         """Plan one more fault. The arguments are those of `PlannedFault`."""
-        planned = PlannedFault(fault, method, after, key_part, seconds)
-        with self._lock:
-            self._waiting.append(_ArmedFault(planned, after))
+        self._armed.add(PlannedFault(fault, method, after, key_part, seconds))
 
     def clear(self) -> None:
         """Forget the faults that have not struck yet. Late operations stay under way."""
-        with self._lock:
-            self._waiting.clear()
+        self._armed.clear()
 
     @property
     def pending(self) -> int:
         """How many faults have not struck yet."""
-        return len(self._waiting)
+        return len(self._armed)
 
     @property
     def late(self) -> int:
@@ -176,20 +167,6 @@ class FaultyObjects:
             except TierfsError as error:  # noqa: PERF203 - one's failure must not keep the others back
                 outcomes.append(error)
         return outcomes
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """See `ObjectTier.capabilities`."""
-        return self.inner.capabilities
-
-    @property
-    def streams(self) -> bool:
-        """See `ObjectTier.streams`."""
-        return self.inner.streams
-
-    def places(self) -> tuple[str, ...]:
-        """See `ObjectTier.places`."""
-        return self.inner.places()
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
@@ -276,19 +253,10 @@ class FaultyObjects:
 
     def _strike(self, method: str, keys: Sequence[str]) -> Fault | None:
         """Take the first fault that is due for this call; every other one that might strike it has seen it pass."""
-        struck: PlannedFault | None = None
-        with self._lock:
-            for waiting in list(self._waiting):
-                if not waiting.planned.matches(method, keys):
-                    continue
-                if waiting.left:
-                    waiting.left -= 1
-                elif struck is None:
-                    struck = waiting.planned
-                    self._waiting.remove(waiting)
-            if struck is None:
-                return None
-            self.fired.append((struck.fault, method, keys[0]))
+        struck = self._armed.take(lambda planned: planned.matches(method, keys))
+        if struck is None:
+            return None
+        self.fired.append((struck.fault, method, keys[0]))
         if struck.fault is Fault.SLOW:
             self._clock.sleep(struck.seconds)
         return struck.fault

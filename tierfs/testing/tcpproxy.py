@@ -22,6 +22,7 @@ from random import Random
 from types import TracebackType
 
 from tierfs.errors import InvalidInputError
+from tierfs.testing._armed import ArmedFaults
 from tierfs.testing._http1 import (
     BLANK_LINE,
     CHUNKED,
@@ -42,12 +43,6 @@ _CONNECTIONS_MAX = 256  # beyond it they wait in the backlog, of the same length
 _SERVER_TIMEOUT_S = 10.0  # to connect, and to answer a duplicate
 _STOP_TIMEOUT_S = 30.0
 _TICK_S = 0.02  # how often a limited bandwidth lets something pass
-
-
-@dataclass(slots=True)
-class _ArmedTcpFault:
-    planned: PlannedTcpFault
-    left: int
 
 
 class TcpFaultProxy:
@@ -103,8 +98,7 @@ class TcpFaultProxy:
         self._tls = tls
         self.fired: list[tuple[TcpFault, str, str, str]] = []
         self._random = tuple(random)
-        self._lock = threading.Lock()
-        self._waiting = [_ArmedTcpFault(planned, planned.after) for planned in plan]
+        self._armed = ArmedFaults(plan)
         self._requests = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
@@ -163,19 +157,16 @@ class TcpFaultProxy:
         aim: Aim | None = None,
     ) -> None:
         """Plan one more fault. The arguments are those of `PlannedTcpFault`."""
-        planned = PlannedTcpFault(fault, side, at, body_only, after, aim)
-        with self._lock:
-            self._waiting.append(_ArmedTcpFault(planned, after))
+        self._armed.add(PlannedTcpFault(fault, side, at, body_only, after, aim))
 
     def clear(self) -> None:
         """Forget the planned faults that have not struck yet. The random ones go on: see ``probability``."""
-        with self._lock:
-            self._waiting.clear()
+        self._armed.clear()
 
     @property
     def pending(self) -> int:
         """How many planned faults have not been chosen for a request yet."""
-        return len(self._waiting)
+        return len(self._armed)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_STOP_TIMEOUT_S)
@@ -220,19 +211,10 @@ class TcpFaultProxy:
     def _begin(self, method: str, path: str, request: _Message) -> _Exchange:
         """Choose what strikes this request. Every planned fault that might strike it has seen it pass."""
         about = (method, path, request.head_bytes, request.total_bytes)
-        planned: PlannedTcpFault | None = None
-        with self._lock:
-            self._requests += 1
-            # Its own generator: what it draws does not depend on what other connections draw meanwhile.
-            random = Random(f"{self.seed}/{self._requests}")
-            for waiting in list(self._waiting):
-                if not waiting.planned.matches(*about):
-                    continue
-                if waiting.left:
-                    waiting.left -= 1
-                elif planned is None:
-                    planned = waiting.planned
-                    self._waiting.remove(waiting)
+        self._requests += 1
+        # Its own generator: what it draws does not depend on what other connections draw meanwhile.
+        random = Random(f"{self.seed}/{self._requests}")
+        planned = self._armed.take(lambda fault: fault.matches(*about))
         if planned is None and random.random() < self.probability:
             possible = [fault for fault in self._random if fault.matches(*about)]
             planned = random.choice(possible) if possible else None
