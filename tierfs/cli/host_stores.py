@@ -71,10 +71,9 @@ def show_stores(*, as_json: bool) -> int:
 
 def host_stores(state: Path) -> Iterator[HostStore]:
     """Every store that has a folder in the state directory."""
-    from tierfs.host.host import ExclusiveLock  # noqa: PLC0415
     from tierfs.host.identity import PLACE_FILE, places_in  # noqa: PLC0415
     from tierfs.host.nvme.stored import ARENA_FILE  # noqa: PLC0415
-    from tierfs.host.rpc.protocol import LOCK_NAME  # noqa: PLC0415
+    from tierfs.host.rpc.client import is_flusher_running  # noqa: PLC0415
     from tierfs.session.left_behind import is_pending  # noqa: PLC0415
 
     for folder in sorted((state / "stores").glob("*")):
@@ -84,17 +83,12 @@ def host_stores(state: Path) -> Iterator[HostStore]:
             places = places_in(folder / PLACE_FILE)
         except StoreError:
             places = []
-        has_flusher = False
-        if (folder / LOCK_NAME).exists():
-            lock = ExclusiveLock(folder / LOCK_NAME)
-            has_flusher = not lock.acquire()
-            lock.release()
         root = places[0].removeprefix("file:") if places else ""
         yield HostStore(
             uuid=folder.name,
             place=root or "unknown: place.json is damaged",
             is_pending=is_pending(state, folder),
-            has_flusher=has_flusher,
+            has_flusher=is_flusher_running(folder),
             disk_bytes=_size(folder / ARENA_FILE),
             is_gone=root.startswith("/") and not os.path.exists(root),
         )

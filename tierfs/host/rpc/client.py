@@ -25,7 +25,7 @@ from tierfs.host.rpc.caller import NoAnswerError
 from tierfs.host.rpc.launch import LOG_NAME, Launched, tail
 from tierfs.host.rpc.protocol import LOCK_NAME
 
-__all__ = ["FlusherClient"]
+__all__ = ["FlusherClient", "is_flusher_running"]
 
 START_TIMEOUT_S = 30.0
 IDLE_MAX = 4
@@ -42,6 +42,17 @@ class _BrokenError(Exception):
 
 class _EndedError(_BrokenError):
     """The same, but it is certain that the flusher ended in good order, or was never asked."""
+
+
+def is_flusher_running(directory: Path) -> bool:
+    """Whether a flusher of the store with this directory of the host runs now: somebody holds its lock."""
+    if not (directory / LOCK_NAME).exists():
+        return False
+    lock = ExclusiveLock(directory / LOCK_NAME)
+    if not lock.acquire():
+        return True
+    lock.release()
+    return False
 
 
 class FlusherClient:
@@ -102,11 +113,7 @@ class FlusherClient:
 
     def is_running(self) -> bool:
         """Whether a flusher runs now: somebody holds its lock."""
-        running = ExclusiveLock(self._directory / LOCK_NAME)
-        if not running.acquire():
-            return True
-        running.release()
-        return False
+        return is_flusher_running(self._directory)
 
     def request(
         self,
