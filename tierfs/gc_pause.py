@@ -1,6 +1,6 @@
-"""Puts the collection of garbage off while objects are made by the ten thousand, that stay or all go soon.
+"""Pause Python's garbage collector while many objects are created that stay, or all go soon.
 
-They would set off a collection of all generations. A process that has imported torch spends 0.2 s in that, all its threads with it.
+They would set off a collection of all generations, which stops all threads. With torch imported it takes 0.2 s.
 `untied` keeps an error from being garbage that only the collector finds.
 """
 

@@ -29,9 +29,9 @@ class Piece:
     """A chunk of a file in a store.
 
     Attributes:
-        start: Where in the file.
+        start: Its offset in the file.
         length: Its bytes.
-        row: Which chunk; ``None`` where nobody knows its digest.
+        row: Names the chunk; ``None`` where its digest is not known.
         inline: The bytes themselves, of a small file.
     """
 
@@ -42,7 +42,7 @@ class Piece:
 
 
 def pieces_of(store: Store, entry: Entry) -> list[Piece]:
-    """The chunks of a file in order. Raises as `expand_rows` does."""
+    """List the chunks of a file in order. Raises as `expand_rows` does."""
     manifest = entry.manifest
     if manifest is None:
         return [Piece(0, entry.length)] if entry.length else []
@@ -54,7 +54,7 @@ def pieces_of(store: Store, entry: Entry) -> list[Piece]:
 
 
 def holds(store: Store, fd: int, piece: Piece) -> bool:
-    """Whether a local file has a chunk at its place."""
+    """Check whether a local file has a chunk at its place."""
     if piece.inline is not None:
         return os.pread(fd, piece.length + 1, 0)[: piece.length] == piece.inline
     if piece.row is None:
@@ -70,7 +70,7 @@ def holds(store: Store, fd: int, piece: Piece) -> bool:
 
 
 def clone_piece(store: Store, piece: Piece, fd: int) -> bool:
-    """Have a local file share a chunk's bytes with the nvme tier, on a filesystem that can (XFS, Btrfs).
+    """Clone a chunk's bytes from the nvme tier into a local file, on a filesystem that can (XFS, Btrfs).
 
     Returns:
         Whether the chunk is there now, verified. Otherwise its place holds anything.
@@ -97,7 +97,7 @@ def clone_piece(store: Store, piece: Piece, fd: int) -> bool:
 
 
 def clone_file(source: str, fd: int) -> bool:
-    """Have an open file share all bytes of another one, on a filesystem that can."""
+    """Clone all bytes of a file into an open one, on a filesystem that can. Returns whether it did."""
     with open(source, "rb") as file:
         try:
             fcntl.ioctl(fd, FICLONE, file.fileno())

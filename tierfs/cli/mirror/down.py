@@ -100,7 +100,7 @@ class _Materializer:
         self.done.add(**({"unchanged": 1} if is_same else {"files": 1}))
 
     def _fill(self, fd: int, entry: Entry, content: str, old: str | None, stop: threading.Event) -> bool:
-        """Have all chunks in the file. Returns whether the old file has them all, so that nothing was written."""
+        """Fill the file with all chunks. Returns whether the old file has them all, so that nothing was written."""
         pieces = pieces_of(self._store, entry)
         had = os.fstat(fd).st_size
         old_fd = os.open(old, os.O_RDONLY | os.O_NOFOLLOW) if old is not None and not os.path.islink(old) else -1
@@ -156,7 +156,7 @@ class _Materializer:
 
     @staticmethod
     def _describe(fd: int, entry: Entry) -> None:
-        """Give it the mode and time that it has in the store."""
+        """Set the mode and time that the file has in the store."""
         found = attributes_of(entry, 0, started_ns=0)
         if entry.manifest is not None and "posix" in entry.manifest.metadata:
             os.fchmod(fd, found.mode & 0o777)

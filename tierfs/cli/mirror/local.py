@@ -1,4 +1,4 @@
-"""The local side of a mirror: what lies in a directory, and what is removed from it."""
+"""List a local directory that is mirrored, and remove files and directories from it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tierfs.cli.files.transfer import walk
 __all__ = ["PART_PREFIX", "LocalTree", "remove", "scan", "scan_source"]
 
 PART_PREFIX = ".tierfs-part-"
-"""How a file is called that is not complete: it is found again by the next run."""
+"""Prefix of the name of an incomplete file, which the next run finds and completes."""
 _GONE_OR_IN_USE = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST})  # by another process meanwhile
 
 
 @dataclass(slots=True)
 class LocalTree:
-    """Relative paths."""
+    """The entries of a directory, by relative path."""
 
     files: dict[str, os.stat_result] = field(default_factory=dict)
     directories: set[str] = field(default_factory=set)
@@ -29,7 +29,7 @@ class LocalTree:
 
 
 def scan(root: str) -> LocalTree:
-    """The entries of a directory; links are not followed but counted among ``others``. None where there is no directory."""
+    """List a directory, if it is there. Links are not followed: they are among ``others``."""
     tree = LocalTree()
     todo = [""]
     while todo:
@@ -54,7 +54,7 @@ def scan(root: str) -> LocalTree:
 
 
 def scan_source(root: str) -> LocalTree:
-    """The files to store: links are followed. Raises as `walk` does."""
+    """List the files and directories to store. Links are followed. Raises as `walk` does."""
     tree = LocalTree()
     for relative, size in walk(root):
         if size is None:

@@ -50,7 +50,7 @@ class Synced:
 
 
 def content_of(store: Store, entry: Entry) -> str:
-    """A name for the content of a file in a store."""
+    """Name the content of a file in a store."""
     if entry.manifest is not None:
         return f"{entry.manifest.digest_kind.label}:{entry.manifest.digest.hex()}:{entry.length}"
     assert entry.foreign is not None
@@ -79,21 +79,21 @@ class MirrorRecord:
         self._known: dict[str, list[object]] = _read(self._path)
 
     def knows(self, relative: str, content: str, status: os.stat_result) -> bool:
-        """Whether a file that looks like this is known to have this content."""
+        """Check whether a file that looks like this is known to have this content."""
         return self._known.get(relative) == [content, *_look(status)]
 
     def note(self, relative: str, content: str, status: os.stat_result) -> None:
-        """Note that it has."""
+        """Note that a file that looks like this has this content."""
         with self._lock:
             self._known[relative] = [content, *_look(status)]
 
     def forget(self, relative: str) -> None:
-        """Note that it is gone."""
+        """Note that a file is gone."""
         with self._lock:
             self._known.pop(relative, None)
 
     def close(self) -> None:
-        """Keep it for the next run."""
+        """Write the notes for the next run, and let the next process in."""
         try:
             self._save()
         finally:
