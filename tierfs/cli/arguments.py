@@ -52,7 +52,7 @@ def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="another copy of the store, or one that may hold the same content, to heal from; may be given several times",
+        help="a copy of the store, or one that may hold the same content, to heal from; may be given several times",
     )
 
 

@@ -1,7 +1,7 @@
 """``--executor``: on which machines pieces of work run.
 
-A function that runs there opens its store by URL, in its process. It depends on its arguments alone, so it may be run again
-elsewhere.
+A function that runs there opens its store by URL, in its process. It depends on its arguments alone, so it may be run
+again elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The story of ``tierfs demo``: a run without interruption, the same killed in a save, resumed, terminated, resumed again.
+"""Play ``tierfs demo``: a run without interruption; the same killed in a save, resumed, terminated, resumed again.
 
 The training itself is `tierfs.demo.worker`, run in processes of its own: no torch is imported here.
 """

@@ -108,7 +108,7 @@ def _run_parts(
 
 
 def run_import_part(source: str, rank: int | None, url: str, part: ImportPart, *, overwrite: bool) -> PartResult:
-    """Import one part of the checkpoint at ``source``, in another process: see `tierfs.checkpoint.import_.import_part`."""
+    """Import one part of the checkpoint at ``source``, in another process: see `import_part`."""
     place = source_of(source)
     return import_part(open_checkpoint(place.store, place.path, rank=rank), url, part, overwrite=overwrite)
 

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> ScrubPart:
-    """Verify and heal one piece of the store at a URL, in another process: see `tierfs.store.maintenance.scrub.scrub_piece`."""
+    """Verify and heal one piece of the store at a URL, in another process: see `scrub_piece`."""
     from tierfs.store.maintenance.scrub import scrub_piece  # noqa: PLC0415 - it loads NumPy
 
     others = [store_place(replica).store for replica in replicas]
