@@ -7,7 +7,8 @@ import torch
 from support.flipping import flip_shard
 
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError, TierfsError
-from tierfs.train import Every, Manager, health
+from tierfs.train import Every, Latest, Manager, health
+from tierfs.train import save as saving
 from tierfs.train.save import RunWriter
 
 OPTIONS = {"ram": "0", "nvme": "0"}
@@ -140,6 +141,42 @@ def test_a_stale_save_fails_if_that_is_wished(root):
         run.wait(timeout=30)
         assert [each.step for each in run.errors] == [2]
         assert run.latest() == 1
+
+
+class Broken:
+    """A keep policy of the user's with a bug."""
+
+    def preserve(self, checkpoints, *, context):
+        raise ZeroDivisionError("no loss yet")
+
+
+def test_a_keep_policy_that_raises_does_not_end_the_saves(root, caplog):
+    with manager(root, keep=[Latest(1), Broken()]) as run:
+        make(run, 1, 2, 3, 4)
+        assert [each.step for each in run.errors] == [1, 2, 3, 4]
+        assert "retention failed after the save, with ZeroDivisionError: no loss yet" in str(run.errors[0].error)
+        assert [each.step for each in run.checkpoints] == [1, 2, 3, 4]
+    assert "step_4: retention failed after the save, training goes on" in caplog.text
+
+
+def test_a_keep_policy_that_raises_ends_the_run_if_that_is_wished(root):
+    with manager(root, keep=[Broken()], on_error="raise") as run:
+        make(run, 1)
+        with pytest.raises(TierfsError, match="no loss yet"):
+            run.step(2, state(2))
+
+
+def test_a_save_for_which_no_thread_starts_fails(root, monkeypatch):
+    with manager(root) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "start_daemon", lambda *_, **__: None)
+            handle = run.step(1, state(1))
+            with pytest.raises(TierfsError, match="no thread can be started"):
+                handle.wait(timeout=5)
+            run.wait(timeout=5)
+        make(run, 2)
+        assert [each.step for each in run.errors] == [1]
+        assert run.latest() == 2
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ _logger = logging.getLogger("tierfs.train")
 
 @dataclass(frozen=True, slots=True)
 class FailedSave:
-    """A save that failed.
+    """A save that failed, or one that was made and whose retention failed.
 
     Attributes:
         step: Of the training.
-        error: Why.
+        error: Why; says so where the step was saved all the same.
     """
 
     step: int
@@ -83,6 +83,15 @@ class Health:
             self._in_a_row += 1
             self._errors.append(FailedSave(handle.step, error))
         _logger.error("%s could not be saved, training goes on: %s", handle.url, error)
+
+    def note_after(self, handle: SaveHandle, error: Exception) -> None:
+        """Take note that retention failed behind a save, by an error of the user's policy for example. That counts as a failure."""
+        problem = TierfsError(f"retention failed after the save, with {type(error).__name__}: {error}")
+        problem.__cause__ = error
+        with self._lock:
+            self._in_a_row = max(1, self._in_a_row)  # the save itself may have failed, and was counted
+            self._errors.append(FailedSave(handle.step, problem))
+        _logger.error("%s: retention failed after the save, training goes on", handle.url, exc_info=error)
 
     def is_old(self) -> bool:
         """Whether the newest durable step is older than it may be. Looked at every few seconds."""

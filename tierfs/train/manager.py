@@ -112,7 +112,15 @@ class Manager:
         writer = RunWriter(root, **placing, **options)
         checks = SaveChecks(on_stale, verify_after_save)
         self._saves = SaveThread(
-            self._run, writer, self._world, planner, checks, self._noted, self._ended, self._after_save
+            self._run,
+            writer,
+            self._world,
+            planner,
+            checks,
+            self._noted,
+            self._ended,
+            self._after_save,
+            self._health.note_after,
         )
         self._keep = Retention(
             self._run, keep, removes=self._world.is_first, evicts=os.environ.get("LOCAL_RANK", "0") == "0"
@@ -308,7 +316,7 @@ class Manager:
                 self._timer.reached_level(handle.seconds)
             self._keep.add(handle.step, time.time_ns(), order.metrics)
 
-    def _after_save(self) -> None:
+    def _after_save(self, handle: SaveHandle) -> None:
         """Apply retention, on the thread that saves."""
         try:
             self._keep.apply(self._context())
@@ -326,7 +334,7 @@ class Manager:
 
     @property
     def errors(self) -> list[FailedSave]:
-        """The saves of this rank that failed, the oldest first."""
+        """The saves of this rank that failed, or whose retention failed, the oldest first."""
         return self._health.errors
 
     def _wish(self, step: int, *, uniform: bool | None = None) -> int:

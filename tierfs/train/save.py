@@ -77,6 +77,7 @@ class SaveThread:
         noted: What to note beside a checkpoint, on the coordinator.
         ended: Called on this thread with each save before anybody else hears of its end: with why it failed, or ``None``.
         after: Called on this thread afterwards.
+        failed: Called on this thread where ``ended`` or ``after`` raised, of a user's policy for example, with the error.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class SaveThread:
         checks: SaveChecks,
         noted: Callable[[], Mapping[str, Any]],
         ended: Callable[[SaveHandle, SaveOrder, Exception | None], None],
-        after: Callable[[], None],
+        after: Callable[[SaveHandle], None],
+        failed: Callable[[SaveHandle, Exception], None],
     ) -> None:
         self._run = run
         self._writer = writer
@@ -98,6 +100,7 @@ class SaveThread:
         self._noted = noted
         self._on_end = ended
         self._after = after
+        self._on_failure = failed
         self._open = 0
         self._idle = threading.Condition()
         self._before: tuple[int, Mapping[str, str]] = (-1, {})  # step and digests of the last save
@@ -105,9 +108,13 @@ class SaveThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, handle: SaveHandle, order: SaveOrder) -> None:
-        """Have a save made after those that were asked for before."""
+        """Have a save made after those that were asked for before. It fails where this process can start no thread for it."""
         if self._thread is None:
             self._thread = start_daemon(self._work, name="train-save")
+        if self._thread is None:
+            order.problem = order.problem or TierfsError(f"{handle.url}: no thread can be started to save it")
+            self._work_on(handle, order)  # the other ranks wait to hear of it
+            return
         with self._idle:
             self._open += 1
         self._queue.put((handle, order))
@@ -127,11 +134,13 @@ class SaveThread:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            self._work_on(*item)
-            del item  # it holds a copy of the state
-            with self._idle:
-                self._open -= 1
-                self._idle.notify_all()
+            try:
+                self._work_on(*item)
+            finally:
+                del item  # it holds a copy of the state
+                with self._idle:
+                    self._open -= 1
+                    self._idle.notify_all()
 
     def _work_on(self, handle: SaveHandle, order: SaveOrder) -> None:
         mark: SaveMark | None = None
@@ -140,9 +149,16 @@ class SaveThread:
             mark = self._make(handle, order)
         except BaseException as failure:  # noqa: BLE001 - whoever waits for the save has to hear of it
             error = reason_of(failure)
-        self._on_end(handle, order, error)
+        self._tell(handle, self._on_end, order, error)
         handle.end(error, mark)
-        self._after()
+        self._tell(handle, self._after)
+
+    def _tell(self, handle: SaveHandle, listener: Callable[..., None], *arguments: Any) -> None:
+        """Call a listener, which may call the user's code: an error of that must not end the thread of the saves to come."""
+        try:
+            listener(handle, *arguments)
+        except Exception as error:  # noqa: BLE001 - passed on
+            self._on_failure(handle, error)
 
     def _make(self, handle: SaveHandle, order: SaveOrder) -> SaveMark | None:
         """Make one, or find out that it need not be made. A collective, in each of its steps."""
