@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import traceback
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,21 @@ def failures_in_a_row_end_the_run_on_both_at_one_step(root: str, mesh: DeviceMes
         assert run.latest() is None
 
 
+def a_failure_that_one_rank_has_not_heard_of_is_saved_again_by_both(root: str, mesh: DeviceMesh) -> None:
+    with manager(root) as run:
+        good = run._writer
+        run._saves._writer = run._writer = Full(root, ram="0", nvme="0")
+        failed = run.save(1, state(mesh, 1))
+        failed.settle(30)
+        run._saves._writer = run._writer = good
+        if dist.get_rank() == 1:
+            failed._ended = Future()  # as it is until its thread gets there
+        again = run.save(1, state(mesh, 1))
+        assert everybody(again is failed) == [False] * WORLD
+        again.wait(timeout=30)
+        assert run.latest() == 1
+
+
 def train_state(mesh: DeviceMesh, seed: int) -> TrainState:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Dropout(0.5), torch.nn.Linear(10, 6))
@@ -312,6 +328,7 @@ SCENARIOS = {
         a_step_that_one_rank_lacks_is_passed_over_by_both,
         steps_that_no_rank_has_in_common_are_no_fresh_start,
         failures_in_a_row_end_the_run_on_both_at_one_step,
+        a_failure_that_one_rank_has_not_heard_of_is_saved_again_by_both,
         one_rank_removes_what_none_keeps,
         a_sharded_run_goes_on_bit_for_bit_with_each_ranks_randomness,
         the_first_ranks_value_is_everybodys,

@@ -279,7 +279,7 @@ class Manager:
         if kind not in KINDS:
             raise InvalidInputError(f"kind is 'full' or 'light', not {kind!r}")
         last = self._handles[-1] if self._handles else None
-        if last is not None and last.step == step and last.kind == kind and not force and last.error is None:
+        if last is not None and last.step == step and last.kind == kind and not force and not self._has_failed(last):
             return last
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
@@ -303,6 +303,10 @@ class Manager:
         if not self._steps_saved or step > self._steps_saved[-1]:
             self._steps_saved.append(step)
         return handle
+
+    def _has_failed(self, handle: SaveHandle) -> bool:
+        """Whether any rank knows by now that a save failed. A collective: ranks hear of that at different times."""
+        return bool(self._world.begin_greatest([int(handle.error is not None)], self._world.training)()[0])
 
     def _noted(self) -> Mapping[str, Any]:
         """The facts that a resumed run needs beside the state."""
