@@ -305,14 +305,12 @@ def register_accelerator(accelerator: Accelerator) -> None:
 
 def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
     """The device on which a tensor lies; ``None`` for host memory, and for devices that tierfs has no support for."""
-    for accelerator in _known:
-        if accelerator.owns(tensor):
-            return accelerator
-    if not tensor.is_cuda:
-        return None
-    found = CudaAccelerator(tensor.device.index)
-    register_accelerator(found)
-    return found
+    with _lock:
+        found = next((accelerator for accelerator in _known if accelerator.owns(tensor)), None)
+        if found is None and tensor.is_cuda:
+            found = CudaAccelerator(tensor.device.index)
+            _known.append(found)
+        return found
 
 
 def has_accelerator() -> bool:
