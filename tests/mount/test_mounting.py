@@ -1,9 +1,13 @@
-"""Mounting from a process that has many descriptors, as a training process has."""
+"""Mounting from a process that has many descriptors, as a training process has, and finding what is mounted."""
 
 import fcntl
 import os
 import resource
+from pathlib import Path
 
+import pytest
+
+from tierfs.mount import connection
 from tierfs.mount.mounting import _is_ready
 
 
@@ -20,3 +24,20 @@ def test_a_descriptor_above_1023_is_waited_for():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in (read, write, high):
             os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a run", "Läufe", "Läufe 2", "back\\slash", "tab\t", "\udcff \udcfe", "\r x"]
+)
+def test_a_mount_is_found_by_any_name(monkeypatch, tmp_path, name):
+    others = ["/boot", "/odd/\udcff\\x \t", "/odd/ü \\N{x}"]
+    lines = tmp_path / "mountinfo"
+    with open(lines, "wb") as out:
+        for place, kind in [*((other, "ext4") for other in others), (f"/mnt/{name}", connection.KIND)]:
+            escaped = os.fsencode(place).replace(b"\\", b"\\134")
+            for odd in b" \t\n":
+                escaped = escaped.replace(bytes([odd]), b"\\%03o" % odd)
+            out.write(b"36 35 98:0 / %s rw,noatime master:1 - %s /dev/root rw\n" % (escaped, kind.encode()))
+    monkeypatch.setattr(connection, "MOUNTS", lines)
+    assert connection.mounted_at(Path("/mnt") / name) == connection.KIND
+    assert connection.mounted_at(Path("/mnt") / f"{name}.no") is None

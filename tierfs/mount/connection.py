@@ -8,6 +8,7 @@ import ctypes
 import errno
 import logging
 import os
+import re
 import shutil
 import socket
 import stat
@@ -24,6 +25,9 @@ KIND = "fuse.tierfs"
 READAHEAD_KIB = 4096
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
 MNT_DETACH = 2
+MOUNTS = "/proc/self/mountinfo"
+_OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
+"""The kernel writes a space, a tab, a newline and a backslash of a path like this."""
 _logger = logging.getLogger("tierfs.mount")
 
 
@@ -73,13 +77,12 @@ def detach(directory: Path, *, lazy: bool = False) -> None:
 
 def mounted_at(directory: Path) -> str | None:
     """What is mounted on a directory, by the kind of its filesystem; ``None`` for nothing."""
-    wanted, found = os.path.realpath(directory), None
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+    wanted, found = os.fsencode(os.path.realpath(directory)), None
+    with open(MOUNTS, "rb") as mounts:
         for line in mounts:
-            fields = line.split()
-            place = fields[4].encode().decode("unicode_escape") if "\\" in fields[4] else fields[4]
-            if place == wanted:
-                found = fields[fields.index("-") + 1]
+            fields = line.split(b" ")
+            if _OCTAL.sub(lambda code: bytes([int(code[1], 8)]), fields[4]) == wanted:
+                found = os.fsdecode(fields[fields.index(b"-") + 1])
     return found
 
 
