@@ -18,18 +18,19 @@ from tierfs.errors import (
     ReadOnlyError,
     StoreError,
 )
-from tierfs.mount import wire
+from tierfs.mount import serving, wire
 from tierfs.mount.errnos import errno_of
+from tierfs.mount.extended import FLUSH
 from tierfs.mount.server import Server
 from tierfs.mount.serving import _refuse_own_places
 from tierfs.mount.wire import Opcode
 
 
 class Kernel:
-    def __init__(self, serve, **options):
+    def __init__(self, make_server):
         self.ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.its = its
-        self.server = Server(its.fileno(), serve, **options)
+        self.server = make_server(its.fileno())
         self.unique = 0
         self.server.start()
 
@@ -61,16 +62,21 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel_for():
+def kernel_of():
     kernels = []
 
-    def make(serve, **options):
-        kernels.append(Kernel(serve, **options))
+    def make(make_server):
+        kernels.append(Kernel(make_server))
         return kernels[-1]
 
     yield make
     for kernel in kernels:
         kernel.close()
+
+
+@pytest.fixture
+def kernel_for(kernel_of):
+    return lambda serve, **options: kernel_of(lambda device: Server(device, serve, **options))
 
 
 def test_an_error_is_an_errno_and_the_mount_goes_on(kernel_for):
@@ -217,6 +223,14 @@ def test_a_request_for_a_file_that_is_being_stored_has_as_much_time(kernel_for):
     assert kernel.answer() == (other, 0, b"fine")
     threading.Timer(1.2, stored.set).start()
     assert [kernel.answer()[1] for _ in range(2)] == [0, 0]
+
+
+def test_a_flush_may_take_as_long_as_umount_says(kernel_of, hand, monkeypatch):
+    monkeypatch.setattr(serving.verbs, "wait", lambda *_: time.sleep(1.5))
+    kernel = kernel_of(lambda device: serving._served(hand.state, device, 0.05)[1])
+    value = b"5.0"
+    body = struct.pack("<II", len(value), 0) + FLUSH.encode() + b"\0" + value
+    assert kernel.ask(Opcode.SETXATTR, body=body) == (0, b"")
 
 
 def test_a_mount_does_not_hide_what_it_reads_itself(hand, tmp_path):

@@ -44,6 +44,7 @@ class _Underway:
 
     header: RequestHeader
     begun_s: float
+    more_s: float = 0.0
     is_answered: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -71,6 +72,7 @@ class Server:
         self._timeout_s, self._slow_timeout_s = timeout_s, slow_timeout_s
         self._lock = threading.Lock()
         self._underway: dict[int, _Underway] = {}
+        self._served_here = threading.local()
         self._threads = self._idle = self._lost = self._stuck = 0
         self.is_ready = threading.Event()
         self.ended = threading.Event()
@@ -83,6 +85,10 @@ class Server:
         for _ in range(THREADS_FIRST):
             self._start_thread()
         start_daemon(self._watch, name="mount-watch")
+
+    def give_time(self, seconds: float) -> None:
+        """Let the request that this thread serves take so many seconds more than its like."""
+        self._served_here.underway.more_s = seconds
 
     def _start_thread(self) -> None:
         with self._lock:
@@ -123,7 +129,7 @@ class Server:
             is_last = self._needs_thread()
         if is_last:
             self._start_thread()
-        underway = _Underway(header, time.monotonic())
+        underway = self._served_here.underway = _Underway(header, time.monotonic())
         if header.opcode not in NO_ANSWER:
             self._underway[header.unique] = underway
         number, answer = 0, None
@@ -183,6 +189,7 @@ class Server:
                 self._start_thread()
             for underway in requests:
                 limit_s = self._slow_timeout_s if underway.header.node in slow_nodes else self._timeout_s
+                limit_s += underway.more_s
                 if now_s - underway.begun_s > limit_s:
                     self._give_up(underway, limit_s)
 

@@ -43,7 +43,8 @@ class MountOptions:
         read_only: Whether nothing may be changed.
         allow_other: Whether other users of the host may use it, as far as the files' modes allow.
         ack: The level at which a file is published when it is closed or synced; by default the store's.
-        timeout_s: After how many seconds without an answer a program gets EIO; ten times as many where whole files are stored.
+        timeout_s: After how many seconds without an answer a program gets EIO. Storing a whole file may take 600 s; ten times
+            as many seconds as this where this is below 30 or above 60.
         tiers: Settings of the local tiers: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``.
         options: For the object tier's own filesystem.
     """
@@ -83,12 +84,10 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
     """
     state = _open(url, options)
     _refuse_own_places(state, directory)
-    requests = Requests(state, lambda seconds: _flush(requests, seconds, with_open=False))
     device = connection.attach(
         f"tierfs::{state.store.url}", directory, read_only=options.read_only, allow_other=options.allow_other
     )
-    slow_s = max(SLOW_TIMEOUT_S, options.timeout_s * 10) if options.timeout_s >= TIMEOUT_S else options.timeout_s * 10
-    server = Server(device, requests, timeout_s=options.timeout_s, slow_timeout_s=slow_s)
+    requests, server = _served(state, device, options.timeout_s)
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -143,6 +142,19 @@ def _open(url: str, options: MountOptions) -> MountState:
     make_private(staging.parent)
     make_private(staging)
     return MountState(store, path, staging, level, options.read_only)
+
+
+def _served(state: MountState, device: int, timeout_s: float) -> tuple[Requests, Server]:
+    """What serves requests, and the threads that bring them; not started yet."""
+
+    def flush(seconds: float) -> list[str]:
+        server.give_time(seconds)  # `umount` may wait for longer than programs do
+        return _flush(requests, seconds, with_open=False)
+
+    requests = Requests(state, flush)
+    slow_s = max(SLOW_TIMEOUT_S, timeout_s * 10) if timeout_s >= TIMEOUT_S else timeout_s * 10
+    server = Server(device, requests, timeout_s=timeout_s, slow_timeout_s=slow_s)
+    return requests, server
 
 
 def _refuse_own_places(state: MountState, directory: Path) -> None:

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="how long a program waits for the object tier before it gets EIO (default: 30); ten times as long where whole files are stored",
+        help="how long a program waits for the object tier before it gets EIO (default: 30). A whole file has 600 s, or ten times this "
+        "if it is below 30 or above 60",
     )
     parser.add_argument(
         "--foreground",
