@@ -117,6 +117,13 @@ def test_tensors_come_back(dtype, shape):
     assert torch.equal(found, value.t() if len(shape) == 2 else value)
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda value: value.conj().imag])
+def test_a_tensor_that_is_a_lazy_view_comes_back(view):
+    value = view(torch.tensor([1 + 2j, 3 - 4j]))
+    assert value.is_conj() or value.is_neg()
+    assert torch.equal(unpack(pack(value), "it"), value.resolve_conj().resolve_neg())
+
+
 def test_arrays_numbers_and_generators_come_back():
     value = {
         "array": np.arange(6, dtype=np.uint32).reshape(2, 3),

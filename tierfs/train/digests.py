@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tierfs.dcp.save.replicas import RemoteReplica
+from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.digest import CHUNK_BYTES, checksum
 
 __all__ = ["digests_of", "first_difference", "leaves"]
@@ -72,9 +73,7 @@ def _digest(value: Any) -> str | None:
     if type(value) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         if value.layout is not torch.strided or value.is_quantized:
             return None
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        data = memoryview(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else memoryview(b"")
-        return TENSOR + _of(repr((plain.dtype, tuple(plain.shape))), data)
+        return TENSOR + _of(repr((value.dtype, tuple(value.shape))), bytes_of(value))
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return VALUE + _of(
             repr((value.dtype.str, value.shape)), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from tierfs.dcp.planner import unpickle_safely
+from tierfs.dcp.tensorbytes import bytes_of
+from tierfs.digest import Buffer
 from tierfs.errors import FormatError, TierfsError
 
 __all__ = ["pack", "unpack"]
@@ -58,9 +60,7 @@ def _encode(value: Any) -> Any:
     if kind is bytes:
         return {"bytes": _text(value)}
     if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
-        plain = value.detach().cpu().contiguous()
-        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _text(raw)]}
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _text(bytes_of(value))]}
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         name = "array" if isinstance(value, np.ndarray) else "number"
         return {name: [value.dtype.str, list(value.shape), _text(value.tobytes())]}
@@ -102,5 +102,5 @@ def _tensor(name: str, shape: list[int], text: str) -> torch.Tensor:
     return found.view(dtype).reshape(shape)
 
 
-def _text(data: bytes) -> str:
+def _text(data: Buffer) -> str:
     return base64.b64encode(data).decode("ascii")
