@@ -137,6 +137,31 @@ def test_arrays_numbers_and_generators_come_back():
     assert found["state"] == random.getstate()
 
 
+FIELDS = np.dtype([("a", "<i4"), (("long name", "b"), ">f8", (2,)), ("c", [("x", "i1"), ("y", "<M8[s]")])])
+
+
+@pytest.mark.parametrize("dtype", [FIELDS, np.dtype([("a", "i1"), ("b", "i8")], align=True), np.dtype("V5")])
+def test_structured_arrays_come_back(dtype):
+    value = np.frombuffer(bytes(range(dtype.itemsize * 2)), dtype)
+    found = unpack(pack({"array": value, "number": value[1]}), "it")
+    assert found["array"].dtype == found["number"].dtype == dtype
+    assert np.array_equal(found["array"], value)
+    assert np.array_equal(found["number"], value[1])
+
+
+def test_an_array_whose_fields_overlap_is_refused():
+    dtype = np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [0, 2]})
+    with pytest.raises(InvalidInputError, match="cannot be saved exactly"):
+        pack(np.zeros(2, dtype))
+
+
+def test_values_that_were_packed_before_come_back():
+    found = unpack('{"dict":[["a",{"array":["<f4",[2],"AACAPwAAAEA="]}],["b",{"array":["|V2",[1],"AQI="]}]]}', "it")
+    assert found["a"].tolist() == [1.0, 2.0]
+    assert found["b"].tobytes() == b"\1\2"
+    assert pack(np.array([1, 2], "<f4")) == '{"array":["<f4",[2],"AACAPwAAAEA="]}'
+
+
 class Bad:
     def __reduce__(self):
         return eval, ("1 + 1",)

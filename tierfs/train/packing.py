@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.digest import Buffer
-from tierfs.errors import FormatError, TierfsError
+from tierfs.errors import FormatError, InvalidInputError, TierfsError
 
 __all__ = ["pack", "unpack"]
 
@@ -21,7 +22,11 @@ _AS_THEY_ARE = (bool, int, float, str, type(None))
 
 
 def pack(value: Any) -> str:
-    """A value as JSON: plain values, lists, tuples, sets, dicts, bytes, CPU tensors and arrays exactly, anything else pickled by torch."""
+    """A value as JSON: plain values, lists, tuples, sets, dicts, bytes, CPU tensors and arrays exactly, anything else pickled by torch.
+
+    Raises:
+        InvalidInputError: An array has a dtype that only its package knows, or whose fields overlap.
+    """
     return json.dumps(_encode(value), separators=(",", ":"))
 
 
@@ -63,10 +68,25 @@ def _encode(value: Any) -> Any:
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _text(bytes_of(value))]}
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         name = "array" if isinstance(value, np.ndarray) else "number"
-        return {name: [value.dtype.str, list(value.shape), _text(value.tobytes())]}
+        return {name: [_encode(_described(value.dtype)), list(value.shape), _text(value.tobytes())]}
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return {"pickle": _text(buffer.getvalue())}
+
+
+def _described(dtype: np.dtype[Any]) -> Any:
+    """A dtype as numpy's own files name it: text, or a list of fields.
+
+    Raises:
+        InvalidInputError: It cannot be named so, as that of another package cannot.
+    """
+    try:
+        described = dtype_to_descr(dtype)
+        if descr_to_dtype(described) == dtype:
+            return described
+    except ValueError:  # fields that overlap, for one
+        pass
+    raise InvalidInputError(f"an array of dtype {dtype!r} cannot be saved exactly: save it as a plain dtype")
 
 
 def _decode(value: Any, where: str) -> Any:
@@ -85,8 +105,9 @@ def _decode(value: Any, where: str) -> Any:
     if kind == "tensor":
         return _tensor(*content)
     if kind in {"array", "number"}:
-        dtype, shape, text = content
-        array = np.frombuffer(base64.b64decode(text, validate=True), np.dtype(dtype)).reshape(shape).copy()
+        described, shape, text = content
+        dtype = descr_to_dtype(_decode(described, where))
+        array = np.frombuffer(base64.b64decode(text, validate=True), dtype).reshape(shape).copy()
         return array if kind == "array" else array[()]
     if kind == "pickle":
         return unpickle_safely(where, io.BytesIO(base64.b64decode(content, validate=True)))
