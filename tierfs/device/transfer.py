@@ -26,6 +26,7 @@ import torch
 
 from tierfs import digest
 from tierfs.device.accelerator import Accelerator, Event
+from tierfs.device.digests import DIGEST_BYTES, cut_blocks
 from tierfs.device.drain import Drain, DrainPiece
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
@@ -298,7 +299,7 @@ class Transfer:
     def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[DrainPiece]:
         """The pieces that have to cross the link."""
         wanted = [[(0, region.length)] for region in self._regions]
-        if self.generation is not None and self._accelerator.can_hash:
+        if self.generation is not None and self._accelerator.can_hash and self._regions:
             wanted = self._without_known(targets)
         for region, source, target, ranges in zip(self._regions, self._sources, targets, wanted, strict=True):
             if source is not None:
@@ -312,17 +313,12 @@ class Transfer:
         """Hash the snapshot on the device; fill in the chunks that the host has; return the other ranges of each region."""
         generation, stream = self.generation, self._drain.stream
         assert generation is not None
-        addresses: list[int] = []
-        lengths: list[int] = []
-        for region, source in zip(self._regions, self._sources, strict=True):
-            assert source is not None
-            begin = source.data_ptr()
-            starts = range(0, region.length, BLOCK_BYTES)
-            addresses += [begin + at for at in starts]
-            lengths += [min(BLOCK_BYTES, region.length - at) for at in starts]
-        generation.blocks = np.array(addresses, np.uint64), np.array(lengths, np.uint32)
+        cut = [cut_blocks(source.data_ptr(), source.numel()) for source in self._sources if source is not None]
+        assert len(cut) == len(self._regions), "all of a snapshot is gathered"
+        generation.blocks = np.concatenate([at for at, _ in cut]), np.concatenate([length for _, length in cut])
         generation.digests = self._accelerator.hash(stream, *generation.blocks)
-        parts = [generation.digests[at : at + 16] for at in range(0, len(generation.digests), 16)]
+        digests = generation.digests
+        parts = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
         number = 0
         chunks: list[tuple[int, int, int, bytes]] = []  # region, begin, end, digest
         for index, region in enumerate(self._regions):
