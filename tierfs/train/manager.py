@@ -20,7 +20,6 @@ from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store.maintenance.retention import Best, Every
 from tierfs.train.agree import Agreed, Agreement, World
-from tierfs.train.contents import learning_rates, step_of_state, to_save, with_about
 from tierfs.train.digests import digests_of
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
@@ -31,6 +30,7 @@ from tierfs.train.restore import Restored, Restorer
 from tierfs.train.run import About, RunDirectory, SavedStep
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
 from tierfs.train.signals import Signals
+from tierfs.train.state import as_state
 from tierfs.train.timing import StepTimer
 
 __all__ = ["Manager"]
@@ -287,10 +287,10 @@ class Manager:
         order = SaveOrder(step, kind, metrics=dict(metrics or {}), history=tuple(self._history), overwrite=overwrite)
         handle = SaveHandle(self._run, order)
         try:
-            values, said = to_save(state, step, kind)
+            values, said = as_state(state).to_save(step, kind)
             timer = self._timer
             about = About(step, kind, self._world.size, self._run_id, timer.blocked_s, timer.save_s, said)
-            staged: Any = self._writer.stage(with_about(values, about))
+            staged: Any = self._writer.stage(about.added_to(values))
             order.staged = staged
         except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
             order.problem = error
@@ -447,9 +447,10 @@ class Manager:
         restored = self._restored or self.restore(state)
         if restored is None:
             raise NotFoundError(f"{self._run.url} has no complete checkpoint: there is nothing to resume from")
-        values, _ = to_save(state, restored.step, restored.kind)
+        trained = as_state(state)
+        values, _ = trained.to_save(restored.step, restored.kind)
         prover = Prover(self._run, self._world, restored)
-        checks = prover.compare(digests_of(values), step_of_state(state, restored.step), learning_rates(state))
+        checks = prover.compare(digests_of(values), trained.step, trained.learning_rates)
         if train is None:
             return ResumeReport(restored.step, (), tuple(checks))
         begin, replayed, recorded = prover.plan(metric, steps)

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.train.agree import World
-from tierfs.train.contents import put_back, to_load
 from tierfs.train.reasons import reason_of
 from tierfs.train.run import About, RunDirectory
+from tierfs.train.state import as_state
 
 __all__ = ["Restored", "Restorer"]
 
@@ -179,7 +179,8 @@ class Restorer:
         run, world = self._run, self._world
         about = self._about(step)
         kind = about.kind if about is not None else "full"
-        values = to_load(state, kind, about)
+        parts = as_state(state)
+        values = parts.to_load(kind, about)
         before = self._read_bytes()
         dcp.load(
             values,
@@ -188,7 +189,7 @@ class Restorer:
             process_group=world.training,
             no_dist=world.size == 1,
         )
-        notes = put_back(state, values, about)
+        notes = parts.loaded(values, about)
         if kind == "light":
             notes.insert(0, "a light checkpoint: optimizer and data loader begin anew")
         read = {tier for tier, count in self._read_bytes().items() if count > before[tier]}

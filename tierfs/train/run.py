@@ -57,6 +57,17 @@ class About:
         """As JSON."""
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
+    def added_to(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a state and this one, as they are saved.
+
+        Raises:
+            InvalidInputError: The state has a value of this one's name.
+        """
+        section, _, name = ABOUT.partition(".")
+        if section in values:
+            raise InvalidInputError(f"the state has an entry called {section!r}, which is the manager's")
+        return {**values, section: {name: self.encode()}}
+
     @classmethod
     def decode(cls, text: str, where: str) -> About:
         """Read it.

@@ -1,4 +1,4 @@
-"""`TrainState`: all that a training run needs to go on as if it had never stopped."""
+"""`TrainState`: all that a training run needs to go on as if it had never stopped; and a dict in its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tierfs.train.packing import pack, unpack
 from tierfs.train.randomness import generators, reseed, set_generators
 from tierfs.train.run import About
 
-__all__ = ["TrainState"]
+__all__ = ["DictState", "TrainState", "as_state"]
+
+FULL_ONLY = "optimizer"
+"""The entry of a dict that a light checkpoint leaves out."""
 
 
 class _Missing:
@@ -157,10 +160,7 @@ class TrainState:
             if state:
                 self.scaler.load_state_dict(state)
         for name, value in values.get("extra", {}).items():
-            if hasattr(self.extra[name], "load_state_dict"):
-                self.extra[name].load_state_dict(value)
-            else:
-                self.extra[name] = value
+            _load_entry(self.extra, name, value)
         if about is not None:
             self.step, self.epoch = about.step, int(about.state.get("epoch", self.epoch))
         return self._take_own(values, about)
@@ -194,6 +194,41 @@ class TrainState:
         return {"model": model, "optimizer": optimizer}
 
 
+class DictState:
+    """A user's dict of tensors, plain values and objects with ``state_dict``, with the interface of `TrainState`.
+
+    Args:
+        entries: The dict. An entry without ``load_state_dict`` is replaced where it is loaded, if the mapping can be changed.
+    """
+
+    learning_rates = None  # a dict does not say
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = entries
+        self.step = -1
+
+    def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See `TrainState.to_save`."""
+        self.step = step
+        return self.to_load(kind, None), {}
+
+    def to_load(self, kind: str, about: About | None) -> dict[str, Any]:
+        """See `TrainState.to_load`."""
+        return {name: _state_of(value) for name, value in self._entries.items() if kind == "full" or name != FULL_ONLY}
+
+    def loaded(self, values: Mapping[str, Any], about: About | None) -> list[str]:
+        """See `TrainState.loaded`."""
+        for name, value in values.items():
+            _load_entry(self._entries, name, value)
+        return []
+
+
+def as_state(state: Any) -> TrainState | DictState:
+    """A user's state, a dict or a `TrainState`, with one interface."""
+    found: TrainState | DictState = DictState(state) if isinstance(state, Mapping) else state
+    return found
+
+
 def _listed(part: Any) -> list[Any]:
     """One part, or several."""
     return [] if part is None else list(part) if isinstance(part, Sequence) else [part]
@@ -201,6 +236,13 @@ def _listed(part: Any) -> list[Any]:
 
 def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _load_entry(entries: Mapping[str, Any], name: str, value: Any) -> None:
+    if hasattr(entries[name], "load_state_dict"):
+        entries[name].load_state_dict(value)
+    elif isinstance(entries, dict):
+        entries[name] = value
 
 
 def _rank() -> int:
