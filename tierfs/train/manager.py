@@ -36,7 +36,7 @@ from tierfs.train.timing import StepTimer
 __all__ = ["Manager"]
 
 LIGHT, FULL = 1, 2
-KINDS = {"light": LIGHT, "full": FULL}
+KINDS = ("light", "full")
 WAITING_MAX = 2
 """Saves that may be under way: one that is written, and one whose state was copied meanwhile."""
 HISTORY_STEPS = 256
@@ -110,7 +110,7 @@ class Manager:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         self._run = RunDirectory(address)
         writer = RunWriter(root, **placing, **options)
-        checks = SaveChecks(on_stale, verify_after_save)
+        checks = SaveChecks(on_stale, reads_back=verify_after_save)
         self._saves = SaveThread(
             self._run,
             writer,
@@ -132,7 +132,7 @@ class Manager:
         self._steps_saved: list[int] = []
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
         self._at_steps, self._at_checks = Agreement(self._world, 0), Agreement(self._world, 1)
-        self._timer, self._checks = StepTimer(), StepTimer()
+        self._timer, self._check_timer = StepTimer(), StepTimer()
         self._last: tuple[int, Any, Mapping[str, float] | None] | None = None
         self._history: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=HISTORY_STEPS)
         self._restored: Restored | None = None  # while no step was made since
@@ -193,15 +193,15 @@ class Manager:
         """
         if self._last is None or self._is_stopping:
             return self._is_stopping
-        self._checks.made_step()
+        self._check_timer.made_step()
         step = self._last[0]
         agreed = self._opinion(step) if self._world.size == 1 else self._at_checks.receive()
         # A periodic save can wait for the next step; one before the end cannot.
         if agreed.stop:
             self._act(agreed)
         elif self._world.size > 1:
-            self._at_checks.send(step, lambda: self._opinion(step), self._checks.step_s)
-        self._checks.go_on()
+            self._at_checks.send(step, lambda: self._opinion(step), self._check_timer.step_s)
+        self._check_timer.go_on()
         return self._is_stopping
 
     @property

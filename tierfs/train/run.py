@@ -238,17 +238,14 @@ class RunDirectory:
         reader.read_into(place.at, memoryview(data))
         return About.decode(str(unpickle_safely(ABOUT, io.BytesIO(data))), checkpoint.where)
 
-    def note_of(self, step: int, name: str) -> dict[str, Any] | None:
-        """A small file of JSON beside a checkpoint; ``None`` where there is none that can be read."""
+    def note_of(self, step: int, name: str) -> dict[str, Any]:
+        """A small file of JSON beside a checkpoint; empty where there is none that can be read."""
         store, path = self.path_of(step)
         try:
-            data = read_note(store, path, name, NOTE_BYTES_MAX)
-            value = None if data is None else json.loads(data or b"{}")
+            value = json.loads(read_note(store, path, name, NOTE_BYTES_MAX) or b"{}")
         except (CorruptionError, FormatError, ValueError) as error:
             _logger.warning("%s/%s cannot be read: %s", self.url_of(step), name, error)
             return {}
-        if value is None:
-            return None
         return value if isinstance(value, dict) else {}
 
     def write_note(self, step: int, name: str, value: Mapping[str, Any]) -> None:
