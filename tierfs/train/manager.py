@@ -23,10 +23,10 @@ from tierfs.train.agree import Agreed, Agreement, World
 from tierfs.train.digests import digests_of
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
-from tierfs.train.keep import Retention
 from tierfs.train.policies import Context, Preemption, as_save_policies
 from tierfs.train.proof import UNKNOWN, PartCheck, Prover, ResumeReport, history_in
 from tierfs.train.restore import Restored, Restorer
+from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
 from tierfs.train.signals import Signals

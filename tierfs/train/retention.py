@@ -60,11 +60,6 @@ class Retention:
     def __repr__(self) -> str:
         return f"Retention({len(self._known)} known)"
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anything to do."""
-        return any(self._policies.values())
-
     def told(self) -> tuple[Mapping[str, Any], ...]:
         """The newest known checkpoints, to be recorded with a save."""
         with self._lock:
@@ -104,7 +99,7 @@ class Retention:
             InvalidInputError: A user's policy answered nonsense.
             StoreError, ReadOnlyError: The object tier failed.
         """
-        if not self.is_on or not (self._removes or self._evicts):
+        if not any(self._policies.values()) or not (self._removes or self._evicts):
             return []
         saved = self._looked_at()
         if self._evicts:
