@@ -10,9 +10,11 @@ import time
 import pytest
 
 from tierfs.errors import (
+    AlreadyExistsError,
     CapacityError,
     ConflictError,
     CorruptionError,
+    FormatError,
     InvalidInputError,
     NotFoundError,
     ReadOnlyError,
@@ -145,6 +147,10 @@ def test_what_is_forgotten_is_not_answered(kernel_for):
         (ConflictError("x"), errno.ESTALE),
         (CapacityError("x"), errno.ENOSPC),
         (ReadOnlyError("x"), errno.EACCES),
+        (NotFoundError("x"), errno.ENOENT),
+        (AlreadyExistsError("x"), errno.EEXIST),
+        (InvalidInputError("x"), errno.EINVAL),
+        (FormatError("x"), errno.EIO),
         (CorruptionError("x"), errno.EIO),
         (StoreError("x", transient=True), errno.EIO),
         (TimeoutError("x"), errno.EIO),

@@ -5,27 +5,10 @@ from __future__ import annotations
 import errno
 import logging
 
-from tierfs.errors import (
-    AlreadyExistsError,
-    CapacityError,
-    ConflictError,
-    InvalidInputError,
-    NotFoundError,
-    ReadOnlyError,
-    StoreError,
-    TierfsError,
-)
+from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 
 __all__ = ["errno_of", "refusal"]
 
-_BY_TYPE: tuple[tuple[type[TierfsError], int], ...] = (
-    (NotFoundError, errno.ENOENT),
-    (AlreadyExistsError, errno.EEXIST),
-    (ConflictError, errno.ESTALE),
-    (CapacityError, errno.ENOSPC),
-    (ReadOnlyError, errno.EACCES),
-    (InvalidInputError, errno.EINVAL),
-)
 # What programs cause and handle every day.
 _ORDINARY = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENODATA, errno.EOPNOTSUPP, errno.ESTALE, errno.EPERM}
 _ORDINARY |= {errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EACCES, errno.ENAMETOOLONG, errno.ENOSYS}
@@ -50,17 +33,12 @@ def errno_of(error: BaseException, what: str) -> int:
 
 
 def _number(error: BaseException) -> int:
-    for kind, number in _BY_TYPE:
-        if isinstance(error, kind):
-            return number
-    if isinstance(error, StoreError):
-        return error.errno or errno.EIO
-    if isinstance(error, TierfsError):
-        return errno.EIO
+    if isinstance(error, ConflictError):
+        return errno.ESTALE
+    if isinstance(error, InvalidInputError):
+        return errno.EINVAL
     if isinstance(error, UnicodeError):
         return errno.EILSEQ
-    if isinstance(error, TimeoutError):
-        return errno.EIO
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, TimeoutError):
         return error.errno or errno.EIO
     return errno.ENOMEM if isinstance(error, MemoryError) else errno.EIO
