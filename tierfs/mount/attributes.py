@@ -51,6 +51,11 @@ class Attributes:
             ctime_ns=now_ns,
         )
 
+    @property
+    def posix(self) -> dict[str, int]:
+        """The part that a manifest keeps."""
+        return {"mode": self.mode & MODE_BITS, "mtime_ns": self.mtime_ns}
+
 
 def attributes_of(entry: Entry, ino: int, *, started_ns: int) -> Attributes:
     """Describe what the store has. A directory without a marker has the time of the mount."""
@@ -75,7 +80,7 @@ def new_attributes(ino: int, mode: int, now_ns: int) -> Attributes:
 
 def with_posix(metadata: Mapping[str, object], attributes: Attributes) -> dict[str, object]:
     """The metadata of a file that looks like this; everything else in it is kept."""
-    return {**metadata, KEY: {"mode": attributes.mode & MODE_BITS, "mtime_ns": attributes.mtime_ns}}
+    return {**metadata, KEY: attributes.posix}
 
 
 def _number(value: object, default: int) -> int:

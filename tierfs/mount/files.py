@@ -145,17 +145,11 @@ class Files:
         ):
             raise refusal(errno.EPERM, "all files of a mount belong to whoever mounted it")
         with node.lock:
-            now_ns = time.time_ns()
             if wanted.valid & Valid.SIZE:
                 self._resize(node, wanted.size)
             if wanted.valid & (Valid.MODE | Valid.MTIME):
-                mtime_ns = now_ns if wanted.valid & Valid.MTIME_NOW else wanted.mtime_ns
-                node.attributes = node.attributes.at(
-                    mode=wanted.mode if wanted.valid & Valid.MODE else None,
-                    mtime_ns=mtime_ns if wanted.valid & Valid.MTIME else None,
-                    now_ns=now_ns,
-                )
-                if (node.attributes.mode, node.attributes.mtime_ns) != (attributes.mode, attributes.mtime_ns):
+                node.attributes = wanted.applied_to(node.attributes, time.time_ns())
+                if node.attributes.posix != attributes.posix:
                     node.has_new_attributes = True
             if not any(handle.writes for handle in node.handles):
                 try:

@@ -199,16 +199,9 @@ class NameTree:
         """Change mode or time of a directory."""
         if wanted.valid & Valid.SIZE:
             raise refusal(errno.EISDIR)
-        now_ns = time.time_ns()
-        mtime_ns = now_ns if wanted.valid & Valid.MTIME_NOW else wanted.mtime_ns
         before = node.attributes
-        node.attributes = before.at(
-            mode=wanted.mode if wanted.valid & Valid.MODE else None,
-            mtime_ns=mtime_ns if wanted.valid & Valid.MTIME else None,
-            now_ns=now_ns,
-        )
-        is_same = (before.mode, before.mtime_ns) == (node.attributes.mode, node.attributes.mtime_ns)
-        if node.path and not is_same:
+        node.attributes = wanted.applied_to(before, time.time_ns())
+        if node.path and node.attributes.posix != before.posix:
             verbs.annotate_directory(self._state.store, node.path, with_posix({}, node.attributes))
             node.has_marker = True
 

@@ -137,6 +137,15 @@ class SetAttr(NamedTuple):
     uid: int
     gid: int
 
+    def applied_to(self, attributes: Attributes, now_ns: int) -> Attributes:
+        """The attributes with mode and time as this says."""
+        mtime_ns = now_ns if self.valid & Valid.MTIME_NOW else self.mtime_ns
+        return attributes.at(
+            mode=self.mode if self.valid & Valid.MODE else None,
+            mtime_ns=mtime_ns if self.valid & Valid.MTIME else None,
+            now_ns=now_ns,
+        )
+
     @classmethod
     def parse(cls, body: memoryview) -> SetAttr:
         """Read it from a request."""
