@@ -97,11 +97,11 @@ class Files:
                     return node.staged.read(offset, size)
         reader = node.reader or self._reader(node)
         ahead = handle.ahead
-        if not isinstance(ahead, ReadAhead) or ahead.reader is not reader:
+        if ahead is None or ahead.reader is not reader:
             with node.lock:
                 ahead = handle.ahead
-                if not isinstance(ahead, ReadAhead) or ahead.reader is not reader:
-                    if isinstance(ahead, ReadAhead):
+                if ahead is None or ahead.reader is not reader:
+                    if ahead is not None:
                         ahead.close()
                     ahead = handle.ahead = ReadAhead(reader)
         return ahead.read(offset, size)
@@ -174,7 +174,7 @@ class Files:
         node = handle.node
         with node.lock:
             node.handles.discard(handle)
-            if isinstance(handle.ahead, ReadAhead):
+            if handle.ahead is not None:
                 handle.ahead.close()
             try:
                 if handle.writes:
@@ -216,12 +216,7 @@ class Files:
                 return
             reader = self._reader(node)
             node.staged = StagedInode(self._state.staging, None)
-            buffer = memoryview(bytearray(1 << 20))
-            for offset in range(0, reader.length, len(buffer)):
-                piece = buffer[: min(len(buffer), reader.length - offset)]
-                reader.read_into(offset, piece)
-                node.staged.write(offset, piece)
-            node.staged.is_dirty = False
+            node.staged.fill_from(reader)
 
     def dirty(self) -> list[Node]:
         """What is not published yet."""

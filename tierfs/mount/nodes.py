@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from tierfs.mount.attributes import Attributes, attributes_of
+from tierfs.mount.reading import ReadAhead
 from tierfs.mount.staging import StagedInode
 from tierfs.store import Entry, Reader
 
@@ -88,7 +89,7 @@ class Handle:
     id: int
     node: Node
     writes: bool
-    ahead: object = None
+    ahead: ReadAhead | None = None
 
 
 class Nodes:

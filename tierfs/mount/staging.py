@@ -185,16 +185,22 @@ class StagedInode:
         with self._losing():
             reader = writer.read_back()
         try:
-            with buffers().lend(COPY_BYTES) as buffer:
-                for offset in range(0, self.length, COPY_BYTES):
-                    piece = buffer[: min(COPY_BYTES, self.length - offset)]
-                    reader.read_into(offset, piece)
-                    self._write_local(offset, piece)
+            self.fill_from(reader)
         except BaseException:
             os.ftruncate(self._fd, 0)
             raise
-        self._own.update(range(-(-self.length // BLOCK_BYTES)))
         self._end_writer()
+
+    def fill_from(self, reader: Reader) -> None:
+        """Have all bytes of a version in the local file, which has nothing else yet. Raises as `take_back` does."""
+        with buffers().lend(COPY_BYTES) as buffer:
+            for offset in range(0, reader.length, COPY_BYTES):
+                piece = buffer[: min(COPY_BYTES, reader.length - offset)]
+                reader.read_into(offset, piece)
+                self._write_local(offset, piece)
+        self._own.update(range(-(-reader.length // BLOCK_BYTES)))
+        self.length = reader.length
+        self._is_in_order = False
 
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
