@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tierfs import store as verbs
-from tierfs.errors import CapacityError, ConflictError, ReadOnlyError
+from tierfs.errors import CapacityError, ConflictError, ReadOnlyError, StoreError
 from tierfs.mount import reading
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Writer
@@ -170,6 +170,29 @@ def test_a_file_that_was_removed_can_be_read_and_written_by_who_has_it_open(hand
     hand.close(writing)
     hand.close(reading)
     assert verbs.kind_of(hand.state.store, "b") is None
+
+
+def test_an_open_file_whose_bytes_cannot_be_kept_is_not_removed(hand, monkeypatch):
+    if hand.state.store.tiers is None:
+        pytest.skip("what is in the object tier can be read there")
+    data = random.Random(1).randbytes(12 * MIB)
+    hand.write_file("a", data)
+    handle = hand.open("a")
+    reader = type(hand.files._reader(handle.node))
+    read_into = reader.read_into
+
+    def failing(self, offset, out):
+        if offset:
+            raise StoreError("the memory is gone")
+        read_into(self, offset, out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "read_into", failing)
+        with pytest.raises(StoreError):
+            hand.tree.remove_file(hand.state.nodes.root, "a")
+    assert hand.read(handle) == data
+    hand.close(handle)
+    assert hand.read_file("a") == data
 
 
 def test_mode_and_time_are_kept_with_the_file(hand):

@@ -215,8 +215,13 @@ class Files:
             if tiers.drafts.pending(path) is None:
                 return
             reader = self._reader(node)
-            node.staged = StagedInode(self._state.staging, None)
-            node.staged.fill_from(reader)
+            staged = StagedInode(self._state.staging, None)
+            try:
+                staged.fill_from(reader)
+            except BaseException:
+                staged.close()
+                raise
+            node.staged = staged
 
     def dirty(self) -> list[Node]:
         """What is not published yet."""
