@@ -26,7 +26,6 @@ PREFIX = "user.tierfs."
 FILE_NAMES = ("digest", "level", "tier", "stored")
 ROOT_NAMES = ("url", "pid", "pending")
 FLUSH = f"{PREFIX}flush"
-ROOM_BLOCK = 4096
 # Where nothing bounds it: a bucket takes what it is given.
 UNBOUNDED = 1 << 50
 
@@ -79,8 +78,8 @@ class Extended:
         if self._flush(timeout_s):
             raise refusal(errno.EBUSY)
 
-    def room(self) -> tuple[int, int, int]:
-        """Bytes that the tiers of this host hold, those that are free for what is written, and the unit to count in.
+    def room(self) -> tuple[int, int]:
+        """Bytes that the tiers of this host hold, and those that are free for what is written.
 
         Clean copies make room, so they count as free. Where there are no local tiers it is the disk of a local object tier.
         """
@@ -90,12 +89,12 @@ class Extended:
             total = sum(usage.budget_bytes for usage in usages)
             dirty = sum(usage.dirty_bytes for usage in usages)
             if not self._state.store.descriptor.endpoint.host_local:
-                return total, max(0, total - dirty), ROOM_BLOCK
+                return total, max(0, total - dirty)
         root = self._state.store.url.partition("://")[2]
         if self._state.store.url.startswith("file://") and os.path.isdir(root):
             disk = os.statvfs(root)
-            return disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, ROOM_BLOCK
-        return UNBOUNDED, UNBOUNDED, ROOM_BLOCK
+            return disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+        return UNBOUNDED, UNBOUNDED
 
     def _digest(self, node: Node) -> str:
         manifest = node.entry.manifest if node.entry is not None else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import xxhash
@@ -74,7 +73,7 @@ class Node:
         Refused changes do not count: they go with their handle, which the kernel gives back some time after ``close``.
         """
         is_staged = self.staged is not None and not self.staged.is_refused
-        return is_staged or self.has_new_attributes or (self.version is None and not self.is_directory)
+        return is_staged or self.has_new_attributes or self.is_unpublished
 
     @property
     def is_unpublished(self) -> bool:
@@ -282,20 +281,12 @@ class Nodes:
 
     def _number(self, path: str) -> int:
         """The inode number that programs see: by the path, so that it is the same in the next mount."""
-        for attempt in self._attempts():
-            number = xxhash.xxh3_64_intdigest(f"{attempt}{path}".encode())
-            if number not in self._numbers:
-                self._numbers.add(number)
-                return number
-        raise AssertionError
-
-    @staticmethod
-    def _attempts() -> Iterator[str]:
-        yield ""
-        attempt = 0
-        while True:
+        number, attempt = xxhash.xxh3_64_intdigest(path.encode()), 0
+        while number in self._numbers:
             attempt += 1
-            yield f"{attempt}\n"
+            number = xxhash.xxh3_64_intdigest(f"{attempt}\n{path}".encode())
+        self._numbers.add(number)
+        return number
 
 
 def _has_record(node: Node, entry: Entry) -> bool:

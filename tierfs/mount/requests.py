@@ -245,8 +245,7 @@ class Requests:
         return data
 
     def _statfs(self, header: RequestHeader, body: memoryview) -> Answer:
-        total, free, block = self._extended.room()
-        return wire.statfs_out(total // block, free // block, block, NAME_MAX)
+        return wire.statfs_out(*self._extended.room(), NAME_MAX)
 
     def _getxattr(self, header: RequestHeader, body: memoryview) -> Answer:
         size, _ = _U32X2.unpack_from(body)

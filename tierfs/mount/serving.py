@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,7 @@ class MountOptions:
     @classmethod
     def from_json(cls, text: str) -> MountOptions:
         """Read what `to_json` wrote."""
-        values = json.loads(text)
-        return cls(**{one.name: values[one.name] for one in fields(cls)})
+        return cls(**json.loads(text))
 
 
 def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], object] = lambda: None) -> list[str]:
@@ -145,7 +144,7 @@ def _open(url: str, options: MountOptions) -> MountState:
 
 
 def _served(state: MountState, device: int, timeout_s: float) -> tuple[Requests, Server]:
-    """What serves requests, and the threads that bring them; not started yet."""
+    """Make what serves requests, and the threads that bring them, which are not started yet."""
 
     def flush(seconds: float) -> list[str]:
         server.give_time(seconds)  # `umount` may wait for longer than programs do

@@ -37,6 +37,8 @@ MAJOR, MINOR = 7, 31
 MAX_WRITE = 1 << 20
 MAX_PAGES = MAX_WRITE // 4096
 BACKGROUND_MAX = 64
+BLOCK_BYTES = 4096
+"""The unit in which room is counted."""
 _HEADER = struct.Struct("<IIQQIIII")
 HEADER_BYTES = _HEADER.size
 OUT_HEADER = struct.Struct("<IiQ")
@@ -233,10 +235,10 @@ def init_out(body: memoryview) -> bytes:
     return _INIT_OUT.pack(MAJOR, MINOR, max(readahead, MAX_WRITE), wanted, *background, MAX_WRITE, 1, MAX_PAGES, 0)
 
 
-def statfs_out(blocks: int, free: int, block_bytes: int, name_max: int) -> bytes:
-    """The answer to STATFS. There is no bound on the number of files."""
-    files = 1 << 32
-    return _STATFS.pack(blocks, free, free, files, files, block_bytes, name_max, block_bytes, 0)
+def statfs_out(total: int, free: int, name_max: int) -> bytes:
+    """The answer to STATFS, of bytes. There is no bound on the number of files."""
+    files, left = 1 << 32, free // BLOCK_BYTES
+    return _STATFS.pack(total // BLOCK_BYTES, left, left, files, files, BLOCK_BYTES, name_max, BLOCK_BYTES, 0)
 
 
 def directory_page(entries: Iterable[DirectoryEntry], start: int, size: int, *, plus: bool) -> tuple[bytes, int]:
