@@ -11,17 +11,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierfs import store as verbs
-from tierfs.errors import NotFoundError
 from tierfs.host.pending.levels import Level
 from tierfs.mount.nodes import Node, Nodes
 from tierfs.store import Store
 
-__all__ = ["VALID_S", "VALID_SETTLED_S", "MountState", "look_up"]
+__all__ = ["VALID_S", "VALID_SETTLED_S", "MountState"]
 
 VALID_S = 1.0
 VALID_SETTLED_S = 60.0
-ATTEMPTS_MAX = 20
 # The kernel looks a name up and makes the file at once, unless it remembers from before that there is none.
 MISSING_S = 0.02
 # It looks up a name again whose inode was old, once: whatever the same thread opens then is opened, also if it is replaced meanwhile.
@@ -89,31 +86,3 @@ class MountState:
     def valid_s(self, node: Node) -> float:
         """How long the kernel may show what it was told of an inode without asking again."""
         return VALID_SETTLED_S if node.is_settled and not node.is_ahead else VALID_S
-
-
-def look_up(state: MountState, path: str) -> Node:
-    """The inode at a path of the store, as the store has it now, or as this mount is about to have it.
-
-    Raises:
-        NotFoundError: Nothing is there.
-        TierfsError: It could not be looked at.
-    """
-    nodes = state.nodes
-    for _ in range(ATTEMPTS_MAX):
-        node = nodes.at(path)
-        if node is not None and (node.is_ahead or node is nodes.root):
-            return node
-        seen = nodes.serial
-        try:
-            entry = verbs.stat_to_read(state.store, path)
-        except NotFoundError:
-            node = nodes.at(path)
-            if node is not None and node.is_ahead:
-                return node
-            if node is not None:
-                nodes.remove(node)
-            raise
-        found = nodes.show(entry, seen)
-        if found is not None:
-            return found
-    raise BlockingIOError(f"{path} changes all the time")

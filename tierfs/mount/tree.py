@@ -21,7 +21,7 @@ from tierfs.mount.attributes import DIRECTORY_MODE, MODE_BITS, new_attributes, w
 from tierfs.mount.errnos import refusal
 from tierfs.mount.files import Files
 from tierfs.mount.nodes import Handle, Node, child_path, version_of
-from tierfs.mount.state import MountState, look_up
+from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry
 
@@ -31,6 +31,7 @@ NAME_MAX = keys.COMPONENT_BYTES_MAX
 NO_REPLACE = 1
 CHECKPOINT_METADATA = ".metadata"
 ATTEMPTS_MAX = 5
+LOOKS_MAX = 20
 _logger = logging.getLogger("tierfs.mount")
 
 
@@ -51,10 +52,37 @@ class NameTree:
         """The inode of a name."""
         path = self._path(parent, name)
         try:
-            return look_up(self._state, path)
+            return self._node_at(path)
         except NotFoundError:
             self._state.missing.note(path)
             raise
+
+    def _node_at(self, path: str) -> Node:
+        """The inode at a path of the store, as the store has it now, or as this mount is about to have it.
+
+        Raises:
+            NotFoundError: Nothing is there.
+            TierfsError: It could not be looked at.
+        """
+        nodes = self._state.nodes
+        for _ in range(LOOKS_MAX):
+            node = nodes.at(path)
+            if node is not None and (node.is_ahead or node is nodes.root):
+                return node
+            seen = nodes.serial
+            try:
+                entry = verbs.stat_to_read(self._state.store, path)
+            except NotFoundError:
+                node = nodes.at(path)
+                if node is not None and node.is_ahead:
+                    return node
+                if node is not None:
+                    nodes.remove(node)
+                raise
+            found = nodes.show(entry, seen)
+            if found is not None:
+                return found
+        raise BlockingIOError(f"{path} changes all the time")
 
     def list_directory(self, node: Node) -> list[tuple[str, Node]]:
         """What lies in a directory, by name, without ``.`` and ``..``."""
@@ -107,7 +135,7 @@ class NameTree:
                 break
             is_missing = False
             try:
-                node = look_up(self._state, path)
+                node = self._node_at(path)
             except NotFoundError:
                 break
             if flags & os.O_EXCL:
