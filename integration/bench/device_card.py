@@ -76,7 +76,13 @@ class Card:
     def read(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Queue a kernel that reads all of ``data``."""
         grid = READ_BLOCKS * self._processors
-        launch(function("read_all", READ_KERNEL), grid, READ_THREADS, (data, np.uint64(data.numel() // 16), out))
+        launch(
+            function("read_all", READ_KERNEL),
+            grid,
+            READ_THREADS,
+            (data, np.uint64(data.numel() // 16), out),
+            device=data.device,
+        )
 
     def hash(self, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> torch.Tensor:
         return hash_blocks(addresses, lengths, self.device)

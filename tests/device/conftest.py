@@ -34,7 +34,9 @@ class Cuda:
 def forget():
     """Leave no memory registered that is unmapped later, nor a tier that another test would find."""
     for drain in _drains.values():
-        drain.pins.close()
+        pins = drain.pins
+        pins._regions = {key: region._replace(is_used=bool) for key, region in pins._regions.items()}
+        pins.sweep()
     _drains.clear()
     _live.clear()
 

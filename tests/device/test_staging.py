@@ -412,7 +412,7 @@ def test_a_damaged_snapshot_is_loaded_from_the_next_tier(fake, url):
     before = copied(state)
     save(writer, writer.stage(state), f"{url}/a")
     (tier,) = device_tiers()
-    for generation in tier.generations:
+    for generation in tier._generations:
         generation.memory[12345] ^= 4
     reader = TierReader(f"{url}/a")
     assert is_same(loaded(fake, state, f"{url}/a", reader, on_device=True), before)

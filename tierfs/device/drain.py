@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +83,8 @@ class Drain:
 
     Attributes:
         gate: For the trainer.
-        pins: Host memory that is registered with the GPU. To be changed within `turn`, when no copy is under way.
+        turn: Held around `move` by the one caller.
+        pins: Host memory that is registered with the GPU. To be changed while `turn` is held, when no copy is under way.
         stream: The drain's stream.
         moved_bytes: How much was moved so far.
         moved_s: Seconds that it took, without the time at the gate.
@@ -97,16 +98,10 @@ class Drain:
         self.moved_s = 0.0
         self._accelerator = accelerator
         self._finish_s = finish_s
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Drain({self._accelerator!r}, finish_s={self._finish_s}, moved_bytes={self.moved_bytes})"
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Be the one caller, for a ``with`` block around `move`."""
-        with self._turn:
-            yield
 
     def move(
         self,

@@ -61,8 +61,7 @@ def launch(
     block: int,
     arguments: Sequence[Argument],
     *,
-    device: torch.device | None = None,
-    shared_bytes: int = 0,
+    device: torch.device,
 ) -> None:
     """Launch ``kernel`` on torch's current stream of ``device``; returns before it has run.
 
@@ -76,18 +75,17 @@ def launch(
         arguments: One for each of the kernel's parameters. CuPy passes Python's numbers as 64 bits whatever the parameter
             is, so they are not accepted: ``numpy.uint32(count)`` fits ``unsigned int``, ``numpy.uint64(address)`` fits a
             pointer.
-        device: The current device by default.
-        shared_bytes: Dynamic shared memory of a thread block, at most 48 KiB.
+        device: A CUDA device; without an index, the current one.
 
     Raises:
         InvalidInputError: CuPy is not installed.
     """
     cupy = _cupy()
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream
     passed = tuple(_passed(argument) for argument in arguments)
     with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream):
-        kernel((grid,), (block,), passed, shared_mem=shared_bytes)
+        kernel((grid,), (block,), passed)
 
 
 def _passed(argument: Argument) -> Any:

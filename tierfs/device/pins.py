@@ -90,11 +90,6 @@ class Pins:
                 for piece in region.memory.split(PIN_BYTES_MAX):
                     self._accelerator.unpin(piece)
 
-    def close(self) -> None:
-        """Release all regions."""
-        self._regions = {key: region._replace(is_used=bool) for key, region in self._regions.items()}
-        self.sweep()
-
     def _pin(self, whole: torch.Tensor) -> None:
         done: list[torch.Tensor] = []
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -106,11 +105,6 @@ class DeviceTier:
     def used_bytes(self) -> int:
         """How much GPU memory the slab takes."""
         return len(self._generations) * self._length
-
-    @property
-    def generations(self) -> Sequence[Generation]:
-        """All generations, those without a snapshot among them."""
-        return tuple(self._generations)
 
     def take(self, length: int, owner: object) -> Generation:
         """Take the generation with the oldest snapshot, to be filled on the current stream; `give` ends that.

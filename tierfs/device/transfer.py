@@ -255,7 +255,7 @@ class Transfer:
         """
         error: BaseException | None = None
         try:
-            with self._drain.turn():
+            with self._drain.turn:
                 self._drain.pins.sweep()
                 self._host.pin()
                 assert self._captured is not None
@@ -282,7 +282,7 @@ class Transfer:
             self._tier.give(self.generation, drained=self._error is None)
         self._regions, self._sources, self._kept = (), [], []
         # The owner of the host memory refers to us: it would live on until garbage is collected, and its memory with it.
-        self._host = HostMemory(_pin_nothing, None, self._host.fall_back)
+        self._host = HostMemory(lambda: None, None, self._host.fall_back)
         _open.discard(self)
         self._queued.set()
         self._done.set()
@@ -350,10 +350,6 @@ class Transfer:
             else:
                 ranges.append((begin, end))
         return wanted
-
-
-def _pin_nothing() -> None:
-    """Stands for `HostMemory.pin` of a transfer that is done."""
 
 
 def fence_all() -> None:
