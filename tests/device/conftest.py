@@ -19,7 +19,7 @@ class Cuda:
 
     def __init__(self):
         self.accelerator = accelerators.accelerator_of(torch.zeros(1, device="cuda"))
-        self.can_hash = self.accelerator.can_hash
+        self.has_kernels = self.accelerator.has_kernels
 
     def own(self, tensor):
         return tensor.cuda()

@@ -9,7 +9,7 @@ from support.cuda_emulator import Emulator
 
 from tierfs.codec.planes.planes import PlaneOrder
 from tierfs.device import planes
-from tierfs.device.modules import KERNELS
+from tierfs.device.kernel_launch import KERNELS
 from tierfs.device.planes import PlaneBlock, join_planes_reference, split_planes_reference
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError

@@ -245,7 +245,7 @@ def test_a_third_save_while_two_drain_goes_to_ram(fake, url):
 
 
 def test_unchanged_chunks_do_not_cross_the_link(gpu, url):
-    if not gpu.can_hash:
+    if not gpu.has_kernels:
         pytest.skip("CuPy is missing")
     writer = TierWriter(url, stage="device", device="256MiB")
     frozen = gpu.own(torch.randn(3 * 4 * MIB))
@@ -378,7 +378,7 @@ def test_a_closed_gate_holds_a_drain_up_for_a_bounded_time(fake, url):
 
 
 def test_rollback_takes_a_save_from_the_device_tier(gpu, url):
-    if not gpu.can_hash:
+    if not gpu.has_kernels:
         pytest.skip("CuPy is missing")
     writer = TierWriter(url, stage="device", device="64MiB")
     state = state_on(gpu)
@@ -401,7 +401,7 @@ def test_a_replaced_snapshot_is_loaded_from_the_next_tier(gpu, url):
     for number in range(3):
         reader = TierReader(f"{url}/{number}")
         assert is_same(loaded(gpu, state, f"{url}/{number}", reader, on_device=True), saved[number])
-        assert bool(reader.device_bytes) == (number > 0 and gpu.can_hash)
+        assert bool(reader.device_bytes) == (number > 0 and gpu.has_kernels)
 
 
 def test_a_damaged_snapshot_is_loaded_from_the_next_tier(fake, url):

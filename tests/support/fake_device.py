@@ -47,8 +47,8 @@ class FakeDevice:
 
     name = "fake device"
 
-    def __init__(self, schedule=TRAINER_FIRST, *, memory=1 << 30, can_pin=True, can_hash=True):
-        self.schedule, self.left, self.can_pin, self.can_hash = schedule, memory, can_pin, can_hash
+    def __init__(self, schedule=TRAINER_FIRST, *, memory=1 << 30, can_pin=True, has_kernels=True):
+        self.schedule, self.left, self.can_pin, self.has_kernels = schedule, memory, can_pin, has_kernels
         self.trainer = Stream()
         self.lock = threading.RLock()
         self.owned = []

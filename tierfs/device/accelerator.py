@@ -51,11 +51,11 @@ class Accelerator(Protocol):
 
     Attributes:
         name: The card's name, for people.
-        can_hash: Whether `hash` works, and `copy` takes one launch: CuPy is installed.
+        has_kernels: Whether kernels can be launched, for `hash` and for copies in one launch: CuPy is installed.
     """
 
     name: str
-    can_hash: bool
+    has_kernels: bool
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this GPU's memory."""
@@ -138,7 +138,7 @@ class CudaAccelerator:
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self.name = str(torch.cuda.get_device_name(index))
-        self.can_hash = _has_cupy()
+        self.has_kernels = _has_cupy()
         self._touched: torch.Tensor | None = None
 
     def __repr__(self) -> str:
@@ -185,7 +185,7 @@ class CudaAccelerator:
                 plain.append((target, source))
             else:
                 target.copy_(source, non_blocking=True)
-        if self.can_hash:
+        if self.has_kernels:
             copy_pieces(
                 [target.data_ptr() for target, _ in plain],
                 [source.data_ptr() for _, source in plain],
@@ -209,7 +209,7 @@ class CudaAccelerator:
 
     def gather(self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See `Accelerator.gather`."""
-        if not self.can_hash:
+        if not self.has_kernels:
             self.copy([view_of(memory, at, tensor) for at, tensor in parts], [tensor.detach() for _, tensor in parts])
             return
         base = memory.data_ptr()

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierfs.device.modules import function, launch
+from tierfs.device.kernel_launch import function, launch
 
 __all__ = ["PIECE_BYTES", "THREADS", "copy_pieces", "piece_table"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierfs.device.modules import function, launch
+from tierfs.device.kernel_launch import function, launch
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import InvalidInputError
 

@@ -27,7 +27,7 @@ from tierfs.codec.planes.planes import (
 )
 from tierfs.codec.planes.zigzag import zigzag
 from tierfs.codec.scratch import elements_of
-from tierfs.device.modules import function, launch
+from tierfs.device.kernel_launch import function, launch
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import InvalidInputError
 

@@ -299,7 +299,7 @@ class Transfer:
     def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[DrainPiece]:
         """The pieces that have to cross the link."""
         wanted = [[(0, region.length)] for region in self._regions]
-        if self.generation is not None and self._accelerator.can_hash and self._regions:
+        if self.generation is not None and self._accelerator.has_kernels and self._regions:
             wanted = self._without_known(targets)
         for region, source, target, ranges in zip(self._regions, self._sources, targets, wanted, strict=True):
             if source is not None:
