@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import struct
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -36,17 +35,6 @@ SLOW = frozenset(
     }
 )
 """What may take as long as the bytes of a file, or the files of a directory, need."""
-KEEP_CACHE, NO_FLUSH = 2, 32
-_OPEN_IN = struct.Struct("<II")
-_OPEN_OUT = struct.Struct("<QII")
-_CREATE_IN = struct.Struct("<IIII")
-_READ_IN = struct.Struct("<QQI")
-_FALLOCATE_IN = struct.Struct("<QQQI")
-_U64 = struct.Struct("<Q")
-_U32X2 = struct.Struct("<II")
-_RENAME2_IN = struct.Struct("<QII")
-_FORGET_ONE = struct.Struct("<QQ")
-WRITE_BYTES = 40
 
 
 class Requests:
@@ -87,12 +75,12 @@ class Requests:
         return wire.entry_out(node.id, node.attributes, self.state.valid_s(node))
 
     def _handle(self, body: memoryview) -> Handle:
-        return self.files.handle(_U64.unpack_from(body)[0])
+        return self.files.handle(wire.U64.unpack_from(body)[0])
 
     @staticmethod
     def _opened(handle: Handle) -> bytes:
         # The kernel may keep what it has: an inode's bytes change by what is written through this mount alone.
-        return _OPEN_OUT.pack(handle.id, KEEP_CACHE | (0 if handle.writes else NO_FLUSH), 0)
+        return wire.OPEN_OUT.pack(handle.id, wire.KEEP_CACHE | (0 if handle.writes else wire.NO_FLUSH), 0)
 
     def _init(self, header: RequestHeader, body: memoryview) -> Answer:
         return wire.init_out(body)
@@ -108,13 +96,13 @@ class Requests:
             return wire.entry_out(wire.NEGATIVE, None, VALID_S)
 
     def _forget(self, header: RequestHeader, body: memoryview) -> Answer:
-        self.state.nodes.forget(header.node, _U64.unpack_from(body)[0])
+        self.state.nodes.forget(header.node, wire.U64.unpack_from(body)[0])
         return None
 
     def _batch_forget(self, header: RequestHeader, body: memoryview) -> Answer:
-        count, _ = _U32X2.unpack_from(body)
+        count, _ = wire.U32X2.unpack_from(body)
         for number in range(count):
-            self.state.nodes.forget(*_FORGET_ONE.unpack_from(body, 8 + 16 * number))
+            self.state.nodes.forget(*wire.FORGET_ONE.unpack_from(body, 8 + 16 * number))
         return None
 
     def _getattr(self, header: RequestHeader, body: memoryview) -> Answer:
@@ -136,7 +124,7 @@ class Requests:
         raise refusal(errno.EPERM, "a store has no links")
 
     def _mknod(self, header: RequestHeader, body: memoryview) -> Answer:
-        mode = _U32X2.unpack_from(body)[0]
+        mode = wire.U32X2.unpack_from(body)[0]
         if mode >> 12 not in (0, 0o10):
             raise refusal(errno.EPERM, "a store has files and directories alone")
         name, _ = _text(body, 16)
@@ -145,7 +133,7 @@ class Requests:
         return self._entry(node)
 
     def _mkdir(self, header: RequestHeader, body: memoryview) -> Answer:
-        mode, umask = _U32X2.unpack_from(body)
+        mode, umask = wire.U32X2.unpack_from(body)
         name, _ = _text(body, 8)
         return self._entry(self.tree.make_directory(self._node(header.node), name, mode & ~umask & 0o777))
 
@@ -158,10 +146,10 @@ class Requests:
         return b""
 
     def _rename(self, header: RequestHeader, body: memoryview) -> Answer:
-        return self._rename_names(header, _U64.unpack_from(body)[0], 0, body[8:])
+        return self._rename_names(header, wire.U64.unpack_from(body)[0], 0, body[8:])
 
     def _rename2(self, header: RequestHeader, body: memoryview) -> Answer:
-        parent, flags, _ = _RENAME2_IN.unpack_from(body)
+        parent, flags, _ = wire.RENAME2_IN.unpack_from(body)
         return self._rename_names(header, parent, flags, body[16:])
 
     def _rename_names(self, header: RequestHeader, parent: int, flags: int, names: memoryview) -> Answer:
@@ -171,22 +159,22 @@ class Requests:
         return b""
 
     def _open(self, header: RequestHeader, body: memoryview) -> Answer:
-        return self._opened(self.files.open(self._node(header.node), _OPEN_IN.unpack_from(body)[0], header.pid))
+        return self._opened(self.files.open(self._node(header.node), wire.OPEN_IN.unpack_from(body)[0], header.pid))
 
     def _create(self, header: RequestHeader, body: memoryview) -> Answer:
-        flags, mode, umask, _ = _CREATE_IN.unpack_from(body)
+        flags, mode, umask, _ = wire.CREATE_IN.unpack_from(body)
         name, _ = _text(body, 16)
         node, handle = self.tree.make_file(self._node(header.node), name, mode & ~umask & 0o777, flags)
         return self._entry(node) + self._opened(handle)
 
     def _read(self, header: RequestHeader, body: memoryview) -> Answer:
-        number, offset, size = _READ_IN.unpack_from(body)
+        number, offset, size = wire.READ_IN.unpack_from(body)
         return self.files.read(self.files.handle(number), offset, size)
 
     def _write(self, header: RequestHeader, body: memoryview) -> Answer:
-        number, offset, size = _READ_IN.unpack_from(body)
-        data = body[WRITE_BYTES : WRITE_BYTES + size]
-        return _U32X2.pack(self.files.write(self.files.handle(number), offset, data), 0)
+        number, offset, size = wire.READ_IN.unpack_from(body)
+        data = body[wire.WRITE_BYTES : wire.WRITE_BYTES + size]
+        return wire.U32X2.pack(self.files.write(self.files.handle(number), offset, data), 0)
 
     def _flush(self, header: RequestHeader, body: memoryview) -> Answer:
         self.files.flush(self._handle(body))
@@ -201,14 +189,14 @@ class Requests:
         return b""
 
     def _fallocate(self, header: RequestHeader, body: memoryview) -> Answer:
-        number, offset, length, mode = _FALLOCATE_IN.unpack_from(body)
+        number, offset, length, mode = wire.FALLOCATE_IN.unpack_from(body)
         self.files.allocate(self.files.handle(number), offset, length, mode)
         return b""
 
     def _opendir(self, header: RequestHeader, body: memoryview) -> Answer:
         node, number = self._node(header.node), self.state.next_handle()
         self._listings[number] = (node, [])
-        return _OPEN_OUT.pack(number, 0, 0)
+        return wire.OPEN_OUT.pack(number, 0, 0)
 
     def _readdir(self, header: RequestHeader, body: memoryview) -> Answer:
         return self._page(body, plus=False)
@@ -217,7 +205,7 @@ class Requests:
         return self._page(body, plus=True)
 
     def _releasedir(self, header: RequestHeader, body: memoryview) -> Answer:
-        listed = self._listings.pop(_U64.unpack_from(body)[0], None)
+        listed = self._listings.pop(wire.U64.unpack_from(body)[0], None)
         for _, node in listed[1] if listed is not None else ():
             self.state.nodes.drop(node)
         return b""
@@ -226,7 +214,7 @@ class Requests:
         return b""
 
     def _page(self, body: memoryview, *, plus: bool) -> bytes:
-        number, offset, size = _READ_IN.unpack_from(body)
+        number, offset, size = wire.READ_IN.unpack_from(body)
         if number not in self._listings:
             raise refusal(errno.EBADF)
         node, listing = self._listings[number]
@@ -248,16 +236,16 @@ class Requests:
         return wire.statfs_out(*self._extended.room(), NAME_MAX)
 
     def _getxattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        size, _ = _U32X2.unpack_from(body)
+        size, _ = wire.U32X2.unpack_from(body)
         return _sized(self._extended.get(self._node(header.node), _text(body, 8)[0]), size)
 
     def _listxattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        size, _ = _U32X2.unpack_from(body)
+        size, _ = wire.U32X2.unpack_from(body)
         names = self._extended.names(self._node(header.node))
         return _sized("".join(f"{name}\0" for name in names).encode(), size)
 
     def _setxattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        size, _ = _U32X2.unpack_from(body)
+        size, _ = wire.U32X2.unpack_from(body)
         name, at = _text(body, 8)
         self._extended.set(self._node(header.node), name, bytes(body[at : at + size]))
         return b""
@@ -282,7 +270,7 @@ def _text(body: memoryview, at: int = 0) -> tuple[str, int]:
 def _sized(value: bytes, size: int) -> bytes:
     """An attribute's value, or where no room was given its length."""
     if not size:
-        return _U32X2.pack(len(value), 0)
+        return wire.U32X2.pack(len(value), 0)
     if len(value) > size:
         raise refusal(errno.ERANGE)
     return value

@@ -15,11 +15,23 @@ from tierfs.mount.attributes import Attributes
 
 __all__ = [
     "ATTR_OUT",
+    "CREATE_IN",
+    "FALLOCATE_IN",
+    "FORGET_ONE",
     "HEADER_BYTES",
     "INIT_FLAGS",
+    "KEEP_CACHE",
     "MAX_WRITE",
     "NEGATIVE",
+    "NO_FLUSH",
+    "OPEN_IN",
+    "OPEN_OUT",
     "OUT_HEADER",
+    "READ_IN",
+    "RENAME2_IN",
+    "U32X2",
+    "U64",
+    "WRITE_BYTES",
     "DirectoryEntry",
     "Opcode",
     "RequestHeader",
@@ -50,6 +62,20 @@ _INIT_OUT = struct.Struct("<IIIIHHIIHH28x")
 _SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")
 _STATFS = struct.Struct("<5Q4I24x")
 _DIRENT = struct.Struct("<QQII")
+OPEN_IN = struct.Struct("<II")
+OPEN_OUT = struct.Struct("<QII")
+CREATE_IN = struct.Struct("<IIII")
+READ_IN = struct.Struct("<QQI")
+"""The start of a READ, a WRITE and a READDIR: handle, offset, size."""
+WRITE_BYTES = 40
+"""Where the data of a WRITE begin."""
+FALLOCATE_IN = struct.Struct("<QQQI")
+RENAME2_IN = struct.Struct("<QII")
+FORGET_ONE = struct.Struct("<QQ")
+U64 = struct.Struct("<Q")
+U32X2 = struct.Struct("<II")
+KEEP_CACHE, NO_FLUSH = 2, 32
+"""What the kernel may do with a file that was opened: keep its pages, and close it without a FLUSH."""
 # ASYNC_READ, ATOMIC_O_TRUNC, BIG_WRITES, DO_READDIRPLUS, READDIRPLUS_AUTO, ASYNC_DIO, PARALLEL_DIROPS, HANDLE_KILLPRIV,
 # MAX_PAGES, HANDLE_KILLPRIV_V2. Without the last the kernel asks for a security attribute before each write.
 INIT_FLAGS = sum(1 << bit for bit in (0, 3, 5, 13, 14, 15, 18, 19, 22, 28))
