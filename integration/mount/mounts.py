@@ -15,7 +15,7 @@ from leftovers import flushers
 from servers.server import find_program
 
 import tierfs
-from tierfs.mount.connection import KIND, detach, mounted_at
+from tierfs.mount.attachment import KIND, detach, mounted_at
 
 PROGRAM = [sys.executable, "-m", "tierfs.cli"]
 

@@ -20,11 +20,11 @@ from tierfs.errors import (
     ReadOnlyError,
     StoreError,
 )
-from tierfs.mount import serving, wire
+from tierfs.mount import process, wire
 from tierfs.mount.errnos import errno_of
 from tierfs.mount.extended import FLUSH
+from tierfs.mount.process import _refuse_own_places
 from tierfs.mount.server import Server
-from tierfs.mount.serving import _refuse_own_places
 from tierfs.mount.wire import Opcode
 
 
@@ -232,8 +232,8 @@ def test_a_request_for_a_file_that_is_being_stored_has_as_much_time(kernel_for):
 
 
 def test_a_flush_may_take_as_long_as_umount_says(kernel_of, hand, monkeypatch):
-    monkeypatch.setattr(serving.verbs, "wait", lambda *_: time.sleep(1.5))
-    kernel = kernel_of(lambda device: serving._served(hand.state, device, 0.05)[1])
+    monkeypatch.setattr(process.verbs, "wait", lambda *_: time.sleep(1.5))
+    kernel = kernel_of(lambda device: process._served(hand.state, device, 0.05)[1])
     value = b"5.0"
     body = struct.pack("<II", len(value), 0) + FLUSH.encode() + b"\0" + value
     assert kernel.ask(Opcode.SETXATTR, body=body) == (0, b"")

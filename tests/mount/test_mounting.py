@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.mount import connection
+from tierfs.mount import attachment
 from tierfs.mount.mounting import _is_ready
 
 
@@ -33,11 +33,11 @@ def test_a_mount_is_found_by_any_name(monkeypatch, tmp_path, name):
     others = ["/boot", "/odd/\udcff\\x \t", "/odd/ü \\N{x}"]
     lines = tmp_path / "mountinfo"
     with open(lines, "wb") as out:
-        for place, kind in [*((other, "ext4") for other in others), (f"/mnt/{name}", connection.KIND)]:
+        for place, kind in [*((other, "ext4") for other in others), (f"/mnt/{name}", attachment.KIND)]:
             escaped = os.fsencode(place).replace(b"\\", b"\\134")
             for odd in b" \t\n":
                 escaped = escaped.replace(bytes([odd]), b"\\%03o" % odd)
             out.write(b"36 35 98:0 / %s rw,noatime master:1 - %s /dev/root rw\n" % (escaped, kind.encode()))
-    monkeypatch.setattr(connection, "MOUNTS", lines)
-    assert connection.mounted_at(Path("/mnt") / name) == connection.KIND
-    assert connection.mounted_at(Path("/mnt") / f"{name}.no") is None
+    monkeypatch.setattr(attachment, "MOUNTS", lines)
+    assert attachment.mounted_at(Path("/mnt") / name) == attachment.KIND
+    assert attachment.mounted_at(Path("/mnt") / f"{name}.no") is None

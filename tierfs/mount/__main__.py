@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from tierfs.mount.serving import serve_from_stdin
+from tierfs.mount.process import serve_from_stdin
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)

@@ -21,9 +21,9 @@ from tierfs import errors
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.host.host import state_directory
 from tierfs.host.private import make_private
-from tierfs.mount.connection import KIND, detach, mounted_at
+from tierfs.mount.attachment import KIND, detach, mounted_at
 from tierfs.mount.extended import FLUSH, PREFIX
-from tierfs.mount.serving import FLUSH_S, MountOptions
+from tierfs.mount.process import FLUSH_S, MountOptions
 from tierfs.session import TierOptions
 
 __all__ = ["Mount", "mount", "start", "unmount"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from tierfs.cli.arguments import LEVELS, add_url_argument, require_seconds, require_url
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.mount.mounting import start
-from tierfs.mount.serving import MountOptions, serve
+from tierfs.mount.process import MountOptions, serve
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 

@@ -8,7 +8,7 @@ from tierfs.cli.arguments import require_seconds, require_url
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress
 from tierfs.mount.mounting import unmount
-from tierfs.mount.serving import FLUSH_S
+from tierfs.mount.process import FLUSH_S
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 

@@ -19,7 +19,7 @@ from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.host import state_directory
 from tierfs.host.pending.levels import Level
 from tierfs.host.private import make_private
-from tierfs.mount import connection
+from tierfs.mount import attachment
 from tierfs.mount.nodes import Node
 from tierfs.mount.requests import Requests
 from tierfs.mount.server import SLOW_TIMEOUT_S, TIMEOUT_S, Server
@@ -83,7 +83,7 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
     """
     state = _open(url, options)
     _refuse_own_places(state, directory)
-    device = connection.attach(
+    device = attachment.attach(
         f"tierfs::{state.store.url}", directory, read_only=options.read_only, allow_other=options.allow_other
     )
     requests, server = _served(state, device, options.timeout_s)
@@ -93,7 +93,7 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
             signal.signal(number, lambda *_: stop.set())
     server.start()
     if server.is_ready.wait(READY_S):
-        connection.set_readahead(directory)
+        attachment.set_readahead(directory)
         ready()
     while not server.ended.is_set() and not stop.is_set():
         stop.wait(0.2)
@@ -102,7 +102,7 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
     left = _flush(requests, FLUSH_S, with_open=is_unmounted)
     if not is_unmounted:
         try:
-            connection.detach(directory, lazy=True)
+            attachment.detach(directory, lazy=True)
         except OSError as error:
             left.append(f"{directory} is still mounted: {error}")
     for words in left:

@@ -1,4 +1,4 @@
-"""Mount and unmount: by the system call where that is allowed, else by ``fusermount3``."""
+"""Attach a mount to a directory and detach it: by the system call where that is allowed, else by ``fusermount3``."""
 
 from __future__ import annotations
 
