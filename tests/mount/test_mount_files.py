@@ -234,7 +234,7 @@ def test_a_truncation_by_path_is_published_at_once(hand):
     hand.write_file("a", b"hello")
     set_attributes(hand, hand.node("a"), Valid.SIZE, size=2)
     assert verbs.load(hand.state.store, "a") == b"he"
-    assert not hand.node("a").is_ahead
+    assert not hand.node("a").has_changes
 
 
 def test_a_file_that_tierfs_did_not_write_is_read_only(hand, tmp_path):

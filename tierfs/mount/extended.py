@@ -36,13 +36,13 @@ class Extended:
     Args:
         state: The mount.
         files: What has the contents.
-        flush: Publishes what is not published, within so many seconds, and says what is left.
+        publish_all: Publishes what is not published, within so many seconds, and says what is left.
     """
 
-    def __init__(self, state: MountState, files: Files, flush: Callable[[float], list[str]]) -> None:
+    def __init__(self, state: MountState, files: Files, publish_all: Callable[[float], list[str]]) -> None:
         self._state = state
         self._files = files
-        self._flush = flush
+        self._publish_all = publish_all
 
     def names(self, node: Node) -> list[str]:
         """The names of an inode's attributes."""
@@ -75,7 +75,7 @@ class Extended:
             timeout_s = float(value)
         except ValueError:
             raise refusal(errno.EINVAL) from None
-        if self._flush(timeout_s):
+        if self._publish_all(timeout_s):
             raise refusal(errno.EBUSY)
 
     def room(self) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class Extended:
         return manifest.digest.hex() if manifest is not None else ""
 
     def _level(self, node: Node) -> str:
-        if node.path is None or node.is_ahead:
+        if node.path is None or node.has_changes:
             return "none"
         return verbs.level_of(self._state.store, node.path).label
 

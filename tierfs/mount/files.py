@@ -64,7 +64,7 @@ class Files:
             if writes and node.entry is not None and node.entry.foreign is not None:
                 raise refusal(errno.EACCES, f"{node.path} was not written by tierfs and can only be read")
             if flags & os.O_TRUNC and node.attributes.size:
-                if node.handles and not node.is_ahead and not any(handle.writes for handle in node.handles):
+                if node.handles and not node.has_changes and not any(handle.writes for handle in node.handles):
                     # Whoever has it open, or mapped, keeps what is in it: what is written now is another inode.
                     self._state.nodes.split(node)
                     raise refusal(errno.ESTALE)
@@ -225,7 +225,9 @@ class Files:
 
     def dirty(self) -> list[Node]:
         """What is not published yet."""
-        return [node for node in self._state.nodes.all() if node.path is not None and node.is_ahead and _is_dirty(node)]
+        return [
+            node for node in self._state.nodes.all() if node.path is not None and node.has_changes and _is_dirty(node)
+        ]
 
     def _end_staging(self, node: Node) -> None:
         """Give the staged file up once nobody writes to it. What could not be published is lost, as whoever closed it was told."""
@@ -326,7 +328,7 @@ class Files:
         if node.path is None:
             self._state.stale.note((path, thread))
             raise refusal(errno.ESTALE)
-        if node.is_ahead:
+        if node.has_changes:
             return
         try:
             entry = verbs.stat_to_read(self._state.store, node.path)

@@ -67,7 +67,7 @@ class Node:
         return stat.S_ISDIR(self.attributes.mode)
 
     @property
-    def is_ahead(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether this mount has something that the store does not have yet.
 
         Refused changes do not count: they go with their handle, which the kernel gives back some time after ``close``.
@@ -146,7 +146,7 @@ class Nodes:
         """
         with self._lock:
             node = self._by_path.get(entry.path)
-            if node is not None and node.is_ahead:
+            if node is not None and node.has_changes:
                 return node
             if self._changes.get(entry.path, self._forgotten_change) > seen:
                 return None
@@ -252,7 +252,7 @@ class Nodes:
     def drop(self, node: Node) -> None:
         """Drop an inode if nobody needs it."""
         with self._lock:
-            if node.lookups > 0 or node.handles or node.is_ahead or node.id == ROOT_ID:
+            if node.lookups > 0 or node.handles or node.has_changes or node.id == ROOT_ID:
                 return
             if node.path is not None and self._by_path.get(node.path) is node:
                 del self._by_path[node.path]

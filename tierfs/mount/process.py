@@ -99,7 +99,7 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
         stop.wait(0.2)
     is_unmounted = server.ended.is_set()
     # What is still open after a signal is not whole: whoever writes it has not closed it.
-    left = _flush(requests, FLUSH_S, with_open=is_unmounted)
+    left = _publish_all(requests, FLUSH_S, with_open=is_unmounted)
     if not is_unmounted:
         try:
             attachment.detach(directory, lazy=True)
@@ -146,11 +146,11 @@ def _open(url: str, options: MountOptions) -> MountState:
 def _served(state: MountState, device: int, timeout_s: float) -> tuple[Requests, Server]:
     """Make what serves requests, and the threads that bring them, which are not started yet."""
 
-    def flush(seconds: float) -> list[str]:
+    def publish_all(seconds: float) -> list[str]:
         server.give_time(seconds)  # `umount` may wait for longer than programs do
-        return _flush(requests, seconds, with_open=False)
+        return _publish_all(requests, seconds, with_open=False)
 
-    requests = Requests(state, flush)
+    requests = Requests(state, publish_all)
     slow_s = max(SLOW_TIMEOUT_S, timeout_s * 10) if timeout_s >= TIMEOUT_S else timeout_s * 10
     server = Server(device, requests, timeout_s=timeout_s, slow_timeout_s=slow_s)
     return requests, server
@@ -176,7 +176,7 @@ def _refuse_own_places(state: MountState, directory: Path) -> None:
             )
 
 
-def _flush(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str]:
+def _publish_all(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str]:
     """Publish what is not published, each file as a whole, and wait for its level. Returns what is left when the time is over."""
     state, files = requests.state, requests.files
     deadline_s = time.monotonic() + timeout_s
@@ -200,7 +200,7 @@ def _flush(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str
             else:
                 left.pop(node.id, None)
 
-    worker = threading.Thread(target=publish, name="tierfs-mount-flush", daemon=True)
+    worker = threading.Thread(target=publish, name="tierfs-mount-publish", daemon=True)
     worker.start()
     worker.join(max(0.0, deadline_s - time.monotonic()))
     words = list(left.values())

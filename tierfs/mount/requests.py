@@ -42,14 +42,14 @@ class Requests:
 
     Args:
         state: The mount.
-        flush: Publishes what is not published, within so many seconds, and says what is left.
+        publish_all: Publishes what is not published, within so many seconds, and says what is left.
     """
 
-    def __init__(self, state: MountState, flush: Callable[[float], list[str]]) -> None:
+    def __init__(self, state: MountState, publish_all: Callable[[float], list[str]]) -> None:
         self.state = state
         self.files = Files(state)
         self.tree = NameTree(state, self.files)
-        self._extended = Extended(state, self.files, flush)
+        self._extended = Extended(state, self.files, publish_all)
         self._listings: dict[int, tuple[Node, list[tuple[str, Node]]]] = {}
         self._serve: dict[int, Callable[[RequestHeader, memoryview], Answer]] = {
             opcode: method

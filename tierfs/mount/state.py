@@ -85,4 +85,4 @@ class MountState:
 
     def valid_s(self, node: Node) -> float:
         """How long the kernel may show what it was told of an inode without asking again."""
-        return VALID_SETTLED_S if node.is_settled and not node.is_ahead else VALID_S
+        return VALID_SETTLED_S if node.is_settled and not node.has_changes else VALID_S

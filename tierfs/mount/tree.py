@@ -67,14 +67,14 @@ class NameTree:
         nodes = self._state.nodes
         for _ in range(LOOKS_MAX):
             node = nodes.at(path)
-            if node is not None and (node.is_ahead or node is nodes.root):
+            if node is not None and (node.has_changes or node is nodes.root):
                 return node
             seen = nodes.serial
             try:
                 entry = verbs.stat_to_read(self._state.store, path)
             except NotFoundError:
                 node = nodes.at(path)
-                if node is not None and node.is_ahead:
+                if node is not None and node.has_changes:
                     return node
                 if node is not None:
                     nodes.remove(node)
@@ -321,7 +321,7 @@ class NameTree:
         now = moved.manifest if moved is not None else None
         if moved is not None and now is not None and before is not None and _content(now) == _content(before):
             node.entry, node.version = moved, version_of(moved)
-        elif not node.is_ahead:
+        elif not node.has_changes:
             self._state.nodes.replaced(node)
 
     def _delete(self, path: str) -> None:
