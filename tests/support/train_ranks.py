@@ -138,8 +138,8 @@ def fast_steps_agree_seldom_and_periodic_saves_keep_their_steps(root: str, mesh:
         for step in range(1, 301):
             time.sleep(STEP_S / 4)
             saved.append(run.step(step, live))
-        assert run._at_steps.every > 1
-        assert everybody(run._at_steps.every) == [run._at_steps.every] * WORLD
+        assert run._decider._at_steps.every > 1
+        assert everybody(run._decider._at_steps.every) == [run._decider._at_steps.every] * WORLD
     assert [handle.step for handle in saved if handle is not None] == [150, 300]
 
 

@@ -88,16 +88,8 @@ def test_losses_that_were_noted_before_a_restart_count_after_it(trained):
 def test_the_first_part_that_differs_is_named(trained, part, change):
     second = Training(2)
     with Manager(trained, **OPTIONS) as run:
-        restored = run.restore(second.state)
-        step = restored.step
+        run.restore(second.state)
         change(second)
-        if part == "step":
-            # Saving a state says which step it is of, so look before that.
-            from tierfs.train.proof import Prover
-
-            (check, *_) = Prover(run._run, run._world, restored).compare({}, second.state.step, None)
-            assert (check.part, check.outcome, check.detail) == ("step", "different", f"9, not {step}")
-            return
         report = run.verify_resume(second.state)
     assert not report.is_proven
     assert report.first_difference.part == part
@@ -136,7 +128,7 @@ def test_a_dict_can_be_proven_too(root):
         run.save(1, state)
         other = {"weight": torch.zeros(3), "count": 0}
         assert run.restore(other).step == 1
-        assert outcomes(run.verify_resume(other)) == {"step": "same", "weight": "same", "count": "same"}
+        assert outcomes(run.verify_resume(other)) == {"weight": "same", "count": "same"}
 
 
 def test_without_a_checkpoint_there_is_nothing_to_prove(root):

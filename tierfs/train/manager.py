@@ -19,30 +19,27 @@ from tierfs.dcp.address import Address
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store.maintenance.retention import Best, Every
-from tierfs.train.agree import Agreed, Agreement, World
+from tierfs.train.agree import Agreed, World
+from tierfs.train.decider import LIGHT, SaveDecider
 from tierfs.train.digests import digests_of
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
-from tierfs.train.policies import Context, Preemption, as_save_policies
+from tierfs.train.policies import Preemption, as_save_policies
 from tierfs.train.proof import UNKNOWN, PartCheck, Prover, ResumeReport, history_in
 from tierfs.train.restore import Restored, Restorer
 from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
-from tierfs.train.signals import Signals
 from tierfs.train.state import as_state
 from tierfs.train.timing import StepTimer
 
 __all__ = ["Manager"]
 
-LIGHT, FULL = 1, 2
 KINDS = ("light", "full")
 WAITING_MAX = 2
 """Saves that may be under way: one that is written, and one whose state was copied meanwhile."""
 HISTORY_STEPS = 256
 """Each save records the metrics of this many steps before it, for a proof of resume."""
-DEADLINE_GRACE_S = 120.0
-"""How long the last save may take where no `Preemption` says it."""
 _logger = logging.getLogger("tierfs.train")
 
 
@@ -100,7 +97,7 @@ class Manager:
             raise InvalidInputError(f"on_stale is 'warn', 'raise' or 'ignore', not {on_stale!r}")
         Level.parse(ack)
         self._health = Health(on_error, max_failures, max_age)
-        self._policies = {FULL: as_save_policies(save), LIGHT: as_save_policies(light)}
+        full_policies, light_policies = as_save_policies(save), as_save_policies(light)
         placing = {name: options.pop(name) for name in ("stage", "device") if name in options}
         options["ack"] = ack  # for the notes beside a checkpoint, too
         address = Address.of(root, options)
@@ -129,18 +126,13 @@ class Manager:
         self._restorer = Restorer(self._run, options, self._world)
         self._on_corrupt = on_corrupt
         self._run_id = secrets.token_hex(8)
-        self._steps_saved: list[int] = []
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
-        self._at_steps, self._at_checks = Agreement(self._world, 0), Agreement(self._world, 1)
-        self._timer, self._check_timer = StepTimer(), StepTimer()
         self._last: tuple[int, Any, Mapping[str, float] | None] | None = None
         self._history: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=HISTORY_STEPS)
         self._restored: Restored | None = None  # while no step was made since
         self._is_stopping = False
         self._signal = 0
-        preemptions = [policy for policy in self._policies[FULL] if isinstance(policy, Preemption)]
-        self._grace_s = min((policy.grace_s for policy in preemptions), default=DEADLINE_GRACE_S)
-        self._signals = Signals(number for policy in preemptions for number in policy.signals)
+        self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._is_saving)
 
     def __repr__(self) -> str:
         return f"Manager({self._run.url!r}, rank={self._world.rank} of {self._world.size})"
@@ -168,20 +160,12 @@ class Manager:
         Returns:
             The save, if there is one.
         """
-        self._timer.made_step()
         self._last = step, state, metrics
         self._restored = None
         if metrics:
             self._history.append((step, metrics))
-        uniform = self._wish(step, uniform=True)
-        if self._world.size == 1:
-            saved = self._act(self._opinion(step), uniform)
-        else:
-            saved = self._act(self._at_steps.receive(), uniform)
-            # A save costs more than agreeing does, and every rank knows of a uniform one without asking.
-            self._at_steps.send(step, lambda: self._opinion(step), self._timer.step_s, now=bool(uniform))
-        self._timer.go_on()
-        return saved
+        with self._decider.at_step(step) as agreed:
+            return self._act(agreed)
 
     def check(self) -> bool:
         """Take note of signals between steps: in a long evaluation, while something compiles. A collective.
@@ -193,15 +177,9 @@ class Manager:
         """
         if self._last is None or self._is_stopping:
             return self._is_stopping
-        self._check_timer.made_step()
-        step = self._last[0]
-        agreed = self._opinion(step) if self._world.size == 1 else self._at_checks.receive()
-        # A periodic save can wait for the next step; one before the end cannot.
-        if agreed.stop:
-            self._act(agreed)
-        elif self._world.size > 1:
-            self._at_checks.send(step, lambda: self._opinion(step), self._check_timer.step_s)
-        self._check_timer.go_on()
+        with self._decider.at_check(self._last[0]) as agreed:
+            if agreed.stop:  # a periodic save can wait for the next step; one before the end cannot
+                self._act(agreed)
         return self._is_stopping
 
     @property
@@ -209,27 +187,14 @@ class Manager:
         """Whether training is to end. It is the same on every rank at the same step."""
         return self._is_stopping
 
-    def _opinion(self, step: int) -> Agreed:
-        """This rank's contribution to an agreement."""
-        context = self._context()
-        stops = [getattr(policy, "should_stop", None) for policies in self._policies.values() for policy in policies]
-        return Agreed(
-            signal=self._signals.received,
-            wish=self._wish(step, uniform=False),
-            stop=any(stop(step, self._steps_saved, context=context) for stop in stops if stop is not None),
-            failures=self._health.in_a_row,
-            is_old=self._world.is_first and self._health.is_old(),
-        )
-
-    def _act(self, agreed: Agreed, uniform: int = 0) -> SaveHandle | None:
-        """Do what the ranks agreed on, and what all of them want without asking. Raises as `Health.check` does."""
+    def _act(self, agreed: Agreed) -> SaveHandle | None:
+        """Do what the ranks agreed on. Raises as `Health.check` does."""
         self._health.check(agreed)
         assert self._last is not None, "an agreement follows a step"
         step, state, metrics = self._last
         saved = None
-        wish = max(agreed.wish, uniform)
-        if wish or agreed.stop:
-            kind = "light" if wish == LIGHT and not agreed.stop else "full"
+        if agreed.wish or agreed.stop:
+            kind = "light" if agreed.wish == LIGHT and not agreed.stop else "full"
             saved = self.save(step, state, kind=kind, metrics=metrics)
         if agreed.stop:
             self._is_stopping = True
@@ -242,16 +207,17 @@ class Manager:
 
     def _secure(self, saved: SaveHandle) -> None:
         """Wait until a save survives the end of this host's processes, as long as there is time for that."""
-        begun_s = self._signals.received_s or time.monotonic()
-        left_s = max(0.0, begun_s + self._grace_s - time.monotonic())
         try:
-            saved.wait("local", timeout=left_s)
+            saved.wait("local", timeout=self._decider.left_s)
         except Exception as error:  # noqa: BLE001 - there is nothing left to do but to say so
             _logger.error("%s is not safe on this host: %s", saved.url, error)  # noqa: TRY400 - a trace says no more
 
     def should_save(self, step: int) -> bool:
         """Whether a policy asks for a save at this step, as far as this rank knows."""
-        return bool(self._wish(step))
+        return bool(self._decider.wish(step))
+
+    def _is_saving(self) -> bool:
+        return bool(self._handles) and not self._handles[-1].done
 
     def save(
         self,
@@ -288,7 +254,7 @@ class Manager:
         handle = SaveHandle(self._run, order)
         try:
             values, said = as_state(state).to_save(step, kind)
-            timer = self._timer
+            timer = self._decider.timer
             about = About(step, kind, self._world.size, self._run_id, timer.blocked_s, timer.save_s, said)
             staged: Any = self._writer.stage(about.added_to(values))
             order.staged = staged
@@ -299,9 +265,7 @@ class Manager:
         if isinstance(order.problem, InvalidInputError):
             raise order.problem
         handle.blocked_s = time.perf_counter() - begun
-        self._timer.made_save(handle.blocked_s)
-        if not self._steps_saved or step > self._steps_saved[-1]:
-            self._steps_saved.append(step)
+        self._decider.made_save(step, handle.blocked_s)
         return handle
 
     def _has_failed(self, handle: SaveHandle) -> bool:
@@ -317,13 +281,13 @@ class Manager:
         self._health.note(handle, error)
         if error is None:
             if not handle.was_there:
-                self._timer.reached_level(handle.seconds)
+                self._decider.timer.reached_level(handle.seconds)
             self._keep.add(handle.step, time.time_ns(), order.metrics)
 
     def _after_save(self, handle: SaveHandle) -> None:
         """Apply retention, on the thread that saves."""
         try:
-            self._keep.apply(self._context())
+            self._keep.apply(self._decider.context())
         except TierfsError as error:
             _logger.warning("%s: retention has to wait: %s", self._run.url, error)
 
@@ -340,35 +304,6 @@ class Manager:
     def errors(self) -> list[FailedSave]:
         """The saves of this rank that failed, or whose retention failed, the oldest first."""
         return self._health.errors
-
-    def _wish(self, step: int, *, uniform: bool | None = None) -> int:
-        """Which kind of save this rank's policies ask for; 0 for none.
-
-        Args:
-            step: That was made.
-            uniform: Ask only those whose answer is the same on all ranks, or only the others; ``None`` for all.
-        """
-        context = self._context()
-        for kind in (FULL, LIGHT):
-            for policy in self._policies[kind]:
-                if uniform is not None and getattr(policy, "is_uniform", False) is not uniform:
-                    continue
-                if policy.should_save(step, self._steps_saved, context=context):
-                    return kind
-        return 0
-
-    def _context(self) -> Context:
-        timer = self._timer
-        return Context(
-            now_s=time.time(),
-            since_s=timer.since_s,
-            step_s=timer.step_s,
-            blocked_s=timer.blocked_s,
-            save_s=timer.save_s,
-            agree_every=self._at_steps.every + (self._world.size > 1),
-            is_saving=bool(self._handles) and not self._handles[-1].done,
-            is_preempted=self._signals.received != 0,
-        )
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -389,9 +324,9 @@ class Manager:
         """
         self.wait(self._timeout_s)
         found = self._restorer.restore(state, step=step, only=only, on_corrupt=self._on_corrupt)
-        self._timer = StepTimer()
+        timer = self._decider.timer = StepTimer()
         if found is not None and found.about is not None:
-            self._timer.blocked_s, self._timer.save_s = found.about.blocked_s, found.about.save_s
+            timer.blocked_s, timer.save_s = found.about.blocked_s, found.about.save_s
             if not only:
                 self._run_id = found.about.run
                 self._keep.resume(found.step)
@@ -448,9 +383,10 @@ class Manager:
         if restored is None:
             raise NotFoundError(f"{self._run.url} has no complete checkpoint: there is nothing to resume from")
         trained = as_state(state)
+        has_step = trained.step  # `to_save` sets it
         values, _ = trained.to_save(restored.step, restored.kind)
         prover = Prover(self._run, self._world, restored)
-        checks = prover.compare(digests_of(values), trained.step, trained.learning_rates)
+        checks = prover.compare(digests_of(values), has_step, trained.learning_rates)
         if train is None:
             return ResumeReport(restored.step, (), tuple(checks))
         begin, replayed, recorded = prover.plan(metric, steps)
@@ -496,7 +432,7 @@ class Manager:
 
     def close(self) -> None:
         """Wait for the saves that are under way, and end. Signals go to the handlers that were there before."""
-        self._signals.close()
+        self._decider.close()
         if not self._saves.close(self._timeout_s):
             _logger.error("%s: a save did not come to its end within %g s", self._run.url, self._timeout_s)
         self._world.close()

@@ -83,16 +83,18 @@ class Prover:
         self._restored = restored
         self._record: Mapping[str, Any] = run.record_of(restored.step) or {}
 
-    def compare(self, digests: Mapping[str, str], step: int, learning_rates: Sequence[float] | None) -> list[PartCheck]:
+    def compare(
+        self, digests: Mapping[str, str], step: int | None, learning_rates: Sequence[float] | None
+    ) -> list[PartCheck]:
         """Compare the restored state, part by part.
 
         Args:
             digests: Of this rank's state.
-            step: That the state says.
+            step: That the state says; ``None`` where it says none.
             learning_rates: Those that it has; ``None`` where it does not say.
         """
         expected, about = self._restored.step, self._restored.about
-        checks = [_equal("step", expected, step)]
+        checks = [] if step is None else [_equal("step", expected, step)]
         if learning_rates is not None and about is not None and "lr" in about.state:
             checks.append(_equal("learning rate", about.state["lr"], list(learning_rates)))
         saved: Sequence[Mapping[str, str]] = self._record.get("ranks") or []

@@ -201,15 +201,13 @@ class DictState:
         entries: The dict. An entry without ``load_state_dict`` is replaced where it is loaded, if the mapping can be changed.
     """
 
-    learning_rates = None  # a dict does not say
+    step = learning_rates = None  # a dict does not say
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
-        self.step = -1
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """See `TrainState.to_save`."""
-        self.step = step
         return self.to_load(kind, None), {}
 
     def to_load(self, kind: str, about: About | None) -> dict[str, Any]:
