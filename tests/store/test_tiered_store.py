@@ -43,6 +43,7 @@ from tierfs.store import (
     verify,
     wait,
 )
+from tierfs.store.tree.records import observe_published
 from tierfs.testing import flip_bit
 
 
@@ -54,6 +55,20 @@ def test_a_staged_file_is_read_back_before_and_after_it_reaches_the_object_tier(
     wait(any_host.store, "run/a", Level.OBJECT, 20)
     assert load(any_host.store, "run/a") == data
     assert load(any_host.plain(), "run/a") == data
+
+
+def test_looking_past_the_local_tiers_teaches_the_store_and_its_flusher(any_host, monkeypatch):
+    store, told = any_host.store, []
+    monkeypatch.setattr(store.tiers, "report_damage", told.append)
+    save(store, "a", content(MIB))
+    wait(store, "a", Level.OBJECT, 20)
+    bare = store.without_local_tiers()
+    assert (bare.tiers, bare.ack) == (None, Level.OBJECT)
+    (row,) = observe_published(bare, "a").manifest.rows
+    assert store.records.status()["count"] == 1
+    bare.report_damage(row.name)
+    assert told == [chunk_key(row.name)]
+    assert store.lease_cache.is_damaged(row.name)
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -99,9 +99,7 @@ class Store:
         self._codecs = codecs
         self._lock = threading.Lock()
         self._encoder: Encoder | None = None
-        self._state_dir = state_dir
-        self._bare: Store | None = None
-        self._whole: Callable[[], Store | None] = lambda: None  # of which this is the bare one
+        self._damage_told_to = tiers
         self._checked_at = self.clock.monotonic()
         self._descriptor_version: Version | None = None
         self.records = RecordCache()
@@ -193,30 +191,23 @@ class Store:
         return version
 
     def without_local_tiers(self) -> Store:
-        """The same store as its object tier alone has it, for who wants to know what that holds. One for all callers."""
+        """The same store as its object tier alone has it, for a caller that asks for the content of that tier.
+
+        It shares with this one all that this process knows of the store, and reports damage to the same flusher.
+        """
         if self.tiers is None:
             return self
-        if self._bare is None:
-            self._bare = Store(
-                self.objects,
-                self.descriptor,
-                url=self.url,
-                clock=self.clock,
-                random_bytes=self.random_bytes,
-                state_dir=self._state_dir,
-                codecs=self._codecs,
-            )
-            self._bare._whole = weakref.ref(self)
-        return self._bare
+        bare = copy.copy(self)
+        bare._tiers = bare.hidden = bare._hand_over = bare.timeout_s = None
+        bare.ack, bare.unused, bare.device_bytes = Level.OBJECT, "", 0
+        return bare
 
     def report_damage(self, name: ChunkName) -> None:
         """Note that a chunk object is damaged or missing: who of this host saves the same bytes next stores them anew."""
+        self._check_process()
         self.lease_cache.mark_damaged(name)
-        whole = self._whole()
-        if whole is not None:
-            whole.report_damage(name)
-        elif self.tiers is not None:
-            self.tiers.report_damage(keys.chunk_key(name))
+        if self._damage_told_to is not None:
+            self._damage_told_to.report_damage(keys.chunk_key(name))
 
     def where(self, key: str) -> str:
         """How to name one of the store's objects in an error."""

@@ -258,6 +258,17 @@ def test_an_object_is_healed_from_a_local_tier(host):
     assert load(host.plain(), "a") == data
 
 
+def test_a_healed_object_is_used_again_by_the_process_that_found_it_damaged(host):
+    save(host.store, "a", random.Random(1).randbytes(3 * MIB))
+    wait(host.store, "a", Level.OBJECT)
+    (key,) = chunk_keys(host.store)
+    name = keys.parse_chunk_key(key, DigestKind.XXH3_128)
+    in_a_block(host.store, key)
+    host.store.report_damage(name)
+    assert scrub(host.store, ALONE).is_sound
+    assert not host.store.lease_cache.is_unusable(name)
+
+
 def test_a_damaged_copy_in_the_nvme_tier_is_found_and_put_aside(host):
     data = random.Random(2).randbytes(3 * MIB)
     save(host.store, "a", data)
