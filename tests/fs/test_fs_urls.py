@@ -11,6 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import tierfs
+from tierfs.checkpoint.plain_store import plain_store
 from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.session import init, parse_url
 
@@ -128,6 +129,13 @@ def test_a_web_address_has_its_protocol_once(protocol):
     fs, path = fsspec.url_to_fs(f"tierfs::{protocol}://127.0.0.1:9/a/b")
     assert fs.unstrip_protocol(path) == f"tierfs::{protocol}://127.0.0.1:9/a/b"
     assert parse_url(f"tierfs::{protocol}://127.0.0.1:9/a/b").url == f"{protocol}://127.0.0.1:9/a/b"
+
+
+@pytest.mark.parametrize("protocol", ["http", "https"])
+def test_what_lies_outside_of_stores_has_its_protocol_once(protocol):
+    pytest.importorskip("aiohttp")
+    store, path = plain_store(parse_url(f"{protocol}://127.0.0.1:9/a/b"))
+    assert (store.url, path) == (f"{protocol}://127.0.0.1:9/a", "b")
 
 
 def test_a_web_address_without_a_store_is_named_in_the_error():

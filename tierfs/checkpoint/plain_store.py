@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierfs.digest import DigestKind
 from tierfs.format.descriptor import Capabilities, Descriptor
 from tierfs.objects.registry import connect
-from tierfs.session import Location
+from tierfs.session.url import Location, target_url
 from tierfs.store import Store
 
 __all__ = ["plain_store"]
@@ -35,5 +35,5 @@ def plain_store(location: Location) -> tuple[Store, str]:
     above, _, name = location.path.rpartition("/")
     root, path = (above, name) if above else (location.path, "")
     descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, _NOTHING_PROMISED)
-    store = Store(connect(location.protocol, root, location.options), descriptor, url=f"{location.protocol}://{root}")
+    store = Store(connect(location.protocol, root, location.options), descriptor, url=target_url(location.protocol, root))
     return store, path

@@ -127,7 +127,7 @@ def _open_known(location: Location) -> Store | None:
             if not error.transient:
                 raise
             return opened
-    if _known_stores(location).find(f"{location.protocol}://{root}") is None:
+    if _known_stores(location).find(target_url(location.protocol, root)) is None:
         return None
     try:
         return _open_root(location, root, has_known=True)

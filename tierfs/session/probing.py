@@ -13,7 +13,7 @@ from tierfs.objects import Update, as_promised, checksum_for, connect, probe
 from tierfs.objects.os_errors import translated
 from tierfs.objects.probe import Finding, Findings
 from tierfs.session.open import open_store
-from tierfs.session.url import Location
+from tierfs.session.url import Location, target_url
 
 __all__ = ["ProbeReport", "probe_store"]
 
@@ -55,7 +55,7 @@ def probe_store(location: Location) -> ProbeReport:
     except StoreNotFoundError:
         relative = None
     root = location.path[: len(location.path) - len(relative or "")].rstrip("/")
-    url = f"{location.protocol}://{root}"
+    url = target_url(location.protocol, root)
     if relative is None:
         found = _probe_bare(location, root, url)
         return ProbeReport(url, found.tests, None, found.capabilities)
