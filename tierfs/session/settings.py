@@ -206,8 +206,8 @@ def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
     folder_bytes = shutil.disk_usage(folder).total if folder.is_dir() else 0
     if ram_bytes > folder_bytes > 0:
         return (
-            f"ram={options.ram} is more than the {format_bytes(folder_bytes)} of {folder}, and what does not fit lies in memory without a "
-            "file: give less, or enlarge that (docker: --shm-size)"
+            f"ram={options.ram} is more than the {format_bytes(folder_bytes)} of {folder}, and what does not fit lies in the state "
+            "directory, which takes longer to stage to: give less, or enlarge that (docker: --shm-size)"
         )
     return ""
 
