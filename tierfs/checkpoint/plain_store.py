@@ -35,5 +35,7 @@ def plain_store(location: Location) -> tuple[Store, str]:
     above, _, name = location.path.rpartition("/")
     root, path = (above, name) if above else (location.path, "")
     descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, _NOTHING_PROMISED)
-    store = Store(connect(location.protocol, root, location.options), descriptor, url=target_url(location.protocol, root))
+    store = Store(
+        connect(location.protocol, root, location.options), descriptor, url=target_url(location.protocol, root)
+    )
     return store, path

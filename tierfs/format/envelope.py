@@ -45,7 +45,7 @@ class Block:
     codec: int
     encoded_length: int
     reason: int = 0
-    """Why this codec, for a person; see `tierfs.codec.choice.Reason`."""
+    """Why this codec, for a person; see `tierfs.codec.blocks.Reason`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class WriteFile(io.BufferedIOBase):
         self._descriptor: WriteDescriptor | None = None
         self._process = os.getpid()
         self._error_at_open = sys.exc_info()[1]
-        self._settled = False  # whether it is published, or whoever writes it knows that it is not
+        self._outcome_known = False  # whether it is published, or whoever writes it knows that it is not
 
     @property
     def name(self) -> str:
@@ -143,7 +143,7 @@ class WriteFile(io.BufferedIOBase):
             return
         error = sys.exc_info()[1]
         if error is not None and error is not self._error_at_open:
-            self._settled = True
+            self._outcome_known = True
             was_pending = self.pending
             self.give_up(error)
             self._close_handle()
@@ -172,7 +172,7 @@ class WriteFile(io.BufferedIOBase):
                 writer.commit()
             finally:
                 # Even where it failed, to reach its level for one: what is pending has to be deleted to be gone.
-                self._settled = writer.is_done
+                self._outcome_known = writer.is_done
 
     def discard(self) -> None:
         """Publish nothing."""
@@ -192,9 +192,9 @@ class WriteFile(io.BufferedIOBase):
         lies there is the version before.
         """
         error = sys.exc_info()[1]
-        if self._settled or error is None or error is self._error_at_open:
+        if self._outcome_known or error is None or error is self._error_at_open:
             return False
-        self._settled = True
+        self._outcome_known = True
         self.give_up(error)
         return True
 
@@ -223,7 +223,7 @@ class WriteFile(io.BufferedIOBase):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._settled = True
+        self._outcome_known = True
         if error is not None and not self.closed:
             self.give_up(error)
         self.close()

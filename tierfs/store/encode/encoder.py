@@ -217,7 +217,7 @@ class Encoder:
         Args:
             raw: The chunk. Borrowed; blocks that are stored as they are lie in it afterwards.
             context: What is known of it.
-            sources: The hint's sources, as they are stored.
+            sources: The sources that the context names, as they are stored.
             into: See `tierfs.store.encode.pipeline.Sending.encode`.
             read: Gets at chunks that lie on this host.
             fetch: Gets at those that do not.

@@ -53,18 +53,18 @@ def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: b
         FormatError: Written by a newer tierfs.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    _fetch_cached(store, row, parts, where, share=EXACT_SHARE if exact else WHOLE_SHARE, depth=0)
+    _fetch_nearest(store, row, parts, where, share=EXACT_SHARE if exact else WHOLE_SHARE, depth=0)
 
 
-def _fetch_cached(store: Store, row: Row, parts: Sequence[Part], where: str, *, share: float, depth: int) -> None:
+def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *, share: float, depth: int) -> None:
     if store.tiers is None:
-        _fetch_verified(store, row, parts, where, depth)
+        _fetch_stored(store, row, parts, where, depth)
         return
     name = local_name(store.descriptor.digest_kind, row.name.digest)
     counters = store.tiers.counters
 
     def fetch_parts(wanted: Sequence[Part]) -> Sequence[bytes]:
-        digests = _fetch_verified(store, row, wanted, where, depth)
+        digests = _fetch_stored(store, row, wanted, where, depth)
         counters["object_read_bytes"] += sum(len(out) for _, out in wanted)
         return digests
 
@@ -150,15 +150,15 @@ def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
     return True
 
 
-def _fetch_verified(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
+def _fetch_stored(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
     if not row.stored_length:
         row = find_chunk(store, row, where)  # of a draft that was opened before it was published
     try:
-        digests = _fetch(store, row, parts, where, depth)
+        digests = _fetch_once(store, row, parts, where, depth)
     except CorruptionError as error:
         _logger.warning("reading a chunk again after a mismatch: %s", error)
         try:
-            digests = _fetch(store, row, parts, where, depth)
+            digests = _fetch_once(store, row, parts, where, depth)
         except CorruptionError:
             store.report_damage(row.name)
             raise
@@ -166,7 +166,7 @@ def _fetch_verified(store: Store, row: Row, parts: Sequence[Part], where: str, d
     return digests
 
 
-def _fetch(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
+def _fetch_once(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
     key = keys.chunk_key(row.name)
     place = f"{where}: chunk {key} in the object tier"
     try:
@@ -202,10 +202,12 @@ def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, d
         NotFoundError: It is not there. Otherwise as `fetch`.
     """
     with contextlib.ExitStack() as lent:
-        return _Fetch(store, row, parts, place, depth, lambda length: lent.enter_context(buffers().lend(length))).run()
+        return _ObjectRead(
+            store, row, parts, place, depth, lambda length: lent.enter_context(buffers().lend(length))
+        ).run()
 
 
-class _Fetch:
+class _ObjectRead:
     """One chunk object on its way to where parts of it are wanted. Arguments as of `fetch_object`.
 
     Args:
@@ -273,7 +275,7 @@ class _Fetch:
                 encoded = take(block.encoded_length)
                 if index in self._targets:
                     with processors().turn():
-                        self._settle(envelope, index, encoded, None)
+                        self._decode(envelope, index, encoded, None)
             envelopes.append(envelope)
 
         self._store.objects.stream(self._key, row.stored_length, use)
@@ -293,16 +295,16 @@ class _Fetch:
         bases = _Bases(self._store, envelope, targets.blocks, self._place, self._depth, self._lend)
         needed = {index: bases.of(index) for index in targets.blocks}
 
-        def ensure_chunks_durable(index: int) -> None:
-            self._settle(envelope, index, found[index], needed[index])
+        def decode(index: int) -> None:
+            self._decode(envelope, index, found[index], needed[index])
 
         with processors().turn():
             # A raw chunk takes less time than another thread takes to begin.
             if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
-                processors().share_out(ensure_chunks_durable, targets.blocks)
+                processors().share_out(decode, targets.blocks)
             else:
                 for index in targets.blocks:
-                    ensure_chunks_durable(index)
+                    decode(index)
         return envelope
 
     def _encoded_blocks(self, envelope: Envelope, stored: memoryview, info: ObjectInfo) -> dict[int, memoryview]:
@@ -320,7 +322,7 @@ class _Fetch:
         self._store.objects.get(self._key, [(ends[index], found[index]) for index in blocks], version=info.version)
         return found
 
-    def _settle(self, envelope: Envelope, index: int, encoded: memoryview, base: memoryview | None) -> None:
+    def _decode(self, envelope: Envelope, index: int, encoded: memoryview, base: memoryview | None) -> None:
         """Decode a block to where it belongs, and verify it."""
         decode_block(envelope.blocks[index].codec, encoded, self._targets.view(index), base, self._place)
         self._verify(envelope, index)
@@ -390,14 +392,14 @@ class _Bases:
         if index not in self._blocks:
             return None  # which the decoder refuses, if it needs one
         if self._bytes is None:
-            self._bytes = self._fetch()
+            self._bytes = self._load()
         begin = index * BLOCK_BYTES * self._factor - self._start
         return self._bytes[begin : begin + BLOCK_BYTES * self._factor]
 
     def _needs(self, codec: int) -> bool:
         return codec in _CODECS and Codec(codec).base_factor == self._factor != 0
 
-    def _fetch(self) -> memoryview:
+    def _load(self) -> memoryview:
         if self._depth > self._store.descriptor.chain_max:
             raise FormatError(
                 f"{self._place}: needs more than {self._store.descriptor.chain_max + 1} chunks, one encoded against the other",
@@ -425,7 +427,7 @@ class _Bases:
         where = f"{self._place}, which is encoded against"
         try:
             for row, wanted in parts.items():
-                _fetch_cached(self._store, row, wanted, where, share=self._share, depth=self._depth + 1)
+                _fetch_nearest(self._store, row, wanted, where, share=self._share, depth=self._depth + 1)
         except CorruptionError as error:
             error.block = None  # one of the base's
             raise

@@ -18,7 +18,7 @@ from tierfs.store.tree.records import Observed
 
 __all__ = ["DurableChunks", "ensure_chunks_durable", "fold_rows", "learn_rows", "refuse_foreign"]
 
-SETTLE_ATTEMPTS_MAX = 4
+ATTEMPTS_MAX = 4
 DIRECT_ROW_BYTES_MAX = 8 << 20
 
 
@@ -64,14 +64,14 @@ def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: Re
     Raises:
         StoreError: A chunk is gone for good, or the object tier is too slow to tell within a lease.
     """
-    settled = list(rows)
+    current = list(rows)
     checked: dict[ChunkName, int] = {}  # in which term each one was looked up here
-    for _ in range(SETTLE_ATTEMPTS_MAX):
-        table, indirect = fold_rows(store, settled)
-        if not settled:
+    for _ in range(ATTEMPTS_MAX):
+        table, indirect = fold_rows(store, current)
+        if not current:
             return DurableChunks(table, indirect, None)
         term = store.lease_cache.ensure()
-        named = [*table, *settled] if indirect else settled
+        named = [*table, *current] if indirect else current
         unverified = [row for row in store.lease_cache.unverified(named) if checked.get(row.name) != term]
         if not unverified:
             return DurableChunks(table, indirect, term)
@@ -79,7 +79,7 @@ def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: Re
         for row in unverified:
             saved[row.name] = rescue(store, row, store.where(path), read)
             checked[saved[row.name].name] = store.lease_cache.ensure()
-        settled = [saved.get(row.name, row) for row in settled]
+        current = [saved.get(row.name, row) for row in current]
     raise StoreError(
         f"{store.where(path)}: looking its chunks up takes longer than a lease lasts "
         f"({store.descriptor.lease_s} s): the object tier is too slow; nothing was published",
