@@ -243,7 +243,7 @@ def _decode_manifest(cursor: Cursor, kind: Kind, flags: int, write_id: bytes) ->
     if kind is Kind.DIRECTORY and (not flags & _INLINE or rows or length):
         raise cursor.malformed("a directory's marker with content in it")
     if flags & _INLINE:
-        if rows or len(inline) != length or _inline_digest(digest_kind, inline) != content:
+        if rows or len(inline) != length or inline_digest(digest_kind, inline) != content:
             raise cursor.malformed("inline content that does not fit its length or digest")
     elif inline or (not indirect and sum(row.raw_length for row in rows) != length):
         raise cursor.malformed("chunks that do not make up the file's length")
@@ -252,16 +252,12 @@ def _decode_manifest(cursor: Cursor, kind: Kind, flags: int, write_id: bytes) ->
     return manifest
 
 
-def _inline_digest(kind: DigestKind, inline: bytes) -> bytes:
+def inline_digest(kind: DigestKind, inline: bytes) -> bytes:
+    """Content digest of a file that is held in its manifest: as if it were one chunk of one block."""
     if not inline:
         return content_digest(kind, 0, [])
     chunk = digest.combine(kind, len(inline), [digest.hash_bytes(kind, inline)])
     return content_digest(kind, len(inline), [chunk])
-
-
-def inline_digest(kind: DigestKind, inline: bytes) -> bytes:
-    """Content digest of a file that is held in its manifest: as if it were one chunk of one block."""
-    return _inline_digest(kind, inline)
 
 
 def _decode_metadata(cursor: Cursor, length: int) -> dict[str, object]:
