@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfs.digest import Buffer
-from tierfs.errors import CorruptionError, FormatError, InvalidInputError
-from tierfs.format.header import Kind, check_writable, header, open_sealed, peek_kind, seal
+from tierfs.errors import FormatError, InvalidInputError
+from tierfs.format.header import Kind, check_writable, header, open_plain, seal
 
 __all__ = ["COLLECTOR_BYTES_MAX", "NOBODY", "Collector", "EpochState"]
 
@@ -83,12 +83,7 @@ class Collector:
             CorruptionError: Damaged, cut short, or something else.
             FormatError: Another version, or a field over its limit.
         """
-        kind, word = peek_kind(data, where)
-        if kind is not Kind.COLLECTOR:
-            raise CorruptionError(f"{where}: a {kind.name.lower()} where the collector's record belongs", path=where)
-        cursor = open_sealed(data, where)
-        if word:
-            raise cursor.malformed(f"unknown flags {word:#x}")
+        cursor = open_plain(data, Kind.COLLECTOR, "the collector's record", where)
         holder = cursor.bytes(16)
         fence = cursor.bounded(8, FENCE_MAX, "number of the gc")
         sequence = cursor.unsigned(8)

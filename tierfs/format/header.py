@@ -13,7 +13,18 @@ from tierfs import digest
 from tierfs.digest import Buffer, DigestKind
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
-__all__ = ["CHECKSUM_BYTES", "HEADER_BYTES", "VERSION", "Cursor", "Kind", "header", "open_sealed", "peek_kind", "seal"]
+__all__ = [
+    "CHECKSUM_BYTES",
+    "HEADER_BYTES",
+    "VERSION",
+    "Cursor",
+    "Kind",
+    "header",
+    "open_plain",
+    "open_sealed",
+    "peek_kind",
+    "seal",
+]
 
 MAGIC = b"\x89TIERFS\n"
 VERSION = 1
@@ -86,6 +97,28 @@ def open_sealed(data: Buffer, where: str) -> Cursor:
     if len(view) < HEADER_BYTES + CHECKSUM_BYTES or digest.checksum(view[:-CHECKSUM_BYTES]) != view[-CHECKSUM_BYTES:]:
         raise CorruptionError(f"{where}: checksum mismatch: the object is damaged or cut short", path=where)
     return Cursor(view[HEADER_BYTES:-CHECKSUM_BYTES], where)
+
+
+def open_plain(data: Buffer, expected: Kind, name: str, where: str) -> Cursor:
+    """Check an object of a kind that has no flags, and return a cursor over its fields.
+
+    Args:
+        data: The whole object.
+        expected: Its kind.
+        name: How to call an object of that kind in an error, with its article.
+        where: How to call this one.
+
+    Raises:
+        CorruptionError: Damaged, cut short, or of another kind.
+        FormatError: Another format version, or flags.
+    """
+    kind, flags = peek_kind(data, where)
+    if kind is not expected:
+        raise CorruptionError(f"{where}: a {kind.name.lower()} where {name} belongs", path=where)
+    cursor = open_sealed(data, where)
+    if flags:
+        raise cursor.malformed(f"unknown flags {flags:#x}")
+    return cursor
 
 
 class Cursor:

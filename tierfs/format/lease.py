@@ -12,8 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from tierfs.digest import Buffer, DigestKind
-from tierfs.errors import CorruptionError
-from tierfs.format.header import Cursor, Kind, check_writable, header, open_sealed, peek_kind, seal
+from tierfs.format.header import Kind, check_writable, header, open_plain, seal
 from tierfs.format.keys import ChunkName
 
 __all__ = ["Condemned", "Lease", "NameTable"]
@@ -56,7 +55,7 @@ class Lease:
             CorruptionError: Damaged, cut short, or something else.
             FormatError: Another version, or a field over its limit.
         """
-        cursor = _open(data, Kind.LEASE, where)
+        cursor = open_plain(data, Kind.LEASE, "a lease", where)
         holder, sequence, renewed_ns = cursor.bytes(16), cursor.unsigned(8), cursor.signed(8)
         duration_s = cursor.bounded(4, DURATION_S_MAX, "duration")
         host_length = cursor.bounded(2, HOST_BYTES_MAX, "length of the host name")
@@ -156,7 +155,7 @@ class Condemned:
             CorruptionError: Damaged, cut short, or something else.
             FormatError: Another version, or a field over its limit.
         """
-        cursor = _open(data, Kind.CONDEMNED, where)
+        cursor = open_plain(data, Kind.CONDEMNED, "a condemned list", where)
         epoch, published_ns = cursor.unsigned(8), cursor.signed(8)
         kind = cursor.digest_kind()
         cursor.zeros(3)
@@ -164,13 +163,3 @@ class Condemned:
         if count * (kind.size + 12) != cursor.remaining:
             raise cursor.malformed(f"{count} names do not make {cursor.remaining} bytes")
         return cls(epoch, published_ns, kind, NameTable(kind, cursor.bytes(cursor.remaining)))
-
-
-def _open(data: Buffer, expected: Kind, where: str) -> Cursor:
-    kind, word = peek_kind(data, where)
-    if kind is not expected:
-        raise CorruptionError(f"{where}: a {kind.name.lower()} where a {expected.name.lower()} belongs", path=where)
-    cursor = open_sealed(data, where)
-    if word:
-        raise cursor.malformed(f"unknown flags {word:#x}")
-    return cursor

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from tierfs import digest
 from tierfs.digest import Buffer, DigestKind
-from tierfs.errors import CorruptionError
-from tierfs.format.header import Kind, check_writable, header, open_sealed, peek_kind, seal
+from tierfs.format.header import Kind, check_writable, header, open_plain, seal
 
 __all__ = ["CHECK_BYTES", "RECORDS_MAX", "REFERENCED_MAX", "REFERENCES_BYTES_MAX", "ReferenceList", "record_check"]
 
@@ -72,12 +71,7 @@ class ReferenceList:
             CorruptionError: Damaged, cut short, or something else.
             FormatError: Another version, or a field over its limit.
         """
-        kind, word = peek_kind(data, where)
-        if kind is not Kind.REFERENCES:
-            raise CorruptionError(f"{where}: a {kind.name.lower()} where a reference list belongs", path=where)
-        cursor = open_sealed(data, where)
-        if word:
-            raise cursor.malformed(f"unknown flags {word:#x}")
+        cursor = open_plain(data, Kind.REFERENCES, "a reference list", where)
         digest_kind = cursor.digest_kind()
         cursor.zeros(1)
         path_length = cursor.bounded(2, PATH_BYTES_MAX, "length of the path")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfs.digest import Buffer
-from tierfs.errors import CorruptionError, FormatError
-from tierfs.format.header import Kind, check_writable, header, open_sealed, peek_kind, seal
+from tierfs.errors import FormatError
+from tierfs.format.header import Kind, check_writable, header, open_plain, seal
 
 __all__ = ["SCRUB_BYTES_MAX", "PrefixState", "ScrubRecord"]
 
@@ -70,12 +70,7 @@ class ScrubRecord:
             CorruptionError: Damaged, cut short, or something else.
             FormatError: Another version, or a field over its limit.
         """
-        kind, word = peek_kind(data, where)
-        if kind is not Kind.SCRUB:
-            raise CorruptionError(f"{where}: a {kind.name.lower()} where the record of scrubbing belongs", path=where)
-        cursor = open_sealed(data, where)
-        if word:
-            raise cursor.malformed(f"unknown flags {word:#x}")
+        cursor = open_plain(data, Kind.SCRUB, "the record of scrubbing", where)
         notes = cursor.bytes(cursor.bounded(4, NOTES_BYTES_MAX, "length of the notes"))
         cursor.finish()
         try:
