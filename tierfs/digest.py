@@ -14,7 +14,17 @@ import xxhash
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["BLOCK_BYTES", "CHUNK_BLOCKS", "CHUNK_BYTES", "Buffer", "DigestKind", "checksum", "combine", "hash_bytes"]
+__all__ = [
+    "BLOCK_BYTES",
+    "CHUNK_BLOCKS",
+    "CHUNK_BYTES",
+    "Buffer",
+    "DigestKind",
+    "checksum",
+    "combine",
+    "digests_of",
+    "hash_bytes",
+]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """C-contiguous bytes-like object; where it is lent to be filled, it is writable."""
@@ -74,6 +84,13 @@ def hash_bytes(kind: DigestKind, data: Buffer) -> bytes:
 def combine(kind: DigestKind, length: int, parts: Iterable[bytes]) -> bytes:
     """Digest a sequence of ``length`` bytes from its parts' digests: blocks of a chunk, chunks of a file."""
     return hash_bytes(kind, length.to_bytes(8, "little") + b"".join(parts))
+
+
+def digests_of(kind: DigestKind, raw: Buffer) -> tuple[list[bytes], bytes]:
+    """Digest a chunk's raw bytes: the digests of its blocks, in order, and its own."""
+    view = memoryview(raw)
+    blocks = [hash_bytes(kind, view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
+    return blocks, combine(kind, len(view), blocks)
 
 
 def checksum(*pieces: Buffer) -> bytes:

@@ -256,8 +256,7 @@ def inline_digest(kind: DigestKind, inline: bytes) -> bytes:
     """Content digest of a file that is held in its manifest: as if it were one chunk of one block."""
     if not inline:
         return content_digest(kind, 0, [])
-    chunk = digest.combine(kind, len(inline), [digest.hash_bytes(kind, inline)])
-    return content_digest(kind, len(inline), [chunk])
+    return content_digest(kind, len(inline), [digest.digests_of(kind, inline)[1]])
 
 
 def _decode_metadata(cursor: Cursor, length: int) -> dict[str, object]:

@@ -7,9 +7,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from tierfs import digest
 from tierfs.buffers import buffers
-from tierfs.digest import Buffer
+from tierfs.digest import Buffer, digests_of
 from tierfs.errors import AlreadyExistsError, CorruptionError, StoreError
 from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
@@ -19,7 +18,7 @@ from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
 from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, ReadRow
-from tierfs.store.encode.pipeline import Encoded, Sending, blocks_of
+from tierfs.store.encode.pipeline import Encoded, Sending
 from tierfs.store.read.fetch import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
 from tierfs.store.soundness import is_sound
 from tierfs.store.store import Store
@@ -79,7 +78,7 @@ def store_chunk(
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
     """
-    digests, name = _digests_of(store, raw)
+    digests, name = digests_of(store.descriptor.digest_kind, raw)
     reread = unread is not None and name in unread
     term = store.lease_cache.ensure()
     row = store.lease_cache.find(name)
@@ -237,7 +236,7 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
                 return found
             if row.bases:
                 store.report_damage(row.name)  # or it is found again below
-        if read is None or not read(row, 0, raw) or _digests_of(store, raw)[1] != row.name.digest:
+        if read is None or not read(row, 0, raw) or digests_of(store.descriptor.digest_kind, raw)[1] != row.name.digest:
             fetch(store, row, [(0, raw)], where)
     except CorruptionError as error:
         raise StoreError(
@@ -247,10 +246,3 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
             tier="object",
         ) from error
     return store_chunk(store, raw, into=raw)
-
-
-def _digests_of(store: Store, raw: memoryview) -> tuple[list[bytes], bytes]:
-    """The digests of a chunk's blocks, and its own."""
-    kind = store.descriptor.digest_kind
-    digests = [digest.hash_bytes(kind, block) for block in blocks_of(raw)]
-    return digests, digest.combine(kind, len(raw), digests)

@@ -79,8 +79,7 @@ class ChunkBuffer:
     def accept(self) -> None:
         """Take what somebody else wrote into the slot's memory for the whole chunk, and hash it."""
         self.filled = len(self.view)
-        pieces = [self.view[at : at + BLOCK_BYTES] for at in range(0, self.filled, BLOCK_BYTES)]
-        self._digests = [digest.hash_bytes(self._kind, piece) for piece in pieces]
+        self._digests, _ = digest.digests_of(self._kind, self.view)
 
     def envelope(self) -> Envelope:
         """The chunk's digests, once it holds all it will."""

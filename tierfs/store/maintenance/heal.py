@@ -98,7 +98,7 @@ class Healer:
         tiers = self._store.tiers
         if tiers is not None:
             tier = tiers.reader.read(local_name(self._kind, name.digest), len(out), [(0, out)])
-            if tier is not None and self._is(name, out):
+            if tier is not None and digest.digests_of(self._kind, out)[1] == name.digest:
                 return f"the {tier} tier"
         for store in (self._bare, *self._replicas):
             for other in _objects_of(store, name.digest):
@@ -183,7 +183,7 @@ class Healer:
 
     def _encoded_anew(self, name: ChunkName, size: int, raw: memoryview) -> list[bytes] | None:
         """An object of this size with these bytes, where nothing is known of the one that was there."""
-        digests = [digest.hash_bytes(self._kind, block) for block in blocks_of(raw)]
+        digests, _ = digest.digests_of(self._kind, raw)
         for coding in (Coding(Codec.STORE), Coding(Codec.ZSTD), *(Coding(Codec.PLANE, width) for width in WIDTHS)):
             pieces, table = [], []
             for block, its_digest in zip(blocks_of(raw), digests, strict=True):
@@ -195,10 +195,6 @@ class Healer:
             if envelope.stored_length == size:
                 return [envelope.encode(), *pieces]
         return None
-
-    def _is(self, name: ChunkName, raw: memoryview) -> bool:
-        digests = [digest.hash_bytes(self._kind, block) for block in blocks_of(raw)]
-        return digest.combine(self._kind, len(raw), digests) == name.digest
 
     def _put(self, name: ChunkName, payload: list[bytes], version: Version | None) -> bool:
         """Put a sound object in the place of the one that was read. Returns whether a sound one is there."""
