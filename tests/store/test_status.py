@@ -169,7 +169,12 @@ def disk(monkeypatch, tmp_path):
         ({"nvme": "1GiB"}, {"kind": "tmpfs"}, "nvme", r"a tmpfs filesystem holds: nothing gets to `local`"),
         ({"nvme": "1GiB"}, {"kind": "overlay"}, "nvme", r"an? overlay filesystem holds: nothing gets to `local`"),
         ({"ram": "500GiB"}, {}, "ram", r"ram=500GiB is more than the 64 GiB of memory"),
-        ({"ram": "32GiB"}, {"shared": 64 << 20}, "ram", r"64 MiB of /dev/shm, and what does not fit lies in the state directory"),
+        (
+            {"ram": "32GiB"},
+            {"shared": 64 << 20},
+            "ram",
+            r"64 MiB of /dev/shm, and what does not fit lies in the state directory",
+        ),
     ],
 )
 def test_a_budget_that_this_host_cannot_give_is_told_of(tmp_path, monkeypatch, disk, options, host, tier, says):

@@ -69,8 +69,7 @@ class BaseRange:
     def encode(self) -> bytes:
         """Its row of the base table."""
         numbers = (self.raw_length, self.stored_length, self.offset, self.length)
-        head = self.name.digest + self.name.generation.to_bytes(4, "little") + self.name.recipe
-        return head + b"".join(number.to_bytes(4, "little") for number in numbers)
+        return self.name.encode() + b"".join(number.to_bytes(4, "little") for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ def recipe_of(bases: Sequence[BaseRange]) -> bytes:
 
 
 def _decode_base(cursor: Cursor, kind: DigestKind) -> BaseRange:
-    name = ChunkName(cursor.bytes(kind.size), cursor.unsigned(4), cursor.bytes(8))
+    name = cursor.chunk_name(kind)
     raw_length = cursor.bounded(4, CHUNK_BYTES, "raw length of a base")
     stored_length = cursor.bounded(4, STORED_BYTES_MAX, "stored length of a base")
     offset, length = cursor.unsigned(4), cursor.unsigned(4)

@@ -12,6 +12,7 @@ import struct
 from tierfs import digest
 from tierfs.digest import Buffer, DigestKind
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
+from tierfs.format.keys import ChunkName, name_bytes
 
 __all__ = [
     "CHECKSUM_BYTES",
@@ -169,6 +170,10 @@ class Cursor:
             return DigestKind(number)
         except ValueError:
             raise self.malformed(f"unknown digest kind {number}") from None
+
+    def chunk_name(self, kind: DigestKind) -> ChunkName:
+        """The next bytes as an encoded `ChunkName`."""
+        return ChunkName.decode(self.bytes(name_bytes(kind)))
 
     def bounded(self, size: int, limit: int, field: str) -> int:
         """The next ``size`` bytes as a number of at most ``limit``."""

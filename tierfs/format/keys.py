@@ -33,6 +33,7 @@ __all__ = [
     "is_condemned_key",
     "lease_key",
     "marker_key",
+    "name_bytes",
     "parse_chunk_key",
     "parse_component",
     "parse_record_key",
@@ -73,6 +74,20 @@ class ChunkName(NamedTuple):
     digest: bytes
     generation: int = 0
     recipe: bytes = NO_RECIPE
+
+    def encode(self) -> bytes:
+        """Its `name_bytes` bytes in a table."""
+        return self.digest + self.generation.to_bytes(4, "little") + self.recipe
+
+    @classmethod
+    def decode(cls, data: bytes) -> ChunkName:
+        """The name that `encode` made these bytes of."""
+        return cls(data[:-12], int.from_bytes(data[-12:-8], "little"), data[-8:])
+
+
+def name_bytes(kind: DigestKind) -> int:
+    """Bytes of an encoded `ChunkName`: digest, generation and recipe."""
+    return kind.size + 12
 
 
 def _encode(component: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tierfs.digest import Buffer, DigestKind
 from tierfs.format.header import Kind, check_writable, header, open_plain, seal
-from tierfs.format.keys import ChunkName
+from tierfs.format.keys import ChunkName, name_bytes
 
 __all__ = ["Condemned", "Lease", "NameTable"]
 
@@ -75,7 +75,7 @@ class NameTable(AbstractSet[ChunkName]):
 
     def __init__(self, kind: DigestKind, data: bytes) -> None:
         self._kind = kind
-        self._width = kind.size + 12
+        self._width = name_bytes(kind)
         self._data = data
         if any(after < before for before, after in itertools.pairwise(self._digests())):
             pieces = [data[at : at + self._width] for at in range(0, len(data), self._width)]
@@ -109,9 +109,7 @@ class NameTable(AbstractSet[ChunkName]):
         return self._data[index * self._width : index * self._width + self._kind.size]
 
     def _at(self, index: int) -> ChunkName:
-        end = (index + 1) * self._width
-        generation = int.from_bytes(self._data[end - 12 : end - 8], "little")
-        return ChunkName(self._digest(index), generation, self._data[end - 8 : end])
+        return ChunkName.decode(self._data[index * self._width : (index + 1) * self._width])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ class Condemned:
             out += self.names.data
         else:
             for name in sorted(self.names):
-                out += name.digest + name.generation.to_bytes(4, "little") + name.recipe
+                out += name.encode()
         return seal(bytes(out))
 
     @classmethod
@@ -160,6 +158,6 @@ class Condemned:
         kind = cursor.digest_kind()
         cursor.zeros(3)
         count = cursor.bounded(4, CONDEMNED_MAX, "count")
-        if count * (kind.size + 12) != cursor.remaining:
+        if count * name_bytes(kind) != cursor.remaining:
             raise cursor.malformed(f"{count} names do not make {cursor.remaining} bytes")
         return cls(epoch, published_ns, kind, NameTable(kind, cursor.bytes(cursor.remaining)))

@@ -285,7 +285,7 @@ def encode_rows(rows: tuple[Row, ...]) -> bytes:
         out += row.name.generation.to_bytes(4, "little") + row.name.recipe
         out += len(row.bases).to_bytes(2, "little") + bytes(2)
         for base in row.bases:
-            out += base.digest + base.generation.to_bytes(4, "little") + base.recipe
+            out += base.encode()
     return bytes(out)
 
 
@@ -307,7 +307,7 @@ def decode_rows(cursor: Cursor, count: int | None, kind: DigestKind) -> tuple[Ro
         generation, recipe = cursor.unsigned(4), cursor.bytes(8)
         bases = cursor.bounded(2, BASES_MAX, "base count")
         cursor.zeros(2)
-        needs = tuple(ChunkName(cursor.bytes(kind.size), cursor.unsigned(4), cursor.bytes(8)) for _ in range(bases))
+        needs = tuple(cursor.chunk_name(kind) for _ in range(bases))
         rows.append(Row(ChunkName(name_digest, generation, recipe), raw_length, stored_length, needs))
     return tuple(rows)
 

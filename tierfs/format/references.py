@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tierfs import digest
 from tierfs.digest import Buffer, DigestKind
 from tierfs.format.header import Kind, check_writable, header, open_plain, seal
+from tierfs.format.keys import name_bytes
 
 __all__ = ["CHECK_BYTES", "RECORDS_MAX", "REFERENCED_MAX", "REFERENCES_BYTES_MAX", "ReferenceList", "record_check"]
 
@@ -54,7 +55,7 @@ class ReferenceList:
         Raises:
             InvalidInputError: More records or names than fit: such a checkpoint has no list.
         """
-        width, path = self.digest_kind.size + 12, self.path.encode()
+        width, path = name_bytes(self.digest_kind), self.path.encode()
         records, names = len(self.records) // CHECK_BYTES, len(self.names) // width
         check_writable(len(path), PATH_BYTES_MAX, "length of the path")
         check_writable(records, RECORDS_MAX, "records in a reference list")
@@ -79,6 +80,6 @@ class ReferenceList:
         names = cursor.bounded(4, REFERENCED_MAX, "number of chunks")
         path = cursor.text(path_length, "path")
         checks = cursor.bytes(records * CHECK_BYTES)
-        found = cls(path, digest_kind, checks, cursor.bytes(names * (digest_kind.size + 12)))
+        found = cls(path, digest_kind, checks, cursor.bytes(names * name_bytes(digest_kind)))
         cursor.finish()
         return found

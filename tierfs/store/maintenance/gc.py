@@ -30,7 +30,6 @@ from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.sweep import (
     CondemnedLists,
     Sorted,
-    decode_name,
     list_prefixes,
     read_lists,
     sort_prefix,
@@ -163,7 +162,7 @@ class _Run:
         self._options = options
         self._pool = pool
         self._progress = progress
-        self._width = store.descriptor.digest_kind.size + 12
+        self._width = keys.name_bytes(store.descriptor.digest_kind)
         self._turn = Turn(store)
         self._report = GcReport(dry_run=options.dry_run)
         self._touched: set[int] = set()  # lists of which something was deleted
@@ -281,7 +280,7 @@ class _Run:
             if not self._options.dry_run:
                 self._pace(len(batch))
                 self._turn.hold()
-                self._store.objects.delete([keys.chunk_key(decode_name(name)) for name, _, _ in batch])
+                self._store.objects.delete([keys.chunk_key(keys.ChunkName.decode(name)) for name, _, _ in batch])
                 self._touched |= {epoch for _, _, epoch in batch}
             size = sum(size for _, size, _ in batch)
             self._report.deleted.add(len(batch), size)

@@ -131,7 +131,7 @@ class _Mark:
         self._remake = remake
         self._alive = alive
         self._progress = progress
-        self._found = Marked(NameSet(store.descriptor.digest_kind.size + 12))
+        self._found = Marked(NameSet(keys.name_bytes(store.descriptor.digest_kind)))
         self._lists = {item.key: item for item in store.objects.list(keys.REFERENCES) if isinstance(item, ObjectInfo)}
         self._checkpoints: set[str] = set()  # directories whose metadata was seen
         self._owners: dict[str, str | None] = {}  # by directory
@@ -223,7 +223,7 @@ class _Mark:
         """Read the records of a directory one by one, and make its list again."""
         checks: list[bytes] = []
         names: set[bytes] = set()
-        width = self._store.descriptor.digest_kind.size + 12
+        width = keys.name_bytes(self._store.descriptor.digest_kind)
         is_whole = directory in self._checkpoints
 
         def own() -> Iterator[tuple[str, ObjectInfo]]:

@@ -27,7 +27,7 @@ _RECIPE_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
 
 def encode_names(names: Iterable[ChunkName]) -> bytes:
     """Names as condemned lists have them, laid end to end."""
-    return b"".join(name.digest + name.generation.to_bytes(4, "little") + name.recipe for name in names)
+    return b"".join(name.encode() for name in names)
 
 
 def fingerprints(data: Buffer, width: int) -> npt.NDArray[np.uint64]:

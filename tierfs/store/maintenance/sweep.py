@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.leases import LIST_BYTES_MAX
@@ -117,7 +116,7 @@ def read_lists(store: Store, ripe: Mapping[int, bool]) -> CondemnedLists:
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
-    width = store.descriptor.digest_kind.size + 12
+    width = keys.name_bytes(store.descriptor.digest_kind)
     lists = CondemnedLists(width)
     for epoch, is_ripe in sorted(ripe.items()):
         key = keys.condemned_key(epoch)
@@ -156,7 +155,7 @@ def list_prefixes(store: Store, pool: Pool, prefixes: Iterable[str] = PREFIXES) 
                 name = keys.parse_chunk_key(item.key, kind)
             except FormatError:
                 continue  # it belongs to nothing
-            found.names += encode_names((name,))
+            found.names += name.encode()
             found.sizes.append(item.size)
             found.times_ns.append(item.modified_ns)
         return found
@@ -205,8 +204,3 @@ def sort_prefix(
         (counts[place][0], counts[place][1]) for place in ("reached", "waiting", "young")
     )
     return found
-
-
-def decode_name(data: bytes) -> ChunkName:
-    """The name that `encode_names` encoded."""
-    return ChunkName(data[:-12], int.from_bytes(data[-12:-8], "little"), data[-8:])

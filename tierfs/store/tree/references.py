@@ -42,7 +42,7 @@ def names_of(store: Store, path: str, manifest: Manifest) -> Iterator[bytes]:
         return
     for row in (*(manifest.rows if manifest.indirect else ()), *expand_rows(store, manifest, path)):
         for name in (row.name, *row.bases):
-            yield name.digest + name.generation.to_bytes(4, "little") + name.recipe
+            yield name.encode()
 
 
 def owned_records(store: Store, directory: str) -> list[tuple[str, ObjectInfo]]:
