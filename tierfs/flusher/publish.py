@@ -17,7 +17,7 @@ from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Manifest, Row, Tombstone
 from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
-from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.chunks import ChunkSend, store_chunk
 from tierfs.store.commit import PART, Commits
 from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, Fill, ReadRow
 from tierfs.store.encode.deriving import SourcePiece
@@ -246,7 +246,7 @@ class StorePublisher:
             return store
 
 
-class _Sending(Alone):
+class _Sending(ChunkSend):
     """A chunk of which all is known that this host does."""
 
     def __init__(

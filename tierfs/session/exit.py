@@ -13,13 +13,14 @@ import os
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierfs.errors import TierfsError
 from tierfs.host.pending.levels import Level
 
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
+    from tierfs.session.tiers import Launcher
 
 __all__ = ["finish", "finish_at_exit"]
 
@@ -30,19 +31,11 @@ NAMED_MAX = 5
 _logger = logging.getLogger("tierfs.store")
 
 
-class StartedFlusher(Protocol):
-    """The starter of the flusher, if this process started one."""
-
-    @property
-    def ends_with_us(self) -> bool:
-        """Whether the flusher is a thread of this process."""
-
-
-def finish(tiers: Tiers, url: str, launcher: StartedFlusher) -> bool:
-    """Wait for what is pending, and log what is left. Returns whether nothing is."""
+def finish(tiers: Tiers, url: str, launcher: Launcher) -> None:
+    """Wait for what is pending, and log what is left."""
     ends = launcher.ends_with_us
     if not _pending(tiers, ends=ends):
-        return True
+        return
     reason = ""
     try:
         # A thread of this process has had its time, and gets no more done.
@@ -53,7 +46,7 @@ def finish(tiers: Tiers, url: str, launcher: StartedFlusher) -> bool:
         reason = f" ({error})"
     pending = _pending(tiers, ends=ends)
     if not pending:
-        return True
+        return
     named = ", ".join(sorted(pending)[:NAMED_MAX]) + (", ..." if len(pending) > NAMED_MAX else "")
     if ends:
         after = "they are flushed when the store is next opened on this host, unless it is rebooted before"
@@ -62,14 +55,13 @@ def finish(tiers: Tiers, url: str, launcher: StartedFlusher) -> bool:
     else:
         after = "no flusher runs; one is started when the store is next opened on this host"
     _logger.warning("%d files are not in %s yet%s: %s; %s", len(pending), url, reason, named, after)
-    return False
 
 
 def _pending(tiers: Tiers, *, ends: bool) -> list[str]:
     return list(tiers.drafts.pending_below("")) if ends else [draft.path for draft in tiers.drafts.own()]
 
 
-def finish_at_exit(tiers: Tiers, url: str, launcher: StartedFlusher) -> None:
+def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
     """Have `finish` called when this process ends; not in forked children of it, nor once nobody uses the tiers.
 
     ``launcher`` is one that ``tiers`` keep.
@@ -80,7 +72,7 @@ def finish_at_exit(tiers: Tiers, url: str, launcher: StartedFlusher) -> None:
 
 class _Open(NamedTuple):
     url: str
-    launcher: weakref.ref[StartedFlusher]  # it leads to its tiers, which only their users keep
+    launcher: weakref.ref[Launcher]  # it leads to its tiers, which only their users keep
     process: int
 
 
@@ -136,7 +128,7 @@ def _put_away_all() -> None:
                 _logger.warning("the local tiers of %s were not closed in order: %s", url, error)
 
 
-def _opened() -> list[tuple[Tiers, StartedFlusher]]:
+def _opened() -> list[tuple[Tiers, Launcher]]:
     """The tiers that this process opened, not a parent that forked it, and still uses; the newest first."""
     known = [(tiers, one.launcher()) for tiers, one in _open.items() if one.process == os.getpid()]
     return [(tiers, launcher) for tiers, launcher in reversed(known) if launcher is not None]

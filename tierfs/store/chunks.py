@@ -18,19 +18,19 @@ from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
 from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, ReadRow
-from tierfs.store.encode.pipeline import Encoded, Sending
+from tierfs.store.encode.pipeline import Encoded
 from tierfs.store.read.fetch import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
 from tierfs.store.soundness import is_sound
 from tierfs.store.store import Store
 
-__all__ = ["Alone", "rescue", "store_chunk"]
+__all__ = ["ChunkSend", "rescue", "store_chunk"]
 
 LOOK_BYTES_MIN = 1 << 20
 _logger = logging.getLogger("tierfs.store")
 
 
-class Alone:
-    """A chunk that goes to the object tier without the flusher, encoded by itself. See `Sending`.
+class ChunkSend:
+    """One chunk on its way to the object tier: here without the flusher, encoded by itself.
 
     Args:
         store: The store.
@@ -42,12 +42,18 @@ class Alone:
         self._context = context
 
     def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
-        """See `Sending.encode`."""
+        """Encode it.
+
+        Args:
+            raw: The chunk. Borrowed; blocks that are stored as they are lie in it afterwards.
+            digest: Its own.
+            into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself where the chunk may be overwritten.
+        """
         del digest
         return self._store.encoder.encode(raw, self._context, (), into=into, read=lambda *_: False, fetch=self._fetch)
 
     def putting(self, row: Row) -> AbstractContextManager[None]:
-        """See `Sending.putting`."""
+        """Enter this around the request that sends the chunk."""
         del row
         return self._store.encoder.sending()
 
@@ -58,7 +64,7 @@ class Alone:
 def store_chunk(
     store: Store,
     raw: memoryview,
-    sending: Sending | None = None,
+    sending: ChunkSend | None = None,
     *,
     into: memoryview | None = None,
     unread: set[bytes] | None = None,
@@ -88,7 +94,7 @@ def store_chunk(
         row = _find_listed(store, name, len(raw))
         if row is None:
             with buffers().lend(len(raw)) if into is None else contextlib.nullcontext(into) as memory:
-                row = _find_or_put(store, name, raw, digests, sending or Alone(store), memory, reread=reread)
+                row = _find_or_put(store, name, raw, digests, sending or ChunkSend(store), memory, reread=reread)
         store.lease_cache.learn(term, [row])
     if unread is not None:
         unread.discard(name)
@@ -118,7 +124,7 @@ def _find_or_put(
     name: bytes,
     raw: memoryview,
     digests: Sequence[bytes],
-    sending: Sending,
+    sending: ChunkSend,
     into: memoryview,
     *,
     reread: bool = False,
@@ -170,7 +176,7 @@ def _is_unusable(store: Store, name: ChunkName) -> bool:
     return store.lease_cache.is_unusable(name)
 
 
-def _put(store: Store, row: Row, payload: list[Buffer], sending: Sending) -> Row:
+def _put(store: Store, row: Row, payload: list[Buffer], sending: ChunkSend) -> Row:
     """Create a chunk object; return what stands there then, or `DAMAGED`."""
     checksum = checksum_for(store.objects.capabilities, payload)
     try:

@@ -65,7 +65,7 @@ class Deriver:
             raw: The chunk. Borrowed; it stays as it is where there is no result.
             sources: Where those elements are, in order.
             read: Gets at chunks that lie on this host.
-            into: See `tierfs.store.encode.pipeline.Sending.encode`.
+            into: See `tierfs.store.encode.pipeline.encode_chunk`.
         """
         if len(_needs(sources)) > BASES_MAX:
             return None

@@ -218,7 +218,7 @@ class Encoder:
             raw: The chunk. Borrowed; blocks that are stored as they are lie in it afterwards.
             context: What is known of it.
             sources: The sources that the context names, as they are stored.
-            into: See `tierfs.store.encode.pipeline.Sending.encode`.
+            into: See `tierfs.store.encode.pipeline.encode_chunk`.
             read: Gets at chunks that lie on this host.
             fetch: Gets at those that do not.
         """

@@ -1,10 +1,9 @@
-"""Chunks on their way to the object tier, encoded: what the one who stores them and the one who encodes them agree on."""
+"""Chunks on their way to the object tier, encoded."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tierfs._fork import PerProcess
 from tierfs.buffers import Buffers
@@ -12,9 +11,8 @@ from tierfs.codec import Codec, Coding, Reason, encode_blocks
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.format.envelope import BaseRange
 from tierfs.format.keys import ChunkName
-from tierfs.format.manifest import Row
 
-__all__ = ["BlockPlan", "Encoded", "EncodedBlock", "Sending", "blocks_of", "encode_chunk"]
+__all__ = ["BlockPlan", "Encoded", "EncodedBlock", "blocks_of", "encode_chunk"]
 
 _ALL = frozenset(Codec)
 # At most as many blocks are encoded together.
@@ -44,22 +42,6 @@ class Encoded(NamedTuple):
     needs: tuple[ChunkName, ...] = ()
 
 
-class Sending(Protocol):
-    """One chunk on its way, with all that is known of it."""
-
-    def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
-        """Encode it.
-
-        Args:
-            raw: The chunk. Borrowed; blocks that are stored as they are lie in it afterwards.
-            digest: Its own.
-            into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself where the chunk may be overwritten.
-        """
-
-    def putting(self, row: Row) -> AbstractContextManager[None]:
-        """What sends a chunk goes in here."""
-
-
 class BlockPlan(NamedTuple):
     """How a block is to be encoded.
 
@@ -87,7 +69,7 @@ def encode_chunk(
         raw: The chunk.
         plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for up to three that
             might be encoded together with it: the bases of four count at the same time.
-        into: See `Sending.encode`.
+        into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself where the chunk may be overwritten.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
     """

@@ -23,7 +23,7 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 from tierfs.processors import processors
-from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.chunks import ChunkSend, store_chunk
 from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import layout_of, places
@@ -142,7 +142,7 @@ class StagedFile:
         unread = replaced_chunks(self._store, path)
 
         def put(number: int) -> Row:
-            return store_chunk(self._store, views[number], Alone(self._store, contexts[number]), unread=unread)
+            return store_chunk(self._store, views[number], ChunkSend(self._store, contexts[number]), unread=unread)
 
         missing = [number for number, chunk in enumerate(chunks) if chunk.row is None]
         for number, row in zip(missing, transfers().map(put, missing), strict=True):

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
@@ -15,7 +15,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.processors import processors
-from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.chunks import ChunkSend, store_chunk
 from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import places
@@ -28,33 +28,16 @@ if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
     from tierfs.host.write.chunk_buffer import ChunkBuffer
 
-__all__ = ["ObjectSink", "Sink", "SlabSink"]
+__all__ = ["ObjectSink", "SlabSink"]
 
 IN_FLIGHT_MAX = 4
 SLOT_BYTES_MIN = 64 << 10
 
 
-class Sink(Protocol):
-    """Takes the bytes of one file in order. Not for use by several threads at once."""
-
-    def write(self, view: memoryview) -> None:
-        """Add bytes; they are copied.
-
-        Raises:
-            StoreError, CapacityError, ReadOnlyError: An earlier chunk could not be stored.
-        """
-
-    def finish(self) -> list[Row]:
-        """Store what is left, and return every chunk in order. Raises as `write` does."""
-
-    def abort(self) -> None:
-        """Give everything up. May be called twice."""
-
-
 class ObjectSink:
-    """Puts chunks into the object tier while the next one is being filled: one, and at most four on their way.
+    """Puts the chunks of one file into the object tier while the next one is being filled: one, and at most four on their way.
 
-    The local tiers keep copies of them, as of what is read.
+    The local tiers keep copies of them, as of what is read. Not for use by several threads at once.
 
     Args:
         store: The store.
@@ -76,7 +59,11 @@ class ObjectSink:
         self._filled = 0
 
     def write(self, view: memoryview) -> None:
-        """See `Sink.write`."""
+        """Add bytes; they are copied.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError: An earlier chunk could not be stored.
+        """
         at = 0
         for end in self._cutter.ends(view):
             self._append(view[at:end])
@@ -86,7 +73,7 @@ class ObjectSink:
             self._append(view[at:])
 
     def finish(self) -> list[Row]:
-        """See `Sink.finish`."""
+        """Store what is left, and return every chunk in order. Raises as `write` does."""
         if self._chunk is not None:
             self._send()
         while self._under_way:
@@ -94,7 +81,7 @@ class ObjectSink:
         return self._rows
 
     def abort(self) -> None:
-        """See `Sink.abort`. Chunks already stored are left for garbage collection."""
+        """Give everything up: chunks already stored are left for garbage collection. May be called twice."""
         for future in self._under_way:
             future.cancel()
         while self._under_way:
@@ -120,7 +107,7 @@ class ObjectSink:
         start, self._sent = self._sent, self._sent + filled
         layout = self._cutter.layout(start, self._sent)
         ((_, tensors),) = places(layout, [filled], self._group, start=start)
-        sending = Alone(self._store, ChunkContext(tensors, self._save))
+        sending = ChunkSend(self._store, ChunkContext(tensors, self._save))
 
         def store_it(buffer: memoryview) -> Row:
             raw, tiers = buffer[:filled], self._store.tiers
@@ -167,7 +154,7 @@ class SlabSink:
         return [None if slot is None else SlotRef(slot.segment.id, slot.index, slot.serial) for slot in self._slots]
 
     def write(self, view: memoryview) -> None:
-        """See `Sink.write`."""
+        """See `ObjectSink.write`."""
         ends = self._cutter.ends(view)
         if self._chunk is not None and ends:
             self._append(view[: ends[0]])
@@ -181,7 +168,7 @@ class SlabSink:
             self._append(rest)
 
     def finish(self) -> list[Row]:
-        """See `Sink.finish`."""
+        """See `ObjectSink.finish`."""
         if self._chunk is not None:
             # Here, since it is waited for at once: a thread would cost a small file more than its digest.
             slot = self._seal_chunk(self._chunk)
@@ -192,7 +179,7 @@ class SlabSink:
         return [row for row in self._rows if row is not None]
 
     def abort(self) -> None:
-        """See `Sink.abort`."""
+        """See `ObjectSink.abort`."""
         self._ahead.end()
         unsealed = [] if self._chunk is None else [self._chunk.slot]
         self._chunk = None
