@@ -7,14 +7,11 @@ from dataclasses import replace
 
 from tierfs.errors import ConflictError, NotFoundError
 from tierfs.format.manifest import Manifest
-from tierfs.host.pending.levels import Level
-from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
+from tierfs.store.tree.copy import place
 from tierfs.store.tree.directory import make_directory
 from tierfs.store.tree.records import observe, observe_marker, publish
-from tierfs.store.write.preconditions import ensure_chunks_durable, learn_rows, refuse_foreign
-from tierfs.store.write.staging import is_staged
-from tierfs.store.write.staging import replace as replace_record
+from tierfs.store.write.preconditions import refuse_foreign
 
 __all__ = ["annotate", "annotate_directory"]
 
@@ -41,20 +38,7 @@ def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_i
         raise NotFoundError(f"{store.where(path)} is not there", path=path)
     if manifest.write_id != write_id:
         raise ConflictError(f"{store.where(path)} was changed since it was opened: theirs stands", path=path)
-    staged = observed.draft is not None or is_staged(store, path, Level.OBJECT)
-    if staged:
-        rows, indirect, term = expand_rows(store, manifest, path), False, None
-    else:
-        rows, indirect, term = ensure_chunks_durable(store, path, learn_rows(store, observed))
-    changed = replace(
-        manifest,
-        write_id=store.random_bytes(16),
-        previous=observed.previous,
-        rows=rows,
-        indirect=indirect,
-        metadata=dict(metadata),
-    )
-    replace_record(store, observed, changed, staged=staged, slots=observed.slots, term=term)
+    changed, _ = place(store, observed, observed, metadata=dict(metadata))
     return changed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tierfs.buffers import buffers
 from tierfs.errors import AlreadyExistsError, NotFoundError
@@ -18,7 +19,7 @@ from tierfs.store.write.staging import is_staged
 from tierfs.store.write.staging import replace as replace_record
 from tierfs.store.write.writer import Writer
 
-__all__ = ["copy", "rename", "transfer"]
+__all__ = ["copy", "place", "rename", "transfer"]
 
 COPY_BYTES = 8 << 20
 
@@ -46,7 +47,7 @@ def copy(store: Store, source: str, target: str) -> None:
     if source == target:
         return
     now_ns = store.clock.now_ns()
-    _place(store, observed, observed.manifest, observe(store, target), created_ns=now_ns, modified_ns=now_ns)
+    place(store, observed, observe(store, target), created_ns=now_ns, modified_ns=now_ns)
 
 
 def rename(store: Store, source: str, target: str, *, overwrite: bool = True) -> None:
@@ -69,8 +70,7 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
         StoreError: It failed; if it is transient, either record may be written or not.
     """
     observed = observe(store, source)
-    manifest = observed.manifest
-    if manifest is None:
+    if observed.manifest is None:
         refuse_foreign(store, source)
         raise NotFoundError(f"{store.where(source)} is not there", path=source)
     if source == target:
@@ -78,33 +78,46 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
     there = observe(store, target) if observed.draft is None else observe_to_stage(store, target)
     if there.manifest is not None and not overwrite:
         raise AlreadyExistsError(f"{store.where(target)} exists", path=target)
-    pending = _place(store, observed, manifest, there, created_ns=manifest.created_ns, modified_ns=manifest.modified_ns)
-    bury(store, observed, after=pending)
+    moved, staged = place(store, observed, there)
+    bury(store, observed, after=moved.write_id if staged else None)
 
 
-def _place(
-    store: Store, source: Observed, manifest: Manifest, target: Observed, *, created_ns: int, modified_ns: int
-) -> bytes | None:
-    """Write a manifest's copy. Returns its write id if it is pending."""
+def place(store: Store, source: Observed, target: Observed, **changes: Any) -> tuple[Manifest, bool]:
+    """Write a file's manifest, with some fields changed, at another path or in its own place.
+
+    Args:
+        store: The store.
+        source: The file.
+        target: The path to write it at, as it was observed.
+        changes: Fields of the manifest, beside those that say which write it is and where its chunks are.
+
+    Returns:
+        The manifest, and whether it is staged: then the flusher publishes it.
+
+    Raises:
+        ReadOnlyError: tierfs did not write what lies at ``target``.
+        ConflictError, StoreError: It failed.
+    """
+    manifest = source.manifest
+    assert manifest is not None
     staged = source.draft is not None or target.draft is not None or is_staged(store, target.path, Level.OBJECT)
     if target.manifest is None:
         refuse_foreign(store, target.path, staged=staged)
     if staged:
         # The flusher makes sure of the chunks when it comes to publishing this, after what it is a copy of.
-        table, indirect, term = expand_rows(store, manifest, source.path), False, None
+        rows, indirect, term = expand_rows(store, manifest, source.path), False, None
     else:
-        table, indirect, term = ensure_chunks_durable(store, source.path, learn_rows(store, source))
-    moved = replace(
+        rows, indirect, term = ensure_chunks_durable(store, source.path, learn_rows(store, source))
+    placed = replace(
         manifest,
         write_id=store.random_bytes(16),
-        created_ns=created_ns,
-        modified_ns=modified_ns,
         previous=target.previous,
-        rows=table,
+        rows=rows,
         indirect=indirect,
+        **changes,
     )
-    replace_record(store, target, moved, staged=staged, slots=source.slots, term=term)
-    return moved.write_id if staged else None
+    replace_record(store, target, placed, staged=staged, slots=source.slots, term=term)
+    return placed, staged
 
 
 def transfer(source: Store, source_path: str, target: Store, target_path: str, *, move: bool = False) -> None:
