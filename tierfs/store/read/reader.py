@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import bisect
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, FormatError, NotFoundError
@@ -27,25 +27,30 @@ __all__ = ["Reader", "expand_rows", "load", "open_content", "open_entry", "open_
 PIECE_BYTES_MAX = CHUNK_BYTES
 
 
-class Reader(Protocol):
-    """A file at one version, opened for reading. Safe for use by many threads."""
+class Reader(abc.ABC):
+    """A file at one version, opened for reading. Safe for use by many threads.
+
+    Attributes:
+        starts: Where in the file each of its chunks begins, and its length.
+    """
+
+    starts: Sequence[int]
 
     @property
     def length(self) -> int:
         """Bytes of the file."""
-
-    @property
-    def starts(self) -> Sequence[int]:
-        """Where in the file each of its chunks begins, and its length."""
+        return self.starts[-1]
 
     def base_offset(self, offset: int) -> int:
         """An offset to read the chunk at ``offset`` beside: its own, or the last of what it is encoded against in this file.
 
         Who reads all of a file in this order finds on this host what was fetched for that, however little can be kept.
         """
+        return offset
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``offset``, all of which must be in the file. Raises as `read_parts` does."""
+        self.read_parts([(offset, out)])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
         """Fill each part, all of which must be in the file. A chunk is fetched once for all that is wanted of it.
@@ -58,7 +63,9 @@ class Reader(Protocol):
             ConflictError: The file was not written by tierfs and has changed since it was opened.
             StoreError, ReadOnlyError, FormatError: It failed.
         """
+        transfers().map(lambda wanted: self.read_chunk(*wanted), by_chunk(parts, self.starts).items())
 
+    @abc.abstractmethod
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
         """The same of one of its chunks, by offsets in that chunk. Waits for no other thread of `transfers`."""
 
@@ -128,23 +135,10 @@ def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:
     return rows
 
 
-class _InlineReader:
+class _InlineReader(Reader):
     def __init__(self, content: bytes) -> None:
         self._content = content
-
-    @property
-    def length(self) -> int:
-        return len(self._content)
-
-    @property
-    def starts(self) -> Sequence[int]:
-        return (0, len(self._content))
-
-    def base_offset(self, offset: int) -> int:
-        return 0
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        self.read_parts([(offset, out)])
+        self.starts = (0, len(content))
 
     def read_parts(self, parts: Sequence[Part]) -> None:
         self.read_chunk(0, parts)
@@ -154,7 +148,7 @@ class _InlineReader:
             out[:] = self._content[offset : offset + len(out)]
 
 
-class _ForeignReader:
+class _ForeignReader(Reader):
     """A file that tierfs did not write: there is no digest to hold it to, so it is held to its version.
 
     The local tiers keep pieces of it under its path and version.
@@ -165,31 +159,14 @@ class _ForeignReader:
         self._info = info
         self._share = EXACT_SHARE if exact else WHOLE_SHARE
         # Where the local tiers cut it.
-        self._starts = (*range(0, info.size, PIECE_BYTES_MAX), info.size)
-
-    @property
-    def length(self) -> int:
-        return self._info.size
-
-    @property
-    def starts(self) -> Sequence[int]:
-        return self._starts
-
-    def base_offset(self, offset: int) -> int:
-        return offset
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        self.read_parts([(offset, out)])
-
-    def read_parts(self, parts: Sequence[Part]) -> None:
-        transfers().map(lambda wanted: self.read_chunk(*wanted), by_chunk(parts, self._starts).items())
+        self.starts = (*range(0, info.size, PIECE_BYTES_MAX), info.size)
 
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
-        first, tiers = self._starts[number], self._store.tiers
+        first, tiers = self.starts[number], self._store.tiers
         if tiers is None:
             self._fetch(first, parts)
             return
-        length = self._starts[number + 1] - first
+        length = self.starts[number + 1] - first
         name = foreign_name(self._info.key, str(self._info.version), first)
         tiers.cache.read_through(name, length, parts, partial(self._fetch, first), share=self._share)
 
@@ -206,32 +183,21 @@ class _ForeignReader:
         return ()
 
 
-class _ChunkReader:
+class _ChunkReader(Reader):
     def __init__(self, store: Store, path: str, rows: tuple[Row, ...], *, exact: bool = False) -> None:
         self._store = store
         self._exact = exact
         self._where = store.where(path)
         self._rows = rows
-        self._starts = [0, *itertools.accumulate(row.raw_length for row in rows)]
+        self.starts = [0, *itertools.accumulate(row.raw_length for row in rows)]
         self._places: dict[ChunkName, int] | None = None
-
-    @property
-    def length(self) -> int:
-        return self._starts[-1]
-
-    @property
-    def starts(self) -> Sequence[int]:
-        return self._starts
 
     def base_offset(self, offset: int) -> int:
         if self._places is None:
-            self._places = {row.name: start for row, start in zip(self._rows, self._starts, strict=False)}
-        number = bisect.bisect_right(self._starts, offset, hi=len(self._rows)) - 1
+            self._places = {row.name: start for row, start in zip(self._rows, self.starts, strict=False)}
+        number = bisect.bisect_right(self.starts, offset, hi=len(self._rows)) - 1
         bases = self._rows[number].bases if self._rows else ()
-        return max((self._places[name] for name in bases if name in self._places), default=self._starts[number])
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        self.read_parts([(offset, out)])
+        return max((self._places[name] for name in bases if name in self._places), default=self.starts[number])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
         def fill(wanted: tuple[int, list[Part]]) -> None:
@@ -239,7 +205,7 @@ class _ChunkReader:
 
         near: list[tuple[int, list[Part]]] = []
         far: list[tuple[int, list[Part]]] = []
-        for number, wanted in by_chunk(parts, self._starts).items():
+        for number, wanted in by_chunk(parts, self.starts).items():
             name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
             is_near = self._store.tiers is not None and self._store.tiers.reader.holds(name, "ram")
             (near if is_near else far).append((number, wanted))
