@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,62 +52,37 @@ def compose(
     """
     objects = as_promised(objects, descriptor.endpoint, verify_writes(location))
     options, settings, host_local = tier_settings(location, descriptor, url.partition("://")[2])
-    process_local = location.protocol == "memory"
-    tiers: Tiers | None = None
-    hidden: TierfsError | None = None
-    unused = ""
-    hand_over: Callable[[bool], None] | None = None
-    if settings.ram_bytes or settings.nvme_bytes:
-        key = (
-            descriptor.uuid,
-            places,
-            replace(options, ack=None, timeout=None, bandwidth=None, codecs=None, device=None),
-        )
-        tiers = open_tiers.get(key)
-        from tierfs.session import tiers as localtiers  # noqa: PLC0415 - brings numpy, which takes a while
-
-        options_given = dict(location.options)
-        if tiers is None:
-            target = localtiers.TieredStore(
-                descriptor.uuid, url, places, options_given, descriptor.digest_kind, host_local, process_local
-            )
-            try:
-                home = localtiers.home_of(target, settings)
-            except TierfsError as error:
-                # Published files can be read without them.
-                if options.is_explicit and not isinstance(error, DamagedPlaceError):
-                    raise
-                _logger.warning("%s is used without local tiers: %s", url, error)
-                unused = str(error)
-                hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None
-            else:
-
-                def open_plain() -> Store:
-                    return Store(objects, descriptor, url=url, codecs=settings.codecs)
-
-                tiers = open_tiers[key] = localtiers.tiers_for(
-                    target, settings, open_plain, home, resumes=location.resumes
-                )
-        if tiers is not None:
-            shared = tiers
-
-            def hand_over(writes: bool) -> None:
-                localtiers.hand_over(shared, options_given, writes=writes)
-
-    return Store(
-        objects,
-        descriptor,
-        url=url,
-        tiers=tiers,
-        hidden=hidden,
+    plain = partial(Store, objects, descriptor, url=url, codecs=settings.codecs)
+    opened = partial(
+        plain,
         ack=settings.ack,
         timeout_s=settings.timeout_s,
         state_dir=settings.directory,
-        codecs=settings.codecs,
         device_bytes=settings.device_bytes,
-        unused=unused,
-        hand_over=hand_over,
     )
+    if not (settings.ram_bytes or settings.nvme_bytes):
+        return opened()
+    from tierfs.session import tiers as localtiers  # noqa: PLC0415 - brings numpy, which takes a while
+
+    given = dict(location.options)
+    key = (descriptor.uuid, places, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None, device=None))
+    tiers = open_tiers.get(key)
+    if tiers is None:
+        target = localtiers.TieredStore(
+            descriptor.uuid, url, places, given, descriptor.digest_kind, host_local, location.is_process_local
+        )
+        try:
+            home = localtiers.home_of(target, settings)
+        except TierfsError as error:
+            # Published files can be read without them.
+            if options.is_explicit and not isinstance(error, DamagedPlaceError):
+                raise
+            _logger.warning("%s is used without local tiers: %s", url, error)
+            hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None
+            return opened(hidden=hidden, unused=str(error))
+        tiers = open_tiers[key] = localtiers.tiers_for(target, settings, plain, home, resumes=location.resumes)
+    assert isinstance(tiers.flusher, localtiers.LaunchingClient)
+    return opened(tiers=tiers, hand_over=partial(tiers.flusher.hand_over, given))
 
 
 def verify_writes(location: Location) -> str:
@@ -118,7 +93,7 @@ def verify_writes(location: Location) -> str:
 def tier_settings(location: Location, descriptor: Descriptor, root: str) -> tuple[TierOptions, ResolvedTiers, bool]:
     """How a store's local tiers are set up: as asked for, what that comes to, and whether the object tier is this host's."""
     options = _options_of(location)
-    process_local = location.protocol == "memory"
+    process_local = location.is_process_local
     # A directory may be the host's own when the store is made, and be mounted from elsewhere on other hosts.
     host_local = descriptor.endpoint.host_local and (process_local or not is_network(filesystem_of(root)))
     settings = resolve(options, descriptor.uuid, host_local=host_local, process_local=process_local)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
     from tierfs.flusher.server import Service
 
-__all__ = ["Launcher", "TieredStore", "hand_over", "home_of", "may_hide", "publisher_of", "tiers_for"]
+__all__ = ["Launcher", "LaunchingClient", "TieredStore", "home_of", "may_hide", "publisher_of", "tiers_for"]
 
 LINGER_S = 10.0
 _logger = logging.getLogger("tierfs.store")
@@ -125,11 +125,11 @@ def tiers_for(
     """
     clock = SystemClock()
     host, directory = home
-    launcher = Launcher(target, settings, host, directory, lambda: publisher_of(connect, host), clock)
+    launcher = Launcher(target, settings, host, directory, connect, clock)
     tiers = Tiers(
         RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),
         NvmeReader(directory),
-        _Client(directory, launcher),
+        LaunchingClient(directory, launcher),
         kind=target.kind,
         has_nvme=bool(settings.nvme_bytes),
         gives_local=is_durable(filesystem_of(directory)),
@@ -159,18 +159,6 @@ def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:
     return StorePublisher(connect, check_place)
 
 
-def hand_over(tiers: Tiers, options: dict[str, Any], *, writes: bool) -> None:
-    """Have the flusher of these tiers know these options for the object tier, which may be renewed credentials.
-
-    Args:
-        tiers: The tiers.
-        options: As they are used now.
-        writes: Whether something is changed with them.
-    """
-    assert isinstance(tiers.flusher, _Client)
-    tiers.flusher.hand_over(options, writes=writes)
-
-
 class Launcher:
     """Starts a flusher for this process: as a process, or as a thread where that cannot serve."""
 
@@ -180,21 +168,19 @@ class Launcher:
         settings: ResolvedTiers,
         host: Host,
         directory: Path,
-        publisher: Callable[[], StorePublisher],
+        connect: Callable[[], Store],
         clock: Clock,
     ) -> None:
         self._target = target
         self._settings = settings
         self._host = host
         self._directory = directory
-        self._publisher = publisher
+        self._connect = connect
         self._clock = clock
         self.fallbacks = 0
         self._lock = threading.Lock()
-        self._handed_over: tuple[dict[str, Any] | None, bool] = (
-            None,
-            False,
-        )  # options, and whether something was changed with them
+        # Options, and whether something was changed with them.
+        self._handed_over: tuple[dict[str, Any] | None, bool] = (None, False)
         self.hand_over(target.options, writes=False)
         self.thread: threading.Thread | None = None
         self._service: Service | None = None
@@ -248,13 +234,12 @@ class Launcher:
         if not self.fallbacks:
             _logger.warning("%s is flushed by a thread of this process: %s", self._target.url, reason)
         self.fallbacks += 1
-        publisher = self._publisher()
         engine = build_engine(
             self._host,
             self._target.uuid,
             self._settings,
             None,
-            publisher=publisher,
+            publisher=publisher_of(self._connect, self._host),
             clock=self._clock,
         )
         service = Service(engine, self._directory, version=__version__, linger_s=LINGER_S)
@@ -275,7 +260,7 @@ class Launcher:
             thread.join()
 
 
-class _Client(FlusherClient):
+class LaunchingClient(FlusherClient):
     """The way to the flusher; closing it also ends one that was started as a thread for it."""
 
     def __init__(self, directory: Path, launcher: Launcher) -> None:
@@ -283,10 +268,17 @@ class _Client(FlusherClient):
         self._launcher = launcher
 
     def hand_over(self, options: dict[str, Any], *, writes: bool) -> None:
+        """Have the flusher know these options for the object tier, which may be renewed credentials.
+
+        Args:
+            options: As they are used now.
+            writes: Whether something is changed with them.
+        """
         if self._launcher.hand_over(options, writes=writes):
             self.greet_again()
 
     def close(self) -> None:
+        """Close the connection, and end a flusher that is a thread of this process."""
         super().close()
         self._launcher.stop()
 

@@ -83,6 +83,11 @@ class Location:
     resumes: bool = True
 
     @property
+    def is_process_local(self) -> bool:
+        """Whether the object tier is this process's alone."""
+        return self.protocol == "memory"
+
+    @property
     def url(self) -> str:
         """The path as an object tier's URL, without options."""
         return target_url(self.protocol, self.path)

@@ -62,7 +62,7 @@ class Store:
         codecs: What chunks may be encoded with.
         device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU; 0 switches it off.
         unused: Why there are no local tiers, where there were to be some.
-        hand_over: Has the flusher know the options that this store was opened with, and whether something is changed with them.
+        hand_over: Has the flusher know the options that this store was opened with; see `Store.hand_over`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Store:
         codecs: Codecs = AUTO,
         device_bytes: int = 0,
         unused: str = "",
-        hand_over: Callable[[bool], None] | None = None,
+        hand_over: Callable[..., None] | None = None,
     ) -> None:
         self._objects = objects
         self._process = os.getpid()
@@ -147,7 +147,7 @@ class Store:
     def hand_over(self, *, writes: bool) -> None:
         """Have the flusher know the options that this store was opened with, and whether something is changed with them."""
         if self._hand_over is not None:
-            self._hand_over(writes)
+            self._hand_over(writes=writes)
 
     def check_before_writing(self) -> None:
         """Have `is_current` look the next time that it is asked: this store was opened by what the host knew of it."""
