@@ -42,6 +42,19 @@ class WriteMode(enum.Enum):
     APPEND = "ab"
 
 
+class _WriterState(enum.Enum):
+    """How far a writer has come."""
+
+    OPEN = enum.auto()
+    """Bytes may be added."""
+    SEALING = enum.auto()
+    """Its draft is being sealed, or was, if an interrupt came right after that."""
+    CLOSED = enum.auto()
+    """No bytes may be added, and as far as the writer knows it published nothing."""
+    DONE = enum.auto()
+    """The file is published or pending."""
+
+
 def save(
     store: Store,
     path: str,
@@ -118,8 +131,7 @@ class Writer:
         self.is_replacing = self._observed.manifest is not None
         self._term: int | None = None
         self.published: Manifest | None = None
-        self._done = False
-        self._is_done = self._is_sealing = False
+        self._state = _WriterState.OPEN
         self.length = 0
         old = self._observed.manifest
         if old is not None and mode is WriteMode.CREATE:
@@ -140,7 +152,7 @@ class Writer:
     @property
     def is_done(self) -> bool:
         """Whether the file is published or pending."""
-        return self._is_done
+        return self._state is _WriterState.DONE
 
     @property
     def path(self) -> str:
@@ -180,13 +192,16 @@ class Writer:
         return len(view)
 
     def _take(self, view: memoryview) -> None:
-        if self._done:
-            raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
+        self._check_open()
         if self._sink is None and len(self._small) + len(view) <= INLINE_BYTES_MAX:
             self._small += view
             return
         sink = self._begin_sink()
         sink.write(view)
+
+    def _check_open(self) -> None:
+        if self._state is not _WriterState.OPEN:
+            raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
 
     def read_back(self) -> Reader:
         """Open the bytes written so far, which can be read until `abort` or `commit`. The chunk being filled ends here.
@@ -210,8 +225,7 @@ class Writer:
             StoreError, CapacityError, ReadOnlyError: The object tier failed. The path holds what it held before; only
                 after a transient `StoreError` the new file may be there instead.
         """
-        if self._done:
-            raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
+        self._check_open()
         try:
             rows = self._finish_rows()
             manifest = self._manifest(rows)
@@ -223,24 +237,24 @@ class Writer:
             if self._staged:
                 slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
                 slots += [None] * (len(rows) - len(slots))
-                self._is_sealing = True
+                self._state = _WriterState.SEALING
                 seal(self._store, self._observed, manifest, slots=slots)
         except BaseException as error:
             self.abort()
             if isinstance(error, ConflictError):
                 self._refuse_created()
             raise
-        self._done = True
         if self._staged:
-            self._is_done, self.published = True, manifest
+            self.published, self._state = manifest, _WriterState.DONE
             follow(self._store, manifest, self.path, self._level)
             return manifest
+        self._state = _WriterState.CLOSED
         try:
             publish(self._store, self._observed, manifest, term=self._term)
         except ConflictError:
             self._refuse_created()
             raise
-        self._is_done, self.published = True, manifest
+        self.published, self._state = manifest, _WriterState.DONE
         return manifest
 
     def _refuse_created(self) -> None:
@@ -255,20 +269,21 @@ class Writer:
 
         What `commit` made pending or published stays: the slots are that file's by then.
         """
-        if not self._is_done and self._is_sealing:
+        if self._state is _WriterState.SEALING and self._store.tiers is not None:
             # An interrupt may have come right after the draft was sealed.
-            found = self._store.tiers.drafts.pending(self.path) if self._store.tiers is not None else None
-            self._is_done = found is not None and found.draft.write_id == self._write_id
-        if self._is_done:
+            found = self._store.tiers.drafts.pending(self.path)
+            if found is not None and found.draft.write_id == self._write_id:
+                self._state = _WriterState.DONE
+        if self._state is _WriterState.DONE:
             return
-        self._done = True
+        self._state = _WriterState.CLOSED
         self._small = bytearray()
         if self._sink is not None:
             self._sink.abort()
 
     def _begin_sink(self) -> ObjectSink | SlabSink:
         """Where chunks go from now on, with what was gathered so far at their start."""
-        assert not self._done
+        assert self._state is _WriterState.OPEN
         if self._sink is None:
             tiers = self._store.tiers if self._staged else None
             cutter = Cutter(at_start=not self._kept)
