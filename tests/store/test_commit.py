@@ -15,14 +15,14 @@ from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.flusher.publish import StorePublisher
 from tierfs.format import keys
-from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
+from tierfs.format.checkpoint import ROOT, SEQUENCE_MAX, SaveMark, named_files
 from tierfs.format.keys import record_key
 from tierfs.host.pending.levels import Level
 from tierfs.objects import FsspecObjects, MeasuredObjects
 from tierfs.objects.backends.local import LocalObjects
 from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.store import commit, delete, find, load, stat
-from tierfs.store.commit import PART, PART_IN_PLACE, PENDING, ROOT, Commits, part_of
+from tierfs.store.commit import PART, PART_IN_PLACE, PENDING, Commits, part_of
 from tierfs.store.create import create_store
 from tierfs.store.store import Store
 from tierfs.store.write import staging

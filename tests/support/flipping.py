@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from tierfs.dcp.address import Address, inside
+from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.format import keys
+from tierfs.format.keys import inside
 from tierfs.store import stat
 
 

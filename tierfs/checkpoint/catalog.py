@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint, metadata_file, open_announced, open_checkpoint, rank_of
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
-from tierfs.format.checkpoint import is_save_id
+from tierfs.format.checkpoint import ROOT, is_save_id
+from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, find, stat
-from tierfs.store.commit import PENDING, ROOT
+from tierfs.store.commit import PENDING
 from tierfs.store.transfers import transfers
 
 __all__ = ["Candidate", "Standing", "candidates", "natural_key", "standing", "step_of"]

@@ -31,7 +31,7 @@ from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.save.plan import header
 from tierfs.dcp.tensorbytes import bytes_of, in_safetensors
 from tierfs.errors import InvalidInputError, TierfsError
-from tierfs.store.commit import ROOT
+from tierfs.format.checkpoint import ROOT
 
 __all__ = ["nested", "safetensors_pieces", "state_of", "write_dcp", "write_state"]
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import candidates, step_of
-from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.format.keys import inside
 from tierfs.store import Store
 
 __all__ = ["CheckpointLoss", "checkpoint_losses"]

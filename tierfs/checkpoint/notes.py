@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tierfs.dcp.address import inside
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.format.keys import inside
 from tierfs.store import Store
 from tierfs.store.read.reader import open_manifest
 from tierfs.store.tree.listing import check_hidden

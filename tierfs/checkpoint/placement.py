@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tierfs.codec import Codec, Reason
-from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import NotFoundError
 from tierfs.format.envelope import Envelope
+from tierfs.format.keys import inside
 from tierfs.format.manifest import Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import Candidate, candidates, standing
 from tierfs.checkpoint.notes import NOTES, is_pinned, metrics_of
-from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
 from tierfs.errors import ConflictError, NotFoundError
+from tierfs.format.keys import inside
 from tierfs.store import Store, delete
 from tierfs.store.maintenance.retention import Decision, Rule, SavedCheckpoint, decide
 from tierfs.store.tree.delete import bury

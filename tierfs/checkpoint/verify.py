@@ -13,13 +13,13 @@ from typing import Any
 
 from tierfs.buffers import buffers
 from tierfs.codec.layout.safetensors import HeaderEntry, read_table
-from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import Box, BoxReader
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import Reader, level_of, open_entry, stat
 from tierfs.store.read.reader import expand_rows

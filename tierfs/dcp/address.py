@@ -14,7 +14,7 @@ from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.session.url import LOCAL, asks_to_create
 from tierfs.store import Store
 
-__all__ = ["Address", "full_url", "inside"]
+__all__ = ["Address", "full_url"]
 
 _CHAIN = "tierfs::"
 _ONE_SLASH = re.compile(r"([a-z][a-z0-9+._-]+):/(?!/)(.*)", re.DOTALL)
@@ -95,8 +95,3 @@ def full_url(path: str | os.PathLike[str]) -> str:
     if not rest or "://" in rest or "::" in rest:
         return text
     return f"{_CHAIN}file://{os.path.abspath(rest)}"
-
-
-def inside(directory: str, name: str) -> str:
-    """The path of a file in a directory of a store, which may be its root."""
-    return f"{directory}/{name}" if directory else name

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tierfs.dcp.address import inside
 from tierfs.dcp.load.coverage import boxes_in, problem_of
 from tierfs.dcp.metadata import BytesPlace, CheckpointNote, decode
 from tierfs.dcp.torch_format.metadata import decode_pickle
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
+from tierfs.format.checkpoint import ROOT
+from tierfs.format.keys import inside
 from tierfs.store import Store, list_directory, open_entry, stat
-from tierfs.store.commit import PENDING, ROOT
+from tierfs.store.commit import PENDING
 
 __all__ = ["Checkpoint", "Shard", "metadata_file", "open_announced", "open_checkpoint", "rank_of", "read_checkpoint"]
 

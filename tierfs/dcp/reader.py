@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfs.dcp.address import Address, full_url, inside
+from tierfs.dcp.address import Address, full_url
 from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
 from tierfs.dcp.load.coverage import Absent, mark_absent
 from tierfs.dcp.load.items import SavedItem
@@ -31,9 +31,11 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
+from tierfs.format.checkpoint import ROOT
+from tierfs.format.keys import inside
 from tierfs.session import parse_url
 from tierfs.store import Store, stat
-from tierfs.store.commit import ROOT, Commits, Waiting
+from tierfs.store.commit import Commits, Waiting
 from tierfs.store.offline import ask_briefly
 
 __all__ = ["TierReader"]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierfs.dcp.address import Address, inside
+from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.planning import begin_planning, end_planning
@@ -34,6 +34,7 @@ from tierfs.dcp.torch_format.layout import SUFFIX, write_archives
 from tierfs.device.drain import Gate
 from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark
+from tierfs.format.keys import inside
 from tierfs.gc_pause import Uncollected
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, status

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from tierfs.errors import FormatError
 
-__all__ = ["SEQUENCE_MAX", "SaveMark", "is_save_id", "named_files"]
+__all__ = ["ROOT", "SEQUENCE_MAX", "SaveMark", "is_save_id", "named_files"]
 
+ROOT = ".metadata"
+"""The file of a checkpoint's directory that holds its metadata, and is published last."""
 SEQUENCE_MAX = (1 << 63) - 1
 _KEY = "checkpoint"
 _SAVE_ID = re.compile(r"[0-9a-f]{1,64}")

@@ -30,6 +30,7 @@ __all__ = [
     "chunk_key",
     "condemned_key",
     "directory_prefix",
+    "inside",
     "is_condemned_key",
     "lease_key",
     "marker_key",
@@ -129,6 +130,11 @@ def validate_path(path: str) -> str:
         shown = path if len(path) <= PATH_BYTES_MAX else path[:80] + "..."
         raise InvalidInputError(f"bad path {shown!r}: {problem}", path=shown)
     return path
+
+
+def inside(directory: str, name: str) -> str:
+    """The path of what is called ``name`` in a directory of a store, which may be its root."""
+    return f"{directory}/{name}" if directory else name
 
 
 def record_key(path: str) -> str:

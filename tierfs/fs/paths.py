@@ -23,7 +23,7 @@ from tierfs.fs.transactions import TierTransaction
 from tierfs.fs.writefile import WriteFile
 from tierfs.host.pending.levels import Level
 from tierfs.session import Location, TierOptions, open_store
-from tierfs.session.url import TRUE, asks_to_create, named_location, split_url, strip, target_url
+from tierfs.session.url import LOCAL, TRUE, asks_to_create, named_location, split_url, strip, target_url
 from tierfs.store import Store
 
 __all__ = ["PathSpace", "is_hint"]
@@ -126,8 +126,7 @@ class PathSpace(Chained):
         return stripped
 
     def _same_filesystem(self, protocol: str | None) -> bool:
-        local = ("file", "local")
-        return protocol in local and self._target_protocol in local
+        return protocol in LOCAL and self._target_protocol in LOCAL
 
     def unstrip_protocol(self, name: str) -> str:
         """The full URL of a path."""

@@ -15,6 +15,7 @@ from fsspec.core import PickleableTextIOWrapper
 
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
+from tierfs.format.checkpoint import ROOT
 from tierfs.store import Reader
 
 __all__ = ["ReadFile"]
@@ -90,7 +91,7 @@ class ReadFile(io.BufferedReader):
     def _is_of_a_checkpoint(self) -> bool:
         """Whether `TierWriter` made it."""
         name = self.path.rpartition("/")[2]
-        if name.endswith(".metadata"):
+        if name.endswith(ROOT):
             return self._fetch_range(0, len(METADATA_HEAD)) == METADATA_HEAD
         return SHARD_NAME.fullmatch(name) is not None
 

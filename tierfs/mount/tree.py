@@ -16,6 +16,7 @@ import time
 from tierfs import store as verbs
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
+from tierfs.format.checkpoint import ROOT
 from tierfs.format.manifest import Manifest
 from tierfs.mount.attributes import DIRECTORY_MODE, MODE_BITS, new_attributes, with_posix
 from tierfs.mount.errnos import refusal
@@ -29,7 +30,6 @@ __all__ = ["NAME_MAX", "NO_REPLACE", "NameTree"]
 
 NAME_MAX = keys.COMPONENT_BYTES_MAX
 NO_REPLACE = 1
-CHECKPOINT_METADATA = ".metadata"
 ATTEMPTS_MAX = 5
 LOOKS_MAX = 20
 _logger = logging.getLogger("tierfs.mount")
@@ -101,7 +101,7 @@ class NameTree:
             _logger.error("%s: %s; the other files are shown", self._state.store.where(path), error)  # noqa: TRY400
             entries = self._undamaged(path)
         found: dict[str, Node] = {}
-        is_settled = any(_name(entry.path) == CHECKPOINT_METADATA for entry in entries)
+        is_settled = any(_name(entry.path) == ROOT for entry in entries)
         for entry in entries:
             name = _name(entry.path)
             if name in found or entry.path == path:

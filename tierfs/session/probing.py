@@ -13,7 +13,7 @@ from tierfs.objects import Update, as_promised, checksum_for, connect, probe
 from tierfs.objects.os_errors import translated
 from tierfs.objects.probe import Finding, Findings
 from tierfs.session.open import open_store
-from tierfs.session.url import Location, target_url
+from tierfs.session.url import LOCAL, Location, target_url
 
 __all__ = ["ProbeReport", "probe_store"]
 
@@ -81,7 +81,7 @@ def probe_store(location: Location) -> ProbeReport:
 
 def _probe_bare(location: Location, root: str, url: str) -> Findings:
     """Try a place that is no store."""
-    if location.protocol not in {"file", "local"}:
+    if location.protocol not in LOCAL:
         return probe(connect(location.protocol, root, location.options, attempts=1))
     if not os.path.isdir(root):
         raise NotFoundError(f"{url} is no directory: make it, or try the one that it is to be in", path=url)

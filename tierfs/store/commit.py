@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
-from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
-from tierfs.format.keys import directory_prefix, record_key
+from tierfs.format.checkpoint import ROOT, SEQUENCE_MAX, SaveMark, named_files
+from tierfs.format.keys import directory_prefix, inside, record_key
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.store.offline import ask_briefly
@@ -40,9 +40,8 @@ from tierfs.store.write.preconditions import ensure_chunks_durable, learn_rows, 
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.writer import WriteMode, Writer
 
-__all__ = ["PART", "PENDING", "ROOT", "Commits", "Waiting", "part_of"]
+__all__ = ["PART", "PENDING", "Commits", "Waiting", "part_of"]
 
-ROOT = ".metadata"
 PENDING = ".pending"
 # In the manifest of a file that a checkpoint may wait for; and of one of which nobody is told before it is in the object tier:
 # then no checkpoint that names it waits for it.
@@ -146,7 +145,7 @@ class Commits:
         if manifest is None:
             refuse_foreign(store, path)
         before = _turns(manifest)
-        if name == ROOT and (listed is None or directory_prefix(_inside(directory, PENDING)) in listed):
+        if name == ROOT and (listed is None or directory_prefix(inside(directory, PENDING)) in listed):
             before += [mark for mark, _ in self._announced(directory)]
         return before, is_new
 
@@ -199,8 +198,8 @@ class Commits:
             ConflictError: A save that began later is published already.
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
         """
-        self.check_turn(_inside(directory, ROOT), mark)
-        path = _inside(directory, f"{PENDING}/{mark.save_id}")
+        self.check_turn(inside(directory, ROOT), mark)
+        path = inside(directory, f"{PENDING}/{mark.save_id}")
         writer = Writer(self._store, path, mode=WriteMode.CREATE, metadata=mark.as_metadata(), level=Level.OBJECT)
         writer.write(document)
         writer.commit()
@@ -250,7 +249,7 @@ class Commits:
         Raises:
             StoreError, ReadOnlyError: It cannot be told.
         """
-        return any(True for _ in live_records(self._store, _inside(directory, PENDING)))
+        return any(True for _ in live_records(self._store, inside(directory, PENDING)))
 
     def advance(self, directory: str) -> list[Waiting]:
         """Publish the newest save of a directory that is complete, and forget those that began before it.
@@ -298,7 +297,7 @@ class Commits:
             write_references(self._store, directory, names)
             return
         try:
-            root = observe(self._store, _inside(directory, ROOT))
+            root = observe(self._store, inside(directory, ROOT))
             if root.manifest is not None and root.manifest.previous and SaveMark.of(root.manifest.metadata) is not None:
                 remove_replaced(
                     self._store, directory, self._files(root) | {ROOT}, PART, lambda: self._waited_for(directory)
@@ -359,7 +358,7 @@ class Commits:
     def _announced(self, directory: str) -> list[tuple[SaveMark, Observed]]:
         """The announced saves, the newest first: each lies under its save's id. Other files there are somebody's own."""
         found = []
-        for path, info in live_records(self._store, _inside(directory, PENDING), deep=False):
+        for path, info in live_records(self._store, inside(directory, PENDING), deep=False):
             try:
                 observed = observe_listed(self._store, path, info)
             except NotFoundError:
@@ -380,7 +379,7 @@ class Commits:
         return {path.rpartition("/")[2] for path, _ in live_records(self._store, directory, deep=False)}
 
     def _root(self, directory: str) -> Observed:
-        return observe_to_replace(self._store, _inside(directory, ROOT))
+        return observe_to_replace(self._store, inside(directory, ROOT))
 
     def _forget(self, found: Observed) -> None:
         with suppress(ConflictError, NotFoundError):  # somebody else did
@@ -408,7 +407,7 @@ class Commits:
         store, manifest = self._store, found.manifest
         assert manifest is not None
         record = replace(manifest, write_id=store.random_bytes(16))
-        is_done = self._replace(_inside(directory, ROOT), mark, record, learn_rows(store, found))
+        is_done = self._replace(inside(directory, ROOT), mark, record, learn_rows(store, found))
         if is_done:
             _logger.info("%s is complete: save %s", store.where(directory), mark.save_id)
         return is_done
@@ -435,10 +434,6 @@ class Commits:
 def part_of(store: Store) -> Mapping[str, object]:
     """The note in the manifest of a part that is saved at a store's level."""
     return PART_IN_PLACE if store.ack is Level.OBJECT else PART
-
-
-def _inside(directory: str, name: str) -> str:
-    return f"{directory}/{name}" if directory else name
 
 
 def _turn_of(manifest: Manifest | None) -> SaveMark | None:

@@ -9,12 +9,11 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierfs.dcp.address import inside
 from tierfs.dcp.save.publish import level_reached, wait_for
-from tierfs.format.checkpoint import SaveMark
+from tierfs.format.checkpoint import ROOT, SaveMark
+from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import level_of
-from tierfs.store.commit import ROOT
 from tierfs.train.run import RunDirectory
 
 __all__ = ["SaveHandle", "SaveOrder"]

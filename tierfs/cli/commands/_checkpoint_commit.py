@@ -8,11 +8,11 @@ from tierfs.cli.arguments import require_seconds
 from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import print_json, printable
 from tierfs.cli.terminal.progress import Progress
-from tierfs.dcp.address import inside
 from tierfs.errors import NotFoundError
-from tierfs.format.checkpoint import SaveMark
+from tierfs.format.checkpoint import ROOT, SaveMark
+from tierfs.format.keys import inside
 from tierfs.store import stat
-from tierfs.store.commit import ROOT, Commits
+from tierfs.store.commit import Commits
 
 __all__ = ["commit"]
 

@@ -19,14 +19,14 @@ from tierfs.cli.executors import WorkerSet, open_executor
 from tierfs.cli.files.places import LocalPlace, StorePlace, any_place, store_place
 from tierfs.cli.terminal.output import print_json, printable
 from tierfs.cli.terminal.progress import Progress
-from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.torch_format.streams import SaveStream
 from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.format.checkpoint import ROOT
+from tierfs.format.keys import inside
 from tierfs.localfile import naming, replacing
 from tierfs.store import Writer, kind_of, load
-from tierfs.store.commit import ROOT
 from tierfs.units import format_bytes
 
 __all__ = ["export", "import_"]

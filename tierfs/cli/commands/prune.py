@@ -9,8 +9,8 @@ from tierfs.cli.arguments import add_url_argument, require_torch
 from tierfs.cli.files.places import StorePlace, find_store, store_place
 from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
 from tierfs.cli.terminal.progress import Progress
-from tierfs.dcp.address import inside
 from tierfs.errors import ConflictError, InvalidInputError
+from tierfs.format.keys import inside
 
 if TYPE_CHECKING:
     from tierfs.checkpoint.prune import Pruned

@@ -17,9 +17,9 @@ from tierfs.cli.mirror.content import holds, pieces_of
 from tierfs.cli.mirror.local import LocalTree, scan_source
 from tierfs.cli.mirror.record import MirrorRecord, Synced, content_of
 from tierfs.cli.terminal.progress import Progress
-from tierfs.dcp.address import inside
 from tierfs.errors import InvalidInputError, NotFoundError, StoreError
 from tierfs.format import keys
+from tierfs.format.keys import inside
 from tierfs.mount.attributes import new_attributes, with_posix
 from tierfs.store import Entry, annotate, delete, find, make_directory
 from tierfs.store import stat as stat_stored

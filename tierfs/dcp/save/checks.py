@@ -8,7 +8,6 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.objects import check_object
 from tierfs.dcp.save.refused import Refused
@@ -16,6 +15,7 @@ from tierfs.dcp.save.replicas import RemoteReplica
 from tierfs.dcp.save.shard_file import check_is_held
 from tierfs.dcp.tensorbytes import has_size_in_plans, is_quantized, lacks_quantizer, refuse_unusual
 from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.format.keys import inside
 from tierfs.store import Store, kind_of
 
 __all__ = ["check_archived", "check_free", "check_objects", "check_owners", "check_plannable", "check_planned"]

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tierfs.dcp.metadata import BytesPlace, CheckpointNote, encode
 from tierfs.dcp.torch_format.layout import encode_pickle
 from tierfs.errors import InvalidInputError
-from tierfs.format.checkpoint import SaveMark
+from tierfs.format.checkpoint import ROOT, SaveMark
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of, wait
-from tierfs.store.commit import ROOT, Commits
+from tierfs.store.commit import Commits
 from tierfs.store.tree.references import is_root
 from tierfs.store.write.staging import is_staged
 

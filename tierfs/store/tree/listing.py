@@ -188,7 +188,7 @@ def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
         if isinstance(item, Prefix):
             name = directory_name(item.key)
             if name is not None:
-                directories.append(f"{path}/{name}" if path else name)
+                directories.append(keys.inside(path, name))
             continue
         live = live_path(item)
         if live is not None and live not in pending:
@@ -223,7 +223,7 @@ def _living(
         recorded: Those in which records are, perhaps all of removed files.
         foreign: Those in which tierfs did not write something, perhaps nothing that can be shown.
     """
-    found = {f"{path}/{name}" if path else name for name in _child_directories(path, pending)}
+    found = {keys.inside(path, name) for name in _child_directories(path, pending)}
     unknown = [name for name in recorded if name not in found]
     # For many directories, one listing of all that is in them takes fewer requests than a listing of each.
     if len(unknown) > LOOKS_MAX:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.format import keys
+from tierfs.format.checkpoint import ROOT
 from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest
 from tierfs.format.references import ReferenceList, record_check
@@ -19,16 +20,15 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.walk import live_records, read_manifests
 
-__all__ = ["ROOT_NAME", "is_root", "names_of", "owned_records", "parents_of", "put_references", "write_references"]
+__all__ = ["is_root", "names_of", "owned_records", "parents_of", "put_references", "write_references"]
 
-ROOT_NAME = ".metadata"
 _Record = tuple[str, str, str, Manifest]
 _logger = logging.getLogger("tierfs.store")
 
 
 def is_root(path: str) -> bool:
     """Whether a file of this path makes its directory a checkpoint, which has a reference list."""
-    return path.rpartition("/")[2] == ROOT_NAME
+    return path.rpartition("/")[2] == ROOT
 
 
 def names_of(store: Store, path: str, manifest: Manifest) -> Iterator[bytes]:
@@ -90,7 +90,7 @@ def _known(store: Store, directory: str, names: Iterable[str]) -> list[_Record] 
     """The records of these files as this process wrote or saw them last; ``None`` if it does not know one of them."""
     found: list[_Record] = []
     for name in names:
-        path = f"{directory}/{name}" if directory else name
+        path = keys.inside(directory, name)
         key = keys.record_key(path)
         known = store.records.get(key)
         if known is None or not isinstance(known[1], Manifest):
