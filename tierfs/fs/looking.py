@@ -35,17 +35,18 @@ class Looking(PathSpace):
         return await run_in_thread(self._ls_now, path, detail=detail)
 
     def _ls_now(self, path: str, *, detail: bool) -> list[Any]:
-        store, relative = self._locate(path)
-        entries = verbs.list_directory(store, relative, detail=detail)
-        names = self._names(path, relative, (entry.path for entry in entries))
-        return [describe(*pair) for pair in zip(names, entries, strict=True)] if detail else names
+        names, entries = self._listed(path, detail=detail)
+        return list(map(describe, names, entries)) if detail else names
 
     def _kinds_now(self, path: str) -> list[dict[str, Any]]:
         """The entries of a directory, names and types alone; reads no record."""
+        return list(map(_kind, *self._listed(path, detail=False)))
+
+    def _listed(self, path: str, *, detail: bool) -> tuple[list[str], list[Entry]]:
+        """The entries of a directory, and what they are called here; without ``detail`` reads no record."""
         store, relative = self._locate(path)
-        entries = verbs.list_directory(store, relative, detail=False)
-        names = self._names(path, relative, (entry.path for entry in entries))
-        return [_kind(*pair) for pair in zip(names, entries, strict=True)]
+        entries = verbs.list_directory(store, relative, detail=detail)
+        return self._names(path, relative, (entry.path for entry in entries)), entries
 
     async def _find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
