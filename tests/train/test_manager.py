@@ -8,7 +8,7 @@ import torch
 from support.flipping import flip_shard
 
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError
-from tierfs.store.request_metrics import asked
+from tierfs.store.request_metrics import request_metrics
 from tierfs.train import Every, Manager
 
 OPTIONS = {"ram": "0", "nvme": "0"}
@@ -64,7 +64,7 @@ def test_the_newest_step_of_many_is_found_with_few_requests(root):
 
 
 def requests(run):
-    counts = asked(run._run.open()[0].objects)["object_requests"]
+    counts = request_metrics(run._run.open()[0].objects)["object_requests"]
     return Counter({method: count["requests"] for method, count in counts.items()})
 
 

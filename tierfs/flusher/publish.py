@@ -24,7 +24,7 @@ from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
 from tierfs.store.encode.pipeline import Encoded
 from tierfs.store.read.fetch import find_chunk
-from tierfs.store.request_metrics import asked
+from tierfs.store.request_metrics import request_metrics
 from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
@@ -167,14 +167,14 @@ class StorePublisher:
         store.lease_cache.mark_damaged(keys.parse_chunk_key(key, store.descriptor.digest_kind))
 
     def asked(self) -> dict[str, Any]:
-        """See `tierfs.store.request_metrics.asked`; nothing before the store was opened. Never blocks."""
+        """See `tierfs.store.request_metrics`; nothing before the store was opened. Never blocks."""
         # Without the lock, which is held while the store is opened.
         store = self._store
         keyframes = self._keyframes
         if store is None or keyframes is None:
             return {}
         codecs = {**store.encoder.status(), **keyframes.fallbacks()}
-        return {**asked(store.objects), "codecs": codecs}
+        return {**request_metrics(store.objects), "codecs": codecs}
 
     def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:
         observed = self._base(store, draft)

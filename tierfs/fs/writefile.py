@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tierfs.errors import StoreError
-from tierfs.fs.descriptor import WriteDescriptor
+from tierfs.fs.write_descriptor import WriteDescriptor
 from tierfs.store import Writer
 
 __all__ = ["WriteFile"]

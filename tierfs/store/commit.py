@@ -36,7 +36,7 @@ from tierfs.store.tree.records import (
 )
 from tierfs.store.tree.references import write_references
 from tierfs.store.tree.walk import live_records
-from tierfs.store.write.preconditions import ensure_chunks_durable, learn_rows, refuse_foreign
+from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows, refuse_foreign
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.writer import WriteMode, Writer
 
@@ -407,7 +407,7 @@ class Commits:
         store, manifest = self._store, found.manifest
         assert manifest is not None
         record = replace(manifest, write_id=store.random_bytes(16))
-        is_done = self._replace(inside(directory, ROOT), mark, record, learn_rows(store, found))
+        is_done = self._replace(inside(directory, ROOT), mark, record, listed_rows(store, found))
         if is_done:
             _logger.info("%s is complete: save %s", store.where(directory), mark.save_id)
         return is_done

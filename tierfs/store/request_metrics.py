@@ -6,10 +6,10 @@ from typing import Any
 
 from tierfs.objects import LimitedObjects, MeasuredObjects, ObjectTier, PromisedObjects, RetryingObjects, WrappedObjects
 
-__all__ = ["asked"]
+__all__ = ["request_metrics"]
 
 
-def asked(objects: ObjectTier) -> dict[str, Any]:
+def request_metrics(objects: ObjectTier) -> dict[str, Any]:
     """The counts since the tier was made, as plain values.
 
     Returns:

@@ -15,7 +15,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
 from tierfs.store.device_notes import read_notes
-from tierfs.store.request_metrics import asked
+from tierfs.store.request_metrics import request_metrics
 from tierfs.store.store import Store
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _ram_tier(ram: RamTier) -> dict[str, Any]:
 def _object_tier(store: Store) -> dict[str, Any]:
     """The object tier: its level, and the requests of this process."""
     local = store.descriptor.endpoint.host_local
-    counted = asked(store.objects)
+    counted = request_metrics(store.objects)
     return {
         "url": store.url,
         "gives": Level.OBJECT.label,

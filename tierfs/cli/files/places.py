@@ -26,7 +26,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.session import open_store, parse_url
 from tierfs.session.url import asks_to_create
 from tierfs.store import Entry, Store, find, make_directory, stat
-from tierfs.store.request_metrics import asked
+from tierfs.store.request_metrics import request_metrics
 from tierfs.store.tree.kind import Kind
 
 __all__ = [
@@ -276,7 +276,9 @@ def any_place(text: str, *, write: bool = False) -> Place:
 
 def requests_of(store: Store) -> dict[str, int]:
     """How many requests this process has sent to the store's object tier, by method."""
-    return {method: int(counts["requests"]) for method, counts in asked(store.objects)["object_requests"].items()}
+    return {
+        method: int(counts["requests"]) for method, counts in request_metrics(store.objects)["object_requests"].items()
+    }
 
 
 def find_store(text: str) -> StorePlace | None:

@@ -14,7 +14,7 @@ from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.listing import Entry, stat_to_read
 from tierfs.store.tree.records import Observed, observe, observe_to_stage
-from tierfs.store.write.preconditions import ensure_chunks_durable, learn_rows, refuse_foreign
+from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows, refuse_foreign
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.staging import replace as replace_record
 from tierfs.store.write.writer import Writer
@@ -107,7 +107,7 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
         # The flusher makes sure of the chunks when it comes to publishing this, after what it is a copy of.
         rows, indirect, term = expand_rows(store, manifest, source.path), False, None
     else:
-        rows, indirect, term = ensure_chunks_durable(store, source.path, learn_rows(store, source))
+        rows, indirect, term = ensure_chunks_durable(store, source.path, listed_rows(store, source))
     placed = replace(
         manifest,
         write_id=store.random_bytes(16),

@@ -16,13 +16,13 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed
 
-__all__ = ["DurableChunks", "ensure_chunks_durable", "fold_rows", "learn_rows", "refuse_foreign"]
+__all__ = ["DurableChunks", "ensure_chunks_durable", "fold_rows", "listed_rows", "refuse_foreign"]
 
 ATTEMPTS_MAX = 4
 DIRECT_ROW_BYTES_MAX = 8 << 20
 
 
-def learn_rows(store: Store, observed: Observed) -> list[Row]:
+def listed_rows(store: Store, observed: Observed) -> list[Row]:
     """The chunks of a manifest that was observed, which may be referred to because it names them. None is looked at.
 
     Where the lease began after the manifest was observed they may not: `ensure_chunks_durable` looks at each of them then.

@@ -26,7 +26,7 @@ from tierfs.store.read.reader import Reader, expand_rows, open_content, open_man
 from tierfs.store.store import Store
 from tierfs.store.tree.records import nothing_at, observe, observe_to_replace, observe_to_stage, publish
 from tierfs.store.write.cuts import Cutter
-from tierfs.store.write.preconditions import DurableChunks, ensure_chunks_durable, learn_rows, refuse_foreign
+from tierfs.store.write.preconditions import DurableChunks, ensure_chunks_durable, listed_rows, refuse_foreign
 from tierfs.store.write.sink import ObjectSink, SlabSink
 from tierfs.store.write.staging import check_stands, follow, is_staged, seal
 from tierfs.units import format_bytes
@@ -348,7 +348,7 @@ class Writer:
     def _continue(self, old: Manifest, length: int) -> None:
         """Append: keep the full chunks of the first ``length`` bytes, take the last one up again."""
         store = self._store
-        rows = list(expand_rows(store, old, self.path)) if self._staged else learn_rows(store, self._observed)
+        rows = list(expand_rows(store, old, self.path)) if self._staged else listed_rows(store, self._observed)
         ends = itertools.accumulate(row.raw_length for row in rows)
         kept = rows[: sum(end <= length for end in ends)]
         if len(kept) == len(rows) and rows and rows[-1].raw_length < CHUNK_BYTES:
