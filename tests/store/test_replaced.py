@@ -13,7 +13,8 @@ from tierfs.clock import ManualClock
 from tierfs.format.checkpoint import ROOT, SaveMark
 from tierfs.objects import MemoryObjects
 from tierfs.store import find, load
-from tierfs.store.commit import PART, PART_IN_PLACE, PENDING, Commits
+from tierfs.store.announced import PENDING
+from tierfs.store.commit import PART, PART_IN_PLACE, Commits
 from tierfs.store.store import Store
 from tierfs.store.write.writer import Writer
 from tierfs.testing import Fault, FaultyObjects

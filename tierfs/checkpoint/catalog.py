@@ -11,7 +11,7 @@ from tierfs.format.checkpoint import ROOT, is_save_id
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, find, stat
-from tierfs.store.commit import PENDING
+from tierfs.store.announced import PENDING
 from tierfs.store.transfers import transfers
 
 __all__ = ["Candidate", "Standing", "candidates", "natural_key", "standing", "step_of"]

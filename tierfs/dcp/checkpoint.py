@@ -17,7 +17,7 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFo
 from tierfs.format.checkpoint import ROOT
 from tierfs.format.keys import inside
 from tierfs.store import Store, list_directory, open_entry, stat
-from tierfs.store.commit import PENDING
+from tierfs.store.announced import PENDING
 
 __all__ = ["Checkpoint", "Shard", "metadata_file", "open_announced", "open_checkpoint", "rank_of", "read_checkpoint"]
 

@@ -35,7 +35,8 @@ from tierfs.format.checkpoint import ROOT
 from tierfs.format.keys import inside
 from tierfs.session import parse_url
 from tierfs.store import Store, stat
-from tierfs.store.commit import Commits, Waiting
+from tierfs.store.announced import Waiting
+from tierfs.store.commit import Commits
 from tierfs.store.offline import ask_briefly
 
 __all__ = ["TierReader"]

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierfs.errors import FormatError
+from tierfs.format.manifest import Manifest
 
-__all__ = ["ROOT", "SEQUENCE_MAX", "SaveMark", "is_save_id", "named_files"]
+__all__ = ["ROOT", "SEQUENCE_MAX", "SaveMark", "is_save_id", "named_files", "turn_of"]
 
 ROOT = ".metadata"
 """The file of a checkpoint's directory that holds its metadata, and is published last."""
@@ -54,6 +55,16 @@ class SaveMark:
 def is_save_id(name: str) -> bool:
     """Whether a file of this name may be what announces a save, which is called by its id."""
     return _SAVE_ID.fullmatch(name) is not None
+
+
+def turn_of(manifest: Manifest | None) -> SaveMark | None:
+    """The save that a checkpoint's metadata is of; ``None`` where there is no file.
+
+    Metadata of no save, stock DCP's for one, counts as begun when it was written.
+    """
+    if manifest is None:
+        return None
+    return SaveMark.of(manifest.metadata) or SaveMark(min(manifest.modified_ns, SEQUENCE_MAX), "")
 
 
 def named_files(document: bytes, where: str) -> frozenset[str]:

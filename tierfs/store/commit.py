@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
-from tierfs.format.checkpoint import ROOT, SEQUENCE_MAX, SaveMark, named_files
+from tierfs.format.checkpoint import ROOT, SEQUENCE_MAX, SaveMark, turn_of
 from tierfs.format.keys import directory_prefix, inside, record_key
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
+from tierfs.store.announced import PENDING, AnnouncedSaves, Waiting
 from tierfs.store.offline import ask_briefly
-from tierfs.store.read.reader import open_manifest
 from tierfs.store.replaced import remove_replaced
 from tierfs.store.store import Store
-from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import (
     Observed,
     blindly,
     observe,
     observe_draft,
-    observe_listed,
     observe_published,
     observe_to_replace,
     publish,
@@ -40,43 +36,16 @@ from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows,
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.writer import WriteMode, Writer
 
-__all__ = ["PART", "PENDING", "Commits", "Waiting", "part_of"]
+__all__ = ["PART", "Commits", "part_of"]
 
-PENDING = ".pending"
 # In the manifest of a file that a checkpoint may wait for; and of one of which nobody is told before it is in the object tier:
 # then no checkpoint that names it waits for it.
 PART: Mapping[str, object] = {"checkpoint_part": True}
 PART_IN_PLACE: Mapping[str, object] = {"checkpoint_part": "in place"}
 ATTEMPTS_MAX = 8
-NAMED_MAX = 3  # in a message
-DOCUMENTS_MAX = 8
-DOCUMENT_BYTES_MAX = 1 << 30
 POLL_S = 0.25
 LISTED_MAX = 1000  # what S3 gives at once
 _logger = logging.getLogger("tierfs.store")
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A save that was announced and is not published yet.
-
-    Attributes:
-        mark: Which.
-        missing: Names of the files that are not in the object tier, sorted.
-        files: How many it consists of.
-        problem: Why it cannot be told what it consists of; it can never be published then.
-    """
-
-    mark: SaveMark
-    missing: tuple[str, ...]
-    files: int
-    problem: str = ""
-
-    def __str__(self) -> str:
-        if self.problem:
-            return f"save {self.mark.save_id} cannot be published: {self.problem}"
-        named = ", ".join(self.missing[:NAMED_MAX]) + (", ..." if len(self.missing) > NAMED_MAX else "")
-        return f"save {self.mark.save_id} waits for {len(self.missing)} of {self.files} files: {named}"
 
 
 class Commits:
@@ -88,7 +57,7 @@ class Commits:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._named: OrderedDict[bytes, frozenset[str]] = OrderedDict()  # by write id: what was announced never changes
+        self._announced = AnnouncedSaves(store)
 
     def __repr__(self) -> str:
         return f"Commits({self._store.url!r})"
@@ -146,7 +115,7 @@ class Commits:
             refuse_foreign(store, path)
         before = _turns(manifest)
         if name == ROOT and (listed is None or directory_prefix(inside(directory, PENDING)) in listed):
-            before += [mark for mark, _ in self._announced(directory)]
+            before += [mark for mark, _ in self._announced.find(directory)]
         return before, is_new
 
     def _names(self, directory: str) -> set[str] | None:
@@ -227,7 +196,7 @@ class Commits:
         """
         there = observe(self._store, path).manifest
         self._check_turn(path, there, mark)
-        if _turn_of(there) != mark:
+        if turn_of(there) != mark:
             raise NotFoundError(
                 f"{self._store.where(path)} is not of save {mark.save_id}, which is not announced any more either: it was "
                 "removed",
@@ -235,7 +204,7 @@ class Commits:
             )
 
     def _check_turn(self, path: str, there: Manifest | None, mark: SaveMark) -> None:
-        other = _turn_of(there)
+        other = turn_of(there)
         if other is not None and other > mark:
             whose = f"is of save {other.save_id}, which began" if other.save_id else "is of no save, and was written"
             raise ConflictError(
@@ -249,7 +218,7 @@ class Commits:
         Raises:
             StoreError, ReadOnlyError: It cannot be told.
         """
-        return any(True for _ in live_records(self._store, inside(directory, PENDING)))
+        return self._announced.is_any(directory)
 
     def advance(self, directory: str) -> list[Waiting]:
         """Publish the newest save of a directory that is complete, and forget those that began before it.
@@ -260,7 +229,7 @@ class Commits:
         Raises:
             StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: It cannot be told or done.
         """
-        announced = self._announced(directory)
+        announced = self._announced.find(directory)
         if not announced:
             return []
         there = self._there(directory)
@@ -270,10 +239,10 @@ class Commits:
             if _is_over(mark, root):
                 # Over for good once the other one is in the object tier: until then it may be lost with this host.
                 if root.draft is None:
-                    self._forget(found)
+                    self._announced.forget(found)
                 continue
             try:
-                named = self._files(found)
+                named = self._announced.files(found)
             except (CorruptionError, FormatError) as error:
                 waiting.append(Waiting(mark, (), 0, str(error)))
                 continue
@@ -281,7 +250,7 @@ class Commits:
             if missing or not self._publish(directory, mark, found):
                 waiting.append(Waiting(mark, tuple(sorted(missing)), len(named)))
                 continue
-            self._forget(found)
+            self._announced.forget(found)
             root = self._root(directory)
             self.note_published(directory)
         return waiting
@@ -300,7 +269,11 @@ class Commits:
             root = observe(self._store, inside(directory, ROOT))
             if root.manifest is not None and root.manifest.previous and SaveMark.of(root.manifest.metadata) is not None:
                 remove_replaced(
-                    self._store, directory, self._files(root) | {ROOT}, PART, lambda: self._waited_for(directory)
+                    self._store,
+                    directory,
+                    self._announced.files(root) | {ROOT},
+                    PART,
+                    lambda: self._announced.waited_for(directory),
                 )
         except TierfsError as error:
             _logger.info(
@@ -318,7 +291,7 @@ class Commits:
             StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: It cannot be told or done.
         """
         mark, there = SaveMark.of(record.metadata), observe(self._store, path)
-        turn = _turn_of(there.manifest)
+        turn = turn_of(there.manifest)
         if mark is None or turn is None:
             return False
         if turn > mark and turn.save_id:
@@ -355,52 +328,12 @@ class Commits:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _announced(self, directory: str) -> list[tuple[SaveMark, Observed]]:
-        """The announced saves, the newest first: each lies under its save's id. Other files there are somebody's own."""
-        found = []
-        for path, info in live_records(self._store, inside(directory, PENDING), deep=False):
-            try:
-                observed = observe_listed(self._store, path, info)
-            except NotFoundError:
-                continue  # published since
-            except (CorruptionError, FormatError) as error:
-                _logger.error("%s: what is announced there is lost: %s", self._store.where(path), error)  # noqa: TRY400 - says it all
-                continue
-            mark = SaveMark.of(observed.manifest.metadata) if observed.manifest is not None else None
-            if mark is not None and mark.save_id == path.rpartition("/")[2]:
-                found.append((mark, observed))
-        return sorted(found, key=lambda pair: pair[0], reverse=True)
-
-    def _waited_for(self, directory: str) -> set[str]:
-        return set().union(*(self._files(found) for _, found in self._announced(directory)))
-
     def _there(self, directory: str) -> set[str]:
         """Names of the files of a directory that are in the object tier."""
         return {path.rpartition("/")[2] for path, _ in live_records(self._store, directory, deep=False)}
 
     def _root(self, directory: str) -> Observed:
         return observe_to_replace(self._store, inside(directory, ROOT))
-
-    def _forget(self, found: Observed) -> None:
-        with suppress(ConflictError, NotFoundError):  # somebody else did
-            bury(self._store, found)
-
-    def _files(self, found: Observed) -> frozenset[str]:
-        manifest = found.manifest
-        assert manifest is not None
-        known = self._named.get(manifest.write_id)
-        if known is None:
-            if manifest.length > DOCUMENT_BYTES_MAX:
-                raise FormatError(
-                    f"{self._store.where(found.path)}: {manifest.length} bytes are too many for a checkpoint's metadata",
-                    path=found.path,
-                )
-            document = bytearray(manifest.length)
-            open_manifest(self._store, found.path, manifest).read_into(0, memoryview(document))
-            known = self._named[manifest.write_id] = named_files(bytes(document), self._store.where(found.path))
-            while len(self._named) > DOCUMENTS_MAX:
-                self._named.popitem(last=False)
-        return known
 
     def _publish(self, directory: str, mark: SaveMark, found: Observed) -> bool:
         """Make a complete save the checkpoint, unless one that began later is. False if it cannot be done from here."""
@@ -436,19 +369,12 @@ def part_of(store: Store) -> Mapping[str, object]:
     return PART_IN_PLACE if store.ack is Level.OBJECT else PART
 
 
-def _turn_of(manifest: Manifest | None) -> SaveMark | None:
-    """Which save a checkpoint's metadata is of. What is of none, stock DCP's for one, counts as begun when it was written."""
-    if manifest is None:
-        return None
-    return SaveMark.of(manifest.metadata) or SaveMark(min(manifest.modified_ns, SEQUENCE_MAX), "")
-
-
 def _turns(manifest: Manifest | None) -> list[SaveMark]:
-    turn = _turn_of(manifest)
+    turn = turn_of(manifest)
     return [] if turn is None else [turn]
 
 
 def _is_over(mark: SaveMark, root: Observed) -> bool:
     """Whether a save is published, or one that began later."""
-    there = _turn_of(root.manifest)
+    there = turn_of(root.manifest)
     return there is not None and there >= mark
