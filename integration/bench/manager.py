@@ -25,7 +25,7 @@ from aims import Aims, show
 import tierfs
 from tierfs.dcp.address import Address
 from tierfs.store import copy, list_directory
-from tierfs.store.request_metrics import asked
+from tierfs.store.request_metrics import request_metrics
 from tierfs.store.transfers import transfers
 from tierfs.train import Deadline, Every, Manager, Preemption, YoungDaly
 
@@ -90,7 +90,9 @@ def _two_ranks(url: str, step_s: float, steps: int) -> dict[str, float]:
 def requests_of(run: Manager) -> dict[str, int]:
     """How many requests this process has sent to the object tier; a listing is one, of however many pages."""
     store, _ = run._run.open()
-    counts = {method: int(each["requests"]) for method, each in asked(store.objects)["object_requests"].items()}
+    counts = {
+        method: int(each["requests"]) for method, each in request_metrics(store.objects)["object_requests"].items()
+    }
     lists = counts.get("list", 0)
     return {"list": lists, "others": sum(counts.values()) - lists}
 

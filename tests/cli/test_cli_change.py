@@ -12,7 +12,7 @@ from tierfs.errors import StoreError
 from tierfs.format import keys
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer, delete, make_directory, rename, save
-from tierfs.store.request_metrics import asked
+from tierfs.store.request_metrics import request_metrics
 from tierfs.testing import damage
 
 BIG = random.Random(5).randbytes(200_000)
@@ -134,7 +134,7 @@ def test_rm_of_a_file_looks_for_no_directory_to_remove(url, options, looking):
     objects = open_store(parse_url(url))[0].objects
 
     def requests():
-        return sum(counts["requests"] for counts in asked(objects)["object_requests"].values())
+        return sum(counts["requests"] for counts in request_metrics(objects)["object_requests"].values())
 
     began = requests()
     delete(*open_store(parse_url(f"{url}/run/a")))
