@@ -33,6 +33,10 @@ class Later:
         self.error: BaseException | None = None
         self.transfers: Sequence[Transfer] = ()
         self.fill: Callable[[], None] | None = None
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """Set `ready` if all views are there."""
         if all(view is not None for view in self.views):
             self.ready.set()
 

@@ -128,24 +128,28 @@ class ShardFile:
                 transfer.capture(job.regions([tensors[number][1] for number in numbers]))
                 self._transfers.append((transfer, job.runs))
             views = self._add_from_host([tensors[number] for number in host])
+            for number, view in zip(host, views, strict=True):
+                later.views[number] = view
+            # Nothing keeps training from changing these. The other GPUs' may be safe already.
+            unsafe = [job for job in jobs if job.transfer.mode is CaptureMode.RAM]
+            if unsafe:
+                self._fill(unsafe, later, is_alone=False)
         except BaseException:
             for job in jobs:
-                job.transfer.discard()
+                if not job.transfer.is_done:
+                    job.transfer.discard()
             raise
-        for number, view in zip(host, views, strict=True):
-            later.views[number] = view
-        later.transfers = [job.transfer for job in jobs]
-        if all(transfer.mode is CaptureMode.RAM for transfer in later.transfers):
-            self._fill(jobs, later, is_alone=False)
-        else:
-            later.fill = partial(self._fill, jobs, later)
+        rest = [job for job in jobs if job not in unsafe]
+        later.transfers = [job.transfer for job in rest]
+        if rest:
+            later.fill = partial(self._fill, rest, later)
         return later
 
     def _fill(self, jobs: Sequence[GpuPart], later: Later, *, is_alone: bool = True) -> None:
         """Make room for what was captured, and have it moved there.
 
         Args:
-            jobs: One for each GPU.
+            jobs: One for each of some GPUs; the others' come later.
             later: Told of the views.
             is_alone: Whether nobody is there to whom an error could be raised.
 
@@ -166,7 +170,7 @@ class ShardFile:
                         later.views[job.numbers[number]] = view
                 job.runs += [placed for placed, _ in begun]
                 job.targets = [torch.frombuffer(memory, dtype=torch.uint8) for _, memory in begun]
-            later.ready.set()
+            later.note_progress()
             for job in jobs:
                 job.transfer.run(job.targets)
                 self._gpu.note_skipped(job.transfer.skipped_bytes)
@@ -178,10 +182,10 @@ class ShardFile:
             if not is_alone:
                 raise
             later.error = error
+            later.ready.set()
         finally:
             for job in jobs:
                 job.targets = []
-            later.ready.set()
 
     def _become_private(self, error: CapacityError) -> None:
         """Go on in memory of this process alone: the file is only read from, in waves."""
