@@ -8,6 +8,7 @@ A missing wait shows as wrong bytes under one of the two schedules:
   does not wait for the snapshot copies what was there before.
 """
 
+import copy
 import threading
 
 import numpy as np
@@ -116,7 +117,7 @@ class FakeDevice:
 
     def fetch(self, stream, target, source):
         if self.fetch_error is not None:
-            raise self.fetch_error
+            raise copy.copy(self.fetch_error)
         assert target.numel() == source.numel()
         self.fetched.append(target.numel())
         self._queue(stream, lambda: self._fetch(target, source))

@@ -14,12 +14,13 @@ Lazy mode is the scheme of DataStates-LLM (Maurya et al., HPDC 2024): tensors do
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.processors import processors
 
-__all__ = ["BESIDE_TRAINING", "CaptureMode", "MemoryRegion", "Transfer", "fence_all"]
+__all__ = ["BESIDE_TRAINING", "CaptureMode", "MemoryRegion", "Transfer", "detached", "fence_all"]
 
 SMALL_BYTES = 1 << 20
 """Regions whose tensors are all shorter are gathered on the device, and cross the link as one."""
@@ -230,7 +231,7 @@ class Transfer:
         """
         self._done.wait()
         if self._error is not None:
-            raise self._error
+            raise detached(self._error)
 
     def cancel(self) -> None:
         """Give up: when this returns, nothing is written to the host memory any more."""
@@ -276,7 +277,8 @@ class Transfer:
         self._queued.set()
 
     def _end(self, error: BaseException | None) -> None:
-        self._error = self._error or error
+        if error is not None and self._error is None:
+            self._error = detached(error)
         if self.generation is not None:
             assert self._tier is not None
             self._tier.give(self.generation, drained=self._error is None)
@@ -350,6 +352,23 @@ class Transfer:
             else:
                 ranges.append((begin, end))
         return wanted
+
+
+_E = TypeVar("_E", bound=BaseException)
+
+
+def detached(error: _E) -> _E:
+    """Copy an error without the frames that it came through, to be kept and raised again by the owner of host memory.
+
+    Frames refer to tensors in that memory, and those to its owner, by references that the garbage collector does not see:
+    an owner that kept the error itself would live until the process ends.
+    """
+    try:
+        made = copy.copy(error)
+    except Exception:  # noqa: BLE001 - an error may have any constructor
+        made = error.with_traceback(None)
+    made.__cause__ = None if error.__cause__ is None else detached(error.__cause__)
+    return made
 
 
 def fence_all() -> None:

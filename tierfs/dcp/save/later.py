@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tierfs.device.transfer import Transfer
+from tierfs.device.transfer import Transfer, detached
 from tierfs.threads import start_daemon
 
 __all__ = ["Later"]
@@ -61,5 +61,5 @@ class Later:
         """
         self.ready.wait()
         if self.error is not None:
-            raise self.error
+            raise detached(self.error)
         return [view for view in self.views if view is not None]

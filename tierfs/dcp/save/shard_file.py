@@ -26,7 +26,7 @@ from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.tensor_plan import TensorPlan, TensorRun, described, plan_of, unique
 from tierfs.device.accelerator import Accelerator
 from tierfs.device.tier import Spot
-from tierfs.device.transfer import CaptureMode, Transfer
+from tierfs.device.transfer import CaptureMode, Transfer, detached
 from tierfs.errors import CapacityError, StoreError
 from tierfs.session.settings import ranks_here
 from tierfs.store import Store
@@ -71,10 +71,14 @@ class ShardFile:
         """Wait until the file holds what was on a GPU when it was staged. Nothing may be read from it before.
 
         Raises:
-            StoreError, CorruptionError: The copy failed; says why.
+            StoreError, CorruptionError: The copy failed; says why. The file is discarded.
         """
-        for transfer, _ in self._transfers:
-            transfer.wait()
+        try:
+            for transfer, _ in self._transfers:
+                transfer.wait()
+        except Exception:
+            self.abort()  # whoever keeps the state keeps no room
+            raise
 
     @property
     def transfers(self) -> list[Transfer]:
@@ -176,12 +180,13 @@ class ShardFile:
                 self._gpu.note_skipped(job.transfer.skipped_bytes)
             self._gpu.tell(self._store)
         except BaseException as error:
+            if not is_alone:
+                raise
+            later.error = detached(error)
             for job in jobs:
                 if not job.transfer.is_done:
                     job.transfer.discard(error)
-            if not is_alone:
-                raise
-            later.error = error
+            self.abort()
             later.ready.set()
         finally:
             for job in jobs:

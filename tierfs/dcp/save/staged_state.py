@@ -20,6 +20,7 @@ from tierfs.dcp.save.later import Later
 from tierfs.dcp.save.local_shards import mark_shards, shards_of
 from tierfs.dcp.save.saves import Save, read_here
 from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.device.transfer import detached
 
 __all__ = ["StagedState", "UnstagedState"]
 
@@ -87,7 +88,7 @@ class StagedState(dict[str, Any]):
         except Exception as error:
             if self._file.save is None:
                 raise
-            self._file.save.failure = error
+            self._file.save.failure = detached(error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._wait()
