@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
@@ -61,3 +62,11 @@ def test_a_failed_copy_that_is_not_saved_takes_no_room(fake, url, stage):
     del staged
     gc.collect()
     assert file() is None
+
+
+def test_a_failed_copy_goes_to_no_other_process(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    fake.fetch_error = RuntimeError("CUDA error: unspecified launch failure")
+    staged = writer.stage(state_of(fake))
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        ForkingPickler.dumps(staged)

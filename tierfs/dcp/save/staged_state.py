@@ -97,6 +97,7 @@ class StagedState(dict[str, Any]):
     def _to_a_process(self) -> tuple[Any, ...]:
         """Once: the room in the ram tier is given back as soon as the copy is made, though somebody here keeps the state."""
         self._wait()
+        self._file.wait_filled()  # a failure is not heard of in the other process
         read_here(self._file)
         self._file.check_is_held()
         places: dict[int, _Place] = {}
