@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tierfs.dcp import TierWriter
+from tierfs.dcp import TierReader, TierWriter
 
 MIB = 1 << 20
 
@@ -70,3 +70,42 @@ def test_a_failed_copy_goes_to_no_other_process(fake, url):
     staged = writer.stage(state_of(fake))
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         ForkingPickler.dumps(staged)
+
+
+def large_state(fake):
+    """88 MiB of 112 lie on the host: with them there is no room for the rest in a ram tier of 96 MiB."""
+    host = {f"on.host.{number}": torch.randn(2 * MIB) for number in range(11)}
+    return {**host, "on.gpu": fake.own(torch.randn(6 * MIB)), "step": torch.ones(())}
+
+
+@pytest.mark.parametrize("stage", ["ram", "device"])
+def test_a_large_state_on_host_and_gpu_goes_in_waves(fake, url, stage):
+    writer = TierWriter(url, stage=stage, device="64MiB", ram="96MiB", timeout=5)
+    state = large_state(fake)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    staged = writer.stage(state)
+    for tensor in state.values():
+        tensor.fill_(2)
+    dcp.save(staged, checkpoint_id=f"{url}/a", storage_writer=writer)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    wait_for_room(writer)
+
+
+def test_a_large_state_that_was_not_staged_goes_in_waves(fake, url):
+    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=5)
+    state = large_state(fake)
+    dcp.save(state, checkpoint_id=f"{url}/a", storage_writer=writer)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    wait_for_room(writer)
+
+
+def test_states_that_go_in_waves_leave_no_room_taken(fake, url):
+    writer = TierWriter(url, stage="ram", ram="24MiB", timeout=5)
+    for number in range(5):
+        state = {"on.gpu": fake.own(torch.randn(8 * MIB)), "step": torch.ones(()), "on.host": torch.randn(MIB)}
+        dcp.save(writer.stage(state), checkpoint_id=f"{url}/{number}", storage_writer=writer)
+    wait_for_room(writer)

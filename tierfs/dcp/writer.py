@@ -184,9 +184,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         elsewhere = self._replicas.take(save) if self._replicas is not None else {}
         if not self._is_stock:  # what that writes goes through the ram tier once more, so the copy may not take it up
+            file = ShardFile(store, save=save, gpu=self._gpu)
             try:
-                return stage(state_dict, ShardFile(store, save=save, gpu=self._gpu), elsewhere)
+                return stage(state_dict, file, elsewhere)
             except CapacityError as error:
+                file.abort()  # the waves need its room
                 say_waves(store, error)
         return stage(state_dict, ShardFile(store, private=True, save=save, gpu=self._gpu), elsewhere)
 

@@ -161,14 +161,14 @@ class ShardFile:
             CapacityError: There is no room, and somebody is there.
         """
         try:
-            for job in jobs:
-                try:
-                    begun = self._make_room(job.plan)
-                except CapacityError as error:
-                    if not is_alone:
-                        raise
-                    self._become_private(error)
-                    begun = self._make_room(job.plan)
+            try:
+                rooms = [self._make_room(job.plan) for job in jobs]
+            except CapacityError as error:
+                if not is_alone:
+                    raise
+                self._become_private(error, later)
+                rooms = [self._make_room(job.plan) for job in jobs]
+            for job, begun in zip(jobs, rooms, strict=True):
                 for run, (placed, memory) in zip(job.plan.runs, begun, strict=True):
                     for number, view in zip(run.numbers, self._views(run, placed, memory), strict=True):
                         later.views[job.numbers[number]] = view
@@ -192,19 +192,29 @@ class ShardFile:
             for job in jobs:
                 job.targets = []
 
-    def _become_private(self, error: CapacityError) -> None:
-        """Go on in memory of this process alone: the file is only read from, in waves."""
+    def _become_private(self, error: CapacityError, later: Later) -> None:
+        """Go on in memory of this process alone: the file is only read from, in waves, which need the room that it has."""
         if self._store.tiers is not None:
             self._store.tiers.counters.fall_back(
                 "waves",
                 "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s",
                 str(error),
             )
+        shared, self._file = self._file, None
         self._is_private = True
         self._room = None
+        self._runs.clear()
+        self._staged.clear()
         with _lock:
             _live.discard(self)
             _private.add(self)
+        # Nobody has seen these: a staged state gives nothing out before all views are there.
+        held = [(number, view) for number, view in enumerate(later.views) if view is not None]
+        copies = self._add_from_host([("", view) for _, view in held])
+        for (number, _), copied in zip(held, copies, strict=True):
+            later.views[number] = copied
+        if shared is not None:
+            shared.abort()
 
     def _pin(self, accelerator: Accelerator) -> None:
         if self._file is not None:

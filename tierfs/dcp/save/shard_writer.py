@@ -77,13 +77,18 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
             file, placed[number] = found
         else:
             tensors.append((number, data))
-    file = file or ShardFile(store, gpu=gpu)
-    named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
-    for (number, _), where in zip(tensors, file.add_placed(named), strict=True):
-        placed[number] = where
-    blobs = file.add_objects([(items[number][0].index.fqn, data) for number, data in objects])
-    for (number, _), where in zip(objects, blobs, strict=True):
-        placed[number] = where
+    is_new, file = file is None, file or ShardFile(store, gpu=gpu)
+    try:
+        named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
+        for (number, _), where in zip(tensors, file.add_placed(named), strict=True):
+            placed[number] = where
+        blobs = file.add_objects([(items[number][0].index.fqn, data) for number, data in objects])
+        for (number, _), where in zip(objects, blobs, strict=True):
+            placed[number] = where
+    except BaseException:
+        if is_new:
+            file.abort()  # the waves need its room
+        raise
     return file, [where for where in placed if where is not None]
 
 
