@@ -9,7 +9,7 @@ import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.plan import header
-from tierfs.dcp.save.tensor_plan import described
+from tierfs.dcp.save.tensor_plan import described, unique
 from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.store import Store, Writer
 from tierfs.store.commit import part_of
@@ -63,10 +63,8 @@ def stream(store: Store, path: str, parts: Sequence[StreamPart], *, note: Mappin
         StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
     """
     entries, names, at = [], {METADATA_NAME}, 0
-    for number, part in enumerate(parts):
-        name = part.name if part.name not in names else f"{part.name}#{number}"
-        names.add(name)
-        entries.append(HeaderEntry(name, part.dtype, part.shape, at, part.length))
+    for part in parts:
+        entries.append(HeaderEntry(unique(part.name, names), part.dtype, part.shape, at, part.length))
         at += part.length
     head = header(entries, note)
     writer = Writer(store, path, metadata=part_of(store), is_new=True)
