@@ -588,6 +588,12 @@ def test_metadata_name_the_save_and_the_load_as_torchs_do(url):
     assert reader.read_metadata().storage_meta.load_id == reader.load_id != loads[0]
 
 
+def test_a_state_staged_in_private_memory_is_saved_without_local_tiers(url):
+    staged = TierWriter(url, layout="dcp", **OPTIONS).stage(state(1))
+    dcp.save(staged, storage_writer=TierWriter(url, ram="0", nvme="0"), checkpoint_id=f"{url}/1")
+    assert same(loaded(f"{url}/1", state(1)), state(1))
+
+
 def test_a_save_that_was_removed_did_not_reach_the_object_tier(url):
     writer = TierWriter(url, **OPTIONS)
     dcp.save(state(1), storage_writer=writer)
