@@ -594,6 +594,27 @@ def test_a_state_staged_in_private_memory_is_saved_without_local_tiers(url):
     assert same(loaded(f"{url}/1", state(1)), state(1))
 
 
+def test_planners_are_told_the_id_of_the_save(url):
+    told = []
+
+    class Planner(DefaultSavePlanner):
+        def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+            told.append(storage_meta)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    writer = TierWriter(url)
+    for _ in range(2):
+        dcp.save(
+            {"a": torch.ones(3)},
+            storage_writer=writer,
+            planner=Planner(),
+            checkpoint_id=f"{url}/a",
+            no_dist=True,
+        )
+        assert (told[-1].checkpoint_id, told[-1].save_id) == (writer.checkpoint_id, writer.save_id)
+    assert told[0].save_id != told[1].save_id
+
+
 def test_a_save_that_was_removed_did_not_reach_the_object_tier(url):
     writer = TierWriter(url, **OPTIONS)
     dcp.save(state(1), storage_writer=writer)

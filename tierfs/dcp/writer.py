@@ -215,8 +215,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             time.sleep(YIELD_S)
 
     def storage_meta(self) -> StorageMeta:
-        """The storage data of the metadata."""
-        return StorageMeta(checkpoint_id=self._here.url, save_id=secrets.token_hex(16))
+        """Where the save that begins goes, and its id, for planners. As with torch's writers, the coordinator's id is the save's."""
+        self._save.save_id = secrets.token_hex(16)
+        return StorageMeta(checkpoint_id=self._here.url, save_id=self._save.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of who this is, and where its save goes: another one may be sent elsewhere before it ends."""
@@ -264,7 +265,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 (item.index for plan in plans for item in plan.items),
                 (index for plan in plans for index in delegated_by(plan)),
             )
-        self._save.mark, self._save.is_new = Commits(store).begin(root, secrets.token_hex(16))
+        save_id, self._save.save_id = self._save.save_id or secrets.token_hex(16), ""
+        self._save.mark, self._save.is_new = Commits(store).begin(root, save_id)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -231,6 +231,7 @@ class ThreadSave(threading.local):
     is_coordinator: bool = True
     rank: int | None = None
     use_collectives: bool = True
+    save_id: str = ""
     mark: SaveMark | None = None
     is_new: bool = False
     offered: Sequence[WriteItem] | None = None
