@@ -41,7 +41,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.save import copy as copying
 from tierfs.dcp.save.copy import LARGE_BYTES
-from tierfs.dcp.save.shard_file import ShardFile, find_staged
+from tierfs.dcp.save.shard_file import ShardFile, staged_in
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.host.pending.levels import Level
@@ -347,9 +347,9 @@ def test_what_was_staged_is_found_in_whichever_run_it_lies(url):
     live = {f"large{number}": noise(600, 500, seed=number) for number in range(5)} | {"small": noise(10)}
     staged = writer.stage(live)
     for name, tensor in staged.items():
-        file, placed = find_staged(tensor, writer._here.open()[0])
+        file, placed = staged_in(tensor)
         assert (placed.name, placed.length) == (name, tensor.nbytes)
-        _, part = find_staged(tensor[3:7], writer._here.open()[0])
+        _, part = staged_in(tensor[3:7])
         assert (part.name, part.at - placed.at, part.length) == (name, tensor[:3].nbytes, tensor[3:7].nbytes)
         assert file.find(live[name]) is None
 
@@ -642,7 +642,7 @@ def test_staging_and_saving_at_once(url):
 
     def look():
         while not stop.is_set():
-            find_staged(tensor, store)
+            staged_in(tensor)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

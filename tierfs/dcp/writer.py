@@ -27,8 +27,9 @@ from tierfs.dcp.save.gpu import GpuStaging
 from tierfs.dcp.save.replicas import Delegated, Replicas, delegated_by, split
 from tierfs.dcp.save.saves import Save, SavedMeta, Saves, ThreadSave, claim, hand_over, others_wait, read_here
 from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.dcp.save.shard_writer import say_waves, write_shard
+from tierfs.dcp.save.shard_writer import write_shard
 from tierfs.dcp.save.staged_state import UnstagedState
+from tierfs.dcp.save.streaming import say_waves
 from tierfs.dcp.stager import stage
 from tierfs.dcp.torch_format.layout import SUFFIX, write_archives
 from tierfs.device.drain import Gate

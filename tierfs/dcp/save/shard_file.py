@@ -6,6 +6,7 @@ they lie, adds what was not staged, and gives the file its name. So the writer k
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from tierfs.dcp.save.naming import Naming
 from tierfs.dcp.save.placed import FileRun, Placed, RunMemory
 from tierfs.dcp.save.plan import PlannedPiece, plan_runs
 from tierfs.dcp.save.saves import Save
+from tierfs.dcp.save.streaming import say_waves
 from tierfs.dcp.save.tensor_plan import TensorPlan, TensorRun, described, plan_of, unique
 from tierfs.device.accelerator import Accelerator
 from tierfs.device.tier import Spot
@@ -33,7 +35,15 @@ from tierfs.store import Store
 from tierfs.store.write.in_place import Run, StagedFile
 from tierfs.units import format_bytes
 
-__all__ = ["Placed", "ShardFile", "check_is_held", "find_staged", "is_private"]
+__all__ = ["FileState", "ShardFile", "check_is_held", "staged_in"]
+
+
+class FileState(enum.Enum):
+    """How far a shard file is: see `ShardFile`."""
+
+    OPEN = "open"
+    PRIVATE = "private"
+    OVER = "over"
 
 
 class ShardFile:
@@ -44,6 +54,12 @@ class ShardFile:
         private: Take memory of this process alone. Such a file is only read from: it has no way to the store.
         save: For which it is staged; it is kept until that begins.
         gpu: How tensors leave a GPU; by default they are copied while the caller waits.
+
+    Attributes:
+        store: As given.
+        save: As given; ``None`` once the save has begun.
+        state: Open, and can be committed; private, and is only read from; or over: saved or discarded, so that its memory may
+            be another's by now.
     """
 
     def __init__(
@@ -51,21 +67,20 @@ class ShardFile:
     ) -> None:
         self.save = save
         self._gpu = gpu or GpuStaging("ram", None)
-        self._is_private = private
+        self.state = FileState.PRIVATE if private else FileState.OPEN
         self._transfers: list[tuple[Transfer, list[FileRun]]] = []
-        self._store = store
+        self.store = store
         self._file: StagedFile | None = None
         self._room: int | None = None
         self._used = 0
         self._runs: list[FileRun] = []
         self._staged: dict[int, FileRun] = {}  # by what torch calls the storages of tensors that lie there
         self._names = {METADATA_NAME}
-        self._is_over = False
         if not private:
             self._file = StagedFile(store)
             self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // ranks_here()
         with _lock:
-            (_private if private else _live).add(self)
+            _files.add(self)
 
     def wait_filled(self) -> None:
         """Wait until the file holds what was on a GPU when it was staged. Nothing may be read from it before.
@@ -115,7 +130,7 @@ class ShardFile:
     def _add(self, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool) -> Later:
         host, devices = by_accelerator([tensor for _, tensor in tensors])
         if not at_once and tensors:
-            self._gpu.check(self._store, has_gpu=bool(devices))
+            self._gpu.check(self.store, has_gpu=bool(devices))
         if not devices:
             return Later(self._add_from_host(tensors))
         jobs: list[GpuPart] = []
@@ -123,9 +138,7 @@ class ShardFile:
         try:
             for accelerator, numbers in devices.values():
                 plan = plan_of([tensors[number] for number in numbers])
-                transfer = self._gpu.transfer(
-                    accelerator, self._store, partial(self._pin, accelerator), at_once=at_once
-                )
+                transfer = self._gpu.transfer(accelerator, self.store, partial(self._pin, accelerator), at_once=at_once)
                 job = GpuPart(transfer, plan, numbers)
                 jobs.append(job)
                 # First, so that the GPU copies while the rest is done.
@@ -178,7 +191,7 @@ class ShardFile:
             for job in jobs:
                 job.transfer.run(job.targets)
                 self._gpu.note_skipped(job.transfer.skipped_bytes)
-            self._gpu.tell(self._store)
+            self._gpu.tell(self.store)
         except BaseException as error:
             if not is_alone:
                 raise
@@ -194,20 +207,13 @@ class ShardFile:
 
     def _become_private(self, error: CapacityError, later: Later) -> None:
         """Go on in memory of this process alone: the file is only read from, in waves, which need the room that it has."""
-        if self._store.tiers is not None:
-            self._store.tiers.counters.fall_back(
-                "waves",
-                "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s",
-                str(error),
-            )
+        say_waves(self.store, error)
         shared, self._file = self._file, None
-        self._is_private = True
+        if self.state is FileState.OPEN:  # it may have been discarded meanwhile
+            self.state = FileState.PRIVATE
         self._room = None
         self._runs.clear()
         self._staged.clear()
-        with _lock:
-            _live.discard(self)
-            _private.add(self)
         # Nobody has seen these: a staged state gives nothing out before all views are there.
         held = [(number, view) for number, view in enumerate(later.views) if view is not None]
         copies = self._add_from_host([("", view) for _, view in held])
@@ -218,7 +224,7 @@ class ShardFile:
 
     def _pin(self, accelerator: Accelerator) -> None:
         if self._file is not None:
-            pin_segments(accelerator, self._file.segments(), self._store)
+            pin_segments(accelerator, self._file.segments(), self.store)
 
     def _make_room(self, plan: TensorPlan) -> list[tuple[FileRun, RunMemory]]:
         self._reserve(plan.length)
@@ -315,9 +321,9 @@ class ShardFile:
         """
         assert self._file is not None
         self.wait_filled()
-        self._is_over = True
+        self.state = FileState.OVER
         pack = partial(self._begin, wait=False)
-        naming = Naming(self._store, self._file, self._runs, self._names, self._transfers, pack)
+        naming = Naming(self.store, self._file, self._runs, self._names, self._transfers, pack)
         return naming.commit(path, list(wanted), note)
 
     def snapshots(self, items: Iterable[tuple[Any, torch.Tensor, Placed]]) -> list[tuple[Transfer, dict[Any, Spot]]]:
@@ -325,19 +331,21 @@ class ShardFile:
         return snapshots_of(self._transfers, items)
 
     def check_is_held(self) -> None:
-        """See that tensors that are views of it still hold what was staged.
+        """See that tensors that are views of it hold what was staged, and wait for what comes from a GPU.
 
         Raises:
-            StoreError: It was saved or discarded, so that its memory may be another's by now.
+            StoreError: It was saved or discarded before.
+            TierfsError: See `wait_filled`.
         """
-        if self._is_over:
+        self.wait_filled()
+        if self.state is FileState.OVER:
             raise StoreError(
                 "what was staged was saved or discarded before, and may hold anything by now: stage it again"
             )
 
     def abort(self) -> None:
         """Give everything back. Tensors that are views of it hold anything from then on."""
-        self._is_over = True
+        self.state = FileState.OVER
         for transfer, _ in self._transfers:
             transfer.cancel()  # or it would write into what is somebody else's by then
         if self._file is not None:
@@ -359,9 +367,9 @@ class ShardFile:
 
     def _begin(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[FileRun, RunMemory]]:
         """Runs, and their memory. Only tensors refer to that, and so keep us alive: it refers to us."""
-        if self._file is None or self._is_private:
-            if self._store.tiers is not None:
-                self._store.tiers.counters["private_copy_bytes"] += sum(map(sum, runs))
+        if self._file is None:
+            if self.store.tiers is not None:
+                self.store.tiers.counters["private_copy_bytes"] += sum(map(sum, runs))
             arrays = [np.empty(sum(lengths), np.uint8) for lengths in runs]
             return [
                 (FileRun(Run(memoryview(b""), len(array), []), array.ctypes.data, ()), self._held(array))
@@ -381,41 +389,24 @@ class ShardFile:
         return held
 
 
-def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] | None:
-    """The file in which a tensor was staged for a store, and where. One that was saved or discarded only if no other.
-
-    Raises:
-        StoreError: See `check_is_held`, of one that was staged for another store.
-    """
+def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
+    """The file in which a tensor was staged, and where. One that is over only if no other: it may have had the same memory."""
     with _lock:
-        files = [file for file in _live if file._store is store]
-    for file in sorted(files, key=lambda file: file._is_over):
-        placed = file.find(tensor)
-        if placed is not None:
-            return file, placed
-    check_is_held(tensor)
-    return None
+        files = list(_files)
+    over = None
+    for file in files:
+        if (placed := file.find(tensor)) is not None:
+            if file.state is not FileState.OVER:
+                return file, placed
+            over = file, placed
+    return over
 
 
 def check_is_held(tensor: torch.Tensor) -> None:
-    """See that a tensor that was staged still holds what it did.
-
-    Raises:
-        StoreError: Its file was saved or discarded, so that its memory may be another's by now.
-    """
-    with _lock:
-        files = list(_live)
-    found = [file for file in files if file.find(tensor) is not None]
-    if found and all(file._is_over for file in found):
+    """See that a tensor, if it was staged, still holds what it did. Raises as `ShardFile.check_is_held` does."""
+    if (found := staged_in(tensor)) is not None:
         found[0].check_is_held()
 
 
-def is_private(tensor: torch.Tensor) -> bool:
-    """Whether it was staged in memory of this process alone."""
-    with _lock:
-        return any(file.find(tensor) is not None for file in list(_private))
-
-
-_live: weakref.WeakSet[ShardFile] = weakref.WeakSet()
-_private: weakref.WeakSet[ShardFile] = weakref.WeakSet()
+_files: weakref.WeakSet[ShardFile] = weakref.WeakSet()
 _lock = threading.Lock()

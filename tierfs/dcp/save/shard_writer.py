@@ -13,13 +13,13 @@ from tierfs.dcp.load.rollback import key_of
 from tierfs.dcp.save.gpu import GpuStaging
 from tierfs.dcp.save.placed import Placed
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.save.shard_file import ShardFile, find_staged, is_private
-from tierfs.dcp.save.streaming import StreamPart, object_part, stream, tensor_part
+from tierfs.dcp.save.shard_file import FileState, ShardFile, check_is_held, staged_in
+from tierfs.dcp.save.streaming import StreamPart, object_part, say_waves, stream, tensor_part
 from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.errors import CapacityError
 from tierfs.store import Store
 
-__all__ = ["Stored", "say_waves", "write_shard"]
+__all__ = ["Stored", "write_shard"]
 
 Stored: TypeAlias = tuple[int, list[int], list[int]]
 """A file's length, and the offset and length of each item in it; all in bytes."""
@@ -44,6 +44,9 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
         file, placed = _place(store, items, gpu)
     except CapacityError as error:
         say_waves(store, error)
+        for item, data in items:
+            if item.type is not WriteItemType.BYTE_IO:
+                check_is_held(data)
         length, begins = stream(store, path, [_part(*item) for item in items], note=note)
         return length, begins, [_length(data) for _, data in items]
     items_placed = zip(items, placed, strict=True)
@@ -68,13 +71,14 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
             objects.append((number, data.getbuffer()))
             continue
         refuse_unusual(data, item.index.fqn)
-        found = find_staged(data, store)
-        if found is None and is_private(data):
-            raise CapacityError("there was no room for the copy, and it is not waited for again", tier="ram")
+        found = staged_in(data)
         if found is not None:
-            found[0].save = None  # it has begun, by whatever way its state came here
-        if found is not None and file in {None, found[0]}:
+            found[0].check_is_held()
+            if found[0].state is FileState.PRIVATE:
+                raise CapacityError("there was no room for the copy, and it is not waited for again", tier="ram")
+        if found is not None and found[0].store is store and file in {None, found[0]}:
             file, placed[number] = found
+            file.save = None  # it has begun, by whatever way its state came here
         else:
             tensors.append((number, data))
     is_new, file = file is None, file or ShardFile(store, gpu=gpu)
@@ -100,11 +104,3 @@ def _part(item: WriteItem, data: Any) -> StreamPart:
 
 def _length(data: Any) -> int:
     return len(data.getbuffer()) if isinstance(data, io.BytesIO) else int(data.numel() * data.element_size())
-
-
-def say_waves(store: Store, error: CapacityError) -> None:
-    """Note that a part goes through the ram tier in waves, and why. Without local tiers there is none to go through."""
-    if store.tiers is not None:
-        store.tiers.counters.fall_back(
-            "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)
-        )

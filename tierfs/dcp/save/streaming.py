@@ -11,10 +11,11 @@ from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.plan import header
 from tierfs.dcp.save.tensor_plan import described, unique
 from tierfs.dcp.tensorbytes import bytes_of
+from tierfs.errors import CapacityError
 from tierfs.store import Store, Writer
 from tierfs.store.commit import part_of
 
-__all__ = ["StreamPart", "object_part", "stream", "tensor_part"]
+__all__ = ["StreamPart", "object_part", "say_waves", "stream", "tensor_part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,11 @@ def stream(store: Store, path: str, parts: Sequence[StreamPart], *, note: Mappin
         writer.abort()
         raise
     return len(head) + at, [len(head) + entry.at for entry in entries]
+
+
+def say_waves(store: Store, error: CapacityError) -> None:
+    """Note that a part goes through the ram tier in waves, and why. Without local tiers there is none to go through."""
+    if store.tiers is not None:
+        store.tiers.counters.fall_back(
+            "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)
+        )
