@@ -404,13 +404,13 @@ def test_it_is_the_last_save_that_is_waited_for(url):
 
 
 def test_a_save_that_has_not_come_to_its_end_is_not_waited_for(url, monkeypatch):
-    writer, go_on, commit = TierWriter(url, **OPTIONS), threading.Event(), ShardFile.commit
+    writer, go_on, close = TierWriter(url, **OPTIONS), threading.Event(), ShardFile.close
 
-    def wait_and_commit(file, *arguments, **options):
+    def wait_and_close(file):
         assert go_on.wait(20)
-        return commit(file, *arguments, **options)
+        return close(file)
 
-    monkeypatch.setattr(ShardFile, "commit", wait_and_commit)
+    monkeypatch.setattr(ShardFile, "close", wait_and_close)
     saving = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1")
     try:
         for _ in range(3):
@@ -748,14 +748,14 @@ def test_replicas_stay_in_the_file_where_there_is_no_room_to_leave_them_out(url,
     kept = dict(list(live.items())[::2])
     writer = TierWriter(url, **OPTIONS)
     staged = writer.stage(live)
-    begin = ShardFile._begin
+    begin = ShardFile.begin_runs
 
     def full(self, lengths, *, wait=True):
         if not wait:
             raise CapacityError("no room")
         return begin(self, lengths, wait=wait)
 
-    monkeypatch.setattr(ShardFile, "_begin", full)
+    monkeypatch.setattr(ShardFile, "begin_runs", full)
     dcp.save(staged, storage_writer=writer, planner=Some())
     assert writer.status()["counters"]["process_kept_replicas"] == 1
     assert saved_in_files(url).keys() == live.keys()

@@ -149,7 +149,7 @@ def test_fence_does_not_hold_training_up_for_a_snapshot(fake, url):
     gate.close()
     staged = writer.stage(state)
     writer.fence()
-    assert not staged._file.transfers[0].is_done
+    assert not staged._later.transfers[0].is_done
     gate.open()
     save(writer, staged, f"{url}/a")
 

@@ -275,7 +275,12 @@ class GpuPart:
 def snapshots_of(
     transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Placed]]
 ) -> list[tuple[Transfer, dict[Any, Spot]]]:
-    """See `ShardFile.snapshots`. ``transfers`` come with the runs that they fill."""
+    """Where items lie in the device tier: for each snapshot, by the item's key.
+
+    Args:
+        transfers: See `ShardFile`.
+        items: Key, tensor and place in the file of each.
+    """
     begins = {
         id(run): (transfer, begin)
         for transfer, runs in transfers

@@ -23,6 +23,7 @@ from tierfs.digest import CHUNK_BYTES
 __all__ = ["PlannedPiece", "RunPlan", "cut", "header", "plan_runs"]
 
 HEADER_ALIGN = 8
+NOTE: Mapping[str, str] = {"format": "pt", "tierfs": "1"}
 # Smaller tensors have packs of their own.
 SMALL_BYTES = 1 << 20
 # Roles that take no more than this together share a chunk: what one of them takes along when it changes is less than a request is worth.
@@ -144,14 +145,14 @@ def cut(length: int) -> tuple[int, ...]:
     return (CHUNK_BYTES,) * whole + ((rest,) if rest else ())
 
 
-def header(entries: Iterable[HeaderEntry], note: Mapping[str, str]) -> bytes:
+def header(entries: Iterable[HeaderEntry], note: Mapping[str, str] = NOTE) -> bytes:
     """The beginning of the file: the header's length (u64, little-endian), then the header, padded with spaces.
 
     Args:
         entries: In any order; together they cover everything behind the header, without a gap.
-        note: Strings kept beside them.
+        note: Strings kept beside them; by default a shard file's.
     """
-    table: dict[str, object] = {METADATA_NAME: dict(note)} if note else {}
+    table: dict[str, object] = {METADATA_NAME: dict(note)}
     for entry in sorted(entries, key=lambda entry: (entry.at, entry.length)):
         offsets = [entry.at, entry.at + entry.length]
         table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}

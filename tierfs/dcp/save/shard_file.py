@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,16 +18,14 @@ import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.copy import Batch, copy_tensors
-from tierfs.dcp.save.gpu import GpuPart, GpuStaging, by_accelerator, pin_segments, snapshots_of
+from tierfs.dcp.save.gpu import GpuPart, GpuStaging, by_accelerator, pin_segments
 from tierfs.dcp.save.later import Later
-from tierfs.dcp.save.naming import Naming
 from tierfs.dcp.save.placed import FileRun, Placed, RunMemory
 from tierfs.dcp.save.plan import PlannedPiece, plan_runs
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.streaming import say_waves
 from tierfs.dcp.save.tensor_plan import TensorPlan, TensorRun, described, plan_of, unique
 from tierfs.device.accelerator import Accelerator
-from tierfs.device.tier import Spot
 from tierfs.device.transfer import CaptureMode, Transfer, detached
 from tierfs.errors import CapacityError, StoreError
 from tierfs.session.settings import ranks_here
@@ -60,6 +58,9 @@ class ShardFile:
         save: As given; ``None`` once the save has begun.
         state: Open, and can be committed; private, and is only read from; or over: saved or discarded, so that its memory may
             be another's by now.
+        runs: In order.
+        names: Those that are taken in the header.
+        transfers: From GPUs, each with the runs that it fills.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class ShardFile:
         self.save = save
         self._gpu = gpu or GpuStaging("ram", None)
         self.state = FileState.PRIVATE if private else FileState.OPEN
-        self._transfers: list[tuple[Transfer, list[FileRun]]] = []
+        self.transfers: list[tuple[Transfer, list[FileRun]]] = []
         self.store = store
         self._file: StagedFile | None = None
         self._room: int | None = None
         self._used = 0
-        self._runs: list[FileRun] = []
+        self.runs: list[FileRun] = []
         self._staged: dict[int, FileRun] = {}  # by what torch calls the storages of tensors that lie there
-        self._names = {METADATA_NAME}
+        self.names = {METADATA_NAME}
         if not private:
             self._file = StagedFile(store)
             self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // ranks_here()
@@ -89,16 +90,11 @@ class ShardFile:
             StoreError, CorruptionError: The copy failed; says why. The file is discarded.
         """
         try:
-            for transfer, _ in self._transfers:
+            for transfer, _ in self.transfers:
                 transfer.wait()
         except Exception:
             self.abort()  # whoever keeps the state keeps no room
             raise
-
-    @property
-    def transfers(self) -> list[Transfer]:
-        """The part that came, or comes, from a GPU."""
-        return [transfer for transfer, _ in self._transfers]
 
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Copy tensors into the file.
@@ -143,7 +139,7 @@ class ShardFile:
                 jobs.append(job)
                 # First, so that the GPU copies while the rest is done.
                 transfer.capture(job.regions([tensors[number][1] for number in numbers]))
-                self._transfers.append((transfer, job.runs))
+                self.transfers.append((transfer, job.runs))
             views = self._add_from_host([tensors[number] for number in host])
             for number, view in zip(host, views, strict=True):
                 later.views[number] = view
@@ -212,7 +208,7 @@ class ShardFile:
         if self.state is FileState.OPEN:  # it may have been discarded meanwhile
             self.state = FileState.PRIVATE
         self._room = None
-        self._runs.clear()
+        self.runs.clear()
         self._staged.clear()
         # Nobody has seen these: a staged state gives nothing out before all views are there.
         held = [(number, view) for number, view in enumerate(later.views) if view is not None]
@@ -228,14 +224,14 @@ class ShardFile:
 
     def _make_room(self, plan: TensorPlan) -> list[tuple[FileRun, RunMemory]]:
         self._reserve(plan.length)
-        is_free = self._names.isdisjoint(plan.names)
+        is_free = self.names.isdisjoint(plan.names)
         if is_free:
-            self._names |= plan.names
-        begun = self._begin([run.lengths for run in plan.runs])
+            self.names |= plan.names
+        begun = self.begin_runs([run.lengths for run in plan.runs])
         for run, (placed, _) in zip(plan.runs, begun, strict=True):
             entries = run.entries
             if not is_free:
-                entries = tuple([entry._replace(name=unique(entry.name, self._names)) for entry in entries])
+                entries = tuple([entry._replace(name=unique(entry.name, self.names)) for entry in entries])
             placed.entries = entries
         return begun
 
@@ -260,7 +256,7 @@ class ShardFile:
         """The same; returns where each lies."""
         return [
             self.find(view)
-            or Placed(unique(name, self._names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
+            or Placed(unique(name, self.names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
             for view, (name, tensor) in zip(self.add_tensors(tensors), tensors, strict=True)
         ]
 
@@ -276,13 +272,13 @@ class ShardFile:
         self._reserve(sum(piece.length for piece in pieces))
         found: dict[int, Placed] = {}
         plans = plan_runs(pieces)
-        for plan, (run, _) in zip(plans, self._begin([plan.lengths for plan in plans]), strict=True):
+        for plan, (run, _) in zip(plans, self.begin_runs([plan.lengths for plan in plans]), strict=True):
             entries: list[HeaderEntry] = []
             at = 0
             for number in plan.pieces:
                 name, data = objects[number]
                 run.memory.view[at : at + len(data)] = data
-                entries.append(HeaderEntry(unique(name, self._names), "U8", (len(data),), at, len(data)))
+                entries.append(HeaderEntry(unique(name, self.names), "U8", (len(data),), at, len(data)))
                 at += len(data)
             run.entries = entries
             found.update(zip(plan.pieces, run.placed, strict=True))
@@ -305,30 +301,16 @@ class ShardFile:
             return placed
         return Placed(placed.name, dtype, shape, run, at, length)
 
-    def commit(self, path: str, wanted: Iterable[Placed], *, note: Mapping[str, str]) -> tuple[int, dict[int, int]]:
-        """Give the file its name. Runs without wanted parts are left out.
-
-        Args:
-            path: Relative to the store; drawn at random.
-            wanted: The parts that the checkpoint refers to.
-            note: Strings for the header.
-
-        Returns:
-            The file's length, and for the number (``id``) of each wanted one its offset in the file; both in bytes.
+    def close(self) -> StagedFile:
+        """Its memory, to be committed. Nothing can be added to the file, or found in it, by anybody else.
 
         Raises:
-            TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
+            TierfsError: See `wait_filled`.
         """
         assert self._file is not None
         self.wait_filled()
         self.state = FileState.OVER
-        pack = partial(self._begin, wait=False)
-        naming = Naming(self.store, self._file, self._runs, self._names, self._transfers, pack)
-        return naming.commit(path, list(wanted), note)
-
-    def snapshots(self, items: Iterable[tuple[Any, torch.Tensor, Placed]]) -> list[tuple[Transfer, dict[Any, Spot]]]:
-        """Where items lie in the device tier: for each snapshot, by the item's key."""
-        return snapshots_of(self._transfers, items)
+        return self._file
 
     def check_is_held(self) -> None:
         """See that tensors that are views of it hold what was staged, and wait for what comes from a GPU.
@@ -346,7 +328,7 @@ class ShardFile:
     def abort(self) -> None:
         """Give everything back. Tensors that are views of it hold anything from then on."""
         self.state = FileState.OVER
-        for transfer, _ in self._transfers:
+        for transfer, _ in self.transfers:
             transfer.cancel()  # or it would write into what is somebody else's by then
         if self._file is not None:
             self._file.abort()
@@ -365,7 +347,7 @@ class ShardFile:
                 tier="ram",
             )
 
-    def _begin(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[FileRun, RunMemory]]:
+    def begin_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[FileRun, RunMemory]]:
         """Runs, and their memory. Only tensors refer to that, and so keep us alive: it refers to us."""
         if self._file is None:
             if self.store.tiers is not None:
@@ -379,7 +361,7 @@ class ShardFile:
         for memory in self._file.add_runs(runs, wait=wait):
             array = np.frombuffer(memory.view, np.uint8)
             run = FileRun(memory, array.ctypes.data, ())
-            self._runs.append(run)
+            self.runs.append(run)
             begun.append((run, self._held(array)))
         return begun
 

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tierfs.dcp.load.rollback import key_of
-from tierfs.dcp.save.gpu import GpuStaging
+from tierfs.dcp.save.commit import commit_shard
+from tierfs.dcp.save.gpu import GpuStaging, snapshots_of
 from tierfs.dcp.save.placed import Placed
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import FileState, ShardFile, check_is_held, staged_in
@@ -39,7 +40,6 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
         StoreError, CapacityError, ConflictError, TimeoutError: It could not be stored.
         InvalidInputError: A tensor has no elements that could be.
     """
-    note = {"format": "pt", "tierfs": "1"}
     try:
         file, placed = _place(store, items, gpu)
     except CapacityError as error:
@@ -47,15 +47,18 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
         for item, data in items:
             if item.type is not WriteItemType.BYTE_IO:
                 check_is_held(data)
-        length, begins = stream(store, path, [_part(*item) for item in items], note=note)
+        length, begins = stream(store, path, [_part(*item) for item in items])
         return length, begins, [_length(data) for _, data in items]
     items_placed = zip(items, placed, strict=True)
-    snapshots = file.snapshots(
-        (key_of(item.index), data, where)
-        for (item, data), where in items_placed
-        if item.type is not WriteItemType.BYTE_IO
+    snapshots = snapshots_of(
+        file.transfers,
+        (
+            (key_of(item.index), data, where)
+            for (item, data), where in items_placed
+            if item.type is not WriteItemType.BYTE_IO
+        ),
     )
-    length, offsets = file.commit(path, placed, note=note)
+    length, offsets = commit_shard(file, path, placed)
     gpu.keep(save, snapshots)
     return length, [offsets[id(where)] for where in placed], [where.length for where in placed]
 

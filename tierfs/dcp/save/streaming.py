@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,14 +48,13 @@ def object_part(name: str, data: memoryview) -> StreamPart:
     return StreamPart(name, "U8", (len(data),), len(data), lambda: data)
 
 
-def stream(store: Store, path: str, parts: Sequence[StreamPart], *, note: Mapping[str, str]) -> tuple[int, list[int]]:
+def stream(store: Store, path: str, parts: Sequence[StreamPart]) -> tuple[int, list[int]]:
     """Write a shard file.
 
     Args:
         store: Where to.
         path: Relative to it; drawn at random.
         parts: In the order of the file.
-        note: Strings for the header.
 
     Returns:
         The file's length, and the offset of each part, both in bytes.
@@ -67,7 +66,7 @@ def stream(store: Store, path: str, parts: Sequence[StreamPart], *, note: Mappin
     for part in parts:
         entries.append(HeaderEntry(unique(part.name, names), part.dtype, part.shape, at, part.length))
         at += part.length
-    head = header(entries, note)
+    head = header(entries)
     writer = Writer(store, path, metadata=part_of(store), is_new=True)
     try:
         writer.write(head)

@@ -1,0 +1,147 @@
+"""How a shard file is committed: seal the runs that hold something wanted, check them, write a header, and publish the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tierfs.codec.layout.safetensors import HeaderEntry
+from tierfs.dcp.save.placed import Placed
+from tierfs.dcp.save.plan import PlannedPiece, cut, header, plan_runs
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.tensor_plan import unique
+from tierfs.device.transfer import BESIDE_TRAINING
+from tierfs.errors import CapacityError, CorruptionError
+from tierfs.store.commit import part_of
+
+__all__ = ["commit_shard"]
+
+
+def commit_shard(file: ShardFile, path: str, wanted: Sequence[Placed]) -> tuple[int, dict[int, int]]:
+    """Give a shard file its name. Runs without wanted parts are left out. The file is over then, whatever happens.
+
+    Args:
+        file: Open.
+        path: Relative to its store; drawn at random.
+        wanted: The parts that the checkpoint refers to.
+
+    Returns:
+        The file's length, and for the number (``id``) of each wanted one its offset in the file; both in bytes.
+
+    Raises:
+        StoreError, CorruptionError: A copy from a GPU failed; says why.
+        TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
+    """
+    memory = file.close()
+    lies = _without_the_rest(file, wanted)
+    needed = {id(placed.run) for placed in lies.values() if placed.run is not None}
+    runs = [run for run in file.runs if id(run) in needed]
+    # First, for the flusher to begin: a header takes a while.
+    # Training goes on meanwhile where a GPU is in use: it needs a processor, and the interpreter's lock.
+    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else None)
+    _check_arrived(file)
+    begins: dict[int, int] = {}
+    end = 0
+    for run in runs:
+        begins[id(run)] = end
+        end += run.memory.length
+    other = _seen_otherwise(placed for placed in lies.values() if placed.run is not None)
+    entries = [
+        HeaderEntry(
+            placed.name,
+            *other.get(id(placed), (placed.dtype, placed.shape)),
+            begins[id(run)] + placed.at,
+            placed.length,
+        )
+        for run in runs
+        for placed in run.placed
+    ]
+    entries += [
+        HeaderEntry(placed.name, placed.dtype, placed.shape, end, 0) for placed in lies.values() if placed.run is None
+    ]
+    head = header(entries)
+    (first,) = memory.add_runs([cut(len(head))])
+    first.view[:] = head
+    memory.seal([first])
+    memory.commit(path, [first, *(run.memory for run in runs)], metadata=part_of(file.store), is_new=True)
+    offsets = {
+        number: len(head) + (begins[id(placed.run)] + placed.at if placed.run is not None else end)
+        for number, placed in lies.items()
+    }
+    return len(head) + end, offsets
+
+
+def _check_arrived(file: ShardFile) -> None:
+    """See that the bytes that were hashed on a GPU are those that were sealed here.
+
+    Raises:
+        CorruptionError: They changed on their way.
+    """
+    for transfer, runs in file.transfers:
+        for run, digests in zip(runs, transfer.digests, strict=False):
+            sealed = run.memory.digests()
+            if any(there not in {b"", here} for here, there in zip(digests, sealed, strict=True)):
+                raise CorruptionError(
+                    f"bytes of {run.entries[0].name} changed between the GPU and host memory: this save is void, and training "
+                    "holds the right ones still: save again, and look for hardware errors (nvidia-smi -q, dmesg) if it recurs",
+                    tier="device",
+                )
+
+
+def _without_the_rest(file: ShardFile, wanted: Sequence[Placed]) -> dict[int, Placed]:
+    """Where each wanted one (by its ``id``) lies, when packs have been packed anew without what is not wanted.
+
+    What is not wanted is what another rank saves: replicas. They stay in where there is no room for it.
+    """
+    lies = {id(placed): placed for placed in wanted}
+    places = {(id(placed.run), placed.at) for placed in wanted}
+    mixed = {id(run) for run in file.runs if any((id(run), placed.at) not in places for placed in run.placed)}
+    sources = [placed for placed in lies.values() if id(placed.run) in mixed]
+    plans = plan_runs([PlannedPiece(source.name, source.dtype, source.length) for source in sources])
+    try:
+        packed = file.begin_runs([plan.lengths for plan in plans], wait=False)
+    except CapacityError as error:
+        if file.store.tiers is not None:
+            file.store.tiers.counters.fall_back(
+                "kept_replicas",
+                "what another rank saves is stored once more, beside what this one saves: %s",
+                error,
+            )
+        return lies
+    names: set[str] = set()
+    for plan, (run, _) in zip(plans, packed, strict=True):
+        entries: list[HeaderEntry] = []
+        at = 0
+        for source in map(sources.__getitem__, plan.pieces):
+            assert source.run is not None
+            run.memory.view[at : at + source.length] = source.run.memory.view[source.at : source.at + source.length]
+            name = source.name if source.name not in names else unique(source.name, file.names)
+            names.add(name)
+            entries.append(HeaderEntry(name, source.dtype, source.shape, at, source.length))
+            at += source.length
+        run.entries = entries
+        lies.update((id(sources[number]), placed) for number, placed in zip(plan.pieces, run.placed, strict=True))
+    return lies
+
+
+def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Tensors that are saved with another dtype or shape than they were staged with, by their number in the staged state.
+
+    A planner may reshape a tensor, or take its bits for another dtype. Where some of them take them for one and some for
+    another, they are bytes.
+    """
+    seen: dict[int, tuple[Placed, list[Placed]]] = {}
+    for placed in wanted:
+        assert placed.run is not None
+        staged = placed.run.find(placed.at)
+        seen.setdefault(id(staged), (staged, []))[1].append(placed)
+    found = {}
+    for number, (staged, takes) in seen.items():
+        if all(take is staged for take in takes):
+            continue
+        dtypes = {take.dtype for take in takes}
+        shapes = {take.shape for take in takes if take.length == staged.length}
+        if len(dtypes) == 1 and len(shapes) == 1:
+            found[number] = dtypes.pop(), shapes.pop()
+        elif dtypes != {staged.dtype} or shapes:
+            found[number] = "U8", (staged.length,)
+    return found
