@@ -41,6 +41,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.save import copy as copying
 from tierfs.dcp.save.copy import LARGE_BYTES
+from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile, staged_in
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark
@@ -638,7 +639,7 @@ def test_an_announced_save_that_cannot_be_read_does_not_keep_the_checkpoint_from
 def test_staging_and_saving_at_once(url):
     """Files are staged on one thread while another looks for what lies in them."""
     store, _ = Address.of(url, OPTIONS).open(write=True)
-    tensor, stop = noise(10), threading.Event()
+    gpu, tensor, stop = GpuStaging("ram", None), noise(10), threading.Event()
 
     def look():
         while not stop.is_set():
@@ -650,7 +651,7 @@ def test_staging_and_saving_at_once(url):
         with ThreadPoolExecutor(1) as pool:
             looking = pool.submit(look)
             for _ in range(60):
-                held = [ShardFile(store) for _ in range(30)]
+                held = [ShardFile(store, gpu) for _ in range(30)]
             stop.set()
             looking.result()
     finally:

@@ -328,17 +328,17 @@ def on_two_hosts(url: str, mesh: DeviceMesh) -> None:
 def bytes_staged() -> Iterator[list[int]]:
     """How many bytes each staging of this rank copies."""
     counted: list[int] = []
-    real = ShardFile._add
+    real = ShardFile.add_from_host
 
-    def add(self: ShardFile, tensors: Any, **options: Any) -> Any:
+    def add(self: ShardFile, tensors: Any) -> Any:
         counted.append(sum(tensor.numel() * tensor.element_size() for _, tensor in tensors))
-        return real(self, tensors, **options)
+        return real(self, tensors)
 
-    ShardFile._add = add  # type: ignore[method-assign]
+    ShardFile.add_from_host = add  # type: ignore[method-assign]
     try:
         yield counted
     finally:
-        ShardFile._add = real  # type: ignore[method-assign]
+        ShardFile.add_from_host = real  # type: ignore[method-assign]
 
 
 def replicated(mesh: DeviceMesh, seed: int, tensors: int = 9) -> dict[str, Any]:

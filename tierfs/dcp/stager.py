@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from tierfs.dcp.save.later import Later
+from tierfs.dcp.save.gpu_tensors import Later, begin_tensors
 from tierfs.dcp.save.local_shards import holds_shards, mark_shards, shards_of
 from tierfs.dcp.save.refused import refused
 from tierfs.dcp.save.replicas import placeholder
@@ -82,7 +82,7 @@ def stage(
                 staged.append((number, tensor))
             else:
                 memo[number] = _unusual(names[0], tensor, locals_, memo)
-    later = file.begin_tensors(parts)
+    later = begin_tensors(file, parts, at_once=False)
     try:
         if not later.ready.is_set() and not _is_plain_nest(state_dict):
             later.begin()

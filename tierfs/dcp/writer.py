@@ -23,7 +23,7 @@ from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.save import checks, publish
-from tierfs.dcp.save.gpu import GpuStaging
+from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.replicas import Delegated, Replicas, delegated_by, split
 from tierfs.dcp.save.saves import Save, SavedMeta, Saves, ThreadSave, claim, hand_over, others_wait, read_here
 from tierfs.dcp.save.shard_file import ShardFile
@@ -185,13 +185,13 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         elsewhere = self._replicas.take(save) if self._replicas is not None else {}
         if not self._is_stock:  # what that writes goes through the ram tier once more, so the copy may not take it up
-            file = ShardFile(store, save=save, gpu=self._gpu)
+            file = ShardFile(store, self._gpu, save=save)
             try:
                 return stage(state_dict, file, elsewhere)
             except CapacityError as error:
                 file.abort()  # the waves need its room
                 say_waves(store, error)
-        return stage(state_dict, ShardFile(store, private=True, save=save, gpu=self._gpu), elsewhere)
+        return stage(state_dict, ShardFile(store, self._gpu, private=True, save=save), elsewhere)
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging ends with `stage`."""

@@ -18,6 +18,7 @@ from test_writer import noise, same
 
 import tierfs
 from tierfs.dcp import TierReader, TierWriter
+from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.stager import stage
 from tierfs.errors import NotFoundError
@@ -263,7 +264,7 @@ def test_other_tensors_go_as_ever(url, child):
 
 def test_private_staging_is_copied(url, child):
     store = TierWriter(url, **OPTIONS)._address.open(write=True)[0]
-    child.ask("have", stage(state(), ShardFile(store, private=True)))
+    child.ask("have", stage(state(), ShardFile(store, GpuStaging("ram", None), private=True)))
     assert child.ask("save", TierWriter(url, **OPTIONS), url, None) > 22 * MIB
     check(url, state())
 

@@ -10,28 +10,27 @@ import enum
 import threading
 import weakref
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.copy import Batch, copy_tensors
-from tierfs.dcp.save.gpu import GpuPart, GpuStaging, by_accelerator, pin_segments
-from tierfs.dcp.save.later import Later
+from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.placed import FileRun, Placed, RunMemory
 from tierfs.dcp.save.plan import PlannedPiece, plan_runs
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.save.streaming import say_waves
 from tierfs.dcp.save.tensor_plan import TensorPlan, TensorRun, described, plan_of, unique
-from tierfs.device.accelerator import Accelerator
-from tierfs.device.transfer import CaptureMode, Transfer, detached
+from tierfs.device.transfer import Transfer
 from tierfs.errors import CapacityError, StoreError
 from tierfs.session.settings import ranks_here
 from tierfs.store import Store
 from tierfs.store.write.in_place import Run, StagedFile
 from tierfs.units import format_bytes
+
+if TYPE_CHECKING:
+    from tierfs.host.slab.segment import Segment
 
 __all__ = ["FileState", "ShardFile", "check_is_held", "staged_in"]
 
@@ -49,12 +48,13 @@ class ShardFile:
 
     Args:
         store: Where it is to be saved.
+        gpu: How tensors leave a GPU.
         private: Take memory of this process alone. Such a file is only read from: it has no way to the store.
         save: For which it is staged; it is kept until that begins.
-        gpu: How tensors leave a GPU; by default they are copied while the caller waits.
 
     Attributes:
         store: As given.
+        gpu: As given.
         save: As given; ``None`` once the save has begun.
         state: Open, and can be committed; private, and is only read from; or over: saved or discarded, so that its memory may
             be another's by now.
@@ -63,11 +63,9 @@ class ShardFile:
         transfers: From GPUs, each with the runs that it fills.
     """
 
-    def __init__(
-        self, store: Store, *, private: bool = False, save: Save | None = None, gpu: GpuStaging | None = None
-    ) -> None:
+    def __init__(self, store: Store, gpu: GpuStaging, *, private: bool = False, save: Save | None = None) -> None:
         self.save = save
-        self._gpu = gpu or GpuStaging("ram", None)
+        self.gpu = gpu
         self.state = FileState.PRIVATE if private else FileState.OPEN
         self.transfers: list[tuple[Transfer, list[FileRun]]] = []
         self.store = store
@@ -96,133 +94,26 @@ class ShardFile:
             self.abort()  # whoever keeps the state keeps no room
             raise
 
-    def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Copy tensors into the file.
+    def segments(self) -> set[Segment]:
+        """The segments in which the file lies; none where its memory is private."""
+        return self._file.segments() if self._file is not None else set()
 
-        Args:
-            tensors: With their names. Strided, on any device; not empty ones are copied bit for bit.
-
-        Returns:
-            For each a tensor of the same dtype and shape that is a view of the file, on the CPU, with a storage of its own:
-            what is pickled of a tensor is its storage, all of it, and a DTensor over a part of one cannot be at all
-            (torch 2.13 reads from address 0).
-
-        Raises:
-            CapacityError: There is no room for one of them in one piece, and none came in time.
-            InvalidInputError: A CUDA graph is being captured.
-        """
-        views = self._add(tensors, at_once=True).result()
-        self.wait_filled()
-        return views
-
-    def begin_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Later:
-        """As `add_tensors`; those on a GPU may follow in the background: see `Later` and `wait_filled`.
-
-        Raises:
-            InvalidInputError: The mode that was asked for cannot be had.
-        """
-        return self._add(tensors, at_once=False)
-
-    def _add(self, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool) -> Later:
-        host, devices = by_accelerator([tensor for _, tensor in tensors])
-        if not at_once and tensors:
-            self._gpu.check(self.store, has_gpu=bool(devices))
-        if not devices:
-            return Later(self._add_from_host(tensors))
-        jobs: list[GpuPart] = []
-        later = Later([None] * len(tensors))
-        try:
-            for accelerator, numbers in devices.values():
-                plan = plan_of([tensors[number] for number in numbers])
-                transfer = self._gpu.transfer(accelerator, self.store, partial(self._pin, accelerator), at_once=at_once)
-                job = GpuPart(transfer, plan, numbers)
-                jobs.append(job)
-                # First, so that the GPU copies while the rest is done.
-                transfer.capture(job.regions([tensors[number][1] for number in numbers]))
-                self.transfers.append((transfer, job.runs))
-            views = self._add_from_host([tensors[number] for number in host])
-            for number, view in zip(host, views, strict=True):
-                later.views[number] = view
-            # Nothing keeps training from changing these. The other GPUs' may be safe already.
-            unsafe = [job for job in jobs if job.transfer.mode is CaptureMode.RAM]
-            if unsafe:
-                self._fill(unsafe, later, is_alone=False)
-        except BaseException:
-            for job in jobs:
-                if not job.transfer.is_done:
-                    job.transfer.discard()
-            raise
-        rest = [job for job in jobs if job not in unsafe]
-        later.transfers = [job.transfer for job in rest]
-        if rest:
-            later.fill = partial(self._fill, rest, later)
-        return later
-
-    def _fill(self, jobs: Sequence[GpuPart], later: Later, *, is_alone: bool = True) -> None:
-        """Make room for what was captured, and have it moved there.
-
-        Args:
-            jobs: One for each of some GPUs; the others' come later.
-            later: Told of the views.
-            is_alone: Whether nobody is there to whom an error could be raised.
-
-        Raises:
-            CapacityError: There is no room, and somebody is there.
-        """
-        try:
-            try:
-                rooms = [self._make_room(job.plan) for job in jobs]
-            except CapacityError as error:
-                if not is_alone:
-                    raise
-                self._become_private(error, later)
-                rooms = [self._make_room(job.plan) for job in jobs]
-            for job, begun in zip(jobs, rooms, strict=True):
-                for run, (placed, memory) in zip(job.plan.runs, begun, strict=True):
-                    for number, view in zip(run.numbers, self._views(run, placed, memory), strict=True):
-                        later.views[job.numbers[number]] = view
-                job.runs += [placed for placed, _ in begun]
-                job.targets = [torch.frombuffer(memory, dtype=torch.uint8) for _, memory in begun]
-            later.note_progress()
-            for job in jobs:
-                job.transfer.run(job.targets)
-                self._gpu.note_skipped(job.transfer.skipped_bytes)
-            self._gpu.tell(self.store)
-        except BaseException as error:
-            if not is_alone:
-                raise
-            later.error = detached(error)
-            for job in jobs:
-                if not job.transfer.is_done:
-                    job.transfer.discard(error)
-            self.abort()
-            later.ready.set()
-        finally:
-            for job in jobs:
-                job.targets = []
-
-    def _become_private(self, error: CapacityError, later: Later) -> None:
-        """Go on in memory of this process alone: the file is only read from, in waves, which need the room that it has."""
-        say_waves(self.store, error)
+    def become_private(self) -> StagedFile | None:
+        """Go on without what is there, in memory of this process alone; returns what is to be given back then."""
         shared, self._file = self._file, None
         if self.state is FileState.OPEN:  # it may have been discarded meanwhile
             self.state = FileState.PRIVATE
         self._room = None
         self.runs.clear()
         self._staged.clear()
-        # Nobody has seen these: a staged state gives nothing out before all views are there.
-        held = [(number, view) for number, view in enumerate(later.views) if view is not None]
-        copies = self._add_from_host([("", view) for _, view in held])
-        for (number, _), copied in zip(held, copies, strict=True):
-            later.views[number] = copied
-        if shared is not None:
-            shared.abort()
+        return shared
 
-    def _pin(self, accelerator: Accelerator) -> None:
-        if self._file is not None:
-            pin_segments(accelerator, self._file.segments(), self.store)
+    def make_room(self, plan: TensorPlan) -> list[tuple[FileRun, RunMemory]]:
+        """Room for planned tensors: their runs.
 
-    def _make_room(self, plan: TensorPlan) -> list[tuple[FileRun, RunMemory]]:
+        Raises:
+            CapacityError: There is none, and none came in time.
+        """
         self._reserve(plan.length)
         is_free = self.names.isdisjoint(plan.names)
         if is_free:
@@ -235,13 +126,14 @@ class ShardFile:
             placed.entries = entries
         return begun
 
-    def _add_from_host(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def add_from_host(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Copy tensors in host memory into the file: see `tierfs.dcp.save.gpu_tensors.begin_tensors`."""
         plan = plan_of(tensors)
         views: list[torch.Tensor | None] = [None] * len(tensors)
         with torch.no_grad():
             batches: list[Batch] = []
-            for run, (placed, memory) in zip(plan.runs, self._make_room(plan), strict=True):
-                found = self._views(run, placed, memory)
+            for run, (placed, memory) in zip(plan.runs, self.make_room(plan), strict=True):
+                found = self.views(run, placed, memory)
                 for number, view in zip(run.numbers, found, strict=True):
                     views[number] = view
                 originals = [tensors[number][1] for number in run.numbers]
@@ -252,22 +144,15 @@ class ShardFile:
                 for view, (_, tensor) in zip(views, tensors, strict=True)
             ]
 
-    def add_placed(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Placed]:
-        """The same; returns where each lies."""
-        return [
-            self.find(view)
-            or Placed(unique(name, self.names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
-            for view, (name, tensor) in zip(self.add_tensors(tensors), tensors, strict=True)
-        ]
-
-    def _views(self, run: TensorRun, placed: FileRun, memory: RunMemory) -> list[torch.Tensor]:
+    def views(self, run: TensorRun, placed: FileRun, memory: RunMemory) -> list[torch.Tensor]:
+        """The tensors of a run, which are found by these from now on."""
         views = run.views(memory)
         for view in views:
             self._staged[view.untyped_storage()._cdata] = placed
         return views
 
     def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Placed]:
-        """Copy the bytes of serialised objects into the file. Raises as `add_tensors` does."""
+        """Copy the bytes of serialised objects into the file. Raises as `make_room` does."""
         pieces = [PlannedPiece(name, "bytes", len(data)) for name, data in objects]
         self._reserve(sum(piece.length for piece in pieces))
         found: dict[int, Placed] = {}
@@ -348,7 +233,11 @@ class ShardFile:
             )
 
     def begin_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[FileRun, RunMemory]]:
-        """Runs, and their memory. Only tensors refer to that, and so keep us alive: it refers to us."""
+        """Runs of chunks of these lengths, and their memory. Only tensors refer to that, and so keep us alive: it refers to us.
+
+        Raises:
+            CapacityError: There is no room, and none came in time if ``wait`` is set.
+        """
         if self._file is None:
             if self.store.tiers is not None:
                 self.store.tiers.counters["private_copy_bytes"] += sum(map(sum, runs))

@@ -11,11 +11,13 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tierfs.dcp.load.rollback import key_of
 from tierfs.dcp.save.commit import commit_shard
-from tierfs.dcp.save.gpu import GpuStaging, snapshots_of
+from tierfs.dcp.save.gpu_staging import GpuStaging
+from tierfs.dcp.save.gpu_tensors import begin_tensors, snapshots_of
 from tierfs.dcp.save.placed import Placed
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import FileState, ShardFile, check_is_held, staged_in
 from tierfs.dcp.save.streaming import StreamPart, object_part, say_waves, stream, tensor_part
+from tierfs.dcp.save.tensor_plan import described, unique
 from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.errors import CapacityError
 from tierfs.store import Store
@@ -84,10 +86,10 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
             file.save = None  # it has begun, by whatever way its state came here
         else:
             tensors.append((number, data))
-    is_new, file = file is None, file or ShardFile(store, gpu=gpu)
+    is_new, file = file is None, file or ShardFile(store, gpu)
     try:
         named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
-        for (number, _), where in zip(tensors, file.add_placed(named), strict=True):
+        for (number, _), where in zip(tensors, _copied(file, named), strict=True):
             placed[number] = where
         blobs = file.add_objects([(items[number][0].index.fqn, data) for number, data in objects])
         for (number, _), where in zip(objects, blobs, strict=True):
@@ -97,6 +99,17 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
             file.abort()  # the waves need its room
         raise
     return file, [where for where in placed if where is not None]
+
+
+def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Placed]:
+    """Where tensors lie in a file when they have been copied there."""
+    views = begin_tensors(file, tensors, at_once=True).result()
+    file.wait_filled()
+    return [
+        file.find(view)
+        or Placed(unique(name, file.names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
+        for view, (name, tensor) in zip(views, tensors, strict=True)
+    ]
 
 
 def _part(item: WriteItem, data: Any) -> StreamPart:

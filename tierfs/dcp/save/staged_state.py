@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tierfs.dcp.save.later import Later
+from tierfs.dcp.save.gpu_tensors import Later
 from tierfs.dcp.save.local_shards import mark_shards, shards_of
 from tierfs.dcp.save.saves import Save, read_here
 from tierfs.dcp.save.shard_file import ShardFile
@@ -46,10 +46,6 @@ class StagedState(dict[str, Any]):
         self._file = file
         self._lock = threading.Lock()
         self._is_whole = later.ready.is_set()
-
-    @property
-    def _views(self) -> Sequence[torch.Tensor]:
-        return self._later.result()
 
     def items(self) -> Any:
         """As a dict's. It is what DCP asks for first of the state that it saves, on the thread that does."""
@@ -102,22 +98,19 @@ class StagedState(dict[str, Any]):
         self._file.check_is_held()
         places: dict[int, _Place] = {}
         end = 0
-        for view in self._views:
+        views = self._later.result()
+        for view in views:
             places[id(view)] = end, view.dtype, view.shape
             end += -(-view.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         shared = torch.UntypedStorage._new_shared(max(end, 1))
-        for view in self._views:
+        for view in views:
             _tensor_in(shared, places[id(view)][0], torch.uint8, (view.nbytes,)).copy_(
                 view.reshape(-1).view(torch.uint8)
             )
-        pickled = self._pickled(places)
-        self._file.abort()
-        return _received, (pickled, shared)
-
-    def _pickled(self, places: Mapping[int, _Place]) -> bytes:
         stream = io.BytesIO()
         _Pickler(stream, places).dump(dict(self))
-        return stream.getvalue()
+        self._file.abort()
+        return _received, (stream.getvalue(), shared)
 
 
 class Awaited:

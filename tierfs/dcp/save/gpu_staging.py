@@ -6,20 +6,17 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from tierfs._fork import PerProcess
-from tierfs.dcp.save.placed import FileRun, Placed
-from tierfs.dcp.save.tensor_plan import TensorPlan
-from tierfs.device.accelerator import Accelerator, accelerator_of, has_accelerator
+from tierfs.device.accelerator import Accelerator, has_accelerator
 from tierfs.device.drain import Gate, drain_of
 from tierfs.device.tier import DeviceTier, Spot
-from tierfs.device.transfer import CaptureMode, HostMemory, MemoryRegion, Transfer
+from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.slab.segment import Slot, SlotKind
@@ -28,7 +25,7 @@ from tierfs.store import Store
 from tierfs.store.device_notes import leave_note
 from tierfs.units import parse_size
 
-__all__ = ["STAGES", "GpuPart", "GpuStaging", "by_accelerator", "snapshots_of"]
+__all__ = ["STAGES", "GpuStaging", "fall_back_of"]
 
 STAGES = ("auto", "device", "lazy", "ram", "all")
 _logger = logging.getLogger("tierfs.dcp")
@@ -86,7 +83,7 @@ class GpuStaging:
                 "stage='auto', which copies to host memory then"
             )
         if self._stage in {"device", "lazy"} or budget:
-            _fall_back(store)("no_gpu", "no tensor of the state lies on a GPU: it is copied to the ram tier")
+            fall_back_of(store)("no_gpu", "no tensor of the state lies on a GPU: it is copied to the ram tier")
 
     def transfer(self, accelerator: Accelerator, store: Store, pin: Callable[[], None], *, at_once: bool) -> Transfer:
         """For tensors of one GPU that go to one file.
@@ -106,7 +103,7 @@ class GpuStaging:
         with self._lock():
             if accelerator not in self._accelerators:
                 self._accelerators.append(accelerator)
-        host = HostMemory(pin, _finder(store), _fall_back(store))
+        host = HostMemory(pin, _finder(store), fall_back_of(store))
         found = Transfer(mode, accelerator, drain_of(accelerator), tier, host)
         self._transfers.add(found)
         return found
@@ -180,36 +177,6 @@ class GpuStaging:
             return found
 
 
-def by_accelerator(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Mapping[int, tuple[Accelerator, list[int]]]]:
-    """Which tensors (their numbers) lie in host memory, and which on which GPU."""
-    host: list[int] = []
-    devices: dict[int, tuple[Accelerator, list[int]]] = {}
-    for number, tensor in enumerate(tensors):
-        accelerator = accelerator_of(tensor) if tensor.numel() else None
-        if accelerator is None:
-            host.append(number)
-        else:
-            devices.setdefault(id(accelerator), (accelerator, []))[1].append(number)
-    return host, devices
-
-
-def pin_segments(accelerator: Accelerator, segments: Iterable[Any], store: Store) -> None:
-    """Register the segments in which a file lies. Within a turn of the GPU's drain."""
-    pins = drain_of(accelerator).pins
-    for segment in segments:
-        pins.add(segment.id, segment.whole, _use_of(segment), _fall_back(store))
-
-
-def _use_of(segment: Any) -> Callable[[], bool]:
-    reference = weakref.ref(segment)
-
-    def is_used() -> bool:
-        found = reference()
-        return found is not None and found.owned and not found.retired
-
-    return is_used
-
-
 def _finder(store: Store) -> Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]] | None:
     """Finds chunks in this process's part of the ram tier. Whether their bytes were right is checked when they are sealed."""
     tiers = store.tiers
@@ -237,59 +204,10 @@ def _fill(slot: Slot, place: memoryview) -> bool:
     return False
 
 
-def _fall_back(store: Store) -> Callable[[str, str], None]:
+def fall_back_of(store: Store) -> Callable[[str, str], None]:
+    """Notes what a fallback did, by a name and a message."""
     tiers = store.tiers
     if tiers is None:
         return lambda _, text: _logger.warning("%s", text)
     counters = tiers.counters
     return lambda what, text: counters.fall_back(what, "%s", text)
-
-
-class GpuPart:
-    """The tensors of one GPU.
-
-    Args:
-        transfer: How.
-        plan: How it lies in the file.
-        numbers: Its tensors' numbers, among those that were handed in together.
-    """
-
-    def __init__(self, transfer: Transfer, plan: TensorPlan, numbers: Sequence[int]) -> None:
-        self.transfer = transfer
-        self.plan = plan
-        self.numbers = numbers
-        self.runs: list[FileRun] = []
-        self.targets: list[torch.Tensor] = []
-
-    def regions(self, tensors: Sequence[torch.Tensor]) -> list[MemoryRegion]:
-        """For `Transfer.capture`."""
-        return [
-            MemoryRegion(
-                sum(run.lengths),
-                [(entry.at, tensors[number]) for number, entry in zip(run.numbers, run.entries, strict=True)],
-            )
-            for run in self.plan.runs
-        ]
-
-
-def snapshots_of(
-    transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Placed]]
-) -> list[tuple[Transfer, dict[Any, Spot]]]:
-    """Where items lie in the device tier: for each snapshot, by the item's key.
-
-    Args:
-        transfers: See `ShardFile`.
-        items: Key, tensor and place in the file of each.
-    """
-    begins = {
-        id(run): (transfer, begin)
-        for transfer, runs in transfers
-        if transfer.generation is not None
-        for run, begin in zip(runs, transfer.offsets, strict=True)
-    }
-    found: dict[Transfer, dict[Any, Spot]] = {}
-    for key, tensor, placed in items:
-        transfer, begin = begins.get(id(placed.run), (None, 0))
-        if transfer is not None and transfer.generation is not None and placed.length == tensor.nbytes:
-            found.setdefault(transfer, {})[key] = Spot(begin + placed.at, tensor.dtype, tensor.shape)
-    return list(found.items())
