@@ -28,6 +28,7 @@ __all__ = [
     "is_quantized",
     "lacks_quantizer",
     "lies_nowhere",
+    "narrowed",
     "problem_of",
     "refuse_unusual",
     "tensor_in",
@@ -123,6 +124,14 @@ def bytes_of(tensor: Any) -> memoryview:
         # torch does not know how to copy some of the small ones; their bytes it does.
         plain = plain.view(torch.uint8)
     return _flat(plain.cpu().contiguous())
+
+
+def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """The part of a tensor at these offsets, with these lengths, as a view; along a whole dimension nothing is asked of the tensor."""
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if offset or length != tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, offset, length)
+    return tensor
 
 
 def writable_bytes(tensor: Any) -> memoryview | None:

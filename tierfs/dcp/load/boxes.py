@@ -16,6 +16,7 @@ from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.metadata import BytesPlace
+from tierfs.dcp.tensorbytes import narrowed
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.dcp.torch_format.data import STREAM_BUFFER_BYTES, read_items
 from tierfs.dcp.torch_format.metadata import StockPlace
@@ -192,10 +193,8 @@ class _IntoBoxes:
         self.targets[box.fqn, box.offsets] = made
 
     def resolve_tensor(self, item: Any) -> torch.Tensor:
-        part = self.targets[item.dest_index.fqn, tuple(item.dest_index.offset)]
-        for dimension, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            part = part.narrow(dimension, offset, length)
-        return part
+        target = self.targets[item.dest_index.fqn, tuple(item.dest_index.offset)]
+        return narrowed(target, item.dest_offsets, item.lengths)
 
     def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
         """Nothing is left to do."""

@@ -22,7 +22,7 @@ from tierfs.dcp.load.ranges import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.planner import object_loader
-from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, writable_bytes
+from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, narrowed, writable_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.device.accelerator import accelerator_of
 from tierfs.device.upload import Uploads
@@ -171,7 +171,7 @@ class ItemReader:
         self._tensors.append((item, target, is_same))
         dense_max = DENSE_BYTES_MAX if is_same else READ_BYTES_MAX
         for extent in extents_of(saved.shape, saved.dtype.itemsize, offsets, lengths, dense_bytes_max=dense_max):
-            part = _narrowed(target, extent)
+            part = narrowed(target, extent.offsets, extent.lengths)
             straight = writable_bytes(part) if is_same and extent.is_dense else None
             at = place.at + extent.at
             self._parts.append(_Part(fqn, place.file, at, extent.length, straight, extent, saved.dtype, part))
@@ -273,10 +273,3 @@ def _check_takes_elements(fqn: str, target: Any) -> None:
         raise InvalidInputError(
             f"{fqn}: the destination's elements share memory, as those of an expanded tensor do: load into a clone of it"
         )
-
-
-def _narrowed(target: Any, extent: BoxExtent) -> Any:
-    for dimension, (offset, length) in enumerate(zip(extent.offsets, extent.lengths, strict=True)):
-        if length != target.shape[dimension]:
-            target = target.narrow(dimension, offset, length)
-    return target

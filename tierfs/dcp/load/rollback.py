@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tierfs.dcp.load.items import SavedItem
+from tierfs.dcp.tensorbytes import narrowed
 from tierfs.device.tier import DeviceTier, Generation, device_tiers
 
 __all__ = ["key_of", "roll_back"]
@@ -70,10 +71,7 @@ def _copy(
             rest.append((item, saved))
             continue
         target = planner.resolve_tensor(item).detach()
-        part = source
-        for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            if length != part.shape[dimension]:
-                part = part.narrow(dimension, offset, length)
+        part = narrowed(source, item.storage_offsets, item.lengths)
         if not accelerator.owns(target) or target.dtype != part.dtype or target.shape != part.shape:
             rest.append((item, saved))
             continue

@@ -17,7 +17,7 @@ import torch
 from tierfs.dcp.load.items import ItemReader, SavedItem, put_in
 from tierfs.dcp.load.shards import FileRange, ShardFiles, raise_named
 from tierfs.dcp.metadata import BytesPlace
-from tierfs.dcp.tensorbytes import in_safetensors, writable_bytes
+from tierfs.dcp.tensorbytes import in_safetensors, narrowed, writable_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.dcp.torch_format.metadata import StockPlace
 from tierfs.dcp.torch_format.streams import ReadStream
@@ -130,9 +130,7 @@ def _load(files: ShardFiles, place: BytesPlace, items: list[Any], stream: Any, p
             offset + length > whole for offset, length, whole in zip(offsets, lengths, tensor.shape, strict=True)
         ):
             raise CorruptionError(f"{where}: is {list(tensor.shape)}, and was to hold more", path=place.file)
-        part = tensor
-        for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            part = part.narrow(dimension, offset, length)
+        part = narrowed(tensor, offsets, lengths)
         target = planner.resolve_tensor(item).detach()
         if target.shape != part.shape:
             raise InvalidInputError(
