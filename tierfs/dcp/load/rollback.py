@@ -12,14 +12,9 @@ from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.tensorbytes import narrowed
 from tierfs.device.tier import DeviceTier, Generation, device_tiers
 
-__all__ = ["key_of", "roll_back"]
+__all__ = ["roll_back"]
 
 _logger = logging.getLogger("tierfs.dcp")
-
-
-def key_of(index: Any) -> tuple[str, tuple[int, ...]]:
-    """Names what was saved of a tensor: torch's `MetadataIndex` as a plain value."""
-    return index.fqn, tuple(index.offset or ())
 
 
 def roll_back(
@@ -65,7 +60,7 @@ def _copy(
     sources: list[torch.Tensor] = []
     accelerator = tier.accelerator
     for item, saved in wanted:
-        spot = generation.items.get(key_of(item.storage_index)) if saved.dtype is not None else None
+        spot = generation.items.get(item.storage_index) if saved.dtype is not None else None
         source = None if spot is None else generation.tensor(spot)
         if source is None or source.dtype != saved.dtype or tuple(source.shape) != tuple(saved.shape):
             rest.append((item, saved))

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from tierfs.dcp.load.rollback import key_of
 from tierfs.dcp.save.commit import commit_shard
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.gpu_tensors import begin_tensors, snapshots_of
@@ -54,11 +53,7 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
     items_placed = zip(items, placed, strict=True)
     snapshots = snapshots_of(
         file.transfers,
-        (
-            (key_of(item.index), data, where)
-            for (item, data), where in items_placed
-            if item.type is not WriteItemType.BYTE_IO
-        ),
+        ((item.index, data, where) for (item, data), where in items_placed if item.type is not WriteItemType.BYTE_IO),
     )
     length, offsets = commit_shard(file, path, placed)
     gpu.keep(save, snapshots)
