@@ -132,7 +132,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     def _begin_anew(self) -> None:
         self._save = ThreadSave()
-        self._saves = Saves(self)
+        self._saves = Saves(self, self._save)
         self._staged_on: int | None = None  # the thread
 
     @property

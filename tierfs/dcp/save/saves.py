@@ -99,10 +99,6 @@ class StagedForSave(Protocol):
     save: Save | None
 
 
-class _LastHere(threading.local):
-    save: Save | None = None  # which one of a writer ran last on this thread
-
-
 class _Thread(threading.local):
     staged: weakref.ref[Any] | None = None  # what this thread read last, to save it
     save: Save | None = None  # which one runs on it, or is to
@@ -143,15 +139,16 @@ class Saves:
 
     Args:
         writer: Whose they are. Not kept alive.
+        here: The writer's.
 
     Attributes:
         last: Which was asked for last, if any was.
         done: Which came to its end last, if any did.
     """
 
-    def __init__(self, writer: Saver) -> None:
+    def __init__(self, writer: Saver, here: ThreadSave) -> None:
         self._writer = weakref.ref(writer)
-        self._here = _LastHere()
+        self._here = here
         self._ended: set[str] = set()  # ids
         self.last: Save | None = None
         self.done: Save | None = None
@@ -224,8 +221,9 @@ def hand_over(writer: Saver) -> Any:
 
 
 class ThreadSave(threading.local):
-    """The facts that one thread's save gets before it begins."""
+    """One writer's save on one thread: which one runs or ran last there, and the facts that it gets before it begins."""
 
+    save: Save | None = None
     address: Address | None = None
     is_reset: bool = False
     is_coordinator: bool = True
