@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
@@ -43,7 +41,6 @@ from tierfs.store.commit import Commits
 
 __all__ = ["TierWriter"]
 
-YIELD_S = 0.001
 LAYOUTS = ("tierfs", "dcp")
 
 
@@ -133,7 +130,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def _begin_anew(self) -> None:
         self._save = ThreadSave()
         self._saves = Saves(self, self._save)
-        self._staged_on: int | None = None  # the thread
 
     @property
     def _here(self) -> Address:
@@ -170,7 +166,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
         Where that fails and there are other ranks, which would wait for this one to plan, the save fails then, on every rank.
         """
-        self._staged_on = threading.get_ident()
         save = self._saves.ask()
         try:
             store, _ = self._address.open(write=True)
@@ -210,10 +205,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             self._save.address = self._address = self._address.at(checkpoint_id)
             self._save.is_reset = True
             read_here(None)
-        if self._staged_on not in {None, threading.get_ident()}:
-            # Training's thread waits for this one to have begun, and then for the interpreter, for milliseconds.
-            self._staged_on = None
-            time.sleep(YIELD_S)
 
     def storage_meta(self) -> StorageMeta:
         """Where the save that begins goes, and its id, for planners. As with torch's writers, the coordinator's id is the save's."""
