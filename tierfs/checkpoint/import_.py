@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tierfs.codec.layout import torch_zip
 from tierfs.codec.layout.safetensors import read_table
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of, in_batches
@@ -34,7 +35,6 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError, Tierf
 
 __all__ = ["ImportPart", "PartResult", "import_checkpoint", "import_file", "import_part"]
 
-_ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
 _TABLE_AT = 8
 PART_BYTES = 1 << 30
@@ -185,10 +185,10 @@ def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -
     if head[_TABLE_AT:] == b"{":
         _save(_tensors_in(data, where), url, DefaultSavePlanner(flatten_state_dict=False), overwrite=overwrite)
         return
-    if not head.startswith((_ZIP, _PICKLE)):
+    if not head.startswith((torch_zip.LOCAL, _PICKLE)):
         raise InvalidInputError(f"{where} is neither a safetensors file nor one that torch.save wrote", path=where)
     # Old files of torch.save are no archives, and cannot be mapped.
-    is_archive = head.startswith(_ZIP)
+    is_archive = head.startswith(torch_zip.LOCAL)
     with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
         problem = problem_of(file)
     if problem is not None:

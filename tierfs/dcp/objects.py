@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch._weights_only_unpickler import _blocklisted_modules, _get_allowed_globals, _get_user_allowed_globals
 
+from tierfs.codec.layout import torch_zip
 from tierfs.errors import InvalidInputError
 
 __all__ = ["ALLOWED", "ObjectUnpickler", "Unpickler", "aliases", "check_object", "globals_in"]
@@ -339,7 +340,7 @@ def _pickle_in(data: memoryview) -> tuple[int, memoryview]:
     Raises:
         ValueError: It is no such archive.
     """
-    if bytes(data[:4]) != b"PK\x03\x04" or len(data) < _HEADER:
+    if bytes(data[: len(torch_zip.LOCAL)]) != torch_zip.LOCAL or len(data) < _HEADER:
         raise ValueError("no archive of torch.save")
     start = _HEADER + int.from_bytes(data[26:28], "little") + int.from_bytes(data[28:30], "little")
     if bytes(data[start : start + 1]) != pickle.PROTO or len(data) <= start + 1:

@@ -21,13 +21,12 @@ from tierfs.dcp.save.refused import refused
 from tierfs.dcp.save.replicas import placeholder
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.staged_state import Awaited, StagedState
-from tierfs.dcp.tensorbytes import has_no_copy, is_quantized, lies_nowhere, problem_of, refuse_unusual
+from tierfs.dcp.tensorbytes import PLAIN_TYPES, has_no_copy, is_quantized, lies_nowhere, problem_of, refuse_unusual
 from tierfs.errors import InvalidInputError
 
 __all__ = ["stage"]
 
 _logger = logging.getLogger("tierfs.dcp")
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def stage(
@@ -112,7 +111,7 @@ def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[i
     found = {}
     at = 0
     for number, tensor in staged:
-        if type(tensor) in _PLAIN and not holds_shards(tensor):
+        if type(tensor) in PLAIN_TYPES and not holds_shards(tensor):
             found[number] = Awaited(lambda at=at: later.views[at])  # type: ignore[misc]
             at += 1
         else:
@@ -196,7 +195,7 @@ def _collect(
         return
     before = "" if path is None else f"{path}."
     for key, inner in pairs:
-        if type(inner) in _PLAIN and id(inner) not in found:  # as nearly all are
+        if type(inner) in PLAIN_TYPES and id(inner) not in found:  # as nearly all are
             found[id(inner)] = [f"{before}{key!s}"], inner
         else:
             _collect(f"{before}{key!s}", inner, found, objects)
@@ -214,7 +213,7 @@ def _objects(value: Any) -> Iterator[Any]:
 def _is_simple(tensor: torch.Tensor) -> bool:
     """Whether a quick look says that its bytes are all there is to it, as it does of nearly all."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN_TYPES
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
         and not is_quantized(tensor)
@@ -233,7 +232,7 @@ def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _rebuilt(tensor: torch.Tensor, views: Iterator[torch.Tensor]) -> torch.Tensor:
-    if type(tensor) in _PLAIN:  # as nearly all are
+    if type(tensor) in PLAIN_TYPES:  # as nearly all are
         return next(views) if not holds_shards(tensor) else mark_shards(next(views), shards_of(tensor))
     if isinstance(tensor, DTensor):
         return DTensor(next(views), tensor._spec, requires_grad=False)

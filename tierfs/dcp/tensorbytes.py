@@ -19,6 +19,7 @@ from tierfs.digest import Buffer
 from tierfs.errors import InvalidInputError
 
 __all__ = [
+    "PLAIN_TYPES",
     "SAFETENSORS_NAMES",
     "bytes_of",
     "has_no_copy",
@@ -35,6 +36,8 @@ __all__ = [
     "writable_bytes",
 ]
 
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""Classes of tensors that add nothing to them."""
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",

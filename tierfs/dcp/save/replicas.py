@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tierfs._fork import PerProcess
 from tierfs.dcp.save.local_shards import holds_shards
+from tierfs.dcp.tensorbytes import PLAIN_TYPES
 from tierfs.errors import InvalidInputError
 
 __all__ = ["Delegated", "RemoteReplica", "Replicas", "delegated_by", "placeholder", "split"]
@@ -159,7 +160,7 @@ def _marked(item: WriteItem) -> WriteItem:
 def _is_of(item: WriteItem, tensor: torch.Tensor) -> bool:
     data = item.tensor_data
     is_sharded = isinstance(tensor, DTensor)
-    is_plain = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+    is_plain = type(tensor) in PLAIN_TYPES
     if not (is_sharded or is_plain) or tensor.is_nested or holds_shards(tensor):  # others may have no shape
         return False
     if data.properties.dtype != tensor.dtype or data.size != tensor.shape:

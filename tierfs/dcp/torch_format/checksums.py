@@ -8,6 +8,7 @@ import zlib
 from functools import partial
 from typing import IO
 
+from tierfs.codec.layout import torch_zip
 from tierfs.dcp.load.shards import ShardFiles
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.errors import CorruptionError, TierfsError
@@ -15,7 +16,6 @@ from tierfs.errors import CorruptionError, TierfsError
 __all__ = ["check_checksums", "problem_of"]
 
 PIECE_BYTES = 1 << 20
-_ZIP = b"PK\x03\x04"
 
 
 def check_checksums(
@@ -50,7 +50,7 @@ def problem_of(file: IO[bytes], known: memoryview | None = None) -> str | None:
         ``None`` for nothing, and for what is no archive, is compressed, as torch's never are, or was written without checksums
         (``torch.serialization.set_crc32_options``).
     """
-    if file.read(len(_ZIP)) != _ZIP:
+    if file.read(len(torch_zip.LOCAL)) != torch_zip.LOCAL:
         return None
     try:
         with zipfile.ZipFile(file) as archive:

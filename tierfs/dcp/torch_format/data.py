@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tierfs.codec.layout import torch_zip
 from tierfs.dcp.load.items import ItemReader, SavedItem, put_in
 from tierfs.dcp.load.shards import FileRange, ShardFiles, raise_named
 from tierfs.dcp.metadata import BytesPlace
@@ -30,7 +31,6 @@ STREAMED_BYTES_MIN = 64 << 20
 """An archive of this length is not held in memory beside the tensor that comes out of it."""
 STREAM_BUFFER_BYTES = 1 << 20
 HEADER_BYTES_MAX = 100_000_000
-_ZIP = b"PK\x03\x04"
 
 
 def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]], planner: Any) -> None:
@@ -60,7 +60,7 @@ def locate(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]]) -> tuple[
     places = sorted({(saved.place.file, saved.place.at) for _, saved in wanted})
     heads = [bytearray(8) for _ in places]
     files.read(FileRange(*place, memoryview(head), "a tensor") for place, head in zip(places, heads, strict=True))
-    begins = {place: head for place, head in zip(places, heads, strict=True) if not head.startswith(_ZIP)}
+    begins = {place: head for place, head in zip(places, heads, strict=True) if not head.startswith(torch_zip.LOCAL)}
     headers = {place: _header(files, *place, int.from_bytes(head, "little")) for place, head in begins.items()}
     bare: list[tuple[Any, SavedItem]] = []
     archived = []
