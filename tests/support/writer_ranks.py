@@ -137,7 +137,7 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
         writer.wait("object", timeout=60)
         assert writer.ack() == "object"
         store, path = writer._address.open()
-        assert (writer._saves.done.root, writer._saves.done.mark) == (
+        assert (writer._saves.done.metadata_path, writer._saves.done.mark) == (
             f"{path}/.metadata",
             SaveMark.of(stat(store, f"{path}/.metadata").manifest.metadata),
         )

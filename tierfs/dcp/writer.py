@@ -247,9 +247,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: A tensor is in none.
         """
         store, path = self._here.open(write=True)
-        root = inside(path, self._save.metadata_name)
+        metadata_path = inside(path, self._save.metadata_name)
         checks.check_free(
-            store, self._here.url, path, root, overwrite=self._overwrite, together=self._save.use_collectives
+            store, self._here.url, path, metadata_path, overwrite=self._overwrite, together=self._save.use_collectives
         )
         if all(plan.usable for plan in plans):  # else they are only what has changed, and `finish` sees the rest
             checks.check_owners(
@@ -258,7 +258,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 (index for plan in plans for index in delegated_by(plan)),
             )
         save_id, self._save.save_id = self._save.save_id or secrets.token_hex(16), ""
-        self._save.mark, self._save.is_new = Commits(store).begin(root, save_id)
+        self._save.mark, self._save.is_new = Commits(store).begin(metadata_path, save_id)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -279,7 +279,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             was_left = bool(self._save.left) or self._save.offered is None
             self._replicas.learn(save, self._save.offered, plan.items, was_left=was_left)
         results += self._write(store, path, items) if items else []
-        save.root = inside(path, self._save.metadata_name)
+        save.metadata_path = inside(path, self._save.metadata_name)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -314,13 +314,15 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         metadata.version = filesystem.CURRENT_DCP_VERSION  # of what is written and, as with torch's writers, returned
         parts = publish.Parts.of(result for rank in results for result in rank)
         checks.check_owners(self._here.url, parts.places, (result.index for rank in results for result in rank))
-        root, mark = inside(path, self._save.metadata_name), self._save.mark
+        metadata_path, mark = inside(path, self._save.metadata_name), self._save.mark
         assert mark is not None, "prepare_global_plan comes first"
-        checkpoint = publish.Publication(store, self._here.url, path, root, mark, is_new=self._save.is_new)
+        checkpoint = publish.Publication(store, self._here.url, path, metadata_path, mark, is_new=self._save.is_new)
         (publish.publish_archives if self._is_stock else publish.publish_shards)(checkpoint, metadata, parts)
         # DCP returns it, to another process where that had us save.
-        metadata.storage_meta = SavedMeta(self._here.url, mark.save_id, root=root, sequence=mark.sequence)
-        self._saves.go_on().end(root, mark)
+        metadata.storage_meta = SavedMeta(
+            self._here.url, mark.save_id, metadata_path=metadata_path, sequence=mark.sequence
+        )
+        self._saves.go_on().end(metadata_path, mark)
 
     def ended(self, save: Save, url: str | None = None) -> None:
         """See `tierfs.dcp.save.saves.Saver`."""
@@ -393,7 +395,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         store, path = ((save.address if save is not None else None) or self._address).open()
         if save is None:
             return store, path, inside(path, metadata_file()), None
-        return store, path, save.root, save.mark
+        return store, path, save.metadata_path, save.mark
 
 
 ForkingPickler.register(TierWriter, hand_over)

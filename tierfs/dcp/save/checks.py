@@ -78,21 +78,21 @@ def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
             )
 
 
-def check_free(store: Store, url: str, path: str, root: str, *, overwrite: bool, together: bool) -> None:
+def check_free(store: Store, url: str, path: str, metadata_path: str, *, overwrite: bool, together: bool) -> None:
     """See that a checkpoint may be saved there.
 
     Args:
         store: Where.
         url: The place's name in messages.
         path: The checkpoint's directory, relative to the store.
-        root: The path of its metadata.
+        metadata_path: The path of its metadata.
         overwrite: Whether one that is there may be replaced.
         together: Whether the ranks save together.
 
     Raises:
         AlreadyExistsError: There is one, and it may not be replaced; or it would be loaded in place of this one.
     """
-    if not overwrite and kind_of(store, root) is not None:
+    if not overwrite and kind_of(store, metadata_path) is not None:
         raise AlreadyExistsError(
             # Begins with what torch's own writers say, which programs look for.
             f"Checkpoint already exists and self.overwrite=False: {url} holds a checkpoint: save to another directory, or "

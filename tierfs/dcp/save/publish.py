@@ -64,15 +64,15 @@ class Publication:
         store: Where.
         url: Its name in messages.
         path: Its directory, relative to the store.
-        root: The path of its metadata.
+        metadata_path: The path of its metadata.
         mark: Which save it is.
-        is_new: Whether nothing was at ``root`` when the save began.
+        is_new: Whether nothing was at ``metadata_path`` when the save began.
     """
 
     store: Store
     url: str
     path: str
-    root: str
+    metadata_path: str
     mark: SaveMark
     is_new: bool
 
@@ -116,15 +116,17 @@ def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) 
 
 def _publish(checkpoint: Publication, document: bytes, parts: Parts) -> None:
     store = checkpoint.store
-    leaves_to_flusher = is_staged(store, checkpoint.root, store.ack)
+    leaves_to_flusher = is_staged(store, checkpoint.metadata_path, store.ack)
     commits = Commits(store)
-    commits.publish(checkpoint.root, document, checkpoint.mark, is_new=checkpoint.is_new)
-    if is_root(checkpoint.root) and not leaves_to_flusher:
+    commits.publish(checkpoint.metadata_path, document, checkpoint.mark, is_new=checkpoint.is_new)
+    if is_root(checkpoint.metadata_path) and not leaves_to_flusher:
         is_all = checkpoint.is_new and bool(parts.files)
         commits.note_published(checkpoint.path, [*parts.files, ROOT] if is_all else None)
 
 
-def wait_for(store: Store, path: str, root: str, mark: SaveMark | None, level: Level, timeout_s: float | None) -> None:
+def wait_for(
+    store: Store, path: str, metadata_path: str, mark: SaveMark | None, level: Level, timeout_s: float | None
+) -> None:
     """Wait until a checkpoint has reached a level: see `TierWriter.wait`. ``mark`` is the save's, if one is meant."""
     begun = store.clock.monotonic()
     wait(store, path, level, timeout_s)
@@ -134,16 +136,16 @@ def wait_for(store: Store, path: str, root: str, mark: SaveMark | None, level: L
     commits = Commits(store)
     commits.wait(path, left, mark)
     if mark is not None:
-        commits.check_stands(root, mark)
+        commits.check_stands(metadata_path, mark)
 
 
-def level_reached(store: Store, path: str, root: str, mark: SaveMark | None) -> Level:
+def level_reached(store: Store, path: str, metadata_path: str, mark: SaveMark | None) -> Level:
     """The level that a checkpoint has reached: see `TierWriter.ack`."""
     # A change that is this host's alone needs nobody else to be asked.
-    pending = store.tiers.drafts.pending(root) if store.tiers is not None else None
+    pending = store.tiers.drafts.pending(metadata_path) if store.tiers is not None else None
     if pending is None and any(mark in {None, save.mark} for save in Commits(store).advance(path)):
         return Level.STAGED
-    return level_of(store, root)
+    return level_of(store, metadata_path)
 
 
 def host_of(store: Store) -> str:

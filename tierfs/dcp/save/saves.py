@@ -51,7 +51,7 @@ class Saver(Protocol):
         """Take note that a save has come to its end, and its metadata is published or announced.
 
         Args:
-            save: Which; with its mark and root.
+            save: Which; with its mark and its metadata's path.
             url: Where it went, if another process made it.
         """
 
@@ -64,7 +64,7 @@ class Save:
         writer: Whose it is.
         before: The ids of the saves that the writer has come to the end of.
         address: Where it goes; ``None`` until it begins.
-        root: Path of the checkpoint's metadata; empty until this rank's part is there.
+        metadata_path: Path of the checkpoint's metadata; empty until this rank's part is there.
         mark: Which save it is; ``None`` until it has come to its end.
         token: Its name in the process that hands it over, there and where it runs; else empty.
         is_foreign: Whether somebody else staged it, and another process makes it.
@@ -75,16 +75,16 @@ class Save:
     writer: weakref.ref[Saver]
     before: AbstractSet[str] = frozenset()
     address: Address | None = None
-    root: str = ""
+    metadata_path: str = ""
     mark: SaveMark | None = None
     token: str = ""
     is_foreign: bool = False
     asked_on: int = field(default_factory=threading.get_ident)
     failure: Exception | None = None
 
-    def end(self, root: str, mark: SaveMark, url: str | None = None) -> None:
+    def end(self, metadata_path: str, mark: SaveMark, url: str | None = None) -> None:
         """Have the writer take note: see `Saver.ended`."""
-        self.root, self.mark = root, mark
+        self.metadata_path, self.mark = metadata_path, mark
         if (writer := self.writer()) is not None:
             writer.ended(self, url)
 
@@ -259,26 +259,31 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
     """Where a save went, and which one it was: torch's ``checkpoint_id`` and ``save_id``, and more.
 
     Attributes:
-        root: Path of the checkpoint's metadata in its store.
+        metadata_path: Path of the checkpoint's metadata in its store.
         sequence: See `SaveMark`.
     """
 
-    root: str = ""
+    metadata_path: str = ""
     sequence: int = 0
 
     def __deepcopy__(self, _memo: object) -> SavedMeta:
         return replace(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _hear, (self.checkpoint_id, self.save_id, self.root, self.sequence)
+        return _hear, (self.checkpoint_id, self.save_id, self.metadata_path, self.sequence)
 
 
-def _hear(url: str, save_id: str, root: str, sequence: int) -> SavedMeta:
+def _hear(url: str, save_id: str, metadata_path: str, sequence: int) -> SavedMeta:
     """The coordinator's message to the other ranks, on the threads that save there."""
     save, mark = _thread.save, SaveMark(sequence, save_id)
-    if save is not None and save.mark is None and save.root == root and mark.save_id not in save.before:
-        save.end(root, mark)
-    return SavedMeta(url, save_id, root=root, sequence=sequence)
+    if (
+        save is not None
+        and save.mark is None
+        and save.metadata_path == metadata_path
+        and mark.save_id not in save.before
+    ):
+        save.end(metadata_path, mark)
+    return SavedMeta(url, save_id, metadata_path=metadata_path, sequence=sequence)
 
 
 def _send_back(meta: SavedMeta) -> tuple[Any, ...]:
@@ -290,11 +295,11 @@ def _send_back(meta: SavedMeta) -> tuple[Any, ...]:
 
 def _hear_back(token: str, url: str, said: tuple[str, str, str, int]) -> SavedMeta:
     """A process's message about the save that it was handed, on any thread."""
-    meta = SavedMeta(said[0], said[1], root=said[2], sequence=said[3])
+    meta = SavedMeta(said[0], said[1], metadata_path=said[2], sequence=said[3])
     with _lock():
         save = _sent.get(token)
     if save is not None:
-        save.end(meta.root, SaveMark(meta.sequence, meta.save_id), url)
+        save.end(meta.metadata_path, SaveMark(meta.sequence, meta.save_id), url)
     return meta
 
 
