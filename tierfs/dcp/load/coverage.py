@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-__all__ = ["Absent", "Box", "boxes_in", "gaps_of", "mark_absent", "problem_of"]
+__all__ = ["Absent", "Region", "boxes_in", "gaps_of", "mark_absent", "problem_of"]
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, in elements."""
 
 
@@ -84,12 +84,12 @@ def mark_absent(metadata: Any) -> Any:
     return marked
 
 
-def boxes_in(item: Any) -> list[Box]:
+def boxes_in(item: Any) -> list[Region]:
     """The chunks of torch's `TensorStorageMetadata`."""
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
 
 
-def problem_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
+def problem_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> str:
     """The reason why boxes do not make up a tensor, in words; empty for none."""
     if len(boxes) == 1 and boxes[0][1] == shape and not any(boxes[0][0]):  # as nearly all are
         return ""
@@ -102,7 +102,7 @@ def problem_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
         return f"a shard does not lie in {list(shape)}"
     # Swept along the dimension that tells most of them apart, so that few are held against each other.
     along = max(range(len(shape)), key=lambda axis: len({offsets[axis] for offsets, _ in full}), default=None)
-    open_: list[Box] = []
+    open_: list[Region] = []
     for box in sorted(full, key=lambda box: 0 if along is None else box[0][along]):
         if along is not None:
             open_ = [other for other in open_ if other[0][along] + other[1][along] > box[0][along]]
@@ -114,7 +114,7 @@ def problem_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
     return f"{missing} of its elements are in no shard" if missing else ""
 
 
-def gaps_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Box] | None:
+def gaps_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> list[Region] | None:
     """The parts of a tensor that no box covers, as boxes that do not overlap.
 
     Args:
@@ -145,7 +145,7 @@ class _Work:
             raise _TooMuchWorkError
 
 
-def _gaps(boxes: Iterable[Box], shape: tuple[int, ...], axis: int, work: _Work) -> Iterator[Box]:
+def _gaps(boxes: Iterable[Region], shape: tuple[int, ...], axis: int, work: _Work) -> Iterator[Region]:
     """Gaps in the dimensions from ``axis`` on."""
     waiting = sorted(boxes, key=lambda box: box[0][axis] if axis < len(shape) else 0, reverse=True)
     if not waiting:
@@ -154,7 +154,7 @@ def _gaps(boxes: Iterable[Box], shape: tuple[int, ...], axis: int, work: _Work) 
     if axis == len(shape):
         return
     cuts = {0, shape[axis], *(box[0][axis] for box in waiting), *(box[0][axis] + box[1][axis] for box in waiting)}
-    there: list[Box] = []
+    there: list[Region] = []
     for start, stop in pairwise(sorted(cuts)):
         there = [box for box in there if box[0][axis] + box[1][axis] > start]
         while waiting and waiting[-1][0][axis] <= start:
@@ -164,7 +164,7 @@ def _gaps(boxes: Iterable[Box], shape: tuple[int, ...], axis: int, work: _Work) 
             yield (start, *offsets), (stop - start, *sizes)
 
 
-def _meet(one: Box, other: Box) -> bool:
+def _meet(one: Region, other: Region) -> bool:
     return all(
         first < second + second_size and second < first + first_size
         for first, first_size, second, second_size in zip(*one, *other, strict=True)
