@@ -30,7 +30,7 @@ _logger = logging.getLogger("tierfs.dcp")
 
 
 def stage(
-    state_dict: Mapping[str, Any], file: ShardFile, elsewhere: Mapping[str, WriteItem] | None = None
+    state_dict: Mapping[str, Any], file: ShardFile, delegated: Mapping[str, WriteItem] | None = None
 ) -> dict[str, Any]:
     """Copy a state dict into a shard file.
 
@@ -41,7 +41,7 @@ def stage(
     Args:
         state_dict: Borrowed for the call; its tensors may lie on any device.
         file: Takes the bytes.
-        elsewhere: By name, items of tensors that another rank saves: what is so still is not copied.
+        delegated: By name, items of tensors that another rank saves: what is so still is not copied.
 
     Returns:
         The same structure. It keeps the file's memory until that is saved, which it can be once; and may be sent to one other process,
@@ -65,12 +65,12 @@ def stage(
             _logger.warning(
                 "objects (%s) are copied as their classes copy them, since one cannot be pickled: %s", kinds, str(error)
             )
-    left: dict[int, Any] = {}
+    replicas: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
     staged: list[tuple[int, torch.Tensor]] = []
     for number, (names, tensor) in named.items():
-        if elsewhere and (other := placeholder(tensor, names, elsewhere)) is not None:
-            left[number] = other
+        if delegated and (replica := placeholder(tensor, names, delegated)) is not None:
+            replicas[number] = replica
         elif _is_simple(tensor):
             parts.append((names[0], tensor))
             staged.append((number, tensor))
@@ -92,12 +92,12 @@ def stage(
                 memo[number] = _rebuilt(tensor, remaining)
         else:
             memo.update(_awaited(staged, later))
-        if left:
+        if replicas:
             # An object is saved with everything that it refers to: that is copied, whichever rank saves the tensor by its name.
             for key, value in state_dict.items():
                 for inner in _objects(value):
                     _copied(key, inner, memo)
-            memo.update({number: other for number, other in left.items() if number not in memo})
+            memo.update({number: replica for number, replica in replicas.items() if number not in memo})
         copied = StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, later, file)
     except BaseException:
         later.discard()

@@ -23,7 +23,7 @@ from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.replicas import Delegated, Replicas, delegated_by, split
-from tierfs.dcp.save.saves import Save, SavedMeta, Saves, ThreadSave, claim, hand_over, others_wait, read_here
+from tierfs.dcp.save.saves import Save, SavedMeta, Saves, ThreadSave, claim, others_wait, read_here, reduce_writer
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.shard_writer import write_shard
 from tierfs.dcp.save.staged_state import UnstagedState
@@ -116,7 +116,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        ForkingPickler.register(cls, hand_over)
+        ForkingPickler.register(cls, reduce_writer)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_address", "_is_stock", "_overwrite", "_stage_options")
@@ -178,15 +178,15 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             return UnstagedState(save)
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
-        elsewhere = self._replicas.take(save) if self._replicas is not None else {}
+        delegated = self._replicas.take(save) if self._replicas is not None else {}
         if not self._is_stock:  # what that writes goes through the ram tier once more, so the copy may not take it up
             file = ShardFile(store, self._gpu, save=save)
             try:
-                return stage(state_dict, file, elsewhere)
+                return stage(state_dict, file, delegated)
             except CapacityError as error:
                 file.abort()  # the waves need its room
                 say_waves(store, error)
-        return stage(state_dict, ShardFile(store, self._gpu, private=True, save=save), elsewhere)
+        return stage(state_dict, ShardFile(store, self._gpu, private=True, save=save), delegated)
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging ends with `stage`."""
@@ -236,8 +236,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             raise failure
         checks.check_plannable(plan.items)
         self._save.offered = plan.items if plan.usable else None
-        ours, self._save.left = split(plan.items)
-        return replace(plan, items=ours, storage_data=Delegated(self._save.left)) if self._save.left else plan
+        ours, self._save.delegated = split(plan.items)
+        return replace(plan, items=ours, storage_data=Delegated(self._save.delegated)) if self._save.delegated else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As they are, if every tensor that ranks left to each other is in one of them. Called on the coordinator alone.
@@ -271,13 +271,13 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         end_planning()
         store, path = self._here.open(write=True)
         # Not stored: told to the coordinator, which sees to it that somebody else has.
-        results = [WriteResult(index, 0, None) for index in self._save.left or delegated_by(plan)]
+        results = [WriteResult(index, 0, None) for index in self._save.delegated or delegated_by(plan)]
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         checks.check_planned(items)
         save = self._saves.go_on()
         if self._replicas is not None:
-            was_left = bool(self._save.left) or self._save.offered is None
-            self._replicas.learn(save, self._save.offered, plan.items, was_left=was_left)
+            has_delegated = bool(self._save.delegated) or self._save.offered is None
+            self._replicas.learn(save, self._save.offered, plan.items, has_delegated=has_delegated)
         results += self._write(store, path, items) if items else []
         save.metadata_path = inside(path, self._save.metadata_name)
         future: Future[list[WriteResult]] = Future()
@@ -398,4 +398,4 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return store, path, save.metadata_path, save.mark
 
 
-ForkingPickler.register(TierWriter, hand_over)
+ForkingPickler.register(TierWriter, reduce_writer)

@@ -23,14 +23,14 @@ __all__ = ["check_archived", "check_free", "check_objects", "check_owners", "che
 NAMED_MAX = 3  # in a message
 
 
-def check_owners(url: str, owned: Iterable[MetadataIndex], left: Iterable[MetadataIndex]) -> None:
+def check_owners(url: str, owned: Iterable[MetadataIndex], delegated: Iterable[MetadataIndex]) -> None:
     """See that each tensor that ranks left to each other is saved by one of them.
 
     Raises:
         InvalidInputError: One is not; names it.
     """
     there = set(owned)
-    lost = list(dict.fromkeys(index.fqn for index in left if index not in there))
+    lost = list(dict.fromkeys(index.fqn for index in delegated if index not in there))
     if lost:
         raise InvalidInputError(
             f"{url}: no rank has {', '.join(lost[:NAMED_MAX])} to save ({len(lost)} tensors): one that saved "
@@ -58,10 +58,10 @@ def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
     Raises:
         InvalidInputError: It has not; names what.
     """
-    left = [item.index.fqn for item, data in items if isinstance(data, RemoteReplica)]
-    if left:
+    delegated = [item.index.fqn for item, data in items if isinstance(data, RemoteReplica)]
+    if delegated:
         raise InvalidInputError(
-            f"this rank is to save {left[0]} and {len(left) - 1} more that it left to another one, as in the last save: "
+            f"this rank is to save {delegated[0]} and {len(delegated) - 1} more that it left to another one, as in the last save: "
             "the ranks' states have changed. The next save copies everything again"
         )
     for item, data in items:

@@ -33,7 +33,7 @@ FAILURES_MAX = 2
 _logger = logging.getLogger("tierfs.dcp")
 
 
-class _OthersData(TensorWriteData):  # type: ignore[misc]  # torch's classes are untyped here
+class _DelegatedData(TensorWriteData):  # type: ignore[misc]  # torch's classes are untyped here
     """Marks an item that this rank offers to nobody, since another one saves it."""
 
 
@@ -99,7 +99,7 @@ class Replicas:
             return taken
 
     def learn(
-        self, save: object, offered: Sequence[WriteItem] | None, kept: Iterable[WriteItem], *, was_left: bool
+        self, save: object, offered: Sequence[WriteItem] | None, kept: Iterable[WriteItem], *, has_delegated: bool
     ) -> None:
         """Note what became of a plan.
 
@@ -107,12 +107,12 @@ class Replicas:
             save: Whose.
             offered: The items of this rank; ``None`` where a planner said that nothing has changed.
             kept: The items that it was given to save.
-            was_left: Whether it left something to others.
+            has_delegated: Whether it left something to others.
         """
         with self._lock():
             taken = self._taken.pop(save, {})
             self._open -= bool(taken)
-            if was_left and self._failures < FAILURES_MAX:
+            if has_delegated and self._failures < FAILURES_MAX:
                 self._failures = 0
         if offered is None:
             self._items = taken
@@ -142,8 +142,8 @@ def _stand_in(items: Mapping[str, WriteItem]) -> RemoteReplica:
 
 def split(items: Sequence[WriteItem]) -> tuple[list[WriteItem], tuple[MetadataIndex, ...]]:
     """The items of a plan that this rank has staged, and where those belong that it has not."""
-    ours = [item for item in items if not isinstance(item.tensor_data, _OthersData)]
-    return ours, tuple(item.index for item in items if isinstance(item.tensor_data, _OthersData))
+    ours = [item for item in items if not isinstance(item.tensor_data, _DelegatedData)]
+    return ours, tuple(item.index for item in items if isinstance(item.tensor_data, _DelegatedData))
 
 
 def delegated_by(plan: SavePlan) -> tuple[MetadataIndex, ...]:
@@ -153,7 +153,7 @@ def delegated_by(plan: SavePlan) -> tuple[MetadataIndex, ...]:
 
 def _marked(item: WriteItem) -> WriteItem:
     data = item.tensor_data
-    marked = _OthersData(**{field.name: getattr(data, field.name) for field in fields(TensorWriteData)})
+    marked = _DelegatedData(**{field.name: getattr(data, field.name) for field in fields(TensorWriteData)})
     return WriteItem(item.index, item.type, tensor_data=marked)
 
 

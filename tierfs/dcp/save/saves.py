@@ -35,9 +35,9 @@ __all__ = [
     "StagedForSave",
     "ThreadSave",
     "claim",
-    "hand_over",
     "others_wait",
     "read_here",
+    "reduce_writer",
 ]
 
 
@@ -209,7 +209,7 @@ class Saves:
         return save
 
 
-def hand_over(writer: Saver) -> Any:
+def reduce_writer(writer: Saver) -> Any:
     """Reduce a writer that goes to another process, with what tells us which save it was when that is heard of."""
     save = _thread.save = claim(writer) or writer.handed_over()
     save.token = secrets.token_hex(16)
@@ -233,7 +233,7 @@ class ThreadSave(threading.local):
     mark: SaveMark | None = None
     is_new: bool = False
     offered: Sequence[WriteItem] | None = None
-    left: tuple[MetadataIndex, ...] = ()
+    delegated: tuple[MetadataIndex, ...] = ()
     failure: Exception | None = None
 
     @property
