@@ -1,41 +1,21 @@
 """What a repair makes whole, what it moves aside, and what it says is lost."""
 
 import json
-import random
 import uuid
 
 import pytest
+from support.damaging import LOOK, chunk_of, content, lost_keys, make_store, middle, run, twice
 from support.saving import Training
-from support.served import ServedObjects
 
-from tierfs.clock import ManualClock
-from tierfs.digest import DigestKind
 from tierfs.errors import CorruptionError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.descriptor import Descriptor
 from tierfs.format.header import Kind
 from tierfs.objects import MemoryObjects
 from tierfs.store import Store, delete, list_directory, load, make_directory, save, stat, verify
-from tierfs.store.encode.codecs import Codecs
 from tierfs.store.maintenance.gc import GcOptions, collect
-from tierfs.store.maintenance.repair import repair
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
 from tierfs.store.tree.records import observe
 from tierfs.testing.damage import flip_bit, remove, truncate
-
-LOOK = ScrubOptions(heal=False, concurrency=1)
-
-
-def make_store(codecs="off", root=None):
-    clock = ManualClock()
-    tier = ServedObjects(root or f"/repair-{uuid.uuid4().hex}", clock)
-    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=20, grace_s=60)
-    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
-    return Store(tier, descriptor, url=f"store-{tier.root}", clock=clock, codecs=Codecs.parse(codecs))
-
-
-def content(number, size=3000):
-    return random.Random(number).randbytes(size + number)
 
 
 @pytest.fixture
@@ -47,28 +27,6 @@ def store():
     save(store, "gone", content(77))
     delete(store, "gone")
     return store
-
-
-def middle(store, key):
-    flip_bit(store.objects, key, 8 * (store.objects.head(key).size // 2) + 3)
-
-
-def twice(store, key):
-    middle(store, key)
-    flip_bit(store.objects, key, 8 * (store.objects.head(key).size // 2 + 1))
-
-
-def chunk_of(store, path):
-    (row,) = observe(store, path).manifest.rows
-    return keys.chunk_key(row.name)
-
-
-def lost_keys(store):
-    return [item.key for item in store.objects.list(keys.LOST)]
-
-
-def run(store, **how):
-    return repair(store, concurrency=1, **how)
 
 
 def test_a_sound_store_is_left_as_it_is(store):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tierfs.digest import Buffer
-from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, TierfsError
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, Collector
 from tierfs.format.correction import correct_sealed
@@ -76,11 +76,14 @@ class Mender:
         except CorruptionError as error:
             problem = str(error)
         for source, candidate in self._candidates(key, data):
-            with contextlib.suppress(TierfsError):
+            try:
                 record = decode_record(candidate, path, store.where(key))
-                if self._put(key, candidate, version):
-                    self._mended(key, problem, source)
-                return record
+            except (CorruptionError, FormatError):
+                continue
+            # An error of the object tier ends the repair: a record whose right bytes are known must not be replaced by a tombstone.
+            if self._put(key, candidate, version):
+                self._mended(key, problem, source)
+            return record
         try:
             return self._replace(path, key, data, version, problem)
         except (ConflictError, NotFoundError):
