@@ -2,11 +2,15 @@
 
 import pytest
 from support.damaging import content, lost_keys, make_store, middle, reopened, run
+from support.saving import Training
 
 from tierfs.errors import StoreError
 from tierfs.format import keys
 from tierfs.store import load, save
+from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, PlannedFault
+from tierfs.testing.damage import truncate
 
 
 @pytest.fixture
@@ -23,3 +27,24 @@ def test_a_record_is_kept_if_its_corrected_bytes_cannot_be_put(store):
     assert lost_keys(store) == []
     assert [each.how for each in run(reopened(store)).mended] == ["its own bytes"]
     assert load(reopened(store), "a") == content(0)
+
+
+def test_a_record_names_no_chunk_that_gc_deleted_while_repair_ran():
+    store, replica = make_store("all"), make_store("off")
+    data = Training().file()
+    for target in (store, replica):
+        save(target, "a", data)
+    for row in observe(store, "a").manifest.rows:
+        truncate(store.objects, keys.chunk_key(row.name), 500)
+    prefixes = 0
+
+    def collected(what, count):
+        nonlocal prefixes
+        prefixes += count if what == "prefixes" else 0
+        for _ in range(3 if what == "prefixes" and prefixes == 256 else 0):
+            store.clock.sleep(100)
+            collect(reopened(store), GcOptions(concurrency=1))
+
+    report = run(store, replicas=[replica], progress=collected)
+    assert (report.rewritten, report.is_whole) == (["a"], True)
+    assert load(reopened(store), "a") == data

@@ -32,11 +32,12 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe_published, publish
 from tierfs.store.tree.references import is_root, write_references
-from tierfs.store.write.preconditions import fold_rows
+from tierfs.store.write.preconditions import ensure_chunks_durable, fold_rows
 
 __all__ = ["FileLoss", "Fixed", "RepairReport", "repair"]
 
 BATCH = 256
+ATTEMPTS_MAX = 4
 _logger = logging.getLogger("tierfs.repair")
 
 Sizes = tuple[int, int]
@@ -389,31 +390,52 @@ class _Repair:
                 bad = [keys.chunk_key(row.name) for row in manifest.rows if row.name in {*self._lost, *self._beside}]
                 self._report.lost.append(FileLoss(path, ((0, manifest.length),), tuple(bad)))
                 continue
-            if not self._report.dry_run and any(row.name in self._beside for row in rows):
-                self._rewrite_one(path)
+            gone = self._lost
+            if (
+                not self._report.dry_run
+                and any(row.name in self._beside for row in rows)
+                and not self._rewrite_one(path)
+            ):
+                gone = {*gone, *self._beside}
             starts = itertools.accumulate((row.raw_length for row in rows), initial=0)
-            lost = [(start, row) for start, row in zip(starts, rows, strict=False) if row.name in self._lost]
+            lost = [(start, row) for start, row in zip(starts, rows, strict=False) if row.name in gone]
             if lost:
                 ranges = tuple((start, row.raw_length) for start, row in lost)
                 at_fault = tuple(dict.fromkeys(keys.chunk_key(row.name) for _, row in lost))
                 self._report.lost.append(FileLoss(path, ranges, at_fault))
 
-    def _rewrite_one(self, path: str) -> None:
-        """Have a file name the objects that took the place of others: its bytes stay the same."""
+    def _rewrite_one(self, path: str) -> bool:
+        """Have a file name the objects that took the place of others: its bytes stay the same. Returns whether nothing is left to do."""
         store = self._store
-        term = store.lease_cache.ensure()
-        observed = observe_published(store, path)
-        manifest = observed.manifest
-        rows = None if manifest is None else self._rows(path, manifest)
-        if manifest is None or rows is None:
-            return
-        table, indirect = fold_rows(store, [self._beside.get(row.name, row) for row in rows])
-        changed = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
         try:
-            publish(store, observed, changed, term=term)
+            for _ in range(ATTEMPTS_MAX):
+                observed = observe_published(store, path)
+                manifest = observed.manifest
+                rows = None if manifest is None else self._rows(path, manifest)
+                if manifest is None or rows is None:
+                    return True
+                # The others are named by the record that is replaced, so they stay as long as it or its successor does.
+                for name in {row.name for row in rows} & self._beside.keys():
+                    self._beside[name] = ensure_chunks_durable(store, path, [self._beside[name]], self._find).rows[0]
+                table, indirect = fold_rows(store, [self._beside.get(row.name, row) for row in rows])
+                term = store.lease_cache.ensure()
+                added = [self._beside[row.name] for row in rows if row.name in self._beside]
+                if store.lease_cache.unverified([*added, *(table if indirect else ())]):
+                    continue  # condemned, or of an earlier lease
+                changed = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
+                publish(store, observed, changed, term=term)
+                self._report.rewritten.append(path)
+                return True
         except ConflictError:
-            return  # somebody saved it again
+            return True  # somebody saved it again
         except StoreError as error:
-            self._left(keys.record_key(path), "it names an object that is lost", str(error))
-            return
-        self._report.rewritten.append(path)
+            problem = str(error)
+        else:
+            problem = "looking its chunks up takes longer than a lease lasts"
+        self._left(keys.record_key(path), "it names an object that is lost", problem)
+        return False
+
+    def _find(self, row: Row, start: int, out: memoryview) -> bool:
+        """Read a chunk from where its bytes came from. See `ReadRow`."""
+        assert not start
+        return bool(self._healer.find_raw(row.name, out))
