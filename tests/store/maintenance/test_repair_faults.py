@@ -10,7 +10,7 @@ from tierfs.store import load, save
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, PlannedFault
-from tierfs.testing.damage import truncate
+from tierfs.testing.damage import remove, truncate
 
 
 @pytest.fixture
@@ -47,4 +47,17 @@ def test_a_record_names_no_chunk_that_gc_deleted_while_repair_ran():
 
     report = run(store, replicas=[replica], progress=collected)
     assert (report.rewritten, report.is_whole) == (["a"], True)
+    assert load(reopened(store), "a") == data
+
+
+def test_a_file_whose_record_cannot_be_replaced_has_lost_something():
+    store, replica = make_store("all"), make_store("off")
+    data = Training().file()
+    for target in (store, replica):
+        save(target, "a", data)
+    for row in observe(store, "a").manifest.rows:
+        remove(store.objects, keys.chunk_key(row.name))
+    report = run(reopened(store, PlannedFault(Fault.REFUSED, "put", key_part=keys.TREE)), replicas=[replica])
+    assert ([each.path for each in report.lost], report.rewritten) == (["a"], [])
+    assert run(reopened(store), replicas=[replica]).is_whole
     assert load(reopened(store), "a") == data

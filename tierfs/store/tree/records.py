@@ -265,14 +265,17 @@ def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
 
 
 def _find_own(store: Store, observed: Observed, record: Record) -> Version | None:
-    """The version that our own put made, if its record is what stands there now. A damaged one is somebody else's."""
+    """The version that our own put made, if its record is what stands there now. A damaged one is somebody else's.
+
+    The replaced version does not count: repair keeps the write id of a record that names other chunks with the same bytes.
+    """
     try:
         current = _read(store, observed.path, observed.key)
     except (NotFoundError, CorruptionError):
         return None
-    if current.record is not None and current.record.write_id == record.write_id:
-        return current.version
-    return None
+    if current.version == observed.version or current.record is None or current.record.write_id != record.write_id:
+        return None
+    return current.version
 
 
 def _read(store: Store, path: str, key: str) -> Observed:
