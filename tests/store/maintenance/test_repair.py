@@ -4,14 +4,25 @@ import json
 import uuid
 
 import pytest
-from support.damaging import LOOK, chunk_of, content, lost_keys, make_store, middle, run, twice
+from support.damaging import LOOK, chunk_of, content, lost_keys, make_store, middle, reopened, run, twice
 from support.saving import Training
 
 from tierfs.errors import CorruptionError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.header import Kind
 from tierfs.objects import MemoryObjects
-from tierfs.store import Store, delete, list_directory, load, make_directory, save, stat, verify
+from tierfs.store import (
+    Store,
+    annotate_directory,
+    delete,
+    list_directory,
+    load,
+    make_directory,
+    remove_directory,
+    save,
+    stat,
+    verify,
+)
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
 from tierfs.store.tree.records import observe
@@ -245,6 +256,26 @@ def test_a_marker_is_made_again_from_its_name(store):
     assert [each.how for each in report.mended] == ["its name"]
     assert stat(store, "empty").is_directory
     assert observe(store, "b").manifest.kind is Kind.FILE
+
+
+def test_a_directory_whose_attributes_are_lost_is_named(store):
+    annotate_directory(store, "empty", {"posix": {"mode": 0o700}})
+    twice(store, marker(store))
+    flip_bit(store.objects, marker(store), 8 * 30)
+    damaged = store.objects.read(marker(store), 1 << 20)[0]
+    assert run(store, dry_run=True).lost_files == ["empty/"]
+    report = run(reopened(store))
+    assert (report.lost_files, report.mended) == (["empty/"], [])
+    assert [store.objects.read(key, 1 << 20)[0] for key in lost_keys(store)] == [damaged]
+    assert stat(reopened(store), "empty").is_directory
+
+
+def test_a_removed_directory_does_not_come_back(store):
+    remove_directory(store, "empty")
+    twice(store, marker(store))
+    assert [each.how for each in run(reopened(store)).mended] == ["its size"]
+    with pytest.raises(NotFoundError):
+        stat(reopened(store), "empty")
 
 
 def test_a_condemned_list_that_nobody_can_read_does_not_keep_writers_waiting_for_long(store):

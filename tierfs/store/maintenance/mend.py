@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tierfs.digest import Buffer
@@ -11,6 +12,7 @@ from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundE
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, Collector
 from tierfs.format.correction import correct_sealed
+from tierfs.format.header import CHECKSUM_BYTES
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, TOMBSTONE_BYTES, Record, decode_record
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
@@ -151,25 +153,26 @@ class Mender:
                     yield replica.url, found
 
     def _replace(self, path: str, key: str, data: bytes, version: Version, problem: str) -> Record | None:
-        """Put another record in the place of one that is lost."""
-        store = self._store
-        if self._aside is None:
-            is_marked = path.endswith("/") or len(data) == TOMBSTONE_BYTES
-            (self._mended if is_marked else self._moved)(key, problem, "its name" if is_marked else "")
-            return None
-        observed = Observed(path, key, None, version)
-        if path.endswith("/"):  # nothing is in it but that the directory is there
-            marker = new_marker(store, version)
-            publish(store, observed, marker)
-            self._mended(key, problem, "its name")
-            return marker
-        target = self._aside.copy(key, data)
-        bury(store, observed)
+        """Put another record in the place of one that is lost: a marker in that of a marker, else a tombstone."""
+        store, observed = self._store, Observed(path, key, None, version)
+        marker = new_marker(store, version) if path.endswith("/") else None
+        known_by = ""
         if len(data) == TOMBSTONE_BYTES:  # no live record is as short
-            self._mended(key, problem, "its size")
+            marker, known_by = None, "its size"
+        elif marker is not None and _is_bare(data, replace(marker, previous="").encode(path)):
+            known_by = "its name"
+        target = ""
+        if self._aside is not None:
+            target = self._aside.copy(key, data)
+            if marker is not None:
+                publish(store, observed, marker)
+            else:
+                bury(store, observed)
+        if known_by:
+            self._mended(key, problem, known_by)
         else:
             self._moved(key, problem, target)
-        return None
+        return marker
 
     def _put(self, key: str, data: bytes, version: Version) -> bool:
         """Replace a damaged object. Returns whether that was done, or would be."""
@@ -194,6 +197,11 @@ def _handling(key: str) -> tuple[int, Callable[[Buffer, str], Any] | None, str]:
     if keys.is_condemned_key(key):
         return LIST_BYTES_MAX, Condemned.decode, "gc deletes nothing for it, and removes it after a grace"
     return 0, None, ""
+
+
+def _is_bare(damaged: bytes, bare: bytes) -> bool:
+    """Whether a damaged marker had no attributes: between its fixed fields and its checksum is no JSON, but the replaced version."""
+    return len(damaged) >= len(bare) and not {*b"{}"} & {*damaged[len(bare) - CHECKSUM_BYTES : -CHECKSUM_BYTES]}
 
 
 def _is_alike(damaged: bytes, candidate: bytes) -> bool:
