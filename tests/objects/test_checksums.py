@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from random import Random
 
 import pytest
 
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, StoreError
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects import Checksum
-from tierfs.objects.checksums import ALGORITHMS, checksum_for, computable, compute, verify_checksum
+from tierfs.objects import CREATE, Checksum, MemoryObjects, RetryingObjects, Update
+from tierfs.objects.checksums import (
+    ALGORITHMS,
+    checksum_for,
+    computable,
+    compute,
+    put_checked,
+    put_idempotent,
+    verify_checksum,
+)
+from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
 CHECK = b"123456789"
 KNOWN = {
@@ -98,3 +108,37 @@ def test_a_backend_that_verifies_itself_refuses_other_bytes_and_other_algorithms
     assert caught.value.transient  # the sender has the right ones
     with pytest.raises(InvalidInputError):
         verify_checksum(compute("md5", [CHECK]), [CHECK], "a")
+
+
+@pytest.fixture
+def memory() -> MemoryObjects:
+    return MemoryObjects(f"/checksums-{uuid.uuid4().hex}")
+
+
+def test_a_put_carries_the_checksum_that_the_endpoint_verifies(memory: MemoryObjects, monkeypatch) -> None:
+    sent = []
+    monkeypatch.setattr(memory, "put", lambda *_, checksum, **__: sent.append(checksum))
+    put_checked(memory, "a", [CHECK])
+    assert sent == [checksum_for(memory.capabilities, [CHECK])]
+    assert sent[0] is not None
+
+
+def test_a_put_whose_answer_was_lost_is_done(memory: MemoryObjects) -> None:
+    lost = PlannedFault(Fault.LOST_RESPONSE, "put")
+    objects = RetryingObjects(FaultyObjects(memory, [lost]), delay_s=0)
+    first = put_idempotent(objects, "a", CHECK, mode=CREATE)
+    assert first == memory.head("a")
+    objects = RetryingObjects(FaultyObjects(memory, [lost]), delay_s=0)
+    assert put_idempotent(objects, "a", b"other", mode=Update(first.version)) == memory.head("a")
+
+
+@pytest.mark.parametrize("standing", [b"other", b"much longer than it", None])
+def test_a_put_that_another_was_faster_than_is_refused(memory: MemoryObjects, standing) -> None:
+    version = memory.put("a", [b"first"]).version
+    memory.delete(["a"])
+    if standing is not None:
+        memory.put("a", [standing])
+        with pytest.raises(AlreadyExistsError):
+            put_idempotent(memory, "a", CHECK, mode=CREATE)
+    with pytest.raises(ConflictError):
+        put_idempotent(memory, "a", CHECK, mode=Update(version))

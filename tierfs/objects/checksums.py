@@ -1,4 +1,4 @@
-"""Checksums that endpoints verify before they store, each computed in native code.
+"""Checksums that endpoints verify before they store, each computed in native code, and puts that carry one.
 
 Which of them an endpoint verifies is found out by trying (`tierfs.objects.probe`).
 """
@@ -13,11 +13,18 @@ from typing import Any
 
 from tierfs import digest
 from tierfs.digest import Buffer
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+)
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects.protocol import Checksum
+from tierfs.objects.protocol import OVERWRITE, Checksum, ObjectInfo, ObjectTier, PutMode
 
-__all__ = ["ALGORITHMS", "checksum_for", "compute", "verify_checksum"]
+__all__ = ["ALGORITHMS", "checksum_for", "compute", "put_checked", "put_idempotent", "verify_checksum"]
 
 
 def _crc64nvme(data: Sequence[Buffer]) -> bytes:
@@ -86,6 +93,32 @@ def checksum_for(capabilities: Capabilities, data: Sequence[Buffer]) -> Checksum
         if computable(algorithm):
             return compute(algorithm, data)
     return None
+
+
+def put_checked(objects: ObjectTier, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE) -> ObjectInfo:
+    """`ObjectTier.put` with the checksum of `checksum_for`."""
+    return objects.put(key, data, mode=mode, checksum=checksum_for(objects.capabilities, data))
+
+
+def put_idempotent(objects: ObjectTier, key: str, data: bytes, *, mode: PutMode) -> ObjectInfo:
+    """`put_checked` under a condition, where a put whose answer was lost counts as done: what stands is what was sent.
+
+    The bytes must be such that nobody else puts the same ones, or that it does not matter who did.
+
+    Raises:
+        AlreadyExistsError, ConflictError: Something else stands there.
+        StoreError, CapacityError, ReadOnlyError: As `ObjectTier.put`.
+    """
+    try:
+        return put_checked(objects, key, [data], mode=mode)
+    except (AlreadyExistsError, ConflictError) as error:
+        try:
+            found, info = objects.read(key, len(data))
+        except (NotFoundError, CorruptionError):
+            raise error from None
+        if found != data:
+            raise
+        return info
 
 
 def verify_checksum(checksum: Checksum | None, data: Sequence[Buffer], key: str) -> None:

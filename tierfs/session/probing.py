@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from tierfs.errors import ConflictError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Capabilities, Descriptor
-from tierfs.objects import Update, as_promised, checksum_for, connect, probe
+from tierfs.objects import Update, as_promised, connect, probe
+from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.os_errors import translated
 from tierfs.objects.probe import Finding, Findings
 from tierfs.session.open import open_store
@@ -67,15 +68,10 @@ def probe_store(location: Location) -> ProbeReport:
     endpoint = replace(found.capabilities, host_local=descriptor.endpoint.host_local)
     if endpoint != descriptor.endpoint:
         data = replace(descriptor, endpoint=endpoint).encode()
-        checksum = checksum_for(objects.capabilities, [data])
         try:
-            objects.put(keys.DESCRIPTOR, [data], mode=Update(info.version), checksum=checksum)
+            put_idempotent(objects, keys.DESCRIPTOR, data, mode=Update(info.version))
         except ConflictError as error:
-            # By somebody else, unless it is our own put whose answer was lost.
-            if objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)[0] != data:
-                raise ConflictError(
-                    f"{url}: the store's descriptor changed meanwhile: probe it again", path=url
-                ) from error
+            raise ConflictError(f"{url}: the store's descriptor changed meanwhile: probe it again", path=url) from error
     return ProbeReport(url, found.tests, descriptor.endpoint, endpoint)
 
 

@@ -9,7 +9,7 @@ from tierfs.digest import DigestKind
 from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, ObjectTier
 
 __all__ = ["check_digests", "check_times", "create_store", "read_descriptor"]
@@ -117,9 +117,8 @@ def check_digests(found: Descriptor, digest: DigestKind, url: str) -> None:
 
 
 def _put(objects: ObjectTier, url: str, made: Descriptor) -> Descriptor:
-    data = [made.encode()]
     try:
-        objects.put(keys.DESCRIPTOR, data, mode=CREATE, checksum=checksum_for(objects.capabilities, data))
+        put_checked(objects, keys.DESCRIPTOR, [made.encode()], mode=CREATE)
     except (AlreadyExistsError, StoreError) as error:
         if isinstance(error, StoreError) and not error.transient:
             raise

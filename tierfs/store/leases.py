@@ -18,21 +18,13 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeVar
 
 from tierfs.clock import Clock
-from tierfs.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    CorruptionError,
-    FormatError,
-    NotFoundError,
-    StoreError,
-    TierfsError,
-)
+from tierfs.errors import ConflictError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version
 
 __all__ = ["ChunkCheck", "LeaseCache"]
@@ -310,7 +302,7 @@ class LeaseCache:
         if self._version is not None:
             try:
                 self._put_lease(Update(self._version))
-            except (ConflictError, NotFoundError, CorruptionError):
+            except ConflictError:
                 # Somebody swept it as expired, or it was damaged: what was learned under it does not count any more.
                 self._version = None
                 self._begin_term(now)
@@ -337,20 +329,9 @@ class LeaseCache:
         self._sequence += 1
         key = keys.lease_key(self._holder)
         lease = Lease(self._holder, self._sequence, self._descriptor.lease_s, self._host, self._clock.now_ns())
-        data = [lease.encode()]
-        try:
-            info = self._objects.put(key, data, mode=mode, checksum=checksum_for(self._objects.capabilities, data))
-        except (AlreadyExistsError, ConflictError):
-            # The id is ours alone, so a lease with this sequence is our own put whose answer was lost.
-            found, info = self._read_lease(key)
-            if found.sequence != self._sequence:
-                raise
+        info = put_idempotent(self._objects, key, lease.encode(), mode=mode)  # the id is ours alone
         self._version = info.version
         return info
-
-    def _read_lease(self, key: str) -> tuple[Lease, ObjectInfo]:
-        data, info = self._objects.read(key, 4096)
-        return Lease.decode(data, key), info
 
     def _read_condemned(self) -> None:
         """Read the lists that appeared since the last time; forget those that gc has finished with."""

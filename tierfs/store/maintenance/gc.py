@@ -5,14 +5,12 @@ docs/decisions/0056 has the protocol and why it is safe; FORMAT.md, "Leases and 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tierfs.errors import (
-    AlreadyExistsError,
     ConflictError,
     CorruptionError,
     FormatError,
@@ -23,7 +21,7 @@ from tierfs.errors import (
 from tierfs.format import keys
 from tierfs.format.collector import EpochState
 from tierfs.format.lease import CONDEMNED_MAX, Condemned, Lease, NameTable
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import CREATE, ObjectInfo
 from tierfs.store.maintenance.mark import Marked, Unreadable, mark
 from tierfs.store.maintenance.pool import Pool
@@ -316,12 +314,7 @@ class _Run:
         store, kind = self._store, self._store.descriptor.digest_kind
         epoch = self._turn.epoch(len(self._published))
         listed = Condemned(epoch, store.clock.now_ns(), kind, NameTable(kind, bytes(self._doomed)))
-        data = [listed.encode()]
-        checksum = checksum_for(store.objects.capabilities, data)
-        with contextlib.suppress(
-            AlreadyExistsError
-        ):  # nobody else has this number: it is ours, and the answer was lost
-            store.objects.put(keys.condemned_key(epoch), data, mode=CREATE, checksum=checksum)
+        put_idempotent(store.objects, keys.condemned_key(epoch), listed.encode(), mode=CREATE)
         self._published.append(epoch)
         self._doomed.clear()
 

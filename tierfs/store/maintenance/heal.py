@@ -22,7 +22,7 @@ from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Block, Envelope
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import local_name
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, block_places, check_envelope, examine
@@ -199,9 +199,8 @@ class Healer:
     def _put(self, name: ChunkName, payload: list[bytes], version: Version | None) -> bool:
         """Put a sound object in the place of the one that was read. Returns whether a sound one is there."""
         store, key = self._bare, keys.chunk_key(name)
-        checksum = checksum_for(store.objects.capabilities, payload)
         with contextlib.suppress(AlreadyExistsError, ConflictError):  # somebody else changed it meanwhile
-            store.objects.put(key, payload, mode=CREATE if version is None else Update(version), checksum=checksum)
+            put_checked(store.objects, key, payload, mode=CREATE if version is None else Update(version))
         found = examine(store, name, sum(map(len, payload)))
         if found is None or not found.is_sound:
             return False

@@ -27,7 +27,7 @@ from tierfs.errors import (
 )
 from tierfs.format import keys
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update
 from tierfs.store.maintenance.examine import examine
 from tierfs.store.maintenance.heal import Healer
@@ -411,10 +411,9 @@ class _Round:
             record, version = _read(store)
             for change in changes:
                 record = change(record)
-            data = [record.encode()]
             mode = CREATE if version is None else Update(version)
             try:
-                store.objects.put(keys.SCRUB, data, mode=mode, checksum=checksum_for(store.objects.capabilities, data))
+                put_checked(store.objects, keys.SCRUB, [record.encode()], mode=mode)
             except (AlreadyExistsError, ConflictError):
                 continue
             except ReadOnlyError as error:

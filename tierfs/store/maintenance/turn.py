@@ -15,7 +15,7 @@ from typing import Any
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, NOBODY, Collector, EpochState
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import CREATE, ObjectInfo, PutMode, Update, Version
 from tierfs.store.store import Store
 
@@ -133,22 +133,15 @@ class Turn:
     def _put(self) -> None:
         store = self._store
         self.record = replace(self.record, sequence=self.record.sequence + 1)
-        data = [self.record.encode()]
         mode: PutMode = CREATE if self._version is None else Update(self._version)
         started = store.clock.monotonic()
         try:
-            info = store.objects.put(
-                keys.COLLECTOR, data, mode=mode, checksum=checksum_for(store.objects.capabilities, data)
-            )
+            info = put_idempotent(store.objects, keys.COLLECTOR, self.record.encode(), mode=mode)
         except (AlreadyExistsError, ConflictError) as error:
-            found, version = read_collector(store)
-            is_ours = (found.fence, found.sequence) == (self.record.fence, self.record.sequence)
-            if version is None or found.holder != self.record.holder or not is_ours:
-                self._version = None
-                raise ConflictError(
-                    f"{store.url}: another gc has taken over; this one has stopped", path=store.url
-                ) from error
-            info = store.objects.head(keys.COLLECTOR)
+            self._version = None
+            raise ConflictError(
+                f"{store.url}: another gc has taken over; this one has stopped", path=store.url
+            ) from error
         self._version = info.version
         # Not earlier than what was told before, should the answers come from machines whose clocks differ.
         self.now_ns = max(self.now_ns, info.modified_ns or store.objects.head(keys.COLLECTOR).modified_ns)

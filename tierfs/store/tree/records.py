@@ -15,7 +15,7 @@ from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, Fo
 from tierfs.format import keys
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_record
 from tierfs.host.pending.record import SlotRef
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
@@ -219,7 +219,6 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
     assert observed.draft is None, "a draft is replaced by a draft"
     data = [record.encode(observed.path)]
     mode = CREATE if observed.version is None else Update(observed.version)
-    checksum = checksum_for(store.objects.capabilities, data)
     if term is not None and not store.lease_cache.is_valid(term):
         raise StoreError(
             f"{store.where(observed.path)}: this process stood still for longer than its lease lasts "
@@ -229,7 +228,7 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
             tier="object",
         )
     try:
-        version = store.objects.put(observed.key, data, mode=mode, checksum=checksum).version
+        version = put_checked(store.objects, observed.key, data, mode=mode).version
     except (AlreadyExistsError, ConflictError) as error:
         found = _find_own(store, observed, record)
         if found is None:

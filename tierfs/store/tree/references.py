@@ -14,7 +14,7 @@ from tierfs.format.checkpoint import ROOT
 from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest
 from tierfs.format.references import ReferenceList, record_check
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
@@ -110,5 +110,5 @@ def put_references(store: Store, directory: str, checks: Iterable[bytes], names:
     except InvalidInputError as error:
         _logger.info("%s has no reference list: %s", store.where(directory), error)
         return False
-    store.objects.put(keys.references_key(directory), data, checksum=checksum_for(store.objects.capabilities, data))
+    put_checked(store.objects, keys.references_key(directory), data)
     return True
