@@ -14,9 +14,11 @@ from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, InvalidInputError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
+from tierfs.objects import OVERWRITE
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, delete, load, save, usage, verify
 from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store.maintenance.turn import Turn
 
 LEASE_S, GRACE_S = 20, 60
 ONE, TWO, THREE = b"one" * 1000, b"two" * 2000, b"three" * 3000
@@ -56,6 +58,23 @@ def pass_grace(world):
 def three_files(world):
     for path, content in (("a", ONE), ("b", TWO), ("c", THREE)):
         save(world.store, path, content)
+
+
+class Retained(WrappedObjects):
+    """A bucket with a retention of its own: it takes nothing without a checksum."""
+
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
+        assert checksum is not None, key
+        return super().put(key, data, mode=mode, checksum=checksum)
+
+
+def test_every_put_of_gc_has_a_checksum(world):
+    three_files(world)
+    Turn(world.store).begin()
+    with pytest.raises(ConflictError, match="another gc is at work"):
+        world.gc(Retained(world.tier))
+    world.clock.sleep(LEASE_S + 3)
+    assert world.gc(Retained(world.tier)).reached.count == 3
 
 
 def test_what_is_deleted_goes_one_grace_after_it_was_condemned(world):

@@ -15,7 +15,7 @@ from typing import Any
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, NOBODY, Collector, EpochState
-from tierfs.objects.checksums import put_idempotent
+from tierfs.objects.checksums import put_checked, put_idempotent
 from tierfs.objects.protocol import CREATE, ObjectInfo, PutMode, Update, Version
 from tierfs.store.store import Store
 
@@ -180,7 +180,7 @@ def server_now(store: Store) -> int:
         StoreError, ReadOnlyError: It cannot be put.
     """
     key = f"{keys.PROBE}now-{store.random_bytes(8).hex()}"
-    now_ns = store.objects.put(key, [b"now"]).modified_ns or store.objects.head(key).modified_ns
+    now_ns = put_checked(store.objects, key, [b"now"]).modified_ns or store.objects.head(key).modified_ns
     store.objects.delete([key])
     return now_ns
 
