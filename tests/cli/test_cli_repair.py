@@ -11,6 +11,9 @@ import torch.distributed.checkpoint as dcp
 
 from tierfs.cli.app import main
 from tierfs.dcp import TierWriter
+from tierfs.objects import RetryingObjects, connect
+from tierfs.session import mending
+from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
 
 @pytest.fixture
@@ -46,6 +49,16 @@ def test_a_descriptor_is_repaired_before_the_store_is_opened(root, capsys):
     assert main(["repair", str(root), "--dry-run"]) == 0
     assert "would mend  .tierfs/store.json" in capsys.readouterr().out
     assert place.read_bytes() != sound
+    code, shown = repair(capsys, root)
+    assert (code, shown["descriptor"], place.read_bytes()) == (0, "its own bytes", sound)
+
+
+def test_a_descriptor_whose_answer_was_lost_is_repaired(root, capsys, monkeypatch):
+    place = root / ".tierfs" / "store.json"
+    sound = place.read_bytes()
+    flip(place, 20)
+    lost = [PlannedFault(Fault.LOST_RESPONSE, "put")]
+    monkeypatch.setattr(mending, "connect", lambda *place: RetryingObjects(FaultyObjects(connect(*place), lost)))
     code, shown = repair(capsys, root)
     assert (code, shown["descriptor"], place.read_bytes()) == (0, "its own bytes", sound)
 

@@ -7,7 +7,7 @@ from tierfs.format import keys
 from tierfs.format.correction import correct_descriptor
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.objects import connect
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import Update
 from tierfs.session.open import known_descriptor
 from tierfs.session.url import Location, target_url
@@ -47,12 +47,7 @@ def mend_descriptor(location: Location, *, dry_run: bool = False) -> str:
             raise
         if not dry_run:
             try:
-                objects.put(
-                    keys.DESCRIPTOR,
-                    [found],
-                    mode=Update(info.version),
-                    checksum=checksum_for(objects.capabilities, [found]),
-                )
+                put_idempotent(objects, keys.DESCRIPTOR, found, mode=Update(info.version))
             except ConflictError as error:
                 raise ConflictError(f"{where} was changed in the meantime: try again", path=where) from error
         return source

@@ -1,15 +1,17 @@
 """Repair while the object tier fails, loses answers, or is changed by others."""
 
 import pytest
-from support.damaging import content, lost_keys, make_store, middle, reopened, run
+from support.damaging import content, lost_keys, make_store, middle, reopened, run, twice
 from support.saving import Training
 
 from tierfs.errors import StoreError
 from tierfs.format import keys
-from tierfs.store import load, save
+from tierfs.objects import RetryingObjects
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store import delete, load, save
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.tree.records import observe
-from tierfs.testing import Fault, PlannedFault
+from tierfs.testing import Fault, FaultyObjects, PlannedFault
 from tierfs.testing.damage import remove, truncate
 
 
@@ -61,3 +63,45 @@ def test_a_file_whose_record_cannot_be_replaced_has_lost_something():
     assert ([each.path for each in report.lost], report.rewritten) == (["a"], [])
     assert run(reopened(store), replicas=[replica]).is_whole
     assert load(reopened(store), "a") == data
+
+
+@pytest.mark.parametrize("damage", [middle, twice])
+def test_an_answer_that_is_lost_ends_no_repair(store, damage):
+    sound, _ = store.objects.read(keys.record_key("a"), 1 << 20)
+    damage(store, keys.record_key("a"))
+    damaged, _ = store.objects.read(keys.record_key("a"), 1 << 20)
+    lost = [PlannedFault(Fault.LOST_RESPONSE, "put", key_part=part) for part in (keys.TREE, keys.LOST)]
+    report = run(reopened(store, objects=RetryingObjects(FaultyObjects(store.objects, lost), delay_s=0)))
+    if damage is middle:
+        assert [each.how for each in report.mended] == ["its own bytes"]
+        assert store.objects.read(keys.record_key("a"), 1 << 20)[0] == sound
+    else:
+        assert report.lost_files == ["a"]
+        assert [store.objects.read(key, 1 << 20)[0] for key in lost_keys(store)] == [damaged]
+
+
+class Elsewhere(WrappedObjects):
+    """Another process takes an object away right after it was read."""
+
+    gone = ""
+
+    def read(self, key, limit):
+        answer = super().read(key, limit)
+        if self.gone and key.startswith(self.gone):
+            self.inner.delete([key])
+        return answer
+
+
+def test_a_condemned_list_that_gc_removes_meanwhile_ends_no_repair(store):
+    store.clock.sleep(100)
+    save(store, "old", content(1))
+    delete(store, "old")
+    store.clock.sleep(100)
+    collect(store, GcOptions(concurrency=1))
+    key = next(item.key for item in store.objects.list(keys.GC) if keys.is_condemned_key(item.key))
+    twice(store, key)
+    store.clock.sleep(100)
+    objects = Elsewhere(store.objects)
+    objects.gone = key
+    report = run(reopened(store, objects=objects))
+    assert (report.moved, report.left, report.is_whole) == ([], [], True)

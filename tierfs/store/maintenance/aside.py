@@ -6,7 +6,7 @@ import logging
 from datetime import datetime, timezone
 
 from tierfs.format import keys
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import CREATE
 from tierfs.store.store import Store
 
@@ -30,8 +30,7 @@ class Aside:
     def copy(self, key: str, data: bytes) -> str:
         """Keep the bytes of an object; returns where."""
         target = self._prefix + key.removeprefix(f"{keys.PRIVATE}/")
-        checksum = checksum_for(self._store.objects.capabilities, [data])
-        self._store.objects.put(target, [data], mode=CREATE, checksum=checksum)
+        put_idempotent(self._store.objects, target, data, mode=CREATE)
         _logger.warning("%s is kept as %s", self._store.where(key), target)
         return target
 

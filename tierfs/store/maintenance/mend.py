@@ -16,7 +16,7 @@ from tierfs.format.header import CHECKSUM_BYTES
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, TOMBSTONE_BYTES, Record, decode_record
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
-from tierfs.objects.checksums import checksum_for
+from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import ObjectInfo, Update, Version
 from tierfs.store.leases import LIST_BYTES_MAX
 from tierfs.store.maintenance.aside import Aside
@@ -125,8 +125,20 @@ class Mender:
         if not keys.is_condemned_key(key) or not self._is_gc_over():
             self._left(key, problem, then)
             return
-        target = self._aside.move(key, LIST_BYTES_MAX) if self._aside is not None else ""
-        self._moved(key, problem, target)
+        self.move(key, problem, LIST_BYTES_MAX)
+
+    def move(self, key: str, problem: str, limit: int) -> None:
+        """Move an object of at most ``limit`` bytes aside, unless somebody changes it meanwhile.
+
+        Raises:
+            StoreError, ReadOnlyError, CapacityError: The object tier failed.
+        """
+        try:
+            self._moved(key, problem, "" if self._aside is None else self._aside.move(key, limit))
+        except CorruptionError as error:
+            self._left(key, problem, str(error))
+        except (NotFoundError, ConflictError):
+            return  # somebody changed it meanwhile
 
     def _is_gc_over(self) -> bool:
         """Whether the last request of any gc was sent a grace ago or more, so that each has taken effect or never will."""
@@ -178,9 +190,8 @@ class Mender:
         """Replace a damaged object. Returns whether that was done, or would be."""
         if self._aside is None:
             return True
-        checksum = checksum_for(self._store.objects.capabilities, [data])
         try:
-            self._store.objects.put(key, [data], mode=Update(version), checksum=checksum)
+            put_idempotent(self._store.objects, key, data, mode=Update(version))
         except ConflictError:
             return False
         return True

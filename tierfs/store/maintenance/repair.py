@@ -159,19 +159,18 @@ class _Repair:
         self._pool = pool
         self._progress = progress
         self._report = report = RepairReport(dry_run)
-        self._aside = None if dry_run else Aside(bare)
         self._healer = Healer(store, replicas)
 
         def note(target: list[Fixed]) -> Callable[[str, str, str], None]:
             return lambda key, problem, how: target.append(Fixed(key, problem, how))
 
-        self._mended, self._moved, self._left = note(report.mended), note(report.moved), note(report.left)
+        self._mended, self._left = note(report.mended), note(report.left)
         self._mender = Mender(
             bare,
             [replica.without_local_tiers() for replica in replicas],
-            self._aside,
+            None if dry_run else Aside(bare),
             mended=self._mended,
-            moved=self._moved,
+            moved=note(report.moved),
             left=self._left,
         )
         self._needs: dict[ChunkName, Sizes] = {}
@@ -220,7 +219,7 @@ class _Repair:
                 try:
                     yield keys.parse_record_key(item.key), item
                 except FormatError as error:
-                    self._move(item.key, str(error), RECORD_BYTES_MAX)
+                    self._mender.move(item.key, str(error), RECORD_BYTES_MAX)
 
         found = parsed()
         while batch := list(itertools.islice(found, BATCH)):
@@ -307,7 +306,7 @@ class _Repair:
             return
         self._lost.add(name)
         if is_there and not self._is_readable_in_part(name):
-            self._move(key, problem, OBJECT_BYTES_MAX)
+            self._mender.move(key, problem, OBJECT_BYTES_MAX)
         else:
             self._left(key, problem, "nothing has its bytes" if not is_there else "its sound blocks can be read still")
 
@@ -338,21 +337,10 @@ class _Repair:
         try:
             name = keys.parse_chunk_key(key, self._store.descriptor.digest_kind)
         except FormatError as error:
-            self._move(key, str(error), OBJECT_BYTES_MAX)
+            self._mender.move(key, str(error), OBJECT_BYTES_MAX)
             return
         if is_known and (problem := self._problem(name, size)):
-            self._move(key, problem, OBJECT_BYTES_MAX)
-
-    def _move(self, key: str, problem: str, limit: int) -> None:
-        if self._aside is None:
-            self._moved(key, problem, "")
-            return
-        try:
-            self._moved(key, problem, self._aside.move(key, limit))
-        except CorruptionError as error:
-            self._left(key, problem, str(error))
-        except (NotFoundError, ConflictError):
-            return  # somebody changed it meanwhile
+            self._mender.move(key, problem, OBJECT_BYTES_MAX)
 
     # -- files that name what was lost ---------------------------------------------------------------------------------
 
