@@ -215,6 +215,32 @@ def test_a_dry_run_changes_nothing_and_says_the_same(store):
     assert would.lost == did.lost
 
 
+@pytest.mark.parametrize("damage", ["envelope", "block", "length", "removed"])
+def test_a_dry_run_heals_what_a_run_heals(damage):
+    store, replica = make_store("all"), make_store("all" if damage == "removed" else "off")
+    for target in (store, replica):
+        save(target, "a", Training().file())
+    key = keys.chunk_key(max(observe(store, "a").manifest.rows, key=lambda row: row.stored_length).name)
+    size = store.objects.head(key).size
+    if damage == "envelope":
+        flip_bit(store.objects, key, 8 * 20 + 1)
+    elif damage == "block":
+        flip_bit(store.objects, key, 8 * (size - 5))
+    elif damage == "length":
+        truncate(store.objects, key, 500)
+    else:
+        remove(store.objects, key)
+    scrub(store, LOOK)
+    replicas = [] if damage == "envelope" else [replica]
+    before = {item.key: item.version for item in store.objects.list("")}
+    would = run(reopened(store), replicas=replicas, dry_run=True)
+    assert {item.key: item.version for item in store.objects.list("")} == before
+    did = run(reopened(store), replicas=replicas)
+    assert [each.key for each in would.mended] == [each.key for each in did.mended]
+    assert (would.left, would.moved, would.lost) == (did.left, did.moved, did.lost) == ([], [], [])
+    assert did.mended
+
+
 def test_a_chunk_with_one_bad_block_stays_because_the_others_can_be_read():
     store = make_store()
     data = content(1, 3 << 20)

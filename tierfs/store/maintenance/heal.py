@@ -50,13 +50,15 @@ class Healer:
     Args:
         store: The store, with the local tiers that this host has for it.
         replicas: Other stores that may hold the same content.
+        dry_run: Whether to put nothing, and say what would be healed.
     """
 
-    def __init__(self, store: Store, replicas: Sequence[Store] = ()) -> None:
+    def __init__(self, store: Store, replicas: Sequence[Store] = (), *, dry_run: bool = False) -> None:
         self._store = store
         self._bare = store.without_local_tiers()
         self._replicas = [replica.without_local_tiers() for replica in replicas]
         self._kind = store.descriptor.digest_kind
+        self._dry_run = dry_run
 
     def heal(self, name: ChunkName, size: int, raw_length: int = 0) -> str:
         """Make a chunk object sound again.
@@ -197,7 +199,9 @@ class Healer:
         return None
 
     def _put(self, name: ChunkName, payload: list[bytes], version: Version | None) -> bool:
-        """Put a sound object in the place of the one that was read. Returns whether a sound one is there."""
+        """Put a sound object in the place of the one that was read. Returns whether a sound one is there, or would be."""
+        if self._dry_run:
+            return True
         store, key = self._bare, keys.chunk_key(name)
         with contextlib.suppress(AlreadyExistsError, ConflictError):  # somebody else changed it meanwhile
             put_checked(store.objects, key, payload, mode=CREATE if version is None else Update(version))

@@ -159,7 +159,7 @@ class _Repair:
         self._pool = pool
         self._progress = progress
         self._report = report = RepairReport(dry_run)
-        self._healer = Healer(store, replicas)
+        self._healer = Healer(store, replicas, dry_run=dry_run)
 
         def note(target: list[Fixed]) -> Callable[[str, str, str], None]:
             return lambda key, problem, how: target.append(Fixed(key, problem, how))
@@ -289,13 +289,6 @@ class _Repair:
 
     def _heal(self, name: ChunkName, stored: int, raw_length: int, problem: str, *, is_there: bool) -> None:
         key = keys.chunk_key(name)
-        if self._report.dry_run:
-            with buffers().lend(max(1, raw_length)) as raw:
-                source = self._healer.find_raw(name, raw) if raw_length else ""
-            (self._mended if source else self._left)(key, problem, source or "nothing has its bytes")
-            if not source:
-                self._lost.add(name)
-            return
         source = self._healer.heal(name, stored, raw_length)
         if source:
             self._mended(key, problem, source)
@@ -318,6 +311,9 @@ class _Repair:
             source = self._healer.find_raw(name, raw)
             if not source:
                 return None
+            if self._report.dry_run:
+                self._mended(key, problem, f"{source}, under another name")
+                return Row(ChunkName(name.digest), raw_length, 0)
             self._store.lease_cache.mark_damaged(name)
             row = store_chunk(self._store, raw, into=raw)
         self._mended(key, problem, f"{source}, as {keys.chunk_key(row.name)}")
@@ -365,7 +361,7 @@ class _Repair:
                     continue
                 key = keys.chunk_key(row.name)
                 problem = "what it is encoded against is lost"
-                found = None if self._report.dry_run else self._store_beside(row.name, row.raw_length, key, problem)
+                found = self._store_beside(row.name, row.raw_length, key, problem)
                 if found is not None:
                     self._beside[row.name] = found
                 else:
