@@ -67,8 +67,10 @@ def test_data_is_read_where_that_is_asked_for(root, tmp_path, capsys):
     shutil.copytree(root, tmp_path / "copy")
     flip(next((root / ".tierfs" / "chunks").rglob("*.0")))
     assert repair(capsys, root)[0] == 0, "nobody has looked"
+    before = set(root.rglob("*"))
     code, shown = repair(capsys, root, "--read-data", "--dry-run")
     assert (code, [each["path"] for each in shown["lost"]]) == (6, ["a"])
+    assert set(root.rglob("*")) == before, "nothing is noted"
     code, shown = repair(capsys, root, "--read-data", "--from", tmp_path / "copy")
     assert (code, len(shown["mended"])) == (0, 1)
     assert main(["verify", f"tierfs::file://{root}"]) == 0

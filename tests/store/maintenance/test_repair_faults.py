@@ -1,15 +1,18 @@
 """Repair while the object tier fails, loses answers, or is changed by others."""
 
+from dataclasses import replace
+
 import pytest
-from support.damaging import content, lost_keys, make_store, middle, reopened, run, twice
+from support.damaging import LOOK, chunk_of, content, lost_keys, make_store, middle, reopened, run, twice
 from support.saving import Training
 
 from tierfs.errors import StoreError
 from tierfs.format import keys
-from tierfs.objects import RetryingObjects
+from tierfs.objects import OVERWRITE, RetryingObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store import delete, load, save
+from tierfs.store import delete, load, make_directory, save
 from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store.maintenance.scrub import scrub
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects, PlannedFault
 from tierfs.testing.damage import remove, truncate
@@ -105,3 +108,39 @@ def test_a_condemned_list_that_gc_removes_meanwhile_ends_no_repair(store):
     objects.gone = key
     report = run(reopened(store, objects=objects))
     assert (report.moved, report.left, report.is_whole) == ([], [], True)
+
+
+class Untouched(WrappedObjects):
+    """Nothing is put or deleted."""
+
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
+        raise AssertionError(f"put {key}")
+
+    def delete(self, keys):
+        raise AssertionError(f"delete {keys}")
+
+    def delete_version(self, key, version):
+        raise AssertionError(f"delete {key}")
+
+
+def test_a_dry_run_asks_for_no_change(store):
+    save(store, "b", content(2))
+    make_directory(store, "d")
+    store.clock.sleep(100)
+    save(store, "old", content(1))
+    delete(store, "old")
+    store.clock.sleep(100)
+    collect(store, GcOptions(concurrency=1))
+    listed = next(item.key for item in store.objects.list(keys.GC) if keys.is_condemned_key(item.key))
+    twice(store, listed)
+    store.clock.sleep(100)
+    for key in (keys.record_key("a"), keys.marker_key("d"), chunk_of(store, "b")):
+        twice(store, key)
+    untouched = reopened(store, objects=Untouched(store.objects))
+    found = scrub(untouched, replace(LOOK, heal=True, dry_run=True))
+    assert [each.key for each in found.damage] == [chunk_of(store, "b")]
+    report = run(untouched, damaged=[each.key for each in found.damage], dry_run=True)
+    assert {each.key for each in report.moved} == {listed, keys.record_key("a")}
+    assert [each.path for each in report.lost] == ["b"]
+    assert [each.key for each in report.mended] == [keys.marker_key("d")]
+    assert collect(untouched, GcOptions(concurrency=1, dry_run=True)).is_blocked

@@ -58,11 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     store = whole_store(arguments.url, "repair")
     replicas = [store_place(url).store for url in arguments.replicas]
     with Progress("repair", wanted=arguments.progress) as progress:
+        damaged = []
         if arguments.read_data:
-            scrub(store, ScrubOptions(heal=False), progress=progress.advance)
+            options = ScrubOptions(heal=False, concurrency=arguments.concurrency, dry_run=arguments.dry_run)
+            damaged = [each.key for each in scrub(store, options, progress=progress.advance).damage]
         report = repair(
             store,
             replicas=replicas,
+            damaged=damaged,
             dry_run=arguments.dry_run,
             concurrency=arguments.concurrency,
             progress=lambda what, count: progress.note(f"{what} +{count}"),

@@ -16,7 +16,6 @@ from tierfs.errors import (
     FormatError,
     InvalidInputError,
     NotFoundError,
-    ReadOnlyError,
 )
 from tierfs.format import keys
 from tierfs.format.collector import EpochState
@@ -32,7 +31,7 @@ from tierfs.store.maintenance.sweep import (
     read_lists,
     sort_prefix,
 )
-from tierfs.store.maintenance.turn import MARGIN_NS, SECOND_NS, Turn, epoch_of, read_collector, server_now
+from tierfs.store.maintenance.turn import MARGIN_NS, SECOND_NS, Turn, epoch_of, read_collector
 from tierfs.store.store import Store
 
 __all__ = ["GcOptions", "GcReport", "Tally", "collect"]
@@ -60,7 +59,7 @@ class GcOptions:
     """How to collect.
 
     Attributes:
-        dry_run: Change nothing, and say what would be done.
+        dry_run: Change nothing, and say what would be done, by this host's clock.
         exclusive: Nobody else writes to the store, its user says: delete at once what nothing reaches.
         without: Paths; records at or below them that cannot be read are taken for such as need nothing.
         concurrency: Requests under way at once.
@@ -208,10 +207,7 @@ class _Run:
 
     def _begin_dry(self) -> None:
         turn, store = self._turn, self._store
-        try:
-            turn.now_ns = server_now(store)
-        except ReadOnlyError:
-            turn.now_ns = store.clock.now_ns()
+        turn.now_ns = store.clock.now_ns()  # the object tier's time would take a put
         record, _ = read_collector(store)
         listed = [item.key for item in store.objects.list(keys.GC) if keys.is_condemned_key(item.key)]
         epochs = {epoch: record.epochs.get(epoch, EpochState(turn.now_ns)) for epoch in map(epoch_of, listed)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -124,15 +124,17 @@ def repair(
     store: Store,
     *,
     replicas: Sequence[Store] = (),
+    damaged: Collection[str] = (),
     dry_run: bool = False,
     concurrency: int = 16,
     progress: Callable[[str, int], object] = lambda *_: None,
 ) -> RepairReport:
-    """Repair a store as far as that can be done without reading all chunks: what `scrub` found is what is known to be damaged.
+    """Repair a store as far as that can be done without reading all chunks: `scrub` noted which are damaged.
 
     Args:
         store: The store. Its local tiers are where bytes are looked for first.
         replicas: Other stores that may hold the same content.
+        damaged: Keys of chunk objects that may be damaged besides those that `scrub` noted.
         dry_run: Change nothing.
         concurrency: Requests under way at once.
         progress: Called with what is counted, and how many more there are.
@@ -141,7 +143,7 @@ def repair(
         StoreError, ReadOnlyError, CapacityError: The object tier failed. Another run does the rest.
     """
     with Pool(concurrency) as pool:
-        return _Repair(store, replicas, dry_run, pool, progress).run()
+        return _Repair(store, replicas, damaged, dry_run, pool, progress).run()
 
 
 class _Repair:
@@ -151,10 +153,12 @@ class _Repair:
         self,
         store: Store,
         replicas: Sequence[Store],
+        damaged: Collection[str],
         dry_run: bool,
         pool: Pool,
         progress: Callable[[str, int], object],
     ) -> None:
+        self._damaged = damaged
         self._store = bare = store.without_local_tiers()
         self._pool = pool
         self._progress = progress
@@ -257,7 +261,7 @@ class _Repair:
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     def _check_chunks(self) -> None:
-        known = read_scrub_record(self._store).damaged
+        known = {*read_scrub_record(self._store).damaged, *self._damaged}
         needed: dict[str, dict[str, ChunkName]] = defaultdict(dict)
         for name in self._needs:
             needed[name.digest.hex()[:2]][keys.chunk_key(name)] = name

@@ -66,6 +66,7 @@ class ScrubOptions:
         concurrency: Objects under way at once, of each worker.
         heal: Whether to put the right bytes back.
         min_age_s: Leave out prefixes of which a round ended within so long.
+        dry_run: Put nothing: heal nothing, and do not note how far scrubbing has come.
     """
 
     max_seconds: float | None = None
@@ -73,6 +74,7 @@ class ScrubOptions:
     concurrency: int = 8
     heal: bool = True
     min_age_s: float = 0.0
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +351,8 @@ class _Round:
         if options.max_seconds is not None:
             seconds = min(seconds, max(0.0, options.max_seconds - (self._store.clock.monotonic() - self._begun)))
         bandwidth = None if options.bandwidth is None else options.bandwidth / self._workers
-        return ScrubPiece(prefix, after, seconds, bandwidth, options.concurrency, options.heal)
+        heals = options.heal and not options.dry_run
+        return ScrubPiece(prefix, after, seconds, bandwidth, options.concurrency, heals)
 
     def _submit(self, piece: ScrubPiece) -> Future[ScrubPart]:
         if self._executor is not None:
@@ -386,7 +389,7 @@ class _Round:
             return replace(record, prefixes={**record.prefixes, part.prefix: state}, damaged=kept)
 
         self._unsaved.append(changed)
-        if self._store.clock.monotonic() >= self._saved + SAVE_S:
+        if not self._options.dry_run and self._store.clock.monotonic() >= self._saved + SAVE_S:
             self._save()
 
     def _last(self) -> dict[str, Any]:
@@ -411,6 +414,8 @@ class _Round:
             record, version = _read(store)
             for change in changes:
                 record = change(record)
+            if self._options.dry_run:
+                break
             mode = CREATE if version is None else Update(version)
             try:
                 put_checked(store.objects, keys.SCRUB, [record.encode()], mode=mode)
