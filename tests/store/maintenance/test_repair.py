@@ -1,5 +1,6 @@
 """What a repair makes whole, what it moves aside, and what it says is lost."""
 
+import importlib
 import json
 import uuid
 
@@ -23,8 +24,11 @@ from tierfs.store import (
     stat,
     verify,
 )
+from tierfs.store.chunks import store_chunk
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
+from tierfs.store.read.fetch import fetch
+from tierfs.store.read.reader import expand_rows
 from tierfs.store.tree.records import observe
 from tierfs.testing.damage import flip_bit, remove, truncate
 
@@ -264,6 +268,68 @@ def test_a_chunk_of_which_nothing_can_be_read_makes_way(store):
     assert [each.key for each in report.moved] == [key]
     save(Store(store.objects, store.descriptor, url="again", clock=store.clock), "elsewhere", content(2))
     assert load(store, "run/c") == content(2), "saving the bytes anywhere heals all that names them"
+
+
+@pytest.fixture
+def indirect(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("tierfs.store.write.preconditions"), "DIRECT_ROW_BYTES_MAX", 50)
+
+
+def unreadable(store, key):
+    for bit in (100, 200, 333):
+        flip_bit(store.objects, key, bit)
+
+
+def test_no_chunk_is_moved_while_a_record_is_of_a_newer_tierfs(store):
+    key = chunk_of(store, "a")
+    flip_bit(store.objects, record(store), 8 * 8)  # the version of its format
+    unreadable(store, key)
+    scrub(store, LOOK)
+    stray = f"{key}x"
+    store.objects.put(stray, [b"not ours"])
+    report = run(store)
+    assert [each.key for each in report.left] == [record(store), key, stray]
+    assert (report.moved, lost_keys(store)) == ([], [])
+
+
+def test_no_chunk_is_moved_that_a_newer_tierfs_may_have_written(store):
+    key = chunk_of(store, "a")
+    flip_bit(store.objects, key, 8 * 8)
+    flip_bit(store.objects, key, 8 * 30)
+    scrub(store, LOOK)
+    report = run(store)
+    assert [each.how for each in report.left] == ["it may be of a newer tierfs"]
+    assert [each.path for each in report.lost] == ["a"]
+    assert report.moved == []
+
+
+@pytest.mark.parametrize("codecs", ["off", "all"])
+@pytest.mark.usefixtures("indirect")
+def test_what_a_healed_table_names_is_looked_after_in_the_same_run(codecs):
+    store, replica = make_store(codecs), make_store()
+    data = content(5, (16 << 20) + 5000)
+    written = save(store, "a", data)
+    (table,) = written.rows
+    first, _ = expand_rows(store, written, "a")
+    raw = memoryview(bytearray(table.raw_length))
+    fetch(store, table, [(0, raw)], "")
+    store_chunk(replica, raw)
+    unreadable(store, keys.chunk_key(first.name))
+    unreadable(store, keys.chunk_key(table.name))
+    scrub(store, LOOK)
+    report = run(reopened(store), replicas=[replica])
+    assert (len(report.mended), len(report.moved)) == (1, 1)
+    assert [(each.path, each.ranges) for each in report.lost] == [("a", ((0, 16 << 20),))]
+
+
+@pytest.mark.usefixtures("indirect")
+def test_a_file_whose_table_is_lost_is_lost(store):
+    save(store, "large", content(6))
+    (table,) = observe(store, "large").manifest.rows
+    remove(store.objects, keys.chunk_key(table.name))
+    would, did = run(reopened(store), dry_run=True), run(reopened(store))
+    assert [(each.path, each.ranges) for each in did.lost] == [("large", ((0, 3006),))]
+    assert would.lost == did.lost
 
 
 def test_what_is_no_record_and_no_chunk_is_moved_aside(store):

@@ -181,6 +181,8 @@ class _Repair:
         self._beside: dict[ChunkName, Row] = {}  # what took the place of a lost object
         self._lost: set[ChunkName] = set()
         self._checkpoints: list[str] = []
+        self._tables: set[ChunkName] = set()  # those of unreadable tables, which were looked after already
+        self._is_blind = True  # until all records are read
 
     def run(self) -> RepairReport:
         """Do it."""
@@ -197,25 +199,41 @@ class _Repair:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _read_records(self) -> None:
-        def read(item: tuple[str, ObjectInfo]) -> tuple[Row, ...]:
+        def read(item: tuple[str, ObjectInfo]) -> tuple[str, Manifest, tuple[Row, ...] | None] | None:
             path, info = item
             record = self._mender.record(path, info)
-            if not isinstance(record, Manifest):
-                return ()
-            if is_root(path):
-                self._checkpoints.append(path.rpartition("/")[0])
-            for row in record.rows if record.indirect else ():
-                self._need(row)
-            return self._rows(path, record) or ()
+            return (path, record, self._rows(path, record)) if isinstance(record, Manifest) else None
 
-        for batch in self._listed():
-            for rows in self._pool.map(read, batch):
-                for row in rows:
+        for batch in self._listed(moves_strays=True):
+            for path, manifest, rows in filter(None, self._pool.map(read, batch)):
+                if is_root(path):
+                    self._checkpoints.append(path.rpartition("/")[0])
+                needed = self._heal_table(path, manifest) if rows is None else rows
+                for row in (*(manifest.rows if manifest.indirect else ()), *needed):
                     self._need(row)
             self._report.records += len(batch)
             self._progress("records", len(batch))
+        # The mender and `_heal_table` leave the records that they cannot read.
+        self._is_blind = any(each.key.startswith(keys.TREE) for each in self._report.left)
 
-    def _listed(self) -> Iterator[list[tuple[str, ObjectInfo]]]:
+    def _heal_table(self, path: str, manifest: Manifest) -> tuple[Row, ...]:
+        """Heal the chunks of a table that cannot be read, so that the chunks which it names are looked after in this run."""
+        for row in manifest.rows:
+            if row.name in self._tables:
+                continue
+            self._tables.add(row.name)
+            found = examine(self._store, row.name, row.stored_length)
+            problem = "it is missing" if found is None else found.problem
+            if problem:
+                self._heal(row.name, row.stored_length, row.raw_length, problem)
+        rows = self._rows(path, manifest)
+        if rows is None:
+            self._left(
+                keys.record_key(path), "its table of chunks cannot be read", "it is damaged, or of a newer tierfs"
+            )
+        return rows or ()
+
+    def _listed(self, *, moves_strays: bool = False) -> Iterator[list[tuple[str, ObjectInfo]]]:
         def parsed() -> Iterator[tuple[str, ObjectInfo]]:
             for item in self._store.objects.list(keys.TREE):
                 if not isinstance(item, ObjectInfo):
@@ -223,7 +241,8 @@ class _Repair:
                 try:
                     yield keys.parse_record_key(item.key), item
                 except FormatError as error:
-                    self._mender.move(item.key, str(error), RECORD_BYTES_MAX)
+                    if moves_strays:
+                        self._mender.move(item.key, str(error), RECORD_BYTES_MAX)
 
         found = parsed()
         while batch := list(itertools.islice(found, BATCH)):
@@ -231,8 +250,9 @@ class _Repair:
 
     def _rows(self, path: str, manifest: Manifest) -> tuple[Row, ...] | None:
         """The chunks of a file; ``None`` where its table cannot be read."""
+        table = tuple(self._beside.get(row.name, row) for row in manifest.rows) if manifest.indirect else manifest.rows
         try:
-            return expand_rows(self._store, manifest, path)
+            return expand_rows(self._store, replace(manifest, rows=table), path)
         except (CorruptionError, FormatError) as error:
             _logger.warning("the table of %s cannot be read: %s", self._store.where(path), error)
             return None
@@ -274,24 +294,23 @@ class _Repair:
             for key, name in needed[prefix].items():
                 stored, raw = self._needs[name]
                 problem = ""
+                if name in self._tables:
+                    continue
                 if key not in there:
                     problem = "it is missing"
                 elif stored and there[key] != stored:
                     problem = f"it has {there[key]} bytes where files say {stored}"
                 elif key in known:
-                    problem = self._problem(name, there[key])
+                    found = examine(self._store, name, there[key])
+                    problem = "" if found is None else found.problem
                 if problem:
-                    self._heal(name, stored or there.get(key, 0), raw, problem, is_there=key in there)
+                    self._heal(name, stored or there.get(key, 0), raw, problem)
             for key, size in there.items():
                 if key not in needed[prefix]:
                     self._look_at_others(key, size, is_known=key in known)
             self._progress("prefixes", 1)
 
-    def _problem(self, name: ChunkName, size: int) -> str:
-        found = examine(self._store, name, size)
-        return "" if found is None else found.problem
-
-    def _heal(self, name: ChunkName, stored: int, raw_length: int, problem: str, *, is_there: bool) -> None:
+    def _heal(self, name: ChunkName, stored: int, raw_length: int, problem: str) -> None:
         key = keys.chunk_key(name)
         source = self._healer.heal(name, stored, raw_length)
         if source:
@@ -302,10 +321,25 @@ class _Repair:
             self._beside[name] = row
             return
         self._lost.add(name)
-        if is_there and not self._is_readable_in_part(name):
-            self._mender.move(key, problem, OBJECT_BYTES_MAX)
+        try:
+            found = examine(self._store, name, self._store.objects.head(key).size)
+        except NotFoundError:
+            found = None
+        if found is None:
+            self._left(key, problem, "nothing has its bytes")
+        elif found.raw_length:
+            self._left(key, problem, "its sound blocks can be read still")
         else:
-            self._left(key, problem, "nothing has its bytes" if not is_there else "its sound blocks can be read still")
+            self._move(key, problem, found.kind)
+
+    def _move(self, key: str, problem: str, kind: str) -> None:
+        """Move a chunk object aside, unless a newer tierfs may be able to read it, or a file may name it that cannot be read now."""
+        if self._is_blind:
+            self._left(key, problem, "a record that may name it cannot be read")
+        elif kind == FormatError.kind:
+            self._left(key, problem, "it may be of a newer tierfs")
+        else:
+            self._mender.move(key, problem, OBJECT_BYTES_MAX)
 
     def _store_beside(self, name: ChunkName, raw_length: int, key: str, problem: str) -> Row | None:
         """Store a chunk under another name, where its bytes are to be had but its object cannot be made as it was."""
@@ -323,24 +357,16 @@ class _Repair:
         self._mended(key, problem, f"{source}, as {keys.chunk_key(row.name)}")
         return row
 
-    def _is_readable_in_part(self, name: ChunkName) -> bool:
-        """Whether an object's envelope is sound, so that its sound blocks can be read."""
-        try:
-            size = self._store.objects.head(keys.chunk_key(name)).size
-        except NotFoundError:
-            return False
-        found = examine(self._store, name, size)
-        return found is not None and bool(found.raw_length)
-
     def _look_at_others(self, key: str, size: int, *, is_known: bool) -> None:
         """What no file needs: garbage, which gc deletes, or no chunk at all."""
         try:
             name = keys.parse_chunk_key(key, self._store.descriptor.digest_kind)
         except FormatError as error:
-            self._mender.move(key, str(error), OBJECT_BYTES_MAX)
+            self._move(key, str(error), "")
             return
-        if is_known and (problem := self._problem(name, size)):
-            self._mender.move(key, problem, OBJECT_BYTES_MAX)
+        found = examine(self._store, name, size) if is_known else None
+        if found is not None and not found.is_sound:
+            self._move(key, found.problem, found.kind)
 
     # -- files that name what was lost ---------------------------------------------------------------------------------
 
@@ -374,19 +400,16 @@ class _Repair:
 
     def _rewrite(self) -> None:
         for path, manifest, rows in list(self._manifests()):
-            if rows is None:
-                bad = [keys.chunk_key(row.name) for row in manifest.rows if row.name in {*self._lost, *self._beside}]
-                self._report.lost.append(FileLoss(path, ((0, manifest.length),), tuple(bad)))
-                continue
             gone = self._lost
-            if (
-                not self._report.dry_run
-                and any(row.name in self._beside for row in rows)
-                and not self._rewrite_one(path)
-            ):
+            is_moved = any(row.name in self._beside for row in (*manifest.rows, *(rows or ())))
+            if rows is not None and is_moved and not self._report.dry_run and not self._rewrite_one(path):
                 gone = {*gone, *self._beside}
-            starts = itertools.accumulate((row.raw_length for row in rows), initial=0)
-            lost = [(start, row) for start, row in zip(starts, rows, strict=False) if row.name in gone]
+            table = [keys.chunk_key(row.name) for row in manifest.rows if manifest.indirect and row.name in gone]
+            if table:
+                self._report.lost.append(FileLoss(path, ((0, manifest.length),), tuple(table)))
+                continue
+            starts = itertools.accumulate((row.raw_length for row in rows or ()), initial=0)
+            lost = [(start, row) for start, row in zip(starts, rows or (), strict=False) if row.name in gone]
             if lost:
                 ranges = tuple((start, row.raw_length) for start, row in lost)
                 at_fault = tuple(dict.fromkeys(keys.chunk_key(row.name) for _, row in lost))
