@@ -80,7 +80,7 @@ class TestRetryingObjects(ObjectTierTests):
 class TestLimitedObjects(ObjectTierTests):
     @pytest.fixture
     def objects(self, memory: MemoryObjects) -> ObjectTier:
-        return LimitedObjects(memory, concurrency=1, bytes_per_s=1000, clock=ManualClock())
+        return LimitedObjects(memory, concurrency=1, clock=ManualClock())
 
 
 class TestMeasuredObjects(ObjectTierTests):

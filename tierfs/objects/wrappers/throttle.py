@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
-from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
+from tierfs.objects.protocol import Listed, ObjectTier
 from tierfs.objects.wrappers.wrapper import Answer, Request, WrappedObjects, batch_sizes
-from tierfs.units import format_bytes
 
 __all__ = ["LimitedObjects"]
 
-BURST_S = 1.0
-"""An idle link saves up this many seconds of its rate."""
 ADAPT_S = 1.0
 """The limit is halved or raised once in so many seconds: object stores take seconds to make room themselves."""
 
@@ -26,19 +23,17 @@ _log = logging.getLogger("tierfs.objects")
 
 
 class LimitedObjects(WrappedObjects):
-    """Lets a bounded number of requests through at a time, and a bounded number of bytes per second.
+    """Lets a bounded number of requests through at a time.
 
     Where the endpoint asks for fewer requests, half as many are let through, and one more after each second in which
     it answers (additive increase, multiplicative decrease). Only a request that was sent a second after the limit was
     halved counts for either: what was in flight by then says nothing of the new limit, so a burst counts once.
 
-    Bytes are those of objects, put, got or read; a read pays for its bytes when it knows how many there are. A listing
-    counts as a request while it is fetching, not while its consumer works on what it gave.
+    A listing counts as a request while it is fetching, not while its consumer works on what it gave.
 
     Args:
         inner: The tier to send to.
         concurrency: Requests in flight at most.
-        bytes_per_s: Rate, averaged over more than a second; ``None`` for no limit.
         clock: For the waits.
 
     Attributes:
@@ -51,36 +46,25 @@ class LimitedObjects(WrappedObjects):
         inner: ObjectTier,
         *,
         concurrency: int = 32,
-        bytes_per_s: float | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if concurrency < 1 or (bytes_per_s is not None and bytes_per_s <= 0):
-            raise InvalidInputError("concurrency must be at least 1, and bytes_per_s more than 0")
+        if concurrency < 1:
+            raise InvalidInputError("concurrency must be at least 1")
         super().__init__(inner)
         self.concurrency = concurrency
-        self.bytes_per_s = bytes_per_s
         self.limit = concurrency
         self.throttled = 0
         self._clock: Clock = clock or SystemClock()
-        self._free_at_s = self._clock.monotonic() - BURST_S
         self._halve_from_s = self._raise_from_s = -math.inf
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._in_flight = 0
 
     def __repr__(self) -> str:
-        rate = "unlimited" if self.bytes_per_s is None else f"{format_bytes(int(self.bytes_per_s))}/s"
         now = f" ({self.limit} for now, throttled {self.throttled} times)" if self.throttled else ""
-        return f"LimitedObjects({self.inner!r}, concurrency={self.concurrency}{now}, bandwidth={rate})"
-
-    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """See `ObjectTier.read`."""
-        content, info = super().read(key, limit)
-        self._pass(len(content))
-        return content, info
+        return f"LimitedObjects({self.inner!r}, concurrency={self.concurrency}{now})"
 
     def _around(self, request: Request, send: Callable[[], Answer]) -> Answer:
-        self._pass(request.size)
         with self._place():
             return send()
 
@@ -140,14 +124,3 @@ class LimitedObjects(WrappedObjects):
             self.limit += 1
             self._raise_from_s = now_s + ADAPT_S
             self._room.notify()
-
-    def _pass(self, size: int) -> None:
-        """Wait until the link has carried what was to go before, and take it for ``size`` bytes."""
-        if self.bytes_per_s is None or not size:
-            return
-        with self._lock:
-            now_s = self._clock.monotonic()
-            self._free_at_s = max(self._free_at_s, now_s - BURST_S) + size / self.bytes_per_s
-            wait_s = self._free_at_s - now_s
-        if wait_s > 0:
-            self._clock.sleep(wait_s)
