@@ -7,20 +7,28 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.lease import Condemned
+from tierfs.format.lease import Condemned, NameTable
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.leases import LIST_BYTES_MAX
-from tierfs.store.maintenance.names import NameSet, encode_names
+from tierfs.store.maintenance.names import NameSet
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 
-__all__ = ["PREFIXES", "CondemnedLists", "PrefixChunks", "Sorted", "list_prefixes", "read_lists", "sort_prefix"]
+__all__ = [
+    "PREFIXES",
+    "CondemnedLists",
+    "PrefixChunks",
+    "Sorted",
+    "list_prefixes",
+    "read_lists",
+    "sort_prefix",
+]
 
 PREFIXES = tuple(f"{number:02x}" for number in range(256))
 
@@ -130,15 +138,12 @@ def read_lists(store: Store, ripe: Mapping[int, bool]) -> CondemnedLists:
         except (CorruptionError, FormatError):
             lists.damaged.append(epoch)
             continue
-        lists.add(epoch, listed.names.data if hasattr(listed.names, "data") else _encoded(listed), ripe=is_ripe)
+        assert isinstance(listed.names, NameTable)
+        lists.add(epoch, listed.names.data, ripe=is_ripe)
     return lists
 
 
-def _encoded(listed: Condemned) -> bytes:
-    return encode_names(sorted(listed.names))
-
-
-def list_prefixes(store: Store, pool: Pool, prefixes: Iterable[str] = PREFIXES) -> Iterator[PrefixChunks]:
+def list_prefixes(store: Store, pool: Pool) -> Iterator[PrefixChunks]:
     """The chunk objects of a store, prefix by prefix.
 
     Raises:
@@ -160,7 +165,7 @@ def list_prefixes(store: Store, pool: Pool, prefixes: Iterable[str] = PREFIXES) 
             found.times_ns.append(item.modified_ns)
         return found
 
-    return pool.map(listed, prefixes)
+    return pool.map(listed, PREFIXES)
 
 
 def sort_prefix(
