@@ -15,11 +15,10 @@ from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.objects.protocol import Version
 from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
 
-__all__ = ["Examined", "block_places", "check_envelope", "examine"]
+__all__ = ["OBJECT_BYTES_MAX", "Examined", "block_places", "check_envelope", "examine"]
 
 OBJECT_BYTES_MAX = CHUNK_BYTES + ENVELOPE_BYTES_MAX
 
@@ -29,18 +28,12 @@ class Examined:
     """What came of reading a chunk object.
 
     Attributes:
-        name: Of the object.
-        size: Bytes of the object.
         raw_length: Bytes of the chunk; 0 where the object does not tell.
-        version: Of the object that was read; ``None`` if there is none.
         kind: Category of the error; empty if all bytes are right.
         problem: The error in words.
     """
 
-    name: ChunkName
-    size: int
     raw_length: int = 0
-    version: Version | None = None
     kind: str = ""
     problem: str = ""
 
@@ -66,7 +59,7 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
     """
     key = keys.chunk_key(name)
     where = store.where(key)
-    raw_length, version = 0, None
+    raw_length = 0
     try:
         if not 0 < size <= OBJECT_BYTES_MAX:
             raise CorruptionError(f"{where}: an object of {size} bytes is no chunk", path=key)
@@ -74,7 +67,6 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
         with buffers().lend(max(1, size - len(head))) as rest:
             tail = rest[: size - len(head)]
             info = store.objects.get(key, [(0, head), (len(head), tail)] if len(tail) else [(0, head)])
-            version = info.version
             envelope = Envelope.decode(head, where, stored_length=info.size)
             check_envelope(envelope, name, where)
             raw_length = envelope.raw_length
@@ -86,8 +78,8 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
     except NotFoundError:
         return None
     except (CorruptionError, FormatError) as error:
-        return Examined(name, size, raw_length, version, error.kind, str(error))
-    return Examined(name, size, raw_length, version)
+        return Examined(raw_length, error.kind, str(error))
+    return Examined(raw_length)
 
 
 def check_envelope(envelope: Envelope, name: ChunkName, where: str) -> None:
