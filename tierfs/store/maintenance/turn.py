@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, NOBODY, Collector, EpochState
 from tierfs.objects.checksums import put_checked, put_idempotent
@@ -155,22 +155,17 @@ def read_collector(store: Store) -> tuple[Collector, Version | None]:
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
+    version: Version | None = None
     try:
         data, info = store.objects.read(keys.COLLECTOR, COLLECTOR_BYTES_MAX)
+        version = info.version
+        return Collector.decode(data, store.where(keys.COLLECTOR)), version
     except NotFoundError:
         return Collector(), None
     except CorruptionError as error:
         _logger.warning("the collector's record is made anew: %s", error)
-        return Collector(bytes([1]) * 16, duration_s=store.descriptor.lease_s), store.objects.head(
-            keys.COLLECTOR
-        ).version
-    try:
-        return Collector.decode(data, store.where(keys.COLLECTOR)), info.version
-    except (CorruptionError, FormatError) as error:
-        if isinstance(error, FormatError):
-            raise
-        _logger.warning("the collector's record is made anew: %s", error)
-        return Collector(bytes([1]) * 16, duration_s=store.descriptor.lease_s), info.version
+        version = version or store.objects.head(keys.COLLECTOR).version  # where it is too large to be read
+        return Collector(bytes([1]) * 16, duration_s=store.descriptor.lease_s), version
 
 
 def server_now(store: Store) -> int:
