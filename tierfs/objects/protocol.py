@@ -30,6 +30,7 @@ __all__ = [
     "Update",
     "Use",
     "Version",
+    "objects_below",
 ]
 
 Version = NewType("Version", str)
@@ -218,3 +219,8 @@ class ObjectTier(Protocol):
             ConflictError: Another version is there.
             StoreError, ReadOnlyError: It failed; after a transient one the object may be gone.
         """
+
+
+def objects_below(objects: ObjectTier, prefix: str) -> Iterator[ObjectInfo]:
+    """Every object whose key starts with ``prefix``: a listing without a delimiter. Raises as `ObjectTier.list`."""
+    return (item for item in objects.list(prefix) if isinstance(item, ObjectInfo))

@@ -25,7 +25,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
 from tierfs.objects.checksums import put_idempotent
-from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version
+from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version, objects_below
 
 __all__ = ["ChunkCheck", "LeaseCache"]
 
@@ -318,7 +318,7 @@ class LeaseCache:
         """
         oldest_ns = mine.modified_ns - (self._descriptor.lease_s + self._descriptor.grace_s) * 1_000_000_000
         try:
-            leases = [item for item in self._objects.list(keys.LEASES) if isinstance(item, ObjectInfo)]
+            leases = objects_below(self._objects, keys.LEASES)
             expired = [item.key for item in leases if 0 < item.modified_ns < oldest_ns]
             if expired:
                 self._objects.delete(expired)
@@ -335,8 +335,7 @@ class LeaseCache:
 
     def _read_condemned(self) -> None:
         """Read the lists that appeared since the last time; forget those that gc has finished with."""
-        listing = self._objects.list(keys.GC)
-        current = {item.key: item for item in listing if isinstance(item, ObjectInfo)}
+        current = {item.key: item for item in objects_below(self._objects, keys.GC)}
         lists: dict[str, tuple[Version, AbstractSet[ChunkName]]] = {}
         for key in sorted(filter(keys.is_condemned_key, current)):
             known = self._condemned.get(key)

@@ -21,7 +21,7 @@ from tierfs.format import keys
 from tierfs.format.collector import EpochState
 from tierfs.format.lease import CONDEMNED_MAX, Condemned, Lease, NameTable
 from tierfs.objects.checksums import put_idempotent
-from tierfs.objects.protocol import CREATE, ObjectInfo
+from tierfs.objects.protocol import CREATE, ObjectInfo, objects_below
 from tierfs.store.maintenance.mark import Marked, Unreadable, mark
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.sweep import (
@@ -209,7 +209,7 @@ class _Run:
         turn, store = self._turn, self._store
         turn.now_ns = store.clock.now_ns()  # the object tier's time would take a put
         record, _ = read_collector(store)
-        listed = [item.key for item in store.objects.list(keys.GC) if keys.is_condemned_key(item.key)]
+        listed = [item.key for item in objects_below(store.objects, keys.GC) if keys.is_condemned_key(item.key)]
         epochs = {epoch: record.epochs.get(epoch, EpochState(turn.now_ns)) for epoch in map(epoch_of, listed)}
         turn.note(epochs, record.last)
 
@@ -249,7 +249,7 @@ class _Run:
         return max(self._grace_ns, 2 * longest_s * SECOND_NS)
 
     def _leases(self) -> list[ObjectInfo]:
-        return [item for item in self._store.objects.list(keys.LEASES) if isinstance(item, ObjectInfo)]
+        return list(objects_below(self._store.objects, keys.LEASES))
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -366,8 +366,8 @@ class _Run:
         self._remove(old, self._report.tombstones)
         leases = [item for item in self._leases() if self._is_over(item.modified_ns, lease_ns + grace_ns)]
         self._remove(leases, self._report.leases)
-        probes = [item for item in self._store.objects.list(keys.PROBE) if isinstance(item, ObjectInfo)]
-        probes = [item for item in probes if self._is_over(item.modified_ns, PROBE_AGE_S * SECOND_NS)]
+        listed = objects_below(self._store.objects, keys.PROBE)
+        probes = [item for item in listed if self._is_over(item.modified_ns, PROBE_AGE_S * SECOND_NS)]
         self._remove(probes, self._report.probes)
         self._remove(marked.stale_lists, self._report.references)
 

@@ -23,7 +23,7 @@ from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import put_checked
-from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
+from tierfs.objects.protocol import CREATE, Update, Version, objects_below
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, block_places, check_envelope, examine
 from tierfs.store.read.fetch import DAMAGED, fetch, inspect
@@ -233,10 +233,9 @@ def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> byt
 def _objects_of(store: Store, content: bytes) -> list[ChunkName]:
     """The chunk objects of one content."""
     found = []
-    for item in store.objects.list(keys.chunk_key(ChunkName(content)).removesuffix("0")):
-        if isinstance(item, ObjectInfo):
-            with contextlib.suppress(FormatError):
-                found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
+    for item in objects_below(store.objects, keys.chunk_key(ChunkName(content)).removesuffix("0")):
+        with contextlib.suppress(FormatError):
+            found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
     return found
 
 

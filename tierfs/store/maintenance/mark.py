@@ -17,7 +17,7 @@ from tierfs.format import keys
 from tierfs.format.header import Kind
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, TOMBSTONE_BYTES, Manifest, decode_record
 from tierfs.format.references import CHECK_BYTES, REFERENCES_BYTES_MAX, ReferenceList, record_check
-from tierfs.objects.protocol import ObjectInfo
+from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.names import NameSet
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
@@ -132,7 +132,7 @@ class _Mark:
         self._alive = alive
         self._progress = progress
         self._found = Marked(NameSet(keys.name_bytes(store.descriptor.digest_kind)))
-        self._lists = {item.key: item for item in store.objects.list(keys.REFERENCES) if isinstance(item, ObjectInfo)}
+        self._lists = {item.key: item for item in objects_below(store.objects, keys.REFERENCES)}
         self._checkpoints: set[str] = set()  # directories whose metadata was seen
         self._owners: dict[str, str | None] = {}  # by directory
         self._owned: dict[str, bytearray] = defaultdict(
@@ -156,9 +156,7 @@ class _Mark:
 
     def _unowned(self) -> Iterator[tuple[str, ObjectInfo]]:
         """Live records that no reference list can speak for. Of all others the versions are noted."""
-        for item in self._store.objects.list(keys.TREE):
-            if not isinstance(item, ObjectInfo):
-                continue
+        for item in objects_below(self._store.objects, keys.TREE):
             try:
                 path = keys.parse_record_key(item.key)
             except FormatError:

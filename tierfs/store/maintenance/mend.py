@@ -17,7 +17,7 @@ from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, TOMBSTONE_BYTES, Record, decode_record
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
 from tierfs.objects.checksums import put_idempotent
-from tierfs.objects.protocol import ObjectInfo, Update, Version
+from tierfs.objects.protocol import ObjectInfo, Update, Version, objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
 from tierfs.store.maintenance.aside import Aside
 from tierfs.store.maintenance.turn import MARGIN_NS, SECOND_NS, server_now
@@ -93,11 +93,9 @@ class Mender:
 
     def others(self) -> None:
         """Repair leases, condemned lists, and what the collector and scrubbing note."""
-        store = self._store
         for prefix in (keys.LEASES, keys.GC):
-            for item in list(store.objects.list(prefix)):
-                if isinstance(item, ObjectInfo):
-                    self._other(item.key)
+            for item in list(objects_below(self._store.objects, prefix)):
+                self._other(item.key)
         self._other(keys.SCRUB)
 
     def _other(self, key: str) -> None:

@@ -19,7 +19,7 @@ from tierfs.format import keys
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Row
 from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList
-from tierfs.objects.protocol import ObjectInfo
+from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.chunks import store_chunk
 from tierfs.store.maintenance.aside import Aside
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
@@ -235,14 +235,14 @@ class _Repair:
 
     def _listed(self, *, moves_strays: bool = False) -> Iterator[list[tuple[str, ObjectInfo]]]:
         def parsed() -> Iterator[tuple[str, ObjectInfo]]:
-            for item in self._store.objects.list(keys.TREE):
-                if not isinstance(item, ObjectInfo):
-                    continue
+            for item in objects_below(self._store.objects, keys.TREE):
                 try:
-                    yield keys.parse_record_key(item.key), item
+                    path = keys.parse_record_key(item.key)
                 except FormatError as error:
                     if moves_strays:
                         self._mender.move(item.key, str(error), RECORD_BYTES_MAX)
+                    continue
+                yield path, item
 
         found = parsed()
         while batch := list(itertools.islice(found, BATCH)):
@@ -264,8 +264,7 @@ class _Repair:
 
     def _write_lists(self) -> None:
         """Make reference lists again where they are missing or damaged. gc sees to those that are stale."""
-        listed = self._store.objects.list(keys.REFERENCES)
-        there = {item.key for item in listed if isinstance(item, ObjectInfo)}
+        there = {item.key for item in objects_below(self._store.objects, keys.REFERENCES)}
         for directory in sorted(self._checkpoints):
             key = keys.references_key(directory)
             problem = "" if key in there else "it is missing"
@@ -287,8 +286,8 @@ class _Repair:
             needed[name.digest.hex()[:2]][keys.chunk_key(name)] = name
 
         def listed(prefix: str) -> tuple[str, dict[str, int]]:
-            items = self._store.objects.list(f"{keys.CHUNKS}{prefix}/")
-            return prefix, {item.key: item.size for item in items if isinstance(item, ObjectInfo)}
+            items = objects_below(self._store.objects, f"{keys.CHUNKS}{prefix}/")
+            return prefix, {item.key: item.size for item in items}
 
         for prefix, there in self._pool.map(listed, PREFIXES):
             for key, name in needed[prefix].items():

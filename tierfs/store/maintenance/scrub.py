@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -28,7 +28,7 @@ from tierfs.errors import (
 from tierfs.format import keys
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
 from tierfs.objects.checksums import put_checked
-from tierfs.objects.protocol import CREATE, ObjectInfo, Update
+from tierfs.objects.protocol import CREATE, ObjectInfo, Update, objects_below
 from tierfs.store.maintenance.examine import examine
 from tierfs.store.maintenance.heal import Healer
 from tierfs.store.maintenance.pool import Pool
@@ -215,7 +215,8 @@ def scrub_piece(
     healer = Healer(store, replicas)
     ends = bare.clock.monotonic() + piece.seconds
     pace = Pace(bare.clock, piece.bandwidth)
-    listed = sorted(_listed(bare, piece), key=lambda item: item.key)
+    listed = objects_below(bare.objects, f"{keys.CHUNKS}{piece.prefix}/")
+    left = sorted((item for item in listed if item.key > piece.after), key=lambda item: item.key)
     chunks = total = 0
     last = piece.after
     damage: list[ScrubDamage] = []
@@ -227,19 +228,13 @@ def scrub_piece(
         return found
 
     with Pool(piece.concurrency) as pool:
-        for start in range(0, len(listed), 2 * piece.concurrency):
+        for start in range(0, len(left), 2 * piece.concurrency):
             if chunks and (bare.clock.monotonic() >= ends or total >= PIECE_BYTES):
                 return ScrubPart(piece.prefix, last, chunks, total, (piece.after, last), tuple(damage))
-            batch = listed[start : start + 2 * piece.concurrency]
+            batch = left[start : start + 2 * piece.concurrency]
             damage += [found for found in pool.map(check, batch) if found is not None]
             chunks, total, last = chunks + len(batch), total + sum(item.size for item in batch), batch[-1].key
     return ScrubPart(piece.prefix, "", chunks, total, (piece.after, f"{keys.CHUNKS}{piece.prefix}0"), tuple(damage))
-
-
-def _listed(store: Store, piece: ScrubPiece) -> Iterator[ObjectInfo]:
-    for item in store.objects.list(f"{keys.CHUNKS}{piece.prefix}/"):
-        if isinstance(item, ObjectInfo) and item.key > piece.after:
-            yield item
 
 
 def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage | None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.lease import Condemned, NameTable
-from tierfs.objects.protocol import ObjectInfo
+from tierfs.objects.protocol import objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
 from tierfs.store.maintenance.names import NameSet
 from tierfs.store.maintenance.pool import Pool
@@ -153,9 +153,7 @@ def list_prefixes(store: Store, pool: Pool) -> Iterator[PrefixChunks]:
 
     def listed(prefix: str) -> PrefixChunks:
         found = PrefixChunks(int(prefix, 16))
-        for item in store.objects.list(f"{keys.CHUNKS}{prefix}/"):
-            if not isinstance(item, ObjectInfo):
-                continue
+        for item in objects_below(store.objects, f"{keys.CHUNKS}{prefix}/"):
             try:
                 name = keys.parse_chunk_key(item.key, kind)
             except FormatError:

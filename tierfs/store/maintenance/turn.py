@@ -16,7 +16,7 @@ from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, No
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, NOBODY, Collector, EpochState
 from tierfs.objects.checksums import put_checked, put_idempotent
-from tierfs.objects.protocol import CREATE, ObjectInfo, PutMode, Update, Version
+from tierfs.objects.protocol import CREATE, ObjectInfo, PutMode, Update, Version, objects_below
 from tierfs.store.store import Store
 
 __all__ = ["MARGIN_NS", "SECOND_NS", "Turn", "read_collector", "server_now"]
@@ -118,7 +118,7 @@ class Turn:
     def _check_is_fresh(self) -> None:
         """Whether what is asked right after a put tells of that put: all that gc relies on is told in that way."""
         store = self._store
-        listed = {item.key: item for item in store.objects.list(keys.GC) if isinstance(item, ObjectInfo)}
+        listed = {item.key: item for item in objects_below(store.objects, keys.GC)}
         told = {"HEAD": store.objects.head(keys.COLLECTOR), "a listing": listed.get(keys.COLLECTOR)}
         for how, info in told.items():
             if info is None or info.version != self._version:
@@ -187,5 +187,4 @@ def epoch_of(key: str) -> int:
 
 def _lists(store: Store) -> list[ObjectInfo]:
     """The condemned lists that are there."""
-    listed = store.objects.list(keys.GC)
-    return [item for item in listed if isinstance(item, ObjectInfo) and keys.is_condemned_key(item.key)]
+    return [item for item in objects_below(store.objects, keys.GC) if keys.is_condemned_key(item.key)]

@@ -18,7 +18,7 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsErr
 from tierfs.format import keys
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest
-from tierfs.objects.protocol import ObjectInfo
+from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
@@ -186,8 +186,8 @@ class _Counts:
             for path in group.paths
             if is_root(path)
         }
-        for item in self._store.objects.list(keys.REFERENCES) if owners else ():
-            if isinstance(item, ObjectInfo) and item.key in owners:
+        for item in objects_below(self._store.objects, keys.REFERENCES) if owners else ():
+            if item.key in owners:
                 owners[item.key].record_bytes += item.size
 
     def _group(self, path: str) -> _Group:
@@ -235,7 +235,7 @@ def _ask_sizes(store: Store, names: Collection[ChunkName]) -> dict[ChunkName, in
             return name, 0
 
     def listed(prefix: str) -> list[tuple[ChunkName, int]]:
-        items = [item for item in store.objects.list(prefix) if isinstance(item, ObjectInfo)]
+        items = objects_below(store.objects, prefix)
         return [(wanted[item.key], item.size) for item in items if item.key in wanted]
 
     if len(names) <= HEADS_MAX:
