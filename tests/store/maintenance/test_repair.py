@@ -3,6 +3,7 @@
 import importlib
 import json
 import uuid
+from dataclasses import replace
 
 import pytest
 from support.damaging import LOOK, chunk_of, content, lost_keys, make_store, middle, reopened, run, twice
@@ -11,7 +12,7 @@ from support.saving import Training
 from tierfs.errors import CorruptionError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.header import Kind
-from tierfs.objects import MemoryObjects
+from tierfs.objects import LocalObjects, MemoryObjects
 from tierfs.store import (
     Store,
     annotate_directory,
@@ -186,6 +187,19 @@ def test_a_chunk_is_made_again_under_its_name_from_a_copy(store):
     assert [each.key for each in report.mended] == [key]
     assert load(store, "run/c") == content(2)
     assert verify(store).damage == []
+
+
+def test_a_chunk_is_healed_from_another_object_of_its_content_in_a_directory(tmp_path):
+    tier = LocalObjects(str(tmp_path))
+    store = Store(tier, replace(make_store().descriptor, endpoint=tier.capabilities), url="store")
+    save(store, "a", content(0))
+    key = chunk_of(store, "a")
+    unreadable(store, key)
+    save(reopened(store), "b", content(0))
+    assert chunk_of(store, "b") != key
+    scrub(store, LOOK)
+    assert [each.key for each in run(reopened(store)).mended] == [key]
+    assert load(reopened(store), "a") == content(0)
 
 
 def test_files_name_another_object_where_the_old_one_cannot_be_made_again():

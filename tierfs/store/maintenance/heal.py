@@ -231,11 +231,13 @@ def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> byt
 
 
 def _objects_of(store: Store, content: bytes) -> list[ChunkName]:
-    """The chunk objects of one content."""
+    """The chunk objects of one content. A prefix that ends within a name lists nothing where prefixes are directories."""
+    start = keys.chunk_key(ChunkName(content)).removesuffix("0")
     found = []
-    for item in objects_below(store.objects, keys.chunk_key(ChunkName(content)).removesuffix("0")):
-        with contextlib.suppress(FormatError):
-            found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
+    for item in objects_below(store.objects, f"{start.rpartition('/')[0]}/"):
+        if item.key.startswith(start):
+            with contextlib.suppress(FormatError):
+                found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
     return found
 
 
