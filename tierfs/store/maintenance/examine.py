@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tierfs import digest
@@ -18,7 +18,7 @@ from tierfs.format.manifest import Row
 from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
 
-__all__ = ["OBJECT_BYTES_MAX", "Examined", "block_places", "check_envelope", "examine"]
+__all__ = ["OBJECT_BYTES_MAX", "Examined", "bad_blocks", "block_places", "check_envelope", "examine"]
 
 OBJECT_BYTES_MAX = CHUNK_BYTES + ENVELOPE_BYTES_MAX
 
@@ -71,7 +71,8 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
             check_envelope(envelope, name, where)
             raw_length = envelope.raw_length
             if not envelope.bases:
-                _check_blocks(envelope, head, tail, where)
+                for _, error in bad_blocks(envelope, _joined(head, tail), lambda _: None, where):
+                    raise error
         if envelope.bases:
             with buffers().lend(raw_length) as out:
                 fetch(store, Row(name, raw_length, size), [(0, out)], where)
@@ -98,23 +99,41 @@ def block_places(envelope: Envelope) -> Iterator[tuple[int, int]]:
     return itertools.pairwise(itertools.accumulate(lengths, initial=envelope.header_length))
 
 
-def _check_blocks(envelope: Envelope, head: memoryview, tail: memoryview, where: str) -> None:
+def bad_blocks(
+    envelope: Envelope,
+    encoded: Callable[[int, int], memoryview],
+    base: Callable[[int], memoryview | None],
+    where: str,
+) -> Iterator[tuple[int, CorruptionError | FormatError]]:
+    """Decode every block of a chunk object, and give those that do not have their digests, each with the error.
+
+    Args:
+        envelope: Of the object.
+        encoded: Gives the bytes of the object from one offset to another.
+        base: Gives the bytes that a block, by its index, is encoded against; ``None`` if against nothing.
+        where: How to call the object in an error.
+    """
     with buffers().lend(min(BLOCK_BYTES, envelope.raw_length)) as memory:
         for index, (begin, end) in enumerate(block_places(envelope)):
-            if begin >= len(head):
-                encoded = tail[begin - len(head) : end - len(head)]
-            else:
-                encoded = memoryview(bytes(head[begin:end]) + bytes(tail[: max(0, end - len(head))]))
-            block = envelope.blocks[index]
+            block, data = envelope.blocks[index], encoded(begin, end)
             out = memory[: envelope.raw_length - index * BLOCK_BYTES]
-            if block.codec == Codec.STORE:
-                out = encoded
-            else:
-                decode_block(block.codec, encoded, out, None, where)
+            try:
+                if block.codec == Codec.STORE:
+                    out = data
+                else:
+                    decode_block(block.codec, data, out, base(index), where)
+            except (CorruptionError, FormatError) as error:
+                yield index, error
+                continue
             if digest.hash_bytes(envelope.digest_kind, out) != block.digest:
-                raise CorruptionError(
-                    f"{where} is damaged: block {index} does not have its digest",
-                    path=where,
-                    tier="object",
-                    block=index,
-                )
+                problem = f"{where} is damaged: block {index} does not have its digest"
+                yield index, CorruptionError(problem, path=where, tier="object", block=index)
+
+
+def _joined(head: memoryview, tail: memoryview) -> Callable[[int, int], memoryview]:
+    def piece(begin: int, end: int) -> memoryview:
+        if begin >= len(head):
+            return tail[begin - len(head) : end - len(head)]
+        return memoryview(bytes(head[begin:end]) + bytes(tail[: max(0, end - len(head))]))
+
+    return piece

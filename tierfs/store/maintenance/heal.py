@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tierfs import digest
 from tierfs.buffers import buffers
-from tierfs.codec import Codec, Coding, decode_block, encode_block
+from tierfs.codec import Codec, Coding, encode_block
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
@@ -25,7 +26,7 @@ from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, Update, Version, objects_below
 from tierfs.store.encode.pipeline import blocks_of
-from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, block_places, check_envelope, examine
+from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, bad_blocks, block_places, check_envelope, examine
 from tierfs.store.read.fetch import DAMAGED, fetch, inspect
 from tierfs.store.store import Store
 
@@ -74,14 +75,14 @@ class Healer:
         Raises:
             StoreError, ReadOnlyError, CapacityError: An object tier failed.
         """
-        found = self._read(name, size)
+        found = self._read(self._bare, name, size)
         for replica in self._replicas:
-            if (data := _read_sound(replica, name, size)) is not None and self._put(name, [data], found.version):
+            other = self._read(replica, name, size)
+            if self._bad_blocks(replica, other) == [] and self._put(name, [bytes(other.data)], found.version):
                 return replica.url
+        bad = self._bad_blocks(self._bare, found)
         if found.envelope is not None:
-            found.data[: found.envelope.header_length] = found.envelope.encode()
-            bad = list(self._bad_blocks(found))
-            if not bad and self._put(name, [bytes(found.data)], found.version):
+            if bad == [] and self._put(name, [bytes(found.data)], found.version):
                 return "its own bytes"
             raw_length = found.envelope.raw_length
         if not raw_length:
@@ -90,7 +91,7 @@ class Healer:
             source = self.find_raw(name, raw)
             if not source:
                 return ""
-            payload = self._mended(found, bad, raw) if found.envelope is not None else None
+            payload = None if bad is None else self._mended(found, bad, raw)
             if payload is None and name.recipe == NO_RECIPE:
                 payload = self._encoded_anew(name, size, raw)
             return source if payload is not None and self._put(name, payload, found.version) else ""
@@ -114,56 +115,33 @@ class Healer:
                     return store.where(keys.chunk_key(other))
         return ""
 
-    def _read(self, name: ChunkName, size: int) -> _Found:
+    def _read(self, store: Store, name: ChunkName, size: int) -> _Found:
+        """The object of this name, with its envelope corrected where it has this size."""
         key = keys.chunk_key(name)
         try:
-            data, info = self._bare.objects.read(key, OBJECT_BYTES_MAX)
+            data, info = store.objects.read(key, OBJECT_BYTES_MAX)
         except NotFoundError:
             return _Found(bytearray(), None, None)
         except CorruptionError:
-            return _Found(bytearray(), self._bare.objects.head(key).version, None)
+            return _Found(bytearray(), store.objects.head(key).version, None)
         if len(data) != size:
             return _Found(bytearray(), info.version, None)
-        where = self._bare.where(key)
+        where = store.where(key)
         for head in (data[:ENVELOPE_BYTES_MAX], correct_envelope(data)):
             if head is not None:
                 with contextlib.suppress(CorruptionError, FormatError):
                     envelope = Envelope.decode(head, where, stored_length=size)
                     check_envelope(envelope, name, where)
-                    return _Found(bytearray(data), info.version, envelope)
+                    return _Found(bytearray(envelope.encode() + data[envelope.header_length :]), info.version, envelope)
         return _Found(bytearray(data), info.version, None)
 
-    def _bad_blocks(self, found: _Found) -> Iterator[int]:
-        """The blocks that do not decode to what their digests say."""
-        envelope = found.envelope
-        assert envelope is not None
-        for index, (begin, end) in enumerate(block_places(envelope)):
-            out = memoryview(bytearray(_length_of(envelope, index)))
-            try:
-                base = self._reference(envelope, index)
-                decode_block(envelope.blocks[index].codec, memoryview(found.data)[begin:end], out, base, "")
-            except (CorruptionError, FormatError):
-                yield index
-                continue
-            if digest.hash_bytes(self._kind, out) != envelope.blocks[index].digest:
-                yield index
-
-    def _reference(self, envelope: Envelope, index: int) -> memoryview | None:
-        """What a block is encoded against; ``None`` if against nothing."""
-        factor = Codec(envelope.blocks[index].codec).base_factor
-        if not factor:
+    def _bad_blocks(self, store: Store, found: _Found) -> list[int] | None:
+        """Which blocks do not have their digests; ``None`` if nothing is known of them."""
+        envelope, data = found.envelope, memoryview(found.data)
+        if envelope is None:
             return None
-        begin = index * BLOCK_BYTES * factor
-        out = memoryview(bytearray(_length_of(envelope, index) * factor))
-        at = 0
-        for base in envelope.bases:
-            low, high = max(begin, at), min(begin + len(out), at + base.length)
-            if low < high:
-                row = Row(base.name, base.raw_length, base.stored_length)
-                where = self._bare.where(keys.chunk_key(base.name))
-                fetch(self._bare, row, [(base.offset + low - at, out[low - begin : high - begin])], where)
-            at += base.length
-        return out
+        bad = bad_blocks(envelope, lambda begin, end: data[begin:end], partial(_reference, store, envelope), "")
+        return [index for index, _ in bad]
 
     def _mended(self, found: _Found, bad: Sequence[int], raw: memoryview) -> list[bytes] | None:
         """The object with its bad blocks encoded again; ``None`` if one of them would not be as long as it was."""
@@ -174,7 +152,7 @@ class Healer:
             begin, end = places[index]
             block = raw[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
             try:
-                base = self._reference(envelope, index)
+                base = _reference(self._bare, envelope, index)
             except (CorruptionError, FormatError):
                 return None
             encoded = _encoded_like(envelope.blocks[index], block, base)
@@ -218,6 +196,24 @@ def _length_of(envelope: Envelope, index: int) -> int:
     return min(BLOCK_BYTES, envelope.raw_length - index * BLOCK_BYTES)
 
 
+def _reference(store: Store, envelope: Envelope, index: int) -> memoryview | None:
+    """What a block is encoded against; ``None`` if against nothing."""
+    factor = Codec(envelope.blocks[index].codec).base_factor
+    if not factor:
+        return None
+    begin = index * BLOCK_BYTES * factor
+    out = memoryview(bytearray(_length_of(envelope, index) * factor))
+    at = 0
+    for base in envelope.bases:
+        low, high = max(begin, at), min(begin + len(out), at + base.length)
+        if low < high:
+            row = Row(base.name, base.raw_length, base.stored_length)
+            where = store.where(keys.chunk_key(base.name))
+            fetch(store, row, [(base.offset + low - at, out[low - begin : high - begin])], where)
+        at += base.length
+    return out
+
+
 def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> bytes | None:
     """A block encoded by the same codec to the same length; ``None`` if that does not come about."""
     if block.codec == Codec.STORE:
@@ -239,16 +235,3 @@ def _objects_of(store: Store, content: bytes) -> list[ChunkName]:
             with contextlib.suppress(FormatError):
                 found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
     return found
-
-
-def _read_sound(store: Store, name: ChunkName, size: int) -> bytes | None:
-    """The whole object of this name and size in another store, if it is sound."""
-    try:
-        if store.objects.head(keys.chunk_key(name)).size != size:
-            return None
-    except NotFoundError:
-        return None
-    found = examine(store, name, size)
-    if found is None or not found.is_sound:
-        return None
-    return store.objects.read(keys.chunk_key(name), OBJECT_BYTES_MAX)[0]
