@@ -14,12 +14,12 @@ import base64
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import NotFoundError
+from tierfs.objects._checks import nanoseconds
 from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
 from tierfs.objects.backends.shared_session import SharedSession
@@ -132,7 +132,7 @@ class _AzureClient:
         answer = self._run(
             self._blob(key).upload_blob(content, overwrite=True, headers=headers, **self._session.options)
         )
-        return ObjectInfo(key, len(content), _version(_told(answer, "etag")), _nanoseconds(answer["last_modified"]))
+        return ObjectInfo(key, len(content), _version(_told(answer, "etag")), nanoseconds(answer["last_modified"]))
 
     @contextmanager
     def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> Iterator[Content]:
@@ -151,7 +151,7 @@ class _AzureClient:
                 raise NotFoundError(f"{key} is a directory", path=key)
             is_part = response.status_code == HTTPStatus.PARTIAL_CONTENT
             size = _told(answer, "Content-Range" if is_part else "Content-Length").rpartition("/")[2]  # bytes 0-9/100
-            modified_ns = _nanoseconds(parsedate_to_datetime(_told(answer, "Last-Modified")))
+            modified_ns = nanoseconds(parsedate_to_datetime(_told(answer, "Last-Modified")))
             info = ObjectInfo(key, int(size), _version(_told(answer, "ETag")), modified_ns)
             yield Content(info, start if is_part else 0, BodyReader(self._session.loop, response.iter_raw()))
         finally:
@@ -231,12 +231,8 @@ def _is_directory(blob: Any) -> bool:
 
 
 def _info(key: str, blob: Any) -> ObjectInfo:
-    return ObjectInfo(key, int(blob.size), _version(blob.etag), _nanoseconds(blob.last_modified))
+    return ObjectInfo(key, int(blob.size), _version(blob.etag), nanoseconds(blob.last_modified))
 
 
 def _version(etag: str) -> Version:
     return Version(etag.strip('"'))
-
-
-def _nanoseconds(time: datetime | None) -> int:
-    return int(time.timestamp() * 1_000_000_000) if time else 0

@@ -18,12 +18,12 @@ from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import (
     AlreadyExistsError,
     ConflictError,
-    CorruptionError,
     InvalidInputError,
     NotFoundError,
     StoreError,
 )
 from tierfs.format.descriptor import Capabilities
+from tierfs.objects._checks import check_end, check_limit, check_version
 from tierfs.objects.backends.block_stream import taking_from
 from tierfs.objects.backends.locations import plain
 from tierfs.objects.backends.shared_session import SharedSession
@@ -169,7 +169,7 @@ class CloudObjects:
         spans = spans_of(ranges)
         if not spans:
             info = self.head(key)
-            _expect(info, version)
+            check_version(key, info.version, version)
             return info
 
         with self._translated(key):
@@ -195,8 +195,7 @@ class CloudObjects:
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""
         with self._translated(key), self._client().fetch(key, 0, None, None) as (info, _, read_into):
-            if info.size > limit:
-                raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+            check_limit(key, info.size, limit)
             memory = bytearray(info.size + 1)  # an answer that is longer than it says is none either
             at = 0
             while at < len(memory) and (count := read_into(memoryview(memory)[at:])):
@@ -280,16 +279,9 @@ def _fill(client: CloudClient, key: str, span: RequestRange, version: Version | 
 
 def _check(key: str, content: Content, span: RequestRange, version: Version | None) -> None:
     """Check that an answer has all requested bytes."""
-    _expect(content.info, version)
-    if span.end > content.info.size:
-        raise CorruptionError(f"{key} ends at byte {content.info.size}, before byte {span.end}: cut short", path=key)
+    check_version(key, content.info.version, version)  # some servers ignore conditions on reads
+    check_end(key, content.info.size, span.end)
     if content.start > span.start:
         raise StoreError(
             f"{key}: the answer begins at byte {content.start}, behind byte {span.start} that was asked for", path=key
         )
-
-
-def _expect(info: ObjectInfo, version: Version | None) -> None:
-    """Some servers ignore conditions on reads."""
-    if version is not None and info.version != version:
-        raise ConflictError(f"{info.key} is at version {info.version}, not at {version}", path=info.key)

@@ -31,6 +31,7 @@ from tierfs.errors import (
     TierfsError,
 )
 from tierfs.format.descriptor import Capabilities
+from tierfs.objects._checks import check_end, check_limit, check_version
 from tierfs.objects._stripes import locked
 from tierfs.objects.backends._entries import FileEntry, is_directory
 from tierfs.objects.backends.block_stream import taking
@@ -163,12 +164,10 @@ class FsspecObjects:
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
         """See `ObjectTier.get`."""
         info = self.head(key)
-        if version is not None and info.version != version:
-            raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
+        check_version(key, info.version, version)
         spans = spans_of(ranges)
         for span in spans:
-            if span.end > info.size:
-                raise CorruptionError(f"{key} ends at byte {info.size}, before byte {span.end}: cut short", path=key)
+            check_end(key, info.size, span.end)
         if not spans:
             return info
         starts, ends = [span.start for span in spans], [span.end for span in spans]
@@ -199,8 +198,7 @@ class FsspecObjects:
         # Looked at first: where the object changes in between, new content goes by the old version, and an update that
         # builds on it is refused. The other way round it would overwrite what nobody had seen.
         info = self.head(key)
-        if info.size > limit:
-            raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+        check_limit(key, info.size, limit)
         with self._asking(key):
             # Without a range: an object that has grown would pass for a whole one, and some clients verify only then.
             content = bytes(self.fs.cat_file(self._path(key)))
@@ -286,10 +284,7 @@ class FsspecObjects:
         return None if is_directory(fields) else FileEntry.of(key, fields)
 
     def _expect(self, key: str, found: FileEntry | None, version: Version) -> None:
-        if found is None:
-            raise ConflictError(f"{key} is not there any more", path=key)
-        if found.info.version != version:
-            raise ConflictError(f"{key} is at version {found.info.version}, not at {version}", path=key)
+        check_version(key, None if found is None else found.info.version, version)
 
     def _write(self, path: str, content: bytes, key: str, *, exclusive: bool) -> None:
         if not self._flat:

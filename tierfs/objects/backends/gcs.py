@@ -21,7 +21,8 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from tierfs.errors import ConflictError, StoreError
+from tierfs.errors import StoreError
+from tierfs.objects._checks import check_version
 from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
 from tierfs.objects.backends.shared_session import SharedSession
@@ -251,9 +252,7 @@ class _GCSClient:
 
     def delete_version(self, key: str, version: Version) -> None:
         # Looked at first, because not every server heeds the condition.
-        found = self.head(key)
-        if found.version != version:
-            raise ConflictError(f"{key} is at version {found.version}, not at {version}", path=key)
+        check_version(key, self.head(key).version, version)
         asking = self._session.ask("DELETE", *self._path(key), params={"ifGenerationMatch": version})
         self._session.loop.run(asking)
 

@@ -28,6 +28,7 @@ from tierfs.clock import boot_id
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.descriptor import Capabilities
+from tierfs.objects._checks import check_end, check_limit, check_version
 from tierfs.objects.backends.block_stream import taking_from
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.os_errors import translate_os_error, translated
@@ -147,8 +148,7 @@ class LocalObjects:
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
         """See `ObjectTier.get`."""
         with self._reading(key) as (file, info):
-            if version is not None and info.version != version:
-                raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
+            check_version(key, info.version, version)
             for offset, out in ranges:
                 _read_exactly(file.fileno(), offset, out, key)
         return info
@@ -156,8 +156,7 @@ class LocalObjects:
     def stream(self, key: str, length: int, use: Use) -> None:
         """See `ObjectTier.stream`."""
         with self._reading(key) as (file, info), block_buffers().lend(min(length, BLOCK_BYTES)) as memory:
-            if info.size < length:
-                raise CorruptionError(f"{key} ends at byte {info.size}, before byte {length}: cut short", path=key)
+            check_end(key, info.size, length)
             use(info, taking_from(file.readinto, length, memory, key))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
@@ -165,8 +164,7 @@ class LocalObjects:
         name = self._name(key)
         with translated(name), open(name, "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
-            if info.size > limit:
-                raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+            check_limit(key, info.size, limit)
             out = bytearray(info.size)
             _read_exactly(file.fileno(), 0, memoryview(out), key)
             return bytes(out), info
@@ -267,12 +265,10 @@ class LocalObjects:
         return f"{self.root}/{key}"
 
     def _expect(self, key: str, version: Version) -> None:
-        try:
+        found = None
+        with contextlib.suppress(NotFoundError):
             found = self.head(key).version
-        except NotFoundError:
-            raise ConflictError(f"{key} is not there any more", path=key) from None
-        if found != version:
-            raise ConflictError(f"{key} is at version {found}, not at {version}", path=key)
+        check_version(key, found, version)
 
     def _make_directory(self, directory: Path) -> None:
         """Make a directory and its parents so that they survive a crash."""

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from tierfs.digest import Buffer
-from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError
+from tierfs.errors import AlreadyExistsError, NotFoundError
 from tierfs.format.descriptor import Capabilities
+from tierfs.objects._checks import check_end, check_limit, check_version
 from tierfs.objects.backends.block_stream import taking
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.protocol import (
@@ -107,21 +108,18 @@ class MemoryObjects:
         with _lock:
             file = self._demand(key)
             info = _info(key, file)
-            if version is not None and info.version != version:
-                raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
+            check_version(key, info.version, version)
             with file.getbuffer() as view:  # given back, or the file could not grow while an error is being handled
                 for offset, out in ranges:
                     end = offset + len(out)
-                    if end > len(view):
-                        raise CorruptionError(f"{key} ends at byte {len(view)}, before byte {end}: cut short", path=key)
+                    check_end(key, len(view), end)
                     out[:] = view[offset:end]
             return info
 
     def stream(self, key: str, length: int, use: Use) -> None:
         """See `ObjectTier.stream`."""
         content, info = self.read(key, sys.maxsize)  # shared with the file, not copied
-        if info.size < length:
-            raise CorruptionError(f"{key} ends at byte {info.size}, before byte {length}: cut short", path=key)
+        check_end(key, info.size, length)
         use(info, taking(memoryview(content)))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
@@ -129,8 +127,7 @@ class MemoryObjects:
         with _lock:
             file = self._demand(key)
             info = _info(key, file)
-            if info.size > limit:
-                raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+            check_limit(key, info.size, limit)
             return file.getvalue(), info
 
     def head(self, key: str) -> ObjectInfo:
@@ -182,11 +179,7 @@ class MemoryObjects:
 
     def _expect(self, key: str, version: Version) -> None:
         file = self._find(key)
-        if file is None:
-            raise ConflictError(f"{key} is not there any more", path=key)
-        found = _info(key, file).version
-        if found != version:
-            raise ConflictError(f"{key} is at version {found}, not at {version}", path=key)
+        check_version(key, None if file is None else _info(key, file).version, version)
 
 
 def _info(key: str, file: MemoryFile) -> ObjectInfo:

@@ -18,14 +18,14 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from tierfs.errors import ConflictError, InvalidInputError, StoreError
+from tierfs.errors import InvalidInputError, StoreError
 from tierfs.gc_pause import Uncollected
+from tierfs.objects._checks import check_version, nanoseconds
 from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.http_errors import cause_of, refused_options
@@ -169,7 +169,7 @@ class _S3Client:
         answer = self._call("put_object", key, **arguments)
         date = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
         with _understood():
-            stored_ns = _nanoseconds(date and parsedate_to_datetime(date))
+            stored_ns = nanoseconds(date and parsedate_to_datetime(date))
         return ObjectInfo(key, sum(map(len, body)), _version(answer), stored_ns)
 
     @contextlib.contextmanager
@@ -244,9 +244,7 @@ class _S3Client:
 
     def delete_version(self, key: str, version: Version) -> None:
         # Looked at first, because not every server heeds the condition on a deletion.
-        found = self.head(key)
-        if found.version != version:
-            raise ConflictError(f"{key} is at version {found.version}, not at {version}", path=key)
+        check_version(key, self.head(key).version, version)
         self._call("delete_object", key, IfMatch=f'"{version}"')
 
 
@@ -319,7 +317,7 @@ def _copy_into(body: Any, out: memoryview) -> int:
 
 
 def _info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(key, size, _version(answer), _nanoseconds(answer.get("LastModified")))
+    return ObjectInfo(key, size, _version(answer), nanoseconds(answer.get("LastModified")))
 
 
 def _version(answer: Mapping[str, Any]) -> Version:
@@ -327,7 +325,3 @@ def _version(answer: Mapping[str, Any]) -> Version:
     if not tag or (tag.startswith('"') and not tag.endswith('"', 1)):
         raise StoreError(f"the answer broke off within its ETag, {tag}", transient=True, tier="object")
     return Version(tag.strip('"'))
-
-
-def _nanoseconds(time: datetime | None) -> int:
-    return int(time.timestamp() * 1_000_000_000) if time else 0

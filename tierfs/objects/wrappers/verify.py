@@ -18,6 +18,7 @@ from tierfs.errors import (
     StoreError,
 )
 from tierfs.format.descriptor import Capabilities
+from tierfs.objects._checks import check_version
 from tierfs.objects._stripes import locked
 from tierfs.objects.checksums import computable
 from tierfs.objects.protocol import OVERWRITE, Checksum, Create, ObjectInfo, ObjectTier, PutMode, Update
@@ -147,10 +148,9 @@ class PromisedObjects(WrappedObjects):
                 found = self.inner.head(key).version
             except NotFoundError:
                 found = None
-            if found != version:
-                if version is None:
-                    raise AlreadyExistsError(f"{key} exists", path=key)
-                raise ConflictError(f"{key} is at version {found}, not at {version}", path=key)
+            if found is not None and version is None:
+                raise AlreadyExistsError(f"{key} exists", path=key)
+            check_version(key, found, version)
             return super().put(key, data, checksum=checksum)
 
     def _checksum(self, info: ObjectInfo) -> bytes:
