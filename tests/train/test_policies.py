@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierfs.checkpoint.retention import Every, Latest, SavedCheckpoint, decide
 from tierfs.errors import InvalidInputError
-from tierfs.store.maintenance.retention import Every, Latest, SavedCheckpoint, decide
 from tierfs.train.policies import (
     DEADLINES_S,
     Context,

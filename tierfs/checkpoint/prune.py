@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import Candidate, candidates, standing
 from tierfs.checkpoint.notes import NOTES, is_pinned, metrics_of
+from tierfs.checkpoint.retention import Decision, Rule, SavedCheckpoint, decide
 from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
 from tierfs.errors import ConflictError, NotFoundError
 from tierfs.format.keys import inside
 from tierfs.store import Store, delete
-from tierfs.store.maintenance.retention import Decision, Rule, SavedCheckpoint, decide
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import observe
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tierfs.store.maintenance.retention import Best, Every, Geometric, Latest, Within
+    from tierfs.checkpoint.retention import Best, Every, Geometric, Latest, Within
     from tierfs.train.handle import SaveHandle
     from tierfs.train.manager import Manager
     from tierfs.train.policies import Context, Deadline, KeepPolicy, Preemption, SavePolicy, YoungDaly
@@ -33,7 +33,7 @@ __all__ = [
     "YoungDaly",
 ]
 
-_RETENTION = "tierfs.store.maintenance.retention"
+_RETENTION = "tierfs.checkpoint.retention"
 _HOMES = {
     "Best": _RETENTION,
     "Context": "tierfs.train.policies",

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from tierfs.checkpoint.retention import parse_time
 from tierfs.errors import InvalidInputError, TierfsError
-from tierfs.store.maintenance.retention import parse_time
 from tierfs.train.agree import Agreed
 from tierfs.train.handle import SaveHandle
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from tierfs.checkpoint.retention import Best, Every
 from tierfs.dcp.address import Address
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
-from tierfs.store.maintenance.retention import Best, Every
 from tierfs.train.agree import Agreed, World
 from tierfs.train.decider import LIGHT, SaveDecider
 from tierfs.train.digests import digests_of

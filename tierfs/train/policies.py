@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from tierfs.checkpoint.retention import Every, Rule, SavedCheckpoint, parse_time
 from tierfs.errors import InvalidInputError
-from tierfs.store.maintenance.retention import Every, Rule, SavedCheckpoint, parse_time
 
 __all__ = [
     "Context",

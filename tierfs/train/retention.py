@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tierfs.checkpoint.retention import Rule, SavedCheckpoint, decide
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import evict
-from tierfs.store.maintenance.retention import Rule, SavedCheckpoint, decide
 from tierfs.train.policies import Context, as_rules
 from tierfs.train.run import RunDirectory
 

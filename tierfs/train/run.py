@@ -13,6 +13,7 @@ from typing import Any
 from tierfs.checkpoint.catalog import Candidate, Standing, standing
 from tierfs.checkpoint.notes import DAMAGED, METRICS, PINNED, RECORD, is_pinned, metrics_of, read_note
 from tierfs.checkpoint.prune import remove, roots_of
+from tierfs.checkpoint.retention import Best, SavedCheckpoint
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.planner import unpickle_safely
@@ -20,7 +21,6 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFo
 from tierfs.format.keys import inside
 from tierfs.store import Store, delete, directories_in, list_directory, open_entry, save, stat_to_read
 from tierfs.store.commit import Commits
-from tierfs.store.maintenance.retention import Best, SavedCheckpoint
 from tierfs.store.transfers import transfers
 
 __all__ = ["ABOUT", "About", "RunDirectory", "SavedStep"]

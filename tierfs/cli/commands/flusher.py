@@ -302,8 +302,8 @@ def _policy(arguments: argparse.Namespace) -> UpkeepPolicy:
     Raises:
         InvalidInputError: A time or size that is none.
     """
+    from tierfs.checkpoint.retention import parse_time  # noqa: PLC0415
     from tierfs.flusher.upkeep import UpkeepPolicy  # noqa: PLC0415 - only what a command needs
-    from tierfs.store.maintenance.retention import parse_time  # noqa: PLC0415
 
     every = arguments.gc_every
     return UpkeepPolicy(

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Remove what no rule keeps; the exit code of a conflict if one was saved anew meanwhile."""
     require_torch("checkpoints are read")
     from tierfs.checkpoint.prune import prune  # noqa: PLC0415 - it loads torch
-    from tierfs.store.maintenance.retention import parse_rule  # noqa: PLC0415
+    from tierfs.checkpoint.retention import parse_rule  # noqa: PLC0415
 
     if not arguments.keep:
         raise InvalidInputError("name at least one rule: --keep latest:3")

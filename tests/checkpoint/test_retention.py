@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfs.errors import InvalidInputError
-from tierfs.host.pending.levels import Level
-from tierfs.store.maintenance.retention import (
+from tierfs.checkpoint.retention import (
     Best,
     Every,
     Geometric,
@@ -18,6 +16,8 @@ from tierfs.store.maintenance.retention import (
     decide,
     parse_rule,
 )
+from tierfs.errors import InvalidInputError
+from tierfs.host.pending.levels import Level
 
 HOUR_NS = 3600 * 10**9
 NOW_NS = 1000 * HOUR_NS

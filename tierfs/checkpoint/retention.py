@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: pure functions of what is known of each. `tierfs prune` and the training manager use the same ones.
+"""Decide which checkpoints to keep: pure functions of the facts about each. `tierfs prune` and the training manager use the same ones.
 
 A checkpoint is kept if any rule keeps it. Whatever the rules say, these are kept: the newest complete one at each level, the only
 complete one with that, one that is not complete or cannot be read (it may be under way, or a person has to look at it), and one that is
@@ -36,7 +36,7 @@ _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """What is known of one checkpoint.
+    """The facts about one checkpoint.
 
     Attributes:
         path: Of its directory.
@@ -203,7 +203,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of one checkpoint.
+    """The fate of one checkpoint, with the reason.
 
     Attributes:
         saved: Which.
@@ -220,7 +220,7 @@ class Decision:
 
 
 def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) -> list[Decision]:
-    """What to keep of these checkpoints, and why; the oldest first.
+    """Decide which of these checkpoints to keep, and why; the oldest first.
 
     Raises:
         InvalidInputError: There is no rule: that would keep the newest one alone.
