@@ -179,7 +179,7 @@ def scrub(
         store: The store. Its local tiers are where healing looks first.
         options: How.
         replicas: Other stores that may hold the same content.
-        executor: Runs the pieces; by default this thread does, one after the other.
+        executor: Runs the pieces; by default threads of this process do.
         workers: How many pieces the executor runs at once.
         run_piece: What the executor runs: it has to open the store by itself, where it runs in another process.
         progress: Called with bytes as they are verified.
@@ -190,13 +190,14 @@ def scrub(
     """
     options = options or ScrubOptions()
     run = run_piece or (lambda piece: scrub_piece(store, piece, replicas=replicas, progress=progress))
-    if executor is None and run_piece is None and options.concurrency > 1:
-        # A small store has few objects of one prefix: several prefixes at once keep the threads busy.
-        workers = min(PIECES_AT_ONCE, options.concurrency)
-        options = replace(options, concurrency=max(1, options.concurrency // workers))
-        with ThreadPoolExecutor(workers, thread_name_prefix="tierfs-scrub") as threads:
-            return _Round(store, options, run, threads, workers, lambda _: None, stop).run()
-    return _Round(store, options, run, executor, workers, progress if run_piece else lambda _: None, stop).run()
+    note = progress if run_piece else lambda _: None
+    if executor is not None:
+        return _Round(store, options, run, executor, workers, note, stop).run()
+    # A small store has few objects of one prefix: several prefixes at once keep the threads busy.
+    workers = 1 if run_piece else min(PIECES_AT_ONCE, options.concurrency)
+    options = replace(options, concurrency=options.concurrency // workers)
+    with ThreadPoolExecutor(workers, thread_name_prefix="tierfs-scrub") as threads:
+        return _Round(store, options, run, threads, workers, note, stop).run()
 
 
 def scrub_piece(
@@ -285,7 +286,7 @@ class _Round:
         store: Store,
         options: ScrubOptions,
         run: RunPiece,
-        executor: Executor | None,
+        executor: Executor,
         workers: int,
         progress: Callable[[int], object],
         stop: threading.Event | None,
@@ -294,7 +295,7 @@ class _Round:
         self._options = options
         self._run = run
         self._executor = executor
-        self._workers = workers if executor is not None else 1
+        self._workers = workers
         self._progress = progress
         self._stop = stop or threading.Event()
         self._report = ScrubReport()
@@ -319,7 +320,7 @@ class _Round:
                     )
                     if piece is None:
                         break
-                    pending[self._submit(piece)] = piece
+                    pending[self._executor.submit(self._run, piece)] = piece
                 if not pending:
                     break
                 for future in wait(pending, return_when=FIRST_COMPLETED).done:
@@ -348,13 +349,6 @@ class _Round:
         bandwidth = None if options.bandwidth is None else options.bandwidth / self._workers
         heals = options.heal and not options.dry_run
         return ScrubPiece(prefix, after, seconds, bandwidth, options.concurrency, heals)
-
-    def _submit(self, piece: ScrubPiece) -> Future[ScrubPart]:
-        if self._executor is not None:
-            return self._executor.submit(self._run, piece)
-        future: Future[ScrubPart] = Future()
-        future.set_result(self._run(piece))
-        return future
 
     def _is_over(self) -> bool:
         elapsed = self._store.clock.monotonic() - self._begun
