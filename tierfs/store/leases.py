@@ -240,7 +240,7 @@ class LeaseCache:
             return name in self._damaged
 
     def clear_damaged(self, name: ChunkName) -> None:
-        """Take back what `mark_damaged` noted: there is no such object any more. It is lost until it is stored again."""
+        """Take back what `mark_damaged` noted: the object is gone, or healed. It counts as lost until it is stored or seen again."""
         with self._lock:
             self._damaged.discard(name)
             self._seen.pop(name, None)
@@ -312,7 +312,7 @@ class LeaseCache:
         self._sweep(self._put_lease(CREATE))
 
     def _sweep(self, mine: ObjectInfo) -> None:
-        """Delete leases that ran out more than a grace ago by the object tier's clock: nobody else tidies them up.
+        """Delete leases that ran out more than a grace ago by the object tier's clock. gc does so too, where somebody runs it.
 
         Where that fails, for want of the right to delete for example, they lie there, and do no harm.
         """

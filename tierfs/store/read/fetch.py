@@ -123,7 +123,7 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
     except NotFoundError:
         return None
     except (CorruptionError, FormatError) as error:
-        _logger.warning("a stored chunk is damaged, the bytes are stored again beside it: %s", error)
+        _logger.warning("a stored chunk is damaged: %s", error)
         return DAMAGED
     needs = dict.fromkeys(base.name for base in envelope.bases)
     for base in envelope.bases:
