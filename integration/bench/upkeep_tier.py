@@ -17,7 +17,7 @@ from tierfs.format.manifest import Manifest, Row, content_digest
 from tierfs.format.references import ReferenceList, record_check
 from tierfs.objects import MemoryObjects
 from tierfs.objects.protocol import ObjectInfo, Version
-from tierfs.store.maintenance.names import encode_names
+from tierfs.store.maintenance.gc.name_set import encode_names
 
 KIND = DigestKind.XXH3_128
 PAGE = 1000

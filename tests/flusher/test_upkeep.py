@@ -17,7 +17,7 @@ from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.store import Store, delete, save, status
-from tierfs.store.maintenance.last import last_upkeep
+from tierfs.store.maintenance.last_upkeep import last_upkeep
 from tierfs.testing.damage import flip_bit
 
 HOUR = 3600

@@ -106,7 +106,7 @@ class Upkeep:
 
     def _collect(self, store: Store, every_s: float) -> None:
         from tierfs.store.maintenance.gc import GcOptions, collect  # noqa: PLC0415 - only where it is asked for
-        from tierfs.store.maintenance.turn import read_collector  # noqa: PLC0415
+        from tierfs.store.maintenance.gc_turn import read_collector  # noqa: PLC0415
 
         ended_ns = int(read_collector(store)[0].last.get("ended_ns", 0))
         if store.clock.now_ns() - ended_ns < every_s * 1e9:

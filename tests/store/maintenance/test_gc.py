@@ -18,7 +18,7 @@ from tierfs.objects import OVERWRITE
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, delete, load, save, usage, verify
 from tierfs.store.maintenance.gc import GcOptions, collect
-from tierfs.store.maintenance.turn import Turn
+from tierfs.store.maintenance.gc_turn import Turn
 
 LEASE_S, GRACE_S = 20, 60
 ONE, TWO, THREE = b"one" * 1000, b"two" * 2000, b"three" * 3000

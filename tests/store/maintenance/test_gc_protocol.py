@@ -16,9 +16,10 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.manifest import Manifest
 from tierfs.store import Store, Writer, delete, load, rename, save
 from tierfs.store.leases import LeaseCache
-from tierfs.store.maintenance.gc import GcOptions, _Run, collect
-from tierfs.store.maintenance.names import NameSet
-from tierfs.store.maintenance.turn import Turn
+from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store.maintenance.gc.name_set import NameSet
+from tierfs.store.maintenance.gc.run import _Run
+from tierfs.store.maintenance.gc_turn import Turn
 from tierfs.store.tree import copy as copying
 from tierfs.testing import Fault, FaultyObjects
 

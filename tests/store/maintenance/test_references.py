@@ -15,7 +15,7 @@ from tierfs.format.references import ReferenceList, record_check
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, copy, delete, load, rename, save, usage, usages, verify
 from tierfs.store.maintenance.gc import GcOptions, collect
-from tierfs.store.maintenance.names import NameSet, encode_names
+from tierfs.store.maintenance.gc.name_set import NameSet, encode_names
 from tierfs.store.maintenance.repair import repair
 from tierfs.store.tree.references import write_references
 from tierfs.testing.damage import flip_bit

@@ -20,9 +20,9 @@ from tierfs.objects import MemoryObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, load, save, verify, wait
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.maintenance.heal import Healer
+from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub import ScrubOptions, read_scrub_record, scrub, scrub_piece
-from tierfs.store.maintenance.scrub_local import scrub_local
+from tierfs.store.maintenance.scrub.local import scrub_local
 from tierfs.testing.damage import flip_bit, remove
 
 ALONE = ScrubOptions(concurrency=1)

@@ -17,7 +17,7 @@ from tierfs.units import format_bytes, parse_size
 if TYPE_CHECKING:
     from tierfs.store import Store
     from tierfs.store.maintenance.scrub import ScrubPart, ScrubPiece, ScrubReport
-    from tierfs.store.maintenance.scrub_local import LocalReport
+    from tierfs.store.maintenance.scrub.local import LocalReport
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -107,7 +107,7 @@ def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> S
 
 
 def _run_local(arguments: argparse.Namespace, store: Store, bandwidth: int | None) -> int:
-    from tierfs.store.maintenance.scrub_local import scrub_local  # noqa: PLC0415 - it loads NumPy
+    from tierfs.store.maintenance.scrub.local import scrub_local  # noqa: PLC0415 - it loads NumPy
 
     with Progress("scrub", wanted=arguments.progress) as progress:
         report = scrub_local(

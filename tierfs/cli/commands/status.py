@@ -16,7 +16,7 @@ from tierfs.cli.commands._status_table import UploadRate, one_line, table
 from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.store import Store, status
-from tierfs.store.maintenance.last import last_upkeep
+from tierfs.store.maintenance.last_upkeep import last_upkeep
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 

@@ -1,1 +1,1 @@
-"""What keeps a store in order over the years: garbage collection, scrubbing, repair, and which checkpoints to keep."""
+"""Upkeep of a store over the years: garbage collection, scrubbing and repair."""

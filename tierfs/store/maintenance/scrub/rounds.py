@@ -15,40 +15,17 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tierfs.clock import Clock
-from tierfs.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    CorruptionError,
-    FormatError,
-    NotFoundError,
-    ReadOnlyError,
-    StoreError,
-)
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, ReadOnlyError
 from tierfs.format import keys
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
 from tierfs.objects.checksums import put_checked
-from tierfs.objects.protocol import CREATE, ObjectInfo, Update, objects_below
-from tierfs.store.maintenance.examine import examine
-from tierfs.store.maintenance.heal import Healer
-from tierfs.store.maintenance.pool import Pool
-from tierfs.store.maintenance.sweep import PREFIXES
+from tierfs.objects.protocol import CREATE, Update
+from tierfs.store.maintenance.gc.sweep import PREFIXES
+from tierfs.store.maintenance.scrub.pieces import PIECE_S, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
 from tierfs.store.store import Store
 
-__all__ = [
-    "Pace",
-    "ScrubDamage",
-    "ScrubOptions",
-    "ScrubPart",
-    "ScrubPiece",
-    "ScrubReport",
-    "read_scrub_record",
-    "scrub",
-    "scrub_piece",
-]
+__all__ = ["ScrubOptions", "ScrubReport", "read_scrub_record", "scrub"]
 
-PIECE_BYTES = 4 << 30
-PIECE_S = 20.0
 DAMAGED_MAX = 10_000
 ATTEMPTS = 5
 PIECES_AT_ONCE = 4
@@ -75,56 +52,6 @@ class ScrubOptions:
     heal: bool = True
     min_age_s: float = 0.0
     dry_run: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubPiece:
-    """Some chunk objects of one prefix: those whose keys sort behind ``after``, as many as can be read in ``seconds``."""
-
-    prefix: str
-    after: str = ""
-    seconds: float = PIECE_S
-    bandwidth: float | None = None
-    concurrency: int = 8
-    heal: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubDamage:
-    """A chunk object that is damaged.
-
-    Attributes:
-        key: Of the object.
-        kind: Category of the error.
-        problem: What is wrong, in words.
-        healed: Where the right bytes came from; empty if it is damaged still.
-    """
-
-    key: str
-    kind: str
-    problem: str
-    healed: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubPart:
-    """What came of a piece.
-
-    Attributes:
-        prefix: As of the piece.
-        after: The key of the last object that was verified; empty if the prefix is done.
-        chunks: Objects that were verified.
-        bytes: Of those.
-        keys: The first and last key that were looked at: damage noted between them before does not count any more.
-        damage: What was found.
-    """
-
-    prefix: str
-    after: str
-    chunks: int
-    bytes: int
-    keys: tuple[str, str]
-    damage: tuple[ScrubDamage, ...] = ()
 
 
 @dataclass(slots=True)
@@ -198,84 +125,6 @@ def scrub(
     options = replace(options, concurrency=options.concurrency // workers)
     with ThreadPoolExecutor(workers, thread_name_prefix="tierfs-scrub") as threads:
         return _Round(store, options, run, threads, workers, note, stop).run()
-
-
-def scrub_piece(
-    store: Store,
-    piece: ScrubPiece,
-    *,
-    replicas: Sequence[Store] = (),
-    progress: Callable[[int], object] = lambda _: None,
-) -> ScrubPart:
-    """Verify one piece. Changes nothing but damaged objects that it can heal.
-
-    Raises:
-        StoreError, ReadOnlyError, CapacityError: The object tier failed.
-    """
-    bare = store.without_local_tiers()
-    healer = Healer(store, replicas)
-    ends = bare.clock.monotonic() + piece.seconds
-    pace = Pace(bare.clock, piece.bandwidth)
-    listed = objects_below(bare.objects, f"{keys.CHUNKS}{piece.prefix}/")
-    left = sorted((item for item in listed if item.key > piece.after), key=lambda item: item.key)
-    chunks = total = 0
-    last = piece.after
-    damage: list[ScrubDamage] = []
-
-    def check(item: ObjectInfo) -> ScrubDamage | None:
-        pace.take(item.size)
-        found = _check(bare, item, healer if piece.heal else None)
-        progress(item.size)
-        return found
-
-    with Pool(piece.concurrency) as pool:
-        for start in range(0, len(left), 2 * piece.concurrency):
-            if chunks and (bare.clock.monotonic() >= ends or total >= PIECE_BYTES):
-                return ScrubPart(piece.prefix, last, chunks, total, (piece.after, last), tuple(damage))
-            batch = left[start : start + 2 * piece.concurrency]
-            damage += [found for found in pool.map(check, batch) if found is not None]
-            chunks, total, last = chunks + len(batch), total + sum(item.size for item in batch), batch[-1].key
-    return ScrubPart(piece.prefix, "", chunks, total, (piece.after, f"{keys.CHUNKS}{piece.prefix}0"), tuple(damage))
-
-
-def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage | None:
-    try:
-        name = keys.parse_chunk_key(item.key, store.descriptor.digest_kind)
-    except FormatError:
-        return None  # it belongs to nothing: repair moves it aside
-    found = examine(store, name, item.size)
-    if found is None or found.is_sound:
-        return None
-    again = examine(store, name, item.size)  # a bit may have flipped on the way
-    if again is None or again.is_sound:
-        return None
-    _logger.error("%s is damaged: %s", store.where(item.key), again.problem)
-    healed = ""
-    if healer is not None:
-        try:
-            healed = healer.heal(name, item.size, again.raw_length)
-        except (StoreError, ReadOnlyError) as error:
-            _logger.warning("%s cannot be healed now: %s", store.where(item.key), error)
-    return ScrubDamage(item.key, again.kind, again.problem, healed)
-
-
-class Pace:
-    """So many bytes a second. Safe for use by many threads."""
-
-    def __init__(self, clock: Clock, bandwidth: float | None) -> None:
-        self._clock, self._bandwidth = clock, bandwidth
-        self._lock = threading.Lock()
-        self._next = clock.monotonic()
-
-    def take(self, count: int) -> None:
-        """Wait for as long as so many bytes take."""
-        if self._bandwidth is None:
-            return
-        with self._lock:
-            now = self._clock.monotonic()
-            self._next = max(now, self._next) + count / self._bandwidth
-            wait_s = self._next - now
-        self._clock.sleep(wait_s)
 
 
 class _Round:

@@ -16,7 +16,7 @@ from tierfs.format import keys
 from tierfs.format.lease import Condemned, NameTable
 from tierfs.objects.protocol import objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
-from tierfs.store.maintenance.names import NameSet
+from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 

@@ -10,8 +10,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from tierfs.buffers import buffers
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
@@ -21,20 +20,21 @@ from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Row
 from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.chunks import store_chunk
-from tierfs.store.maintenance.aside import Aside
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
-from tierfs.store.maintenance.heal import Healer
-from tierfs.store.maintenance.mend import RECORD_BYTES_MAX, Mender
+from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.pool import Pool
-from tierfs.store.maintenance.scrub import read_scrub_record
-from tierfs.store.maintenance.sweep import PREFIXES
+from tierfs.store.maintenance.repair.aside import Aside
+from tierfs.store.maintenance.repair.records import RECORD_BYTES_MAX, Mender
+from tierfs.store.maintenance.repair.report import FileLoss, RepairItem, RepairReport
+from tierfs.store.maintenance.repair_chunks import Healer
+from tierfs.store.maintenance.scrub.rounds import read_scrub_record
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe_published, publish
 from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.preconditions import ensure_chunks_durable, fold_rows
 
-__all__ = ["FileLoss", "Fixed", "RepairReport", "repair"]
+__all__ = ["repair"]
 
 BATCH = 256
 ATTEMPTS_MAX = 4
@@ -42,82 +42,6 @@ _logger = logging.getLogger("tierfs.repair")
 
 Sizes = tuple[int, int]
 """Stored and raw length of a chunk object; 0 where nobody says."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """Something that was done, or has to be.
-
-    Attributes:
-        key: The object concerned.
-        problem: What was wrong with it, in words.
-        how: Where the right bytes came from; where the damaged ones are now; or why nothing is done.
-    """
-
-    key: str
-    problem: str
-    how: str
-
-
-@dataclass(frozen=True, slots=True)
-class FileLoss:
-    """What a file has lost.
-
-    Attributes:
-        path: Of the file.
-        ranges: Offset and length of each part that cannot be read.
-        keys: The chunk objects that are at fault.
-    """
-
-    path: str
-    ranges: tuple[tuple[int, int], ...]
-    keys: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class RepairReport:
-    """What was found and done.
-
-    Attributes:
-        dry_run: Whether nothing was changed: what is said to be mended or moved would be.
-        records: Records that were read.
-        chunks: Chunk objects that files need.
-        mended: What is whole again.
-        rewritten: Files whose record names another object of the same content now.
-        moved: What could not be saved, and where it is kept.
-        left: What was left as it is, and why.
-        lost: Files of which a part cannot be read. A file whose record was moved is among ``moved``.
-    """
-
-    dry_run: bool = False
-    records: int = 0
-    chunks: int = 0
-    mended: list[Fixed] = field(default_factory=list)
-    rewritten: list[str] = field(default_factory=list)
-    moved: list[Fixed] = field(default_factory=list)
-    left: list[Fixed] = field(default_factory=list)
-    lost: list[FileLoss] = field(default_factory=list)
-
-    @property
-    def lost_files(self) -> list[str]:
-        """Files of which the record was lost."""
-        found = []
-        for each in self.moved:
-            if each.key.startswith(keys.TREE):
-                try:
-                    found.append(keys.parse_record_key(each.key))
-                except FormatError:
-                    continue  # it never was a record
-        return found
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no file has lost anything."""
-        return not self.lost and not self.lost_files
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "lost_files": self.lost_files, "whole": self.is_whole}
 
 
 def repair(
@@ -165,8 +89,8 @@ class _Repair:
         self._report = report = RepairReport(dry_run)
         self._healer = Healer(store, replicas, dry_run=dry_run)
 
-        def note(target: list[Fixed]) -> Callable[[str, str, str], None]:
-            return lambda key, problem, how: target.append(Fixed(key, problem, how))
+        def note(target: list[RepairItem]) -> Callable[[str, str, str], None]:
+            return lambda key, problem, how: target.append(RepairItem(key, problem, how))
 
         self._mended, self._left = note(report.mended), note(report.left)
         self._mender = Mender(

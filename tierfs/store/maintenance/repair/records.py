@@ -19,8 +19,8 @@ from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
 from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import ObjectInfo, Update, Version, objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
-from tierfs.store.maintenance.aside import Aside
-from tierfs.store.maintenance.turn import MARGIN_NS, SECOND_NS, server_now
+from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, server_now
+from tierfs.store.maintenance.repair.aside import Aside
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.directory import new_marker

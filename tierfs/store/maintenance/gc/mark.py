@@ -18,7 +18,7 @@ from tierfs.format.header import Kind
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, TOMBSTONE_BYTES, Manifest, decode_record
 from tierfs.format.references import CHECK_BYTES, REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.protocol import ObjectInfo, objects_below
-from tierfs.store.maintenance.names import NameSet
+from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 from tierfs.store.tree.references import is_root, names_of, parents_of, put_references

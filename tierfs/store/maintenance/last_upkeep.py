@@ -8,7 +8,7 @@ from typing import Any
 from tierfs.errors import TierfsError
 from tierfs.format import keys
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
-from tierfs.store.maintenance.turn import read_collector
+from tierfs.store.maintenance.gc_turn import read_collector
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
 

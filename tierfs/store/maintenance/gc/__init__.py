@@ -1,0 +1,6 @@
+"""Garbage collection: marks what files need, and deletes what two marks, a grace apart, did not reach."""
+
+from tierfs.store.maintenance.gc.report import GcOptions, GcReport, Tally
+from tierfs.store.maintenance.gc.run import collect
+
+__all__ = ["GcOptions", "GcReport", "Tally", "collect"]

@@ -1,0 +1,16 @@
+"""Scrubbing: reads every chunk again and again over the years, and heals what is damaged."""
+
+from tierfs.store.maintenance.scrub.pieces import Pace, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
+from tierfs.store.maintenance.scrub.rounds import ScrubOptions, ScrubReport, read_scrub_record, scrub
+
+__all__ = [
+    "Pace",
+    "ScrubDamage",
+    "ScrubOptions",
+    "ScrubPart",
+    "ScrubPiece",
+    "ScrubReport",
+    "read_scrub_record",
+    "scrub",
+    "scrub_piece",
+]
