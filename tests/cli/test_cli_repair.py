@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from tierfs.cli.app import main
 from tierfs.dcp import TierWriter
 from tierfs.objects import RetryingObjects, connect
-from tierfs.session import mending
+from tierfs.session import descriptor_repair
 from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
 
@@ -58,7 +58,9 @@ def test_a_descriptor_whose_answer_was_lost_is_repaired(root, capsys, monkeypatc
     sound = place.read_bytes()
     flip(place, 20)
     lost = [PlannedFault(Fault.LOST_RESPONSE, "put")]
-    monkeypatch.setattr(mending, "connect", lambda *place: RetryingObjects(FaultyObjects(connect(*place), lost)))
+    monkeypatch.setattr(
+        descriptor_repair, "connect", lambda *place: RetryingObjects(FaultyObjects(connect(*place), lost))
+    )
     code, shown = repair(capsys, root)
     assert (code, shown["descriptor"], place.read_bytes()) == (0, "its own bytes", sound)
 
