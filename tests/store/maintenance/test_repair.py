@@ -11,7 +11,7 @@ from support.saving import Training
 
 from tierfs.errors import CorruptionError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.header import Kind
+from tierfs.format.header import CHECKSUM_BYTES, Kind, seal
 from tierfs.objects import LocalObjects, MemoryObjects
 from tierfs.store import (
     Store,
@@ -296,7 +296,9 @@ def unreadable(store, key):
 
 def test_no_chunk_is_moved_while_a_record_is_of_a_newer_tierfs(store):
     key = chunk_of(store, "a")
-    flip_bit(store.objects, record(store), 8 * 8)  # the version of its format
+    body = bytearray(store.objects.read(record(store), 1 << 20)[0][:-CHECKSUM_BYTES])
+    body[8] += 1  # the version of its format
+    store.objects.put(record(store), [seal(bytes(body))])
     unreadable(store, key)
     scrub(store, LOOK)
     stray = f"{key}x"
@@ -304,6 +306,12 @@ def test_no_chunk_is_moved_while_a_record_is_of_a_newer_tierfs(store):
     report = run(store)
     assert [each.key for each in report.left] == [record(store), key, stray]
     assert (report.moved, lost_keys(store)) == ([], [])
+
+
+def test_a_bit_that_flipped_in_the_version_of_a_format_is_flipped_back(store):
+    flip_bit(store.objects, record(store), 8 * 8)
+    assert [each.how for each in run(reopened(store)).mended] == ["its own bytes"]
+    assert load(reopened(store), "a") == content(0)
 
 
 def test_no_chunk_is_moved_that_a_newer_tierfs_may_have_written(store):

@@ -72,12 +72,9 @@ class Mender:
             return decode_record(data, path, store.where(key))
         except NotFoundError:
             return None
-        except FormatError as error:
-            self._left(key, str(error), "it may be of a newer tierfs")
-            return None
-        except CorruptionError as error:
-            problem = str(error)
-        for source, candidate in self._candidates(key, data):
+        except (CorruptionError, FormatError) as error:
+            problem, is_newer = str(error), isinstance(error, FormatError)
+        for source, candidate in self._candidates(key, data, is_newer=is_newer):
             try:
                 record = decode_record(candidate, path, store.where(key))
             except (CorruptionError, FormatError):
@@ -86,6 +83,9 @@ class Mender:
             if self._put(key, candidate, version):
                 self._mended(key, problem, source)
             return record
+        if is_newer:
+            self._left(key, problem, "it may be of a newer tierfs")
+            return None
         try:
             return self._replace(path, key, data, version, problem)
         except (ConflictError, NotFoundError):
@@ -149,11 +149,13 @@ class Mender:
         now_ns = store.clock.now_ns() if self._aside is None else server_now(store)  # a dry run puts nothing
         return now_ns - put_ns >= grace_ns
 
-    def _candidates(self, key: str, data: bytes) -> Iterator[tuple[str, bytes]]:
-        """What the record may have been, from the surest on."""
+    def _candidates(self, key: str, data: bytes, *, is_newer: bool) -> Iterator[tuple[str, bytes]]:
+        """What the record may have been, from the surest on. One that may be of a newer tierfs is replaced by nothing older."""
         fixed = correct_sealed(data)
         if fixed is not None:
             yield "its own bytes", fixed
+        if is_newer:
+            return
         known = None if self._store.host_records is None else self._store.host_records.newest(key)
         if known is not None and _is_alike(data, known[1]):
             yield "what this host has seen of it", known[1]
