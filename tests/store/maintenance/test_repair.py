@@ -339,6 +339,9 @@ def test_what_a_healed_table_names_is_looked_after_in_the_same_run(codecs):
     unreadable(store, keys.chunk_key(first.name))
     unreadable(store, keys.chunk_key(table.name))
     scrub(store, LOOK)
+    would = run(reopened(store), replicas=[replica], dry_run=True)
+    assert (len(would.mended), would.moved, would.lost) == (1, [], [])
+    assert would.left[0].how == "a run heals it, and then looks at the chunks"
     report = run(reopened(store), replicas=[replica])
     assert (len(report.mended), len(report.moved)) == (1, 1)
     assert [(each.path, each.ranges) for each in report.lost] == [("a", ((0, 16 << 20),))]

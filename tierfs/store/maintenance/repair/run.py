@@ -152,9 +152,11 @@ class _Repair:
                 self._heal(row.name, row.stored_length, row.raw_length, problem)
         rows = self._rows(path, manifest)
         if rows is None:
-            self._left(
-                keys.record_key(path), "its table of chunks cannot be read", "it is damaged, or of a newer tierfs"
+            is_healed = self._report.dry_run and not any(row.name in self._lost for row in manifest.rows)
+            reason = (
+                "a run heals it, and then looks at the chunks" if is_healed else "it is damaged, or of a newer tierfs"
             )
+            self._left(keys.record_key(path), "its table of chunks cannot be read", reason)
         return rows or ()
 
     def _listed(self, *, moves_strays: bool = False) -> Iterator[list[tuple[str, ObjectInfo]]]:
