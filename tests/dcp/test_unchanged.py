@@ -12,7 +12,7 @@ from tierfs.dcp import TierReader, TierWriter
 from tierfs.format import keys
 from tierfs.objects import LocalObjects
 from tierfs.store import find, stat, usages
-from tierfs.store.read.fetch import read_envelope
+from tierfs.store.read.lookup import read_envelope
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

@@ -18,7 +18,7 @@ from tierfs.format.scrubbed import PrefixState, ScrubRecord
 from tierfs.objects import LocalObjects
 from tierfs.store import Store, find, load, verify
 from tierfs.store.create import read_descriptor
-from tierfs.store.read.fetch import read_envelope
+from tierfs.store.read.lookup import read_envelope
 from tierfs.store.tree.records import observe
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"

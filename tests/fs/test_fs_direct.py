@@ -15,7 +15,7 @@ import tierfs
 from tierfs.codec import Codec, Reason
 from tierfs.digest import BLOCK_BYTES
 from tierfs.store.encode import encoder
-from tierfs.store.read.fetch import read_envelope
+from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.tree.records import observe
 

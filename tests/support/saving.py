@@ -25,7 +25,7 @@ from tierfs.store import Store
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.pipeline import blocks_of
-from tierfs.store.read.fetch import read_envelope
+from tierfs.store.read.lookup import read_envelope
 from tierfs.store.tree.records import observe
 from tierfs.store.write.cuts import Cutter
 

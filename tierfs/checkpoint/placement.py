@@ -19,7 +19,7 @@ from tierfs.format.manifest import Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.store import level_of, stat
-from tierfs.store.read.fetch import read_envelope
+from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows
 
 __all__ = ["Coded", "Codings", "Placement"]

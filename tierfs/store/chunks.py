@@ -19,7 +19,8 @@ from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
 from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, ReadRow
 from tierfs.store.encode.pipeline import Encoded
-from tierfs.store.read.fetch import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
+from tierfs.store.read.fetch import fetch, fetch_object
+from tierfs.store.read.lookup import DAMAGED, GENERATIONS_MAX, are_there, inspect
 from tierfs.store.soundness import is_sound
 from tierfs.store.store import Store
 

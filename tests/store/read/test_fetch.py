@@ -26,7 +26,8 @@ from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
 from tierfs.store.encode.pipeline import BlockPlan, Encoded, blocks_of
-from tierfs.store.read.fetch import fetch, find_chunk, inspect
+from tierfs.store.read.fetch import fetch
+from tierfs.store.read.lookup import find_chunk, inspect
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
 
@@ -597,6 +598,17 @@ def test_a_chunk_is_found_by_its_digest_where_it_stands_as_a_delta_alone(saved, 
         flushing.bare(), dataclasses.replace(row, name=keys.ChunkName(row.name.digest), stored_length=0), "f"
     )
     assert found == row
+
+
+def test_a_delta_that_stands_alone_is_found_in_a_directory_too(tmp_path, descriptor):
+    tier = LocalObjects(str(tmp_path))
+    store = Store(tier, dataclasses.replace(descriptor, endpoint=tier.capabilities), url="store")
+    base = os.urandom(MIB)
+    raw = data_like(base)
+    row = store_against(store, raw, store_chunk(store, memoryview(base)), base)
+    unnamed = dataclasses.replace(row, name=keys.ChunkName(row.name.digest), stored_length=0)
+    assert row.name != unnamed.name
+    assert find_chunk(store, unnamed, "f") == row
 
 
 def test_what_lies_beside_a_chunk_and_is_none_is_passed_over(saved, flushing, objects):

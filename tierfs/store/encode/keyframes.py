@@ -26,7 +26,7 @@ from tierfs.store.encode.contexts import ChunkContext, ChunkPart, ReadRow
 from tierfs.store.encode.parents import ListedNames, find_parent, given_parent
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import TensorPlace, layout_of, places, stored_layout, unknown_layout
-from tierfs.store.read.fetch import read_envelope
+from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers

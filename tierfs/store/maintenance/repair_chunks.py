@@ -24,10 +24,11 @@ from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import put_checked
-from tierfs.objects.protocol import CREATE, Update, Version, objects_below
+from tierfs.objects.protocol import CREATE, Update, Version
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, bad_blocks, block_places, check_envelope, examine
-from tierfs.store.read.fetch import DAMAGED, fetch, inspect
+from tierfs.store.read.fetch import fetch
+from tierfs.store.read.lookup import DAMAGED, inspect, names_of
 from tierfs.store.store import Store
 
 __all__ = ["Healer"]
@@ -104,7 +105,7 @@ class Healer:
             if tier is not None and digest.digests_of(self._kind, out)[1] == name.digest:
                 return f"the {tier} tier"
         for store in (self._bare, *self._replicas):
-            for other in _objects_of(store, name.digest):
+            for other in names_of(store, name.digest):
                 if store is self._bare and other == name:
                     continue
                 row = inspect(store, other, len(out))
@@ -224,14 +225,3 @@ def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> byt
         if (codec, length) == (block.codec, block.encoded_length):
             return bytes(out[:length])
     return None
-
-
-def _objects_of(store: Store, content: bytes) -> list[ChunkName]:
-    """The chunk objects of one content. A prefix that ends within a name lists nothing where prefixes are directories."""
-    start = keys.chunk_key(ChunkName(content)).removesuffix("0")
-    found = []
-    for item in objects_below(store.objects, f"{start.rpartition('/')[0]}/"):
-        if item.key.startswith(start):
-            with contextlib.suppress(FormatError):
-                found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
-    return found

@@ -8,29 +8,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.codec import Codec, decode_block
-from tierfs.digest import BLOCK_BYTES, Buffer
+from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.header import HEADER_BYTES, peek_kind
-from tierfs.format.keys import NO_RECIPE, ChunkName
+from tierfs.format.keys import NO_RECIPE
 from tierfs.format.manifest import Row
 from tierfs.format.ranges import ANY_SHARE, EXACT_SHARE, WHOLE_SHARE, BlockTargets, Part, runs_of
 from tierfs.host.pending.record import local_name
 from tierfs.objects.protocol import ObjectInfo, Take
 from tierfs.processors import processors
+from tierfs.store.read.lookup import check_head, find_chunk
 from tierfs.store.store import Store
 
-__all__ = ["DAMAGED", "GENERATIONS_MAX", "are_there", "fetch", "fetch_object", "find_chunk", "inspect", "read_envelope"]
+__all__ = ["fetch", "fetch_object"]
 
-GENERATIONS_MAX = 64
-DAMAGED = Row(ChunkName(b""), 0, 0)
-"""The answer of `inspect` for a chunk object that is there and not whole."""
 _CODECS = frozenset(Codec)
 _logger = logging.getLogger("tierfs.store")
 
@@ -71,83 +69,6 @@ def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *,
     # Named as an object: one may be encoded against another of the same content, and each has to be fetched for itself.
     flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")
     store.tiers.cache.read_through(name, row.raw_length, parts, fetch_parts, flight=flight, share=share)
-
-
-def find_chunk(store: Store, row: Row, where: str) -> Row:
-    """The chunk object that holds what a row of a draft names.
-
-    Raises:
-        CorruptionError: There is none.
-        StoreError, ReadOnlyError: The object tier failed.
-    """
-    for generation in range(GENERATIONS_MAX):
-        candidate = ChunkName(row.name.digest, generation)
-        if not store.lease_cache.is_unusable(candidate):
-            found = inspect(store, candidate, row.raw_length)
-            if found is None:
-                break
-            if found is not DAMAGED:
-                return found
-    # It may be one that is encoded against others, whose key no one can tell from the content.
-    kind = store.descriptor.digest_kind
-    for item in store.objects.list(keys.chunk_key(ChunkName(row.name.digest)).removesuffix("0")):
-        try:
-            name = keys.parse_chunk_key(item.key, kind)
-        except FormatError:
-            continue  # it belongs to nothing
-        if name.recipe != NO_RECIPE and not store.lease_cache.is_unusable(name):
-            found = inspect(store, name, row.raw_length)
-            if found is not None and found is not DAMAGED and are_there(store, found.bases):
-                return found
-    raise CorruptionError(
-        f"{where}: chunk {row.name.digest.hex()} is in no tier: the file has to be written again", path=where
-    )
-
-
-def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
-    """The object under a chunk's name, as far as its envelope tells: ``None`` for nothing, `DAMAGED`, reported, for no whole chunk.
-
-    Raises:
-        StoreError, ReadOnlyError: The object tier failed.
-    """
-    key = keys.chunk_key(name)
-    head_bytes = envelope_bytes(store.descriptor.digest_kind, block_count(raw_length))
-    try:
-        if name.recipe != NO_RECIPE:
-            head_bytes = min(store.objects.head(key).size, ENVELOPE_BYTES_MAX)
-        head = bytearray(head_bytes)
-        info = store.objects.get(key, [(0, memoryview(head))])
-        envelope = Envelope.decode(head, store.where(key), stored_length=info.size)
-        if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
-            raise CorruptionError(f"{store.where(key)}: holds another chunk", path=key)
-    except NotFoundError:
-        return None
-    except (CorruptionError, FormatError) as error:
-        _logger.warning("a stored chunk is damaged: %s", error)
-        return DAMAGED
-    needs = dict.fromkeys(base.name for base in envelope.bases)
-    for base in envelope.bases:
-        if base.name.recipe != NO_RECIPE:
-            found = inspect(store, base.name, base.raw_length)
-            if found is None or found is DAMAGED:
-                _logger.warning("%s is encoded against a chunk that is not sound", store.where(key))
-                return DAMAGED
-            needs |= dict.fromkeys(found.bases)
-    return Row(name, raw_length, info.size, tuple(needs))
-
-
-def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
-    """Whether there are objects under all these names.
-
-    Raises:
-        StoreError, ReadOnlyError: The object tier failed.
-    """
-    try:
-        for name in names:
-            store.objects.head(keys.chunk_key(name))
-    except NotFoundError:
-        return False
-    return True
 
 
 def _fetch_stored(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
@@ -254,7 +175,7 @@ class _ObjectRead:
         head = memoryview(bytearray(head_bytes))
         pieces = [(head_bytes + index * BLOCK_BYTES, targets.view(index)) for index in targets.blocks]
         info = self._store.objects.get(self._key, [(0, head), *pieces])
-        envelope = _check(head, self._row, info.size, self._place)
+        envelope = check_head(head, self._row, info.size, self._place)
         with processors().turn():
             for index in targets.blocks:
                 self._verify(envelope, index)
@@ -270,7 +191,7 @@ class _ObjectRead:
             _, length = peek_kind(head, place)
             if HEADER_BYTES < length <= min(row.stored_length, ENVELOPE_BYTES_MAX):
                 head += take(length - HEADER_BYTES)
-            envelope = _check(head, row, info.size, place)
+            envelope = check_head(head, row, info.size, place)
             for index, block in enumerate(envelope.blocks):
                 encoded = take(block.encoded_length)
                 if index in self._targets:
@@ -290,7 +211,7 @@ class _ObjectRead:
         targets = self._targets
         stored = self._lend(min(self._row.stored_length, length))
         info = self._store.objects.get(self._key, [(0, stored)])
-        envelope = _check(stored, self._row, info.size, self._place)
+        envelope = check_head(stored, self._row, info.size, self._place)
         found = self._encoded_blocks(envelope, stored, info)
         bases = _Bases(self._store, envelope, targets.blocks, self._place, self._depth, self._lend)
         needed = {index: bases.of(index) for index in targets.blocks}
@@ -335,23 +256,6 @@ class _ObjectRead:
                 tier="object",
                 block=index,
             )
-
-
-def read_envelope(store: Store, row: Row, where: str) -> Envelope:
-    """The envelope of a chunk object.
-
-    Raises:
-        CorruptionError: It is missing, cut short or damaged.
-        FormatError: Written by a newer tierfs.
-        StoreError, ReadOnlyError: The object tier failed.
-    """
-    place = f"{where}: chunk {keys.chunk_key(row.name)} in the object tier"
-    head = memoryview(bytearray(min(row.stored_length, ENVELOPE_BYTES_MAX)))
-    try:
-        info = store.objects.get(keys.chunk_key(row.name), [(0, head)])
-    except NotFoundError:
-        raise CorruptionError(f"{place} is missing", path=where, tier="object") from None
-    return _check(head, row, info.size, place)
 
 
 class _Bases:
@@ -432,15 +336,3 @@ class _Bases:
             error.block = None  # one of the base's
             raise
         return needed
-
-
-def _check(head: Buffer, row: Row, size: int, place: str) -> Envelope:
-    envelope = Envelope.decode(head, place, stored_length=size)
-    if (envelope.digest, envelope.recipe, envelope.raw_length, size) != (
-        row.name.digest,
-        row.name.recipe,
-        row.raw_length,
-        row.stored_length,
-    ):
-        raise CorruptionError(f"{place} holds another chunk: objects were swapped", path=place, tier="object")
-    return envelope

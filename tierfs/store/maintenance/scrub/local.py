@@ -20,7 +20,8 @@ from tierfs.format.manifest import Row
 from tierfs.host.slab.table import DATA_STATES, SlotKind
 from tierfs.host.tiers import Tiers
 from tierfs.store.maintenance.scrub.pieces import Pace
-from tierfs.store.read.fetch import fetch, find_chunk
+from tierfs.store.read.fetch import fetch
+from tierfs.store.read.lookup import find_chunk
 from tierfs.store.store import Store
 
 __all__ = ["LocalDamage", "LocalReport", "scrub_local"]

@@ -1,0 +1,161 @@
+"""Chunk objects as their envelopes tell: which objects there are of one content, and whether they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+
+from tierfs.digest import Buffer
+from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.format import keys
+from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
+from tierfs.format.keys import NO_RECIPE, ChunkName
+from tierfs.format.manifest import Row
+from tierfs.objects.protocol import objects_below
+from tierfs.store.store import Store
+
+__all__ = [
+    "DAMAGED",
+    "GENERATIONS_MAX",
+    "are_there",
+    "check_head",
+    "find_chunk",
+    "inspect",
+    "names_of",
+    "read_envelope",
+]
+
+GENERATIONS_MAX = 64
+DAMAGED = Row(ChunkName(b""), 0, 0)
+"""The answer of `inspect` for a chunk object that is there and not whole."""
+_logger = logging.getLogger("tierfs.store")
+
+
+def find_chunk(store: Store, row: Row, where: str) -> Row:
+    """The chunk object that holds what a row of a draft names.
+
+    Raises:
+        CorruptionError: There is none.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    for generation in range(GENERATIONS_MAX):
+        candidate = ChunkName(row.name.digest, generation)
+        if not store.lease_cache.is_unusable(candidate):
+            found = inspect(store, candidate, row.raw_length)
+            if found is None:
+                break
+            if found is not DAMAGED:
+                return found
+    # It may be one that is encoded against others, whose key no one can tell from the content.
+    for name in names_of(store, row.name.digest):
+        if name.recipe != NO_RECIPE and not store.lease_cache.is_unusable(name):
+            found = inspect(store, name, row.raw_length)
+            if found is not None and found is not DAMAGED and are_there(store, found.bases):
+                return found
+    raise CorruptionError(
+        f"{where}: chunk {row.name.digest.hex()} is in no tier: the file has to be written again", path=where
+    )
+
+
+def names_of(store: Store, content: bytes) -> list[ChunkName]:
+    """The names of all chunk objects of one content, by a listing of the objects whose digests begin with the same byte.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    start = keys.chunk_key(ChunkName(content)).removesuffix("0")
+    found = []
+    # A prefix that ends within a name lists nothing where prefixes are directories.
+    for item in objects_below(store.objects, f"{start.rpartition('/')[0]}/"):
+        if item.key.startswith(start):
+            with contextlib.suppress(FormatError):  # it belongs to nothing
+                found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
+    return found
+
+
+def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
+    """The object under a chunk's name, as far as its envelope tells: ``None`` for nothing, `DAMAGED`, reported, for no whole chunk.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    key = keys.chunk_key(name)
+    head_bytes = envelope_bytes(store.descriptor.digest_kind, block_count(raw_length))
+    try:
+        if name.recipe != NO_RECIPE:
+            head_bytes = min(store.objects.head(key).size, ENVELOPE_BYTES_MAX)
+        head = bytearray(head_bytes)
+        info = store.objects.get(key, [(0, memoryview(head))])
+        envelope = Envelope.decode(head, store.where(key), stored_length=info.size)
+        if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
+            raise CorruptionError(f"{store.where(key)}: holds another chunk", path=key)
+    except NotFoundError:
+        return None
+    except (CorruptionError, FormatError) as error:
+        _logger.warning("a stored chunk is damaged: %s", error)
+        return DAMAGED
+    needs = dict.fromkeys(base.name for base in envelope.bases)
+    for base in envelope.bases:
+        if base.name.recipe != NO_RECIPE:
+            found = inspect(store, base.name, base.raw_length)
+            if found is None or found is DAMAGED:
+                _logger.warning("%s is encoded against a chunk that is not sound", store.where(key))
+                return DAMAGED
+            needs |= dict.fromkeys(found.bases)
+    return Row(name, raw_length, info.size, tuple(needs))
+
+
+def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
+    """Whether there are objects under all these names.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    try:
+        for name in names:
+            store.objects.head(keys.chunk_key(name))
+    except NotFoundError:
+        return False
+    return True
+
+
+def read_envelope(store: Store, row: Row, where: str) -> Envelope:
+    """The envelope of a chunk object.
+
+    Raises:
+        CorruptionError: It is missing, cut short or damaged.
+        FormatError: Written by a newer tierfs.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    place = f"{where}: chunk {keys.chunk_key(row.name)} in the object tier"
+    head = memoryview(bytearray(min(row.stored_length, ENVELOPE_BYTES_MAX)))
+    try:
+        info = store.objects.get(keys.chunk_key(row.name), [(0, head)])
+    except NotFoundError:
+        raise CorruptionError(f"{place} is missing", path=where, tier="object") from None
+    return check_head(head, row, info.size, place)
+
+
+def check_head(head: Buffer, row: Row, size: int, place: str) -> Envelope:
+    """Decode an envelope, and check that it is the one of the chunk that a row names.
+
+    Args:
+        head: The first bytes of the object.
+        row: The chunk.
+        size: Of the object, in bytes.
+        place: The name of the object, for errors.
+
+    Raises:
+        CorruptionError: It is damaged, or another chunk's.
+        FormatError: Written by a newer tierfs.
+    """
+    envelope = Envelope.decode(head, place, stored_length=size)
+    if (envelope.digest, envelope.recipe, envelope.raw_length, size) != (
+        row.name.digest,
+        row.name.recipe,
+        row.raw_length,
+        row.stored_length,
+    ):
+        raise CorruptionError(f"{place} holds another chunk: objects were swapped", path=place, tier="object")
+    return envelope
