@@ -93,20 +93,25 @@ class Uploader:
         One that was on its way to the nvme tier when it was begun with is only uploaded, and that is tried once.
         """
         state = self._state
-        if entry.ahead:
-            self._go_ahead(entry)
-        else:
-            try:
-                state.access.call(lambda publisher: self._go_on(publisher, entry))
-            except ConflictError as error:
-                self._keep(entry, error)
-            except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
-                state.fail(entry, state.known(error, entry.path))
-        with state.changed:
-            state.entries.end(entry)
-            state.changed.notify_all()
+        try:
+            if entry.ahead:
+                self._go_ahead(entry)
+            else:
+                self._go_on(entry)
+        except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
+            state.fail(entry, state.known(error, entry.path))
+        finally:
+            with state.changed:
+                state.entries.end(entry)
+                state.changed.notify_all()
 
-    def _go_on(self, publisher: StorePublisher, entry: FlushItem) -> None:
+    def _go_on(self, entry: FlushItem) -> None:
+        try:
+            self._state.access.call(lambda publisher: self._upload_and_publish(publisher, entry))
+        except ConflictError as error:
+            self._keep(entry, error)
+
+    def _upload_and_publish(self, publisher: StorePublisher, entry: FlushItem) -> None:
         state = self._state
         if not entry.uploaded:
             self._upload(publisher, entry)
@@ -119,9 +124,9 @@ class Uploader:
         """Upload what another thread takes to the nvme tier meanwhile, up to the first error, which is not the draft's."""
         state = self._state
         references = [reference for reference in entry.draft.slots if reference is not None]
-        if any(state.chunk(reference) is None for reference in references):
-            return  # it is not all to be seen yet, or not any more
         try:
+            if any(state.chunk(reference) is None for reference in references):
+                return  # it is not all to be seen yet, or not any more
             state.access.call(lambda publisher: self._upload(publisher, entry))
         except Exception as error:  # noqa: BLE001 - it is done once more when the draft is in the nvme tier
             state.counters["ahead_stops"] += 1
@@ -352,21 +357,26 @@ class Uploader:
             _logger.info("published %s", entry.path, extra={"path": entry.path, "bytes": entry.draft.length})
 
     def _keep(self, entry: FlushItem, error: ConflictError) -> None:
-        """Somebody else changed the path: theirs stands. This one, and what was built on it, is kept until a person decides."""
+        """Somebody else changed the path: theirs stands. This one, and what was built on it, is kept until a person decides.
+
+        Raises:
+            TierfsError: That could not be noted for all of them where the next flusher looks: it is to be tried again.
+        """
         state = self._state
+        with state.changed:
+            kept = [(each, each.number, each.slot) for each in (entry, *state.entries.dependents(entry))]
+        for _, number, slot in kept:
+            if number is not None:
+                assert state.nvme is not None
+                state.nvme.set_state(number, "conflict", str(error))
+            elif slot is not None:
+                slot.segment.mark(slot, SlotState.CONFLICT)
         _logger.error("%s is kept as a conflict: %s", entry.path, error)
         with state.changed:
-            kept = [entry, *state.entries.dependents(entry)]
-        for each in kept:
-            if each.number is not None:
-                assert state.nvme is not None
-                state.nvme.set_state(each.number, "conflict", str(error))
-            elif each.slot is not None:
-                each.slot.segment.mark(each.slot, SlotState.CONFLICT)
-            with state.changed:
+            for each, _, _ in kept:
                 state.entries.fail(each, error, float("inf"))
                 state.counters["conflicts"] += 1
-                state.changed.notify_all()
+            state.changed.notify_all()
 
 
 def _spread(few: Sequence[int], many: Sequence[int]) -> list[int]:
