@@ -9,13 +9,14 @@ from support.tiered import MIB, Host, content
 
 import tierfs
 from tierfs.cli import main
+from tierfs.cli.prometheus import exposition
 from tierfs.clock import ManualClock
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.host.pending.levels import Level
 from tierfs.objects import LimitedObjects, MeasuredObjects, MemoryObjects, PromisedObjects, RetryingObjects
 from tierfs.session import settings
 from tierfs.session.settings import TierOptions, resolve
-from tierfs.store import load, save, status, wait
+from tierfs.store import evict, load, save, status, wait
 from tierfs.store.store import Store
 
 
@@ -131,6 +132,17 @@ def test_a_flusher_that_has_no_way_to_the_object_tier_yet_counts_nothing(apart):
     report = status(apart.store)
     assert report["flusher"]["running"]
     assert not any(name.startswith("flusher_") for name in report["tiers"]["object"]["fallbacks"])
+
+
+def test_what_the_flusher_evicted_from_the_nvme_tier_is_counted(host):
+    save(host.store, "a", content(MIB))
+    wait(host.store, "a", Level.OBJECT, 20)
+    dropped = evict(host.store, "a", "nvme")
+    report = status(host.store)
+    assert report["tiers"]["nvme"]["evicted_bytes"] >= dropped > 0
+    assert not [name for name in report if "evicted" in name]
+    evicted = re.search(r'tierfs_tier_evicted_bytes_total{.*tier="nvme"} ([0-9]+)', exposition(report))
+    assert int(evicted[1]) >= dropped
 
 
 def test_a_host_without_segments_in_shared_memory_is_said_to_be_one(make_host, monkeypatch, tmp_path):

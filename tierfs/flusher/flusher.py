@@ -390,6 +390,7 @@ class Flusher:
                 "has_nvme": usage is not None,
                 "nvme_problem": self.nvme_problem,
                 "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
+                "nvme_evicted_bytes": usage.evicted_bytes if usage is not None else 0,
                 "counters": dict(state.counters),
                 **state.access.asked(),
             }

@@ -84,8 +84,9 @@ def status(store: Store) -> dict[str, Any]:
         else:
             report["flusher"] = {"running": True, "pid": answer.pop("pid")}
             has_nvme, fallbacks = answer.pop("has_nvme"), answer.pop("nvme_fallbacks")
-            why = answer.pop("nvme_problem", "")
+            why, evicted_bytes = answer.pop("nvme_problem", ""), answer.pop("nvme_evicted_bytes", 0)
             if tiers.has_nvme:
+                report["tiers"]["nvme"]["evicted_bytes"] = evicted_bytes
                 report["tiers"]["nvme"]["fallbacks"] |= fallbacks
                 if not has_nvme:
                     said = tiers.problems.get("nvme") or NO_NVME % (why or LOG_SAYS)
