@@ -5,6 +5,7 @@ from support.fake_flusher import until
 from support.tiered import content, save_at
 
 from tierfs.errors import ConflictError, StoreError
+from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.state import FlushState
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
@@ -51,11 +52,28 @@ def test_a_large_file_whose_memory_cannot_be_seen_at_first_is_uploaded(make_host
 
     data = content(80 << 20)  # uploaded while it goes to the nvme tier
     with host.held():
-        monkeypatch.setattr("tierfs.flusher.nvme.NvmePersister.persist", lambda *_: False)
-        save(host.store, "large", data)
+        monkeypatch.setattr(NvmePersister, "persist", lambda *_: False)
         monkeypatch.setattr(FlushState, "chunk", fail_once)
+        save(host.store, "large", data)
         until(lambda: failures, 20)
         monkeypatch.undo()
     wait(host.store, "large", Level.OBJECT, 60)
     assert load(host.plain(), "large") == data
     assert not host.flusher._state.entries.busy
+
+
+def test_a_conflict_that_is_in_memory_alone_does_not_keep_the_flusher(make_host, monkeypatch):
+    here, there = make_host("here"), make_host("there")
+    with here.held():
+        save(here.store, "a", b"late")
+        wait(here.store, "a", Level.LOCAL, 20)
+        monkeypatch.setattr(NvmePersister, "persist", lambda *_: False)  # as where the nvme tier is full
+        save(here.store, "a", b"built on it")
+        save_at(there.store, "a", b"theirs", Level.OBJECT)
+    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+    assert here.flusher.is_idle()
+    monkeypatch.undo()
+    save(here.store, "b", b"goes on")
+    wait(here.store, "b", Level.LOCAL, 20)
+    assert discard_conflict(here.store, "a") == 2
+    wait(here.store, "", Level.OBJECT, 20)

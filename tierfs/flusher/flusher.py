@@ -161,7 +161,7 @@ class Flusher:
             return False
         self.scan.discover()
         with self._state.changed:
-            return all(entry.conflict and entry.persisted for entry in self._state.entries)
+            return all(entry.conflict for entry in self._state.entries)
 
     def nudge(self) -> None:
         """Say that there is something new in a slab."""

@@ -163,10 +163,11 @@ class FlushQueue:
         self._rouse(entry)
 
     def fail(self, entry: FlushItem, error: TierfsError, retry_at: float) -> None:
-        """See `FlushItem.fail`."""
+        """See `FlushItem.fail`. One in conflict stays where it is: nothing is to be done for it, in the nvme tier neither."""
         entry.fail(error, retry_at)
         if entry.conflict and entry.draft.write_id in self._by_write_id:
             self._kept[entry.draft.write_id] = entry
+            self.persist(entry)
 
     def clear(self, entry: FlushItem) -> None:
         """See `FlushItem.clear`."""
@@ -218,7 +219,7 @@ class FlushQueue:
 
     def waiting(self, count: int) -> list[FlushItem]:
         """The first drafts to be settled, in closing order."""
-        return list(itertools.islice((entry for entry in self._waiting if not entry.conflict), count))
+        return self._waiting[:count]
 
     def last_waiting(self) -> Turn | None:
         """The turn of the last draft to be settled."""
