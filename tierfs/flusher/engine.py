@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tierfs.errors import InvalidInputError
 from tierfs.flusher.access import Way
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tierfs.store.store import Store
 
 __all__ = ["FlushEngine"]
+
+_Work: TypeAlias = "Callable[[], dict[str, Any] | None]"
 
 
 class FlushEngine:
@@ -99,68 +101,78 @@ class FlushEngine:
         if method is None:
             raise InvalidInputError(f"the flusher knows no {do!r}")
         try:
-            return method(arguments, peer) or {}
+            work = method(arguments, peer)
         except (KeyError, TypeError) as error:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
+        return work() or {}
 
-    def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
+    # Each reads its arguments and returns the work, in which the same errors are no fault of the client's.
+
+    def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         options = arguments.get("options")
-        if options is not None:
-            self._flusher.hand_over(Way(str(arguments.get("url")), options, bool(arguments.get("writes"))))
+        if options is None:
+            return lambda: None
+        way = Way(str(arguments.get("url")), options, bool(arguments.get("writes")))
+        return lambda: self._flusher.hand_over(way)
 
-    def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:
+    def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         """Something was sealed."""
-        self._flusher.nudge()
+        return self._flusher.nudge
 
-    def _do_wait(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        path, below, owner = arguments.get("path"), f"{arguments.get('path')}/", arguments.get("owner")
+    def _do_wait(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        path = str(arguments.get("path") or "")
         write_id = bytes.fromhex(arguments["write_id"]) if "write_id" in arguments else None
+        level, timeout_s = Level.parse(arguments["level"]), arguments.get("timeout_s")
 
         def selects(entry: FlushItem) -> bool:
             if write_id is not None:
                 return entry.draft.write_id == write_id
-            if owner is not None:
-                return entry.slot is not None and entry.slot.segment.owner == owner
-            return not path or entry.path == path or entry.path.startswith(below)
+            return not path or entry.path == path or entry.path.startswith(f"{path}/")
 
-        level = Level.parse(arguments["level"])
-        known = self._flusher.wait(
-            selects, level, arguments.get("timeout_s"), peer.gone.is_set, write_id=write_id, path=str(path or "")
-        )
-        return {"known": known}
+        def wait() -> dict[str, Any]:
+            known = self._flusher.wait(selects, level, timeout_s, peer.gone.is_set, write_id=write_id, path=path)
+            return {"known": known}
 
-    def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        return {"pid": os.getpid(), **self._flusher.report()}
+        return wait
 
-    def _do_backfill(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        return {"bytes": self._flusher.persister.backfill(self._slots(arguments))}
+    def _do_status(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        return lambda: {"pid": os.getpid(), **self._flusher.report()}
 
-    def _do_ahead(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.persister.write_ahead(self._slots(arguments), int(arguments["length"]))
+    def _do_backfill(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        references = _references(arguments)
+        return lambda: {"bytes": self._flusher.persister.backfill(self._slots(references))}
 
-    def _do_spill(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.persister.spill(str(arguments["holder"]), self._slots(arguments), arguments["timeout_s"])
+    def _do_ahead(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        references, length = _references(arguments), int(arguments["length"])
+        return lambda: self._flusher.persister.write_ahead(self._slots(references), length)
 
-    def _do_unhold(self, arguments: dict[str, Any], peer: Peer) -> None:
-        if self._flusher.nvme is not None:
-            self._flusher.nvme.drop_hold(str(arguments["holder"]))
+    def _do_spill(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        holder, timeout_s, references = str(arguments["holder"]), arguments["timeout_s"], _references(arguments)
+        return lambda: self._flusher.persister.spill(holder, self._slots(references), timeout_s)
 
-    def _do_evict(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        names = arguments.get("names")
+    def _do_unhold(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        nvme, holder = self._flusher.nvme, str(arguments["holder"])
+        return (lambda: None) if nvme is None else (lambda: nvme.drop_hold(holder))
+
+    def _do_evict(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        nvme, names = self._flusher.nvme, arguments.get("names")
         wanted = None if names is None else [bytes.fromhex(name) for name in names]
-        return {"bytes": self._flusher.nvme.evict(wanted) if self._flusher.nvme is not None else 0}
+        return lambda: {"bytes": 0 if nvme is None else nvme.evict(wanted)}
 
-    def _do_quarantine(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.persister.look_after(bytes.fromhex(arguments["name"]), int(arguments["length"]))
+    def _do_quarantine(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        name, length = bytes.fromhex(arguments["name"]), int(arguments["length"])
+        return lambda: self._flusher.persister.look_after(name, length)
 
-    def _do_report_damage(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.report_damage(str(arguments["key"]))
+    def _do_report_damage(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        key = str(arguments["key"])
+        return lambda: self._flusher.report_damage(key)
 
-    def _do_discard(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        return {"discarded": self._flusher.discard(str(arguments["path"]))}
+    def _do_discard(self, arguments: dict[str, Any], peer: Peer) -> _Work:
+        path = str(arguments["path"])
+        return lambda: {"discarded": self._flusher.discard(path)}
 
-    def _slots(self, arguments: dict[str, Any]) -> list[Slot]:
-        return [slot for slot in map(self._slot(self._flusher.ram), arguments["slots"]) if slot is not None]
+    def _slots(self, references: Sequence[tuple[str, int, int]]) -> list[Slot]:
+        return [slot for slot in map(self._slot(self._flusher.ram), references) if slot is not None]
 
     @staticmethod
     def _slot(ram: RamTier) -> Callable[[tuple[str, int, int]], Slot | None]:
@@ -173,3 +185,7 @@ class FlushEngine:
             return slot if slot is not None and slot.serial == serial else None
 
         return find
+
+
+def _references(arguments: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(str(segment), int(index), int(serial)) for segment, index, serial in arguments["slots"]]

@@ -336,18 +336,15 @@ class NvmePersister:
         for slot in rest:
             self._put(slot)
 
-    def look_after(self, name: bytes, raw_length: int) -> bool:
+    def look_after(self, name: bytes, raw_length: int) -> None:
         """See whether the nvme tier's copy of a chunk is damaged, as a reader says; then it is not served any more.
 
         Where the ram tier has a sound one, that is written anew.
-
-        Returns:
-            Whether it was damaged.
         """
         nvme = self._state.nvme
         meta = None if nvme is None else nvme.meta(name)
         if nvme is None or meta is None or _is_sound(nvme, name, raw_length, meta):
-            return False
+            return
         _logger.error("a chunk in the nvme tier is damaged and is not used any more: %s", name.hex())
         nvme.quarantine(name)
         slot = self._state.ram.find(name)
@@ -355,7 +352,6 @@ class NvmePersister:
             self._copy(nvme, slot, keep=False)
             nvme.commit()
             self._state.counters["nvme_repaired"] += 1
-        return True
 
 
 def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool:
