@@ -95,23 +95,26 @@ def test_chunks_are_verified_at_a_bandwidth_and_not_again_for_a_while(store):
     assert any("1 are DAMAGED" in line for line in table(report, None))
 
 
-def test_it_goes_on_after_an_error_and_ends_when_it_is_told_to(store):
-    failures = []
-
+@pytest.mark.parametrize(
+    ("error", "counter"),
+    [(StoreError("away", transient=True), "upkeep_failures"), (ZeroDivisionError("a bug"), "unforeseen_errors")],
+    ids=["known", "unforeseen"],
+)
+def test_it_goes_on_after_an_error_and_ends_when_it_is_told_to(store, caplog, error, counter):
     def connect():
-        failures.append(1)
-        raise StoreError("away", transient=True)
+        raise error
 
     counts = Counted()
     upkeep = Upkeep(connect, UpkeepPolicy(gc_every_s=1), counts, turn_s=0.01)
     upkeep.start()
     ends = time.monotonic() + 5
-    while counts["upkeep_failures"] < 3 and time.monotonic() < ends:
+    while counts[counter] < 3 and time.monotonic() < ends:
         time.sleep(0.01)
     begun = time.monotonic()
     upkeep.stop()
     assert time.monotonic() - begun < 10
-    assert counts["upkeep_failures"] >= 3
+    assert counts[counter] >= 3
+    assert str(error) in caplog.text
     assert "tierfs-upkeep" not in {thread.name for thread in threading.enumerate()}
 
 

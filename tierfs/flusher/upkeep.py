@@ -102,6 +102,9 @@ class Upkeep:
             except TierfsError as error:
                 self._count("upkeep_failures", 1)
                 _logger.warning("upkeep is tried again later: %s", error)
+            except Exception:  # whatever it is, the thread must go on: nobody else collects and scrubs
+                self._count("unforeseen_errors", 1)
+                _logger.exception("upkeep met an error that it does not know, and is tried again later")
             self._ended.wait(self._turn_s)
 
     def _collect(self, store: Store, every_s: float) -> None:
