@@ -63,7 +63,7 @@ class Pending:
         slot = self.writer.take(SlotKind.CHUNK, 7, timeout_s=0)
         slot.segment.view(slot)[:] = stored
         self.slot = slot.segment.seal(slot, local_name(DigestKind.XXH3_128, name), b"", stamp_ns=1)
-        draft = Draft("run/a", record, ObservedBase(), (SlotRef(slot.segment.id, slot.index, slot.serial),))
+        draft = Draft("run/a", record, ObservedBase(), (SlotRef.of(slot),))
         self.entry = FlushItem(draft, draft.turn(""), slot=self.slot, persisted=True)
         self.state = FlushState(self.own, None, clock=SystemClock(), random=lambda: 0.5, fault=lambda _: None)
         self.state.entries.add(self.entry)

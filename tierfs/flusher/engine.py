@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tierfs.errors import InvalidInputError
@@ -13,8 +13,7 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.server import Peer
 from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
 from tierfs.host.pending.levels import Level
-from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Slot
+from tierfs.host.pending.record import SlotRef
 
 if TYPE_CHECKING:
     from tierfs.store.store import Store
@@ -140,15 +139,15 @@ class FlushEngine:
 
     def _do_backfill(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         references = _references(arguments)
-        return lambda: {"bytes": self._flusher.persister.backfill(self._slots(references))}
+        return lambda: self._flusher.persister.backfill(references)
 
     def _do_ahead(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         references, length = _references(arguments), int(arguments["length"])
-        return lambda: self._flusher.persister.write_ahead(self._slots(references), length)
+        return lambda: self._flusher.persister.write_ahead(references, length)
 
     def _do_spill(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         holder, timeout_s, references = str(arguments["holder"]), arguments["timeout_s"], _references(arguments)
-        return lambda: self._flusher.persister.spill(holder, self._slots(references), timeout_s)
+        return lambda: self._flusher.persister.spill(holder, references, timeout_s)
 
     def _do_unhold(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         nvme, holder = self._flusher.nvme, str(arguments["holder"])
@@ -171,21 +170,6 @@ class FlushEngine:
         path = str(arguments["path"])
         return lambda: {"discarded": self._flusher.discard(path)}
 
-    def _slots(self, references: Sequence[tuple[str, int, int]]) -> list[Slot]:
-        return [slot for slot in map(self._slot(self._flusher.ram), references) if slot is not None]
 
-    @staticmethod
-    def _slot(ram: RamTier) -> Callable[[tuple[str, int, int]], Slot | None]:
-        segments = {segment.id: segment for segment in ram.segments()}
-
-        def find(reference: tuple[str, int, int]) -> Slot | None:
-            name, index, serial = reference
-            segment = segments.get(name)
-            slot = segment.slot(index) if segment is not None else None
-            return slot if slot is not None and slot.serial == serial else None
-
-        return find
-
-
-def _references(arguments: dict[str, Any]) -> list[tuple[str, int, int]]:
-    return [(str(segment), int(index), int(serial)) for segment, index, serial in arguments["slots"]]
+def _references(arguments: dict[str, Any]) -> list[SlotRef]:
+    return [SlotRef(*each) for each in arguments["slots"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tierfs.buffers import buffers
@@ -16,6 +16,7 @@ from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadS
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.local_chunk import check_block, envelope_of
 from tierfs.host.nvme.writer import ChunksGoneError, NvmeTier
+from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.segment import Slot, SlotState
 
 __all__ = ["NvmePersister"]
@@ -246,18 +247,19 @@ class NvmePersister:
         meta, view = segment.meta(chunk), segment.view(chunk)
         nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))
 
-    def write_ahead(self, slots: Sequence[Slot], length: int) -> None:
+    def write_ahead(self, references: Sequence[SlotRef], length: int) -> None:
         """Write chunks of a file that is not complete yet to the arena, to be committed with its draft.
 
         Perhaps it never gets one: they take no room from others then. What keeps them from the arena keeps the file from nothing.
 
         Args:
-            slots: The chunks'.
+            references: The chunks' slots.
             length: Bytes that the file has so far.
         """
         state = self._state
         if state.nvme is None or self._is_too_large(length):
             return
+        slots = state.chunks(references)
         try:
             state.nvme.make_room({slot.name: slot.length for slot in slots})
             self._copy_all(state.nvme, slots, keep=False)
@@ -275,20 +277,17 @@ class NvmePersister:
         with contextlib.suppress(TierfsError):  # the next draft's will say so
             nvme.commit()
 
-    def backfill(self, slots: Iterable[Slot]) -> int:
-        """Copy clean chunks from slabs to the nvme tier, for reading. Returns the bytes that it holds now."""
+    def backfill(self, references: Sequence[SlotRef]) -> None:
+        """Copy clean chunks from slabs to the nvme tier, for reading."""
         nvme = self._state.nvme
         if nvme is None:
-            return 0
-        kept = 0
-        for slot in slots:
+            return
+        for slot in self._state.chunks(references):
             if not nvme.has(slot.name):
                 self._copy(nvme, slot, keep=False)
-            kept += slot.length
         nvme.commit()
-        return kept
 
-    def spill(self, holder: str, slots: Sequence[Slot], timeout_s: float | None) -> None:
+    def spill(self, holder: str, references: Sequence[SlotRef], timeout_s: float | None) -> None:
         """Take chunks of a file that is still being written out of its slab, because the file is larger than the ram tier.
 
         Where the nvme tier is off or full they go to the object tier, where the record that will name them makes sure of
@@ -299,6 +298,7 @@ class NvmePersister:
             TierfsError: They cannot be stored.
         """
         state = self._state
+        slots = state.chunks(references)
         ends = None if timeout_s is None else state.clock.monotonic() + timeout_s
         while True:
             try:

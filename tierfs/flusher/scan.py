@@ -207,7 +207,5 @@ class PendingScan:
                 if reference is not None and reference.segment == segment.id
             }
             return {
-                chunk.index
-                for chunk in chunks
-                if SlotRef(segment.id, chunk.index, chunk.serial) in named or state.entries.is_needed(chunk.name)
+                chunk.index for chunk in chunks if SlotRef.of(chunk) in named or state.entries.is_needed(chunk.name)
             }

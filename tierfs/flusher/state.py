@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tierfs.clock import Clock
 from tierfs.errors import StoreError, TierfsError
@@ -117,6 +117,10 @@ class FlushState:
         segment = self.ram.segment(reference.segment)
         slot = None if segment is None else segment.slot(reference.index)
         return slot if slot is not None and slot.serial == reference.serial else None
+
+    def chunks(self, references: Sequence[SlotRef]) -> list[Slot]:
+        """Those of these slots that have not got another life."""
+        return [slot for slot in map(self.chunk, references) if slot is not None]
 
     def missing(self, entry: FlushItem, reference: SlotRef | None, error: TierfsError) -> TierfsError:
         """The error for a chunk that no tier has and whose slot could not be seen: ``error``, or that it has to be tried again.

@@ -27,7 +27,7 @@ class Backfill:
         keep: Has the flusher copy chunks to the nvme tier.
     """
 
-    def __init__(self, keep: Callable[[Sequence[Slot]], int]) -> None:
+    def __init__(self, keep: Callable[[Sequence[Slot]], None]) -> None:
         self._keep = keep
         self.failures = 0
         self._lock = threading.Lock()

@@ -150,16 +150,10 @@ class ChunkCache:
             self._backfill.add(slot)
         return slot
 
-    def backfill(self, slots: Sequence[Slot]) -> int:
-        """Have the flusher copy clean chunks to the nvme tier. Returns the bytes that lie there now."""
-        if not self._has_nvme:
-            return 0
-        kept = 0
-        for at in range(0, len(slots), NAMES_MAX):
-            references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
-            answer = self._flusher.request("backfill", {"slots": references})
-            kept += int(answer["bytes"])
-        return kept
+    def backfill(self, slots: Sequence[Slot]) -> None:
+        """Have the flusher copy clean chunks to the nvme tier, if that is on. Raises as `SlabWriter.ask_about` does."""
+        if self._has_nvme:
+            self._writer.ask_about("backfill", slots)
 
     def evict(self, names: Sequence[bytes] | None, tier: str) -> int:
         """Drop clean copies of these chunks, or of all, from ``"ram"`` or ``"nvme"``. Returns the bytes dropped."""

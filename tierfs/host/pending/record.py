@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tierfs import digest
 from tierfs.errors import CorruptionError, FormatError
 from tierfs.format.manifest import Manifest, Record, Tombstone, decode_record
+
+if TYPE_CHECKING:
+    from tierfs.host.slab.segment import Slot
 
 __all__ = ["DRAFT_VERSION", "Draft", "ObservedBase", "SlotRef", "foreign_name", "local_name"]
 
@@ -51,6 +55,11 @@ class SlotRef:
     segment: str
     index: int
     serial: int
+
+    @classmethod
+    def of(cls, slot: Slot) -> SlotRef:
+        """The reference to a slot in the life that it was looked up in."""
+        return cls(slot.segment.id, slot.index, slot.serial)
 
 
 @dataclass(frozen=True, slots=True)

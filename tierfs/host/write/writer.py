@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.host.cache.single_flight import SingleFlight
 from tierfs.host.counters import Counters
 from tierfs.host.nvme.arena import no_faults
-from tierfs.host.pending.record import Draft
+from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.private import refused
 from tierfs.host.rpc.caller import Caller
 from tierfs.host.slab.memory import memory_available
@@ -135,7 +135,7 @@ class SlabWriter:
 
     def _write_ahead(self, slots: Sequence[Slot], length: int) -> bool:
         try:
-            self._ask_about("ahead", slots, {"length": length})
+            self.ask_about("ahead", slots, length=length)
         except (TierfsError, TimeoutError) as error:
             if not self._ended.is_set():
                 self._counters.fall_back(
@@ -144,9 +144,14 @@ class SlabWriter:
             return False
         return True
 
-    def _ask_about(self, do: str, slots: Sequence[Slot], arguments: Mapping[str, Any]) -> None:
+    def ask_about(self, do: str, slots: Sequence[Slot], **arguments: Any) -> None:
+        """Ask the flusher to do something with chunks in slots, in as many messages as that takes.
+
+        Raises:
+            TierfsError, TimeoutError: See `FlusherClient.request`.
+        """
         for at in range(0, len(slots), NAMES_MAX):
-            references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
+            references = [astuple(SlotRef.of(slot)) for slot in slots[at : at + NAMES_MAX]]
             self._flusher.request(do, {**arguments, "slots": references})
 
     def drop(self, slot: Slot) -> None:
@@ -162,7 +167,7 @@ class SlabWriter:
         self._counters["spilled_bytes"] += sum(slot.length for slot in slots)
         self._counters.say("spill", "the ram tier has no room for a whole file: it goes through it in waves")
         self._fault("before spill")
-        self._ask_about("spill", slots, {"holder": holder, "timeout_s": timeout_s})
+        self.ask_about("spill", slots, holder=holder, timeout_s=timeout_s)
         self._fault("after spill")
 
     def unhold(self, holder: str) -> None:

@@ -153,7 +153,7 @@ class StagedFile:
         assert chunk.buffer is not None
         chunk.buffer.accept()
         slot = self._writer.seal_chunk(chunk.buffer)
-        chunk.slot, chunk.row = _reference(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
+        chunk.slot, chunk.row = SlotRef.of(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
         ahead.add(slot)
 
     def _check_is_ours(self, what: str) -> None:
@@ -199,7 +199,7 @@ class StagedFile:
             if writer.is_done:
                 # They are the file's now.
                 kept = set(slots)
-                self._taken[:] = [slot for slot in self._taken if _reference(slot) not in kept]
+                self._taken[:] = [slot for slot in self._taken if SlotRef.of(slot) not in kept]
                 self.abort()
 
     def abort(self) -> None:
@@ -221,10 +221,6 @@ def _private_run(lengths: Sequence[int]) -> Run:
     memory = np.empty(sum(lengths), np.uint8).data
     ends = np.cumsum(lengths)
     return Run(memory, len(memory), [_Chunk(memory[end - size : end]) for end, size in zip(ends, lengths, strict=True)])
-
-
-def _reference(slot: Slot) -> SlotRef:
-    return SlotRef(slot.segment.id, slot.index, slot.serial)
 
 
 class _Dropped:

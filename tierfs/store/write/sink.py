@@ -151,7 +151,7 @@ class SlabSink:
     @property
     def slots(self) -> list[SlotRef | None]:
         """Per row, where it lies; ``None`` for a chunk that was taken down already."""
-        return [None if slot is None else SlotRef(slot.segment.id, slot.index, slot.serial) for slot in self._slots]
+        return [None if slot is None else SlotRef.of(slot) for slot in self._slots]
 
     def write(self, view: memoryview) -> None:
         """See `ObjectSink.write`."""
