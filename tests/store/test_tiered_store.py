@@ -12,7 +12,7 @@ from support.opened import descriptors
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
-from tierfs.flusher.engine import FlushEngine
+from tierfs.flusher.state import FlushState
 from tierfs.format.keys import chunk_key
 from tierfs.host.host import PAGE_BYTES
 from tierfs.host.nvme.reader import NvmeReader
@@ -366,7 +366,7 @@ def test_a_damaged_copy_in_ram_is_put_aside_and_the_next_tier_serves(host):
     save_at(host.store, "a", data, Level.OBJECT)
     for segment in host.tiers.ram.own_segments():
         for slot in segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,)):
-            os.pwrite(segment.fd, b"damage", slot.offset + MIB + 17)
+            os.pwrite(segment._fd.number, b"damage", slot.offset + MIB + 17)
     assert load(host.store, "a") == data
     assert host.tiers.counters["ram_quarantined"] == 3
     assert load(host.store, "a") == data
@@ -384,7 +384,7 @@ def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_
         # As if it was looked up before the draft was committed.
         with monkeypatch.context() as patch:
             patch.setattr(NvmeTier, "has", lambda _tier, _name: False)
-            patch.setattr(FlushEngine, "_slots", lambda _engine, _arguments: [slot])
+            patch.setattr(FlushState, "chunks", lambda _state, _references: [slot])
             host.tiers.cache.backfill([slot])
         assert load_while_down(host, "a") == data
         assert host.tiers.nvme.usage().damaged == 0
@@ -495,7 +495,7 @@ def stop_looking(host, patch):
 def damage_draft(host, *, with_path):
     """Flip a bit of the one draft in slabs."""
     (slot,) = host.tiers.ram.drafts()
-    memory = slot.segment.fd
+    memory = slot.segment._fd.number
     (byte,) = os.pread(memory, 1, slot.offset + 40)
     os.pwrite(memory, bytes([byte ^ 1]), slot.offset + 40)
     if with_path:

@@ -482,7 +482,7 @@ def test_clean_slots_go_as_they_were_used_and_hidden_ones_first(open_tier):
     order = [slots[(number * 7) % len(slots)] for number in range(len(slots))]
     assert len({slot.name for slot in order}) == len(slots) > 10
     for used_s, slot in enumerate(order):
-        slot.segment.touch(slot, 100 + used_s)
+        slot.segment._table.used_s[slot.index] = 100 + used_s
     order[-1].segment.hide(order[-1])
     put(tier, b"new", length=256 * KIB)
     left = {slot.name for segment in tier.segments() for slot in segment.slots()}
@@ -578,7 +578,7 @@ def test_what_was_read_since_the_last_save_stays(open_tier):
     save_of(tier, 1, clock)
     for segment in tier.own_segments():
         for slot in segment.slots():
-            segment.touch(slot, int(clock.monotonic()))
+            segment._table.used_s[slot.index] = int(clock.monotonic())
     left = kept(tier, 0)
     tier.evict_ahead()
     assert left == kept(tier, 0) > 0

@@ -16,9 +16,9 @@ import pytest
 from support.opened import descriptors, mappings
 
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, ReadOnlyError
-from tierfs.host.slab.new_segment import adopt, create, make_header
+from tierfs.host.slab.new_segment import adopt, make_header, make_in
 from tierfs.host.slab.segment import Segment, SlotKind, SlotState
-from tierfs.host.slab.segment_file import CHANGES_AT
+from tierfs.host.slab.segment_file import CHANGES_AT, Reservation
 from tierfs.host.slab.table import Layout
 from tierfs.host.slab.table_lock import changing
 
@@ -40,7 +40,15 @@ def folder():
 
 def make(folder, *, data=1 << 20, slots=64, number=1, owner=OWNER):
     header = make_header(Layout.for_data(data, slots=slots), store=STORE, owner=owner, number=number)
-    return create(folder, header)
+    reservation = Reservation(folder, header)
+    segment = make_in(reservation)
+    segment.path = reservation.finish()
+    return segment
+
+
+def take(segment, length, kind=SlotKind.CHUNK):
+    (slots,) = segment.take_runs(kind, [[length]])
+    return slots[0] if slots else None
 
 
 @pytest.fixture
@@ -58,7 +66,7 @@ def reader(segment):
 
 
 def put(segment, name, data=DATA, *, meta=b"meta", kind=SlotKind.CHUNK, stamp_ns=1, **options):
-    slot = segment.take(kind, len(data))
+    slot = take(segment, len(data), kind)
     segment.view(slot)[:] = data
     return segment.seal(slot, name, meta, stamp_ns=stamp_ns, **options)
 
@@ -93,7 +101,12 @@ def test_what_was_sealed_is_found_by_others_with_its_bytes_and_metadata(segment,
     slot = reader.find(b"name" * 8)
     assert content(slot) == DATA
     assert reader.meta(slot) == b"m" * 900
-    assert (slot.kind, slot.state, slot.stamp_ns, slot.used_s) == (SlotKind.CHUNK, SlotState.SEALED, 7_000_000_000, 7)
+    assert (slot.kind, slot.state, slot.stamp_ns, segment.used_s(slot)) == (
+        SlotKind.CHUNK,
+        SlotState.SEALED,
+        7_000_000_000,
+        7,
+    )
     assert slot.offset % PAGE == 0
 
 
@@ -107,7 +120,7 @@ def test_a_part_is_read_into_the_given_memory(segment, reader):
 
 
 def test_what_is_being_filled_is_not_found(segment, reader):
-    slot = segment.take(SlotKind.CHUNK, 10)
+    slot = take(segment, 10)
     assert reader.find(b"") is None
     assert reader.slots(states={SlotState.SEALED, SlotState.CLEAN}) == []
     assert [found.index for found in reader.slots(states={SlotState.FILLING})] == [slot.index]
@@ -148,11 +161,11 @@ def test_a_hidden_chunk_is_not_found_and_keeps_its_bytes(segment, reader):
 
 
 def test_a_sealed_slot_may_be_shorter_than_it_was_taken_and_gives_the_rest_back(segment):
-    everything = segment.take(SlotKind.CHUNK, segment.data_bytes)
-    assert segment.take(SlotKind.CHUNK, 1) is None
+    everything = take(segment, segment.data_bytes)
+    assert take(segment, 1) is None
     sealed = segment.seal(everything, b"a", b"", length=10, stamp_ns=1)
     assert sealed.length == 10
-    assert segment.take(SlotKind.CHUNK, segment.data_bytes - PAGE) is not None
+    assert take(segment, segment.data_bytes - PAGE) is not None
 
 
 def test_an_empty_slot_is_a_slot(segment, reader):
@@ -163,10 +176,10 @@ def test_an_empty_slot_is_a_slot(segment, reader):
 
 def test_without_a_free_slot_nothing_is_taken(folder):
     segment = make(folder, slots=2)
-    slots = [segment.take(SlotKind.CHUNK, 1) for _ in range(3)]
+    slots = [take(segment, 1) for _ in range(3)]
     assert slots[2] is None
     segment.give(slots[0])
-    assert segment.take(SlotKind.CHUNK, 1) is not None
+    assert take(segment, 1) is not None
 
 
 def test_a_run_of_slots_lies_side_by_side_and_is_taken_as_a_whole(segment):
@@ -190,7 +203,7 @@ def test_a_run_of_slots_lies_side_by_side_and_is_taken_as_a_whole(segment):
 
 
 def test_what_is_too_long_is_refused_and_the_slot_stays(segment):
-    slot = segment.take(SlotKind.CHUNK, 10)
+    slot = take(segment, 10)
     for options in ({"name": b"n" * 34}, {"meta": b"m" * 901}, {"length": 11}):
         with pytest.raises(InvalidInputError, match="do not fit"):
             segment.seal(slot, **{"name": b"a", "meta": b"", "stamp_ns": 1, **options})
@@ -200,7 +213,7 @@ def test_what_is_too_long_is_refused_and_the_slot_stays(segment):
 
 
 def test_a_view_is_plain_memory_for_the_owner_and_read_only_for_everybody_else(segment, reader):
-    slot = segment.take(SlotKind.CHUNK, len(DATA))
+    slot = take(segment, len(DATA))
     np.copyto(np.frombuffer(segment.view(slot), np.uint8), np.frombuffer(DATA, np.uint8))
     sealed = segment.seal(slot, b"a", b"", stamp_ns=1)
     assert segment.view(sealed).readonly
@@ -231,7 +244,7 @@ def test_a_mark_follows_the_rules(segment, reader, steps, done):
 
 
 def test_a_slot_that_is_being_filled_is_not_marked(segment, reader):
-    slot = segment.take(SlotKind.CHUNK, 1)
+    slot = take(segment, 1)
     assert not reader.mark(slot, SlotState.CLEAN)
     assert not reader.is_still(slot)
 
@@ -248,7 +261,7 @@ def test_a_reused_slot_is_not_what_it_was(segment, reader):
     assert not reader.mark(old, SlotState.CLEAN)
     assert not reader.hide(old)
     assert reader.meta(old) == b""
-    reader.touch(old, 99)
+    reader.touch(old)
     found = reader.find(b"b")
     assert (found.state, found.hidden, reader.used_s(found)) == (SlotState.SEALED, False, 0)
 
@@ -273,16 +286,15 @@ def test_only_a_clean_slot_is_evicted(segment, reader):
 
 def test_a_use_is_noted_by_any_reader(segment, reader):
     slot = put(segment, b"a")
-    reader.touch(slot, 1234)
-    assert segment.used_s(slot) == 1234
+    assert segment.used_s(slot) == 0
     reader.touch(slot)
     assert abs(segment.used_s(slot) - time.monotonic()) < 5
 
 
 def test_only_the_owner_takes_seals_and_gives(segment, reader):
-    slot = segment.take(SlotKind.CHUNK, 1)
+    slot = take(segment, 1)
     for attempt in (
-        lambda: reader.take(SlotKind.CHUNK, 1),
+        lambda: take(reader, 1),
         lambda: reader.seal(slot, b"a", b"", stamp_ns=1),
         lambda: reader.give(slot),
     ):
@@ -294,7 +306,7 @@ def test_sums_are_of_whole_pages(segment):
     put(segment, b"a", b"x" * 5000)
     reader_slot = put(segment, b"b", b"x" * 4096)
     segment.mark(reader_slot, SlotState.CLEAN)
-    segment.take(SlotKind.CHUNK, 1)
+    take(segment, 1)
     assert segment.sums() == (4096, 8192, 4096)
 
 
@@ -411,7 +423,7 @@ def test_what_the_dead_left_unsealed_is_freed_and_so_are_chunks_that_no_draft_ne
         for name in (b"needed", b"stray", b"clean", b"conflict"):
             put(segment, name)
         put(segment, b"draft", kind=SlotKind.DRAFT)
-        segment.take(SlotKind.CHUNK, 5000)
+        take(segment, 5000)
         segment.mark(segment.find(b"clean"), SlotState.CLEAN)
         segment.mark(segment.find(b"conflict"), SlotState.CONFLICT)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -439,7 +451,7 @@ def test_an_adopted_segment_keeps_what_is_in_it_and_never_repeats_a_serial(folde
     assert content(second.find(b"kept")) == DATA
     new = put(second, b"new")
     assert new.serial > given.serial > kept.serial
-    assert second.take(SlotKind.CHUNK, second.data_bytes - 2 * 16384) is not None
+    assert take(second, second.data_bytes - 2 * 16384) is not None
 
 
 def test_a_table_that_contradicts_itself_is_not_adopted(folder):
@@ -465,7 +477,7 @@ def test_readers_racing_with_reuse_never_take_others_bytes_for_those_that_are_st
         number = 0
         while not stop.exists():
             number = (number + 1) % 251
-            slot = mine.take(SlotKind.CHUNK, 65536)
+            slot = take(mine, 65536)
             if slot is None:
                 for old in mine.slots():
                     mine.give(old)
@@ -519,7 +531,7 @@ def test_marks_of_one_process_do_not_touch_what_another_gives_and_takes_meanwhil
         deadline = time.monotonic() + 0.7
         cleaned = 0
         while time.monotonic() < deadline:
-            slot = segment.take(SlotKind.CHUNK, 10)
+            slot = take(segment, 10)
             assert segment._table.state[slot.index] == SlotState.FILLING
             sealed = segment.seal(slot, b"a", b"", stamp_ns=1)
             cleaned += segment.give(sealed, only_clean=True) or segment.give(sealed) * 0
@@ -550,7 +562,7 @@ def test_threads_take_seal_and_give_at_once(segment):
         thread.join()
     assert failures == []
     assert segment.slots() == []
-    assert segment.take(SlotKind.CHUNK, segment.data_bytes) is not None
+    assert take(segment, segment.data_bytes) is not None
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -633,7 +645,6 @@ def test_a_closed_segment_holds_nothing_and_no_memory(folder):
     for closed in (segment, reader):
         closed.close()
         closed.close()
-        assert closed.closed
         assert closed.find(b"a") is None
         assert closed.slots() == []
         assert not closed.is_still(slot)
@@ -665,15 +676,15 @@ def test_a_segment_that_nobody_refers_to_closes_itself_without_the_collector(fol
 
 def test_a_forked_child_has_nothing_of_its_parents_segment(segment):
     slot = put(segment, b"a")
-    filling = segment.take(SlotKind.CHUNK, 10)
+    filling = take(segment, 10)
 
     def work():
         assert not segment.owned
-        assert segment.closed
+        assert not segment.memory_bytes
         assert segment.find(b"a") is None
         assert not segment.mark(slot, SlotState.CLEAN)
         with pytest.raises(ReadOnlyError):
-            segment.take(SlotKind.CHUNK, 1)
+            take(segment, 1)
         assert content(Segment.attach(segment.path).find(b"a")) == DATA
 
     with segment._lock.held():
@@ -734,9 +745,9 @@ def test_the_counter_of_changes_lies_where_it_always_lay(segment):
 def test_a_size_is_known_to_be_refused_until_something_is_freed(folder):
     segment = make(folder, data=1 << 20, slots=8)
     try:
-        slot = segment.take(SlotKind.CHUNK, 768 << 10)
+        slot = take(segment, 768 << 10)
         assert not segment.is_known_full([[512 << 10]])
-        assert segment.take(SlotKind.CHUNK, 512 << 10) is None
+        assert take(segment, 512 << 10) is None
         assert segment.is_known_full([[512 << 10], [1 << 20]])
         assert not segment.is_known_full([[1 << 20], [4096]])  # the least of them may fit
         segment.give(slot)
@@ -750,6 +761,6 @@ def test_too_few_slots_say_nothing_of_the_bytes(folder):
     try:
         assert segment.take_runs(SlotKind.CHUNK, [[4096] * 5]) == [None]
         assert not segment.is_known_full([[5 * 4096]])
-        assert segment.take(SlotKind.CHUNK, 5 * 4096) is not None
+        assert take(segment, 5 * 4096) is not None
     finally:
         segment.close()

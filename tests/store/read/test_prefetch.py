@@ -85,7 +85,7 @@ def test_what_is_there_already_stays_and_what_nobody_asked_for_goes(make_host, s
     assert prefetch(host.store, "b", "ram") == 5 * CHUNK_BYTES
     for segment in host.tiers.ram.segments():
         for slot in segment.slots(states=(SlotState.CLEAN,)):
-            segment.touch(slot, segment.used_s(slot) - 60)  # those of "a" were made first
+            segment._table.used_s[slot.index] -= 60  # those of "a" were made first
     assert prefetch(host.store, "a", "ram") == MORE
 
 

@@ -17,7 +17,7 @@ from tierfs.host.slab.segment_file import OwnedFd, Reservation, SegmentHeader, o
 from tierfs.host.slab.table import Layout, SlotState
 from tierfs.host.slab.table_lock import changing
 
-__all__ = ["adopt", "create", "make_header", "make_in"]
+__all__ = ["adopt", "make_header", "make_in"]
 
 UUID_DIGITS = 32
 OWNER_DIGITS = 16
@@ -47,24 +47,12 @@ def make_header(layout: Layout, *, store: str, owner: str, number: int) -> Segme
     return SegmentHeader(layout, secrets.token_hex(16), store, boot_id(), owner, number)
 
 
-def create(directory: Path, header: SegmentHeader) -> Segment:
-    """Make a segment in the host's folder, its memory reserved as a whole (which takes a second or two per GiB).
-
-    Raises:
-        CapacityError: There is not so much memory, or so much room in the folder.
-        StoreError: It cannot be made.
-    """
-    reservation = Reservation(directory, header)
-    segment = make_in(reservation)
-    assert segment is not None
-    segment.path = reservation.finish()
-    return segment
-
-
 def make_in(
     reservation: Reservation, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
 ) -> Segment | None:
-    """Make a segment of a file that was reserved, which is to be finished after that. Raises as `create` does.
+    """Make a segment of a file that was reserved, which is to be finished after that.
+
+    Its memory is reserved as a whole, which takes a second or two per GiB.
 
     Args:
         reservation: The file.
@@ -73,6 +61,10 @@ def make_in(
 
     Returns:
         None if ``stopped`` said so meanwhile; then, and when it fails, the file is gone.
+
+    Raises:
+        CapacityError: There is not so much memory, or so much room in the folder.
+        StoreError: It cannot be made.
     """
     try:
         fd, header = reservation.fd, reservation.header

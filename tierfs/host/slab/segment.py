@@ -69,7 +69,6 @@ class Slot:
         offset: Of its data in the segment, in bytes; a multiple of 4096.
         length: Of its data, in bytes.
         stamp_ns: When it was sealed, on the host's monotonic clock.
-        used_s: When it was last used, on that clock; as of some time ago.
         hidden: Whether it is kept from those who look for its name.
     """
 
@@ -82,7 +81,6 @@ class Slot:
     offset: int
     length: int
     stamp_ns: int
-    used_s: int
     hidden: bool
 
 
@@ -167,40 +165,28 @@ class Segment:
         return 0 if fd is None else min(os.fstat(fd.number).st_blocks * SECTOR_BYTES, self.size)
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._fd is None
-
-    @property
     def changes(self) -> int:
         """A number that moves whenever a slot is taken, sealed, marked, hidden or freed, by whomever."""
         return int(self._table.changes[0])
 
-    @property
-    def fd(self) -> int:
-        """The descriptor. Stays ours, and valid until `close`."""
-        return self._open().number
-
-    def take(self, kind: SlotKind, length: int) -> Slot | None:
-        """Take a slot for so many bytes, to be filled; None where there is no room. By the owner only.
-
-        Raises:
-            ReadOnlyError: We are not the owner.
-        """
-        (slots,) = self.take_runs(kind, [[length]])
-        return None if slots is None else slots[0]
-
     def is_known_full(self, runs: Sequence[Sequence[int]]) -> bool:
-        """Whether so little as the least of these runs was refused since something was freed. Raises as `take` does."""
+        """Whether so little as the least of these runs was refused since something was freed. Raises as `take_runs` does."""
         return all(map(self._own().is_known_full, runs))
 
     def take_runs(self, kind: SlotKind, runs: Sequence[Sequence[int]]) -> list[list[Slot] | None]:
-        """The same for several runs: slots that lie side by side in the memory, each from a whole page on.
+        """Take runs of slots, to be filled: they lie side by side in the memory, each from a whole page on.
 
-        In everything else they are slots of their own.
+        In everything else they are slots of their own. By the owner only.
+
+        Args:
+            kind: What they will hold.
+            runs: For each how many bytes its slots will hold.
 
         Returns:
             For each run its slots; None for one that does not fit, whether those behind it do or not.
+
+        Raises:
+            ReadOnlyError: We are not the owner.
         """
         now_s = int(time.monotonic()) & _U32
         with self._lock.held():
@@ -208,7 +194,7 @@ class Segment:
             found = [None if self.retired else allocator.take(lengths) for lengths in runs]
             taken = [
                 [
-                    Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, now_s, hidden=False)
+                    Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, hidden=False)
                     for (index, serial, offset), length in zip(one, lengths, strict=True)
                 ]
                 if one is not None
@@ -270,7 +256,7 @@ class Segment:
         """Make a slot that was filled readable by all. By the owner only.
 
         Args:
-            slot: As `take` gave it.
+            slot: As `take_runs` gave it.
             name: At most 33 bytes.
             meta: At most 900 bytes.
             length: How many bytes it holds, if fewer than were taken; the rest is given back.
@@ -298,7 +284,7 @@ class Segment:
             with changing(table):
                 table.state[index] = state
             self._own().shrink(index, slot.offset, length)
-        return replace(slot, state=state, name=name, length=length, stamp_ns=stamp_ns, used_s=used_s)
+        return replace(slot, state=state, name=name, length=length, stamp_ns=stamp_ns)
 
     def give(self, slot: Slot, *, only_clean: bool = False) -> bool:
         """Free a slot. By the owner only.
@@ -495,13 +481,13 @@ class Segment:
                 self._table.hidden[slot.index] = 1
         return True
 
-    def touch(self, slot: Slot, used_s: int | None = None) -> None:
-        """Note that a slot was used, in seconds of the host's monotonic clock (by default now). A hint: takes no lock."""
+    def touch(self, slot: Slot) -> None:
+        """Note that a slot is used now. A hint: takes no lock."""
         if self._is(slot, DATA_STATES):
-            self._table.used_s[slot.index] = (int(time.monotonic()) if used_s is None else used_s) & _U32
+            self._table.used_s[slot.index] = int(time.monotonic()) & _U32
 
     def used_s(self, slot: Slot) -> int:
-        """When a slot was last used, as of now."""
+        """When a slot was last used, in seconds of the host's monotonic clock; as of now."""
         return int(self._table.used_s[slot.index]) if slot.index < self._table.layout.slots else 0
 
     def sums(self) -> Sums:
@@ -578,8 +564,7 @@ class Segment:
 
     def _slot(self, index: int, row: SlotRow) -> Slot:
         kind, state, hidden = _KINDS[row.kind], _STATES[row.state], bool(row.hidden)
-        at = (row.offset, row.length, row.stamp_ns, row.used_s)
-        return Slot(self, index, row.serial, kind, state, row.name, *at, hidden)
+        return Slot(self, index, row.serial, kind, state, row.name, row.offset, row.length, row.stamp_ns, hidden)
 
     def _renew(self) -> None:
         """After a fork: all of it is the parent's. The lock belongs to the open file, which a child must not keep open."""
