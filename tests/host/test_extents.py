@@ -62,20 +62,14 @@ class ExtentsMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="not all taken"):
                 self.extents.give(offset, length)
 
-    @rule(units=st.integers(0, 3), rest=st.integers(0, ALIGN - 1))
-    def grow(self, units, rest):
-        self.model.units += [False] * units
-        self.extents.grow(len(self.model.units) * ALIGN + rest)
-
     @invariant()
     def agree(self):
         taken = sum(self.model.units) * ALIGN
         assert self.extents.size == len(self.model.units) * ALIGN
         assert self.extents.used_bytes == taken
-        assert self.extents.free_bytes == self.extents.size - taken
-        assert self.extents.largest_free_bytes == max(self.model.runs()) * ALIGN
         # Two free parts that touch would be one part too few for what fits.
-        assert len(self.extents._starts) == sum(1 for run in self.model.runs() if run)
+        free = [end - start for start, end in zip(self.extents._starts, self.extents._ends, strict=True)]
+        assert free == [run * ALIGN for run in self.model.runs() if run]
 
 
 ExtentsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -90,7 +84,8 @@ def test_all_is_free_again_when_all_was_given_back_in_whatever_order(wanted, ran
     random.shuffle(taken)
     for at, length in taken:
         extents.give(at, length)
-    assert (extents.used_bytes, extents.largest_free_bytes) == (0, extents.size)
+    assert extents.used_bytes == 0
+    assert extents.take(extents.size) == 0
 
 
 @pytest.mark.parametrize("length", [0, -1])
@@ -101,14 +96,7 @@ def test_an_extent_has_at_least_one_byte(length):
             call()
 
 
-def test_a_region_does_not_shrink_by_growing():
-    extents = Extents(8192)
-    with pytest.raises(ValueError, match="does not grow to 4096"):
-        extents.grow(4096)
-    assert extents.size == 8192
-
-
 def test_an_empty_region_has_room_for_nothing():
     extents = Extents(4095)
     assert extents.take(1) is None
-    assert (extents.size, extents.largest_free_bytes) == (0, 0)
+    assert extents.size == 0

@@ -22,7 +22,7 @@ def test_a_conflict_that_cannot_be_noted_holds_up_no_other_file(make_host, monke
         raise StoreError("nvme.db: attempt to write a readonly database", tier="nvme")
 
     with monkeypatch.context() as patched, here.held():
-        patched.setattr(NvmeTier, "set_state", fail)
+        patched.setattr(NvmeTier, "keep_as_conflict", fail)
         for path in paths:
             save(here.store, path, b"late")
             save_at(there.store, path, b"theirs", Level.OBJECT)

@@ -34,12 +34,10 @@ class UpkeepPolicy:
     Attributes:
         gc_every_s: Collect garbage when so much time has passed since that was done; ``None`` for never.
         scrub_bandwidth: Bytes that are verified in a second; 0 for none.
-        scrub_age_s: Verify what was not verified for so long.
     """
 
     gc_every_s: float | None = None
     scrub_bandwidth: int = 0
-    scrub_age_s: float = SCRUB_AGE_S
 
     @property
     def is_off(self) -> bool:
@@ -135,7 +133,7 @@ class Upkeep:
             max_seconds=self._turn_s,
             bandwidth=self._policy.scrub_bandwidth,
             concurrency=2,
-            min_age_s=self._policy.scrub_age_s,
+            min_age_s=SCRUB_AGE_S,
         )
         report = scrub(store, options, stop=self._ended)
         healed = sum(1 for each in report.damage if each.healed)

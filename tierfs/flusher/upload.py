@@ -368,7 +368,7 @@ class Uploader:
         for _, number, slot in kept:
             if number is not None:
                 assert state.nvme is not None
-                state.nvme.set_state(number, "conflict", str(error))
+                state.nvme.keep_as_conflict(number, str(error))
             elif slot is not None:
                 slot.segment.mark(slot, SlotState.CONFLICT)
         _logger.error("%s is kept as a conflict: %s", entry.path, error)

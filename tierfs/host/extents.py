@@ -21,12 +21,10 @@ class Extents:
         if size < 0 or align < 1:
             raise ValueError(f"a region of {size} bytes in units of {align}")
         self._align = align
-        self._size = 0
-        self._free_bytes = 0
+        self._size = self._free_bytes = size - size % align
         # The free parts, in order; no two of them touch.
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self.grow(size)
+        self._starts = [0] if self._size else []
+        self._ends = [self._size] if self._size else []
 
     def __repr__(self) -> str:
         return f"Extents({self._size}, align={self._align}, used={self.used_bytes}, free_parts={len(self._starts)})"
@@ -37,19 +35,9 @@ class Extents:
         return self._size
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes that are not taken, wherever they lie."""
-        return self._free_bytes
-
-    @property
     def used_bytes(self) -> int:
         """Bytes that are taken."""
         return self._size - self._free_bytes
-
-    @property
-    def largest_free_bytes(self) -> int:
-        """The most that can be taken at once."""
-        return max((end - start for start, end in zip(self._starts, self._ends, strict=True)), default=0)
 
     def take(self, length: int, *, last: bool = False) -> int | None:
         """Take the first part that is free and long enough; with ``last`` the last one, at its end.
@@ -99,19 +87,6 @@ class Extents:
         if offset % self._align or offset < before or end > behind:
             raise ValueError(f"{length} bytes at {offset} are not all taken")
         self._add(index, offset, end)
-
-    def grow(self, size: int) -> None:
-        """Make the region ``size`` bytes long; what is added is free.
-
-        Raises:
-            ValueError: It is longer already.
-        """
-        size -= size % self._align
-        if size < self._size:
-            raise ValueError(f"a region of {self._size} bytes does not grow to {size}")
-        if size > self._size:
-            old, self._size = self._size, size
-            self._add(len(self._starts), old, size)
 
     def _rounded(self, length: int) -> int:
         if length < 1:

@@ -63,7 +63,7 @@ class Story:
         self.open()
         self.commit("a")
         self.commit("b", "g")
-        self.tier.set_state(self.seqs["b"], "conflict", "why")
+        self.tier.keep_as_conflict(self.seqs["b"], "why")
         self.publish("a")
         self.tier.quarantine(content_of(1)[0])
         write(self.tier, 20, 21, keep=False)

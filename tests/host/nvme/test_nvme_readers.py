@@ -15,7 +15,8 @@ from support.nvme_tools import content_of, draft, drop_index, meta_of, open_tier
 from support.opened import no_descriptors_left
 
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
-from tierfs.host.nvme.writer import NvmeReader
+from tierfs.host.nvme import index
+from tierfs.host.nvme.reader import NvmeReader
 
 
 @pytest.fixture
@@ -235,10 +236,11 @@ def test_a_forked_child_reads_on(tier, directory):
     assert read(reader, 2)
 
 
-def test_many_threads_share_a_reader(tier, directory):
+def test_many_threads_share_a_reader(tier, directory, monkeypatch):
     save(tier, "a", 1, 2, 3)
     reader = NvmeReader(directory)
-    found = []
+    found, opened, connect = [], [], index._connect
+    monkeypatch.setattr(index, "_connect", lambda *about, **more: opened.append(1) or connect(*about, **more))
     threads = [
         threading.Thread(target=lambda n=n: found.extend(read(reader, 1 + (n + i) % 3) for i in range(20)))
         for n in range(8)
@@ -249,7 +251,7 @@ def test_many_threads_share_a_reader(tier, directory):
         thread.join()
     assert len(found) == 160
     assert all(found)
-    assert reader._chunks.renewals == 1
+    assert opened == [1]
 
 
 CHILD = """
@@ -258,7 +260,7 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from support.nvme_tools import content_of, meta_of
 from tierfs.errors import CorruptionError
-from tierfs.host.nvme.writer import NvmeReader
+from tierfs.host.nvme.reader import NvmeReader
 directory, seed = Path({directory!r}), {seed}
 reader, dice = NvmeReader(directory), random.Random(seed)
 expected = {{number: content_of(number) for number in range(40)}}

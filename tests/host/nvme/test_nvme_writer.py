@@ -90,7 +90,7 @@ def test_the_header_of_a_published_draft_is_released_before_publish_returns_and_
 
 def test_what_is_committed_is_there_after_the_tier_is_opened_anew(tier, directory):
     first, second = save(tier, "a", 1, 2), save(tier, "b", 2, 3)
-    tier.set_state(second, "conflict", "changed on the store")
+    tier.keep_as_conflict(second, "changed on the store")
     before = tier.drafts()
     tier.close()
     again = open_tier(directory)
@@ -669,8 +669,6 @@ def test_what_makes_no_sense_is_refused(tier, directory):
     with pytest.raises(InvalidInputError):
         tier.write(b"n", b"m" * 901, memoryview(b"x"))
     with pytest.raises(InvalidInputError):
-        tier.set_state(1, "done", "")
-    with pytest.raises(InvalidInputError):
         tier.commit(drafts=[draft(f"f{number}", []) for number in range(201)])
 
 
@@ -696,7 +694,7 @@ def test_a_tier_that_is_full_of_drafts_lists_those_below_a_directory(tier, direc
     assert [item.path for item in reader.drafts_below("run")] == ["run/a", "run/b/c", "run"]
     assert len(reader.drafts_below("")) == 6
     conflict = reader.draft("run/a")
-    tier.set_state(conflict.seq, "conflict", "somebody else")
+    tier.keep_as_conflict(conflict.seq, "somebody else")
     assert reader.draft("run/a") is None
     assert [item.path for item in reader.drafts_below("run")] == ["run/b/c", "run"]
     assert [item.note for item in reader.drafts_below("run", conflicts=True)] == ["somebody else", "", ""]

@@ -217,14 +217,10 @@ class IndexReader:
     Args:
         path: The database; it need not be there.
         busy_s: How long a query waits at most while the writer commits.
-
-    Attributes:
-        renewals: How often a connection was opened.
     """
 
     def __init__(self, path: Path, *, busy_s: float) -> None:
         self.path = path
-        self.renewals = 0
         self._busy_s = busy_s
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
@@ -287,7 +283,6 @@ class IndexReader:
             self._epoch = _epoch_of(self._connection, self.path)
             self._connection.execute("PRAGMA busy_timeout=0")  # see `_rows`
             self._identity = identity
-            self.renewals += 1
         return self._connection
 
     def _close(self) -> None:

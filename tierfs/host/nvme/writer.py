@@ -33,7 +33,6 @@ from tierfs.host.private import make_private
 
 __all__ = ["ChunksGoneError", "Draft", "FoundChunk", "NvmeReader", "NvmeTier", "NvmeUsage", "StoredDraft", "is_needed"]
 
-STATES = ("pending", "conflict", "damaged")
 CHUNK_META_BYTES_MAX = 900
 
 
@@ -238,14 +237,12 @@ class NvmeTier:
                     del ledger.drafts[seq]
                     ledger.give(draft.extent)
 
-    def set_state(self, seq: int, state: str, note: str) -> None:
-        """Say what became of a draft: ``pending``, ``conflict`` or ``damaged``, and why."""
-        if state not in STATES:
-            raise InvalidInputError(f"{state!r} is no state of a draft: {', '.join(STATES)}")
+    def keep_as_conflict(self, seq: int, note: str) -> None:
+        """Say that somebody else changed a draft's path first, and with which words: it is kept, and never published."""
         with self._state.index_lock:
             self._state.refresh()
             with self._state.changing("index.commit") as database:
-                database.execute("UPDATE drafts SET state = ?, note = ? WHERE seq = ?", [state, note, seq])
+                database.execute("UPDATE drafts SET state = 'conflict', note = ? WHERE seq = ?", [note, seq])
 
     def drafts(self) -> list[StoredDraft]:
         """All drafts, in the order of closing."""
