@@ -431,11 +431,11 @@ def test_what_the_dead_left_unsealed_is_freed_and_so_are_chunks_that_no_draft_ne
     assert os.WIFSIGNALED(in_child(work))
     (path,) = folder.iterdir()
     reader = Segment.attach(path)
-    freed = reader.reclaim(lambda: [reader.find(b"needed").index])
+    freed = reader.free_unneeded([reader.find(b"needed").index])
     assert freed == 16384 + 8192
     assert {slot.name for slot in reader.slots()} == {b"needed", b"clean", b"conflict", b"draft"}
-    assert reader.reclaim(lambda: [reader.find(b"needed").index]) == 0
-    reader.reclaim(list)
+    assert reader.free_unneeded([reader.find(b"needed").index]) == 0
+    reader.free_unneeded([])
     assert {slot.name for slot in reader.slots()} == {b"clean", b"conflict", b"draft"}
 
 

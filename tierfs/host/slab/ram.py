@@ -246,7 +246,7 @@ class RamTier:
             with self.host.locked(LOCK):
                 if self.host.is_alive(segment.owner):
                     continue  # adopted meanwhile
-                freed += segment.reclaim(lambda kept=kept: kept)  # type: ignore[misc]
+                freed += segment.free_unneeded(kept)
                 # What is clean in a segment whose file was removed is of no use to others; and who released one in good
                 # order has left only what had to be flushed.
                 left = segment.is_removed() or not int(segment.owner, 16)

@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -364,17 +364,17 @@ class Segment:
             self._allocator = None
             self._table.owner[0] = _NOBODY
 
-    def reclaim(self, needed: Callable[[], Collection[int]]) -> int:
+    def free_unneeded(self, needed: Collection[int]) -> int:
         """Free what the death of the owner left useless; the caller sees to it that the owner is dead, and stays so.
 
         Args:
-            needed: Says which slots (indices) of chunks some draft still needs.
+            needed: The slots (indices) of chunks that some draft still needs.
 
         Returns:
             Bytes freed.
         """
         table, wanted = self._table, np.zeros(self._table.layout.slots, np.bool_)
-        wanted[sorted(needed())] = True
+        wanted[sorted(needed)] = True
         with self._lock.held():
             chunks = (table.state == SlotState.SEALED) & (table.kind == SlotKind.CHUNK)
             useless = (table.state == SlotState.FILLING) | (chunks & ~wanted)
