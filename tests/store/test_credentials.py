@@ -51,7 +51,8 @@ class Cloud:
             objects = Guarded(LocalObjects(self.path / "store"), self, way.options.get("key", environment))
             return StorePublisher(lambda: Store(objects, read_descriptor(objects, self.url), url=self.url))
 
-        engine = build_engine(launcher._host, launcher._target.uuid, launcher._settings, connect)
+        budgets = {name: getattr(launcher._settings, name) for name in ("ram_bytes", "nvme_bytes", "bandwidth")}
+        engine = build_engine(launcher._host, launcher._target.uuid, connect, **budgets)
         service = Service(engine, launcher._directory, version=__version__, linger_s=60)
         thread = threading.Thread(target=service.run)
         thread.start()

@@ -205,7 +205,16 @@ def flusher(spec):
         return tier
 
     building._nvme_tier = open_and_say
-    engine = building.build_engine(host, spec["uuid"], budgets, None, publisher=publisher, faults=hook)
+    engine = building.build_engine(
+        host,
+        spec["uuid"],
+        None,
+        ram_bytes=budgets.ram_bytes,
+        nvme_bytes=budgets.nvme_bytes,
+        bandwidth=budgets.bandwidth,
+        publisher=publisher,
+        faults=hook,
+    )
     service = Service(engine, host.store_directory(spec["uuid"]), version=__version__, linger_s=PATIENCE_S)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     assert service.run()

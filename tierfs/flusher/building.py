@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CapacityError, StoreError
@@ -26,33 +26,19 @@ from tierfs.host.slab.ram import RamTier
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
 
-__all__ = ["Budgets", "build_engine"]
+__all__ = ["build_engine"]
 
 _logger = logging.getLogger("tierfs.flush")
-
-
-class Budgets(Protocol):
-    """The budgets of the tiers, and of the flusher's bandwidth."""
-
-    @property
-    def ram_bytes(self) -> int:
-        """0 switches the tier off."""
-
-    @property
-    def nvme_bytes(self) -> int:
-        """0 switches the tier off."""
-
-    @property
-    def bandwidth(self) -> int:
-        """Bytes per second to the object tier; 0 for no bound."""
 
 
 def build_engine(
     host: Host,
     uuid: str,
-    budgets: Budgets,
     connect: Connect | None,
     *,
+    ram_bytes: int,
+    nvme_bytes: int,
+    bandwidth: int,
     own: Way | None = None,
     publisher: StorePublisher | None = None,
     clock: Clock | None = None,
@@ -64,8 +50,10 @@ def build_engine(
     Args:
         host: The host.
         uuid: The store's.
-        budgets: Its tiers'.
         connect: Makes what publishes to the store from what a client hands over, which is waited for.
+        ram_bytes: The budget of the ram tier; 0 where that is off.
+        nvme_bytes: The budget of the nvme tier; 0 where that is off.
+        bandwidth: Bytes per second to the object tier; 0 for no bound.
         own: A way to the object tier to begin with, before a client hands one over.
         publisher: Publishes to the store where there is no ``connect``.
         clock: Where time comes from.
@@ -75,18 +63,18 @@ def build_engine(
     clock = clock or SystemClock()
 
     def build() -> Flusher:
-        nvme, problem = _nvme_tier(host.store_directory(uuid), budgets.nvme_bytes, clock, faults)
-        ram = RamTier(host, uuid, budget_bytes=budgets.ram_bytes or TRANSIT_BYTES, clock=clock)
+        nvme, problem = _nvme_tier(host.store_directory(uuid), nvme_bytes, clock, faults)
+        ram = RamTier(host, uuid, budget_bytes=ram_bytes or TRANSIT_BYTES, clock=clock)
         flusher = Flusher(
             ram,
             nvme,
             clock=clock,
             random=random.random,
-            bandwidth=budgets.bandwidth,
+            bandwidth=bandwidth,
             faults=faults,
             connect=connect,
         )
-        if nvme is None and budgets.nvme_bytes:
+        if nvme is None and nvme_bytes:
             flusher.nvme_problem = problem
             flusher.note("nvme_unavailable")
         for what in fallbacks:

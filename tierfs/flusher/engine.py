@@ -54,7 +54,7 @@ class FlushEngine:
         self._upkeep = Upkeep(connect, policy, count)
 
     def start(self) -> None:
-        """Begin to work.
+        """Begin to work. Only the flusher that holds the lock is started.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: A local tier cannot be opened.
@@ -72,29 +72,40 @@ class FlushEngine:
             raise
 
     def stop(self) -> None:
-        """End; see `Flusher.stop`."""
+        """Have every `handle` under way end soon, and come to rest otherwise; see `Flusher.stop`.
+
+        An error that a `handle` raises from now on reaches nobody: its client asks the next flusher.
+        """
         if self._upkeep is not None:
             self._upkeep.stop()
         self._flusher.stop()
 
     def close(self) -> None:
-        """Release the tiers; see `Flusher.close`."""
+        """Release the tiers. Called after `stop`, when no `handle` is under way and none will be."""
         self._flusher.close()
 
     def is_idle(self) -> bool:
-        """See `Flusher.is_idle`."""
+        """Whether there is nothing left to do; see `Flusher.is_idle`."""
         return self._flusher.is_idle()
 
     def gone(self, peer: Peer) -> None:
-        """A client went away: what it waits for is nobody's interest any more."""
+        """End what a client waits for, since it hung up. Does not block.
+
+        Called when its last request has returned, and before that if one is under way: perhaps twice.
+        """
         self._flusher.nudge()
 
     def handle(self, do: str, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        """Answer one message. May block, where the message says so.
+        """Do what a client asks; may take as long as it takes. Returns what JSON holds, within a message.
+
+        Args:
+            do: The request; "hello" comes first on each connection.
+            arguments: From the client; checked by nobody yet.
+            peer: The client. When it hangs up nobody waits for the answer: see `gone`.
 
         Raises:
             InvalidInputError: The message is not understood.
-            TierfsError, TimeoutError: As the work itself does.
+            TierfsError, TimeoutError: Raised again at the client. Anything else becomes a StoreError there.
         """
         method = getattr(self, f"_do_{do}", None)
         if method is None:

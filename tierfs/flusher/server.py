@@ -1,6 +1,6 @@
 """The flusher's face to its clients: the socket, the lock that makes it the only one, and when it retires.
 
-What it does for them is its engine's business (`Engine`). A client's connection carries one request at a time; a
+What it does for them is its engine's business (`tierfs.flusher.engine`). A client's connection carries one request at a time; a
 client with several under way has several connections, so a long wait holds up nothing else. There is nothing here to
 lose: what was staged lies in slabs and in the index, requests may be repeated, and a client whose connection broke
 before the answer came asks the next flusher. That is why it may retire at any moment that finds it idle.
@@ -17,7 +17,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
@@ -26,7 +26,10 @@ from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc import protocol as wire
 from tierfs.host.rpc.protocol import LOCK_NAME
 
-__all__ = ["Engine", "Peer", "Service"]
+if TYPE_CHECKING:
+    from tierfs.flusher.engine import FlushEngine
+
+__all__ = ["Peer", "Service"]
 
 CONNECTIONS_MAX = 256  # and as many threads
 FIRST_CLIENT_S = 5.0  # it was started for somebody: even without a linger they get this long to connect
@@ -53,43 +56,6 @@ class Peer:
     pid: int
     version: str
     gone: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
-
-
-class Engine(Protocol):
-    """The work of a flusher, called by many threads."""
-
-    def start(self) -> None:
-        """Begin. Only the flusher that holds the lock is started."""
-
-    def stop(self) -> None:
-        """Have every `handle` under way end soon, and come to rest otherwise.
-
-        An error that a `handle` raises from now on reaches nobody: its client asks the next flusher.
-        """
-
-    def close(self) -> None:
-        """Release everything. Called after `stop`, when no `handle` is under way and none will be."""
-
-    def handle(self, do: str, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        """Do what a client asks; may take as long as it takes. Returns what JSON holds, within a message.
-
-        Args:
-            do: The request; "hello" comes first on each connection.
-            arguments: From the client; checked by nobody yet.
-            peer: The client. When it hangs up nobody waits for the answer: see `gone`.
-
-        Raises:
-            TierfsError, TimeoutError: Raised again at the client. Anything else becomes a StoreError there.
-        """
-
-    def gone(self, peer: Peer) -> None:
-        """End what a client waits for, since it hung up. May not block.
-
-        Called when its last request has returned, and before that if one is under way: perhaps twice.
-        """
-
-    def is_idle(self) -> bool:
-        """Whether there is nothing left to do. May not block."""
 
 
 class _ClientConnection:
@@ -123,7 +89,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: FlushEngine,
         directory: Path,
         *,
         version: str,

@@ -20,7 +20,7 @@ from tierfs.host.nvme.arena import no_faults
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.scan import PendingDrafts
-from tierfs.host.rpc.caller import Caller, NoAnswerError
+from tierfs.host.rpc.client import FlusherClient, NoAnswerError
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotKind, SlotState
 from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
@@ -64,7 +64,7 @@ class Tiers:
         self,
         ram: RamTier,
         nvme: NvmeReader,
-        flusher: Caller,
+        flusher: FlusherClient,
         *,
         kind: DigestKind,
         has_nvme: bool,

@@ -237,8 +237,10 @@ class Launcher:
         engine = build_engine(
             self._host,
             self._target.uuid,
-            self._settings,
             None,
+            ram_bytes=self._settings.ram_bytes,
+            nvme_bytes=self._settings.nvme_bytes,
+            bandwidth=self._settings.bandwidth,
             publisher=publisher_of(self._connect, self._host),
             clock=self._clock,
         )

@@ -12,7 +12,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -222,7 +222,6 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     uuid, codecs = arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = state_directory(arguments.state_dir)
     host = Host(state)
-    budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
 
     def connect(way: Way) -> StorePublisher:
         from tierfs.session.tiers import publisher_of  # noqa: PLC0415 - loads the store, which a client does not wait for
@@ -231,7 +230,16 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
     # The client may be dead before it says a word: a directory takes no credentials, and what was left is flushed.
     own = Way(arguments.url, {}) if arguments.url.startswith("file://") else None
-    engine = build_engine(host, uuid, budgets, connect, own=own, fallbacks=fallbacks)
+    engine = build_engine(
+        host,
+        uuid,
+        connect,
+        ram_bytes=parse_size(arguments.ram or 0),
+        nvme_bytes=parse_size(arguments.nvme or 0),
+        bandwidth=parse_size(arguments.bandwidth or 0),
+        own=own,
+        fallbacks=fallbacks,
+    )
     return engine, host.store_directory(uuid)
 
 
@@ -244,13 +252,6 @@ def _raise_limits() -> None:
         if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
             with contextlib.suppress(OSError, ValueError):  # some sandboxes let nobody: it goes on with what it has
                 resource.setrlimit(which, (wanted, hard))
-
-
-@dataclass(frozen=True, slots=True)
-class _Budgets:
-    ram_bytes: int
-    nvme_bytes: int
-    bandwidth: int
 
 
 def _open_as_told(way: Way, uuid: str, codecs: str) -> Store:
@@ -284,11 +285,13 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     host, uuid = Host(settings.directory), store.descriptor.uuid
     directory = claim(host, uuid, store.objects.places(), store.url)
     publisher = publisher_of(lambda: open_bare(location)[0], host)
-    engine = build_engine(host, uuid, settings, None, publisher=publisher)
+    ram, nvme = settings.ram_bytes, settings.nvme_bytes
+    engine = build_engine(
+        host, uuid, None, ram_bytes=ram, nvme_bytes=nvme, bandwidth=settings.bandwidth, publisher=publisher
+    )
     policy = _policy(arguments)
     if not policy.is_off:
         engine.keep_up(lambda: open_bare(location)[0], policy)
-    ram, nvme = settings.ram_bytes, settings.nvme_bytes
     words = "budgets: ram %s, nvme %s"
     _logger.info(
         words, format_bytes(ram), format_bytes(nvme), extra={"uuid": uuid, "ram_bytes": ram, "nvme_bytes": nvme}

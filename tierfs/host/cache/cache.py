@@ -12,7 +12,7 @@ from tierfs.host.cache.backfill import Backfill
 from tierfs.host.cache.reader import ChunkReader
 from tierfs.host.cache.single_flight import SingleFlight
 from tierfs.host.counters import Counters
-from tierfs.host.rpc.caller import Caller
+from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot, SlotKind, SlotState
 from tierfs.host.write.chunk_buffer import ChunkBuffer
@@ -48,7 +48,7 @@ class ChunkCache:
         ram: RamTier,
         reader: ChunkReader,
         writer: SlabWriter,
-        flusher: Caller,
+        flusher: FlusherClient,
         counters: Counters,
         *,
         kind: DigestKind,

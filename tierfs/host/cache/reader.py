@@ -19,7 +19,7 @@ from tierfs.format.ranges import BlockTargets, Part, block_runs
 from tierfs.host.cache.local_chunk import check_block, envelope_of
 from tierfs.host.counters import Counters
 from tierfs.host.nvme.reader import NvmeReader
-from tierfs.host.rpc.caller import Caller
+from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 
 __all__ = ["ChunkReader"]
@@ -38,7 +38,7 @@ class ChunkReader:
         counters: Where bytes read and copies put aside are counted.
     """
 
-    def __init__(self, ram: RamTier, nvme: NvmeReader, flusher: Caller, counters: Counters) -> None:
+    def __init__(self, ram: RamTier, nvme: NvmeReader, flusher: FlusherClient, counters: Counters) -> None:
         self._ram = ram
         self._nvme = nvme
         self._flusher = flusher

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tierfs.clock import boot_id
 from tierfs.errors import CorruptionError
@@ -19,9 +19,11 @@ from tierfs.host.pending.decoded import DecodedDrafts
 from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft
-from tierfs.host.rpc.caller import Caller
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotState
+
+if TYPE_CHECKING:
+    from tierfs.host.rpc.client import FlusherClient  # a flusher loads this file, and asks nobody
 
 __all__ = ["Pending", "PendingDrafts", "damaged_segment"]
 
@@ -55,7 +57,7 @@ class PendingDrafts:
         self,
         ram: RamTier,
         nvme: NvmeReader,
-        flusher: Caller,
+        flusher: FlusherClient,
         counters: Counters,
         *,
         stored_level: Level,

@@ -21,11 +21,10 @@ from tierfs._fork import renew_in_children
 from tierfs.errors import FormatError, StoreError
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc import protocol as wire
-from tierfs.host.rpc.caller import NoAnswerError
 from tierfs.host.rpc.launch import LOG_NAME, Launched, tail
 from tierfs.host.rpc.protocol import LOCK_NAME
 
-__all__ = ["FlusherClient", "is_flusher_running"]
+__all__ = ["FlusherClient", "NoAnswerError", "is_flusher_running"]
 
 START_TIMEOUT_S = 30.0
 IDLE_MAX = 4
@@ -34,6 +33,10 @@ ATTEMPTS_MAX = 20
 _LAUNCH_LOCK_NAME = "launch.lock"
 _UNWATCHED_S = 1.0
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.002, 0.02
+
+
+class NoAnswerError(TimeoutError):
+    """The flusher did not answer in time: it is stopped, hangs, or cannot be started. Its own answers are no such error."""
 
 
 class _BrokenError(Exception):

@@ -21,7 +21,7 @@ from tierfs.host.counters import Counters
 from tierfs.host.nvme.arena import no_faults
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.private import refused
-from tierfs.host.rpc.caller import Caller
+from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot, SlotKind, SlotState
@@ -61,7 +61,7 @@ class SlabWriter:
     def __init__(
         self,
         ram: RamTier,
-        flusher: Caller,
+        flusher: FlusherClient,
         counters: Counters,
         *,
         kind: DigestKind,
