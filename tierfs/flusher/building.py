@@ -73,17 +73,19 @@ def build_engine(
             bandwidth=bandwidth,
             faults=faults,
             connect=connect,
+            nvme_problem=problem,
         )
-        if nvme is None and nvme_bytes:
-            flusher.nvme_problem = problem
+        if problem:
             flusher.note("nvme_unavailable")
         for what in fallbacks:
             flusher.note(what)
         if publisher is not None:
             flusher.connect(publisher)
+        if own is not None:
+            flusher.hand_over(own)
         return flusher
 
-    return FlushEngine(build, own)
+    return FlushEngine(build)
 
 
 def _nvme_tier(
@@ -102,7 +104,7 @@ def _nvme_tier(
         if is_needed(directory):
             raise
         _logger.warning("there is no nvme tier, what is pending goes from memory to the object tier: %s", error)
-        return None, str(error)
+        return None, str(error) if budget_bytes else ""
     if budget_bytes or tier.drafts():
         return tier, ""
     tier.close()

@@ -28,12 +28,10 @@ class FlushEngine:
 
     Args:
         build: Makes what does the work; called by `start`, when nobody else works on these tiers.
-        own: A way to the object tier to begin with, before a client hands one over.
     """
 
-    def __init__(self, build: Callable[[], Flusher], own: Way | None = None) -> None:
+    def __init__(self, build: Callable[[], Flusher]) -> None:
         self._build = build
-        self._own = own
         self._upkeep: Upkeep | None = None
         self._started: Flusher | None = None
 
@@ -61,8 +59,6 @@ class FlushEngine:
         """
         self._started = self._build()
         try:
-            if self._own is not None:
-                self._started.hand_over(self._own)
             self._started.start()
             if self._upkeep is not None:
                 self._upkeep.start()

@@ -65,10 +65,10 @@ class Flusher:
         bandwidth: Bytes of chunks per second that go there at most, before they are encoded; 0 for no bound.
         faults: Called with the name of each ordered step before and after it, for tests to fail there.
         connect: Makes what publishes to the store from what a client hands over.
+        nvme_problem: Why there is no nvme tier, though there was to be one; empty where there is none to be.
 
     Attributes:
-        ram: As given.
-        nvme: As given.
+        ram: As given; so are ``nvme`` and ``nvme_problem``.
         scan: Finds drafts.
         persister: Takes them, and chunks to be read later, to the nvme tier.
         uploader: Takes them to the object tier.
@@ -84,14 +84,15 @@ class Flusher:
         bandwidth: int = 0,
         faults: Callable[[str], None] = no_faults,
         connect: Connect | None = None,
+        nvme_problem: str = "",
     ) -> None:
         self.ram = ram
         self.nvme = nvme
+        self.nvme_problem = nvme_problem
         self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults, connect=connect)
         self.scan = PendingScan(self._state)
         self.uploader = Uploader(self._state, bandwidth=bandwidth)
         self.persister = NvmePersister(self._state, self.uploader.put)
-        self.nvme_problem = ""  # why there is no nvme tier, though there was to be one
         self._threads: list[threading.Thread] = []
         self._opens_ahead = False
 
