@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierfs.buffers import buffers
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
@@ -38,6 +38,12 @@ PLANS_MAX = 10_000
 _logger = logging.getLogger("tierfs.store")
 
 
+class _OpenedStore(NamedTuple):
+    store: Store
+    commits: Commits
+    keyframes: KeyframeIndex
+
+
 class StorePublisher:
     """Puts chunks into the object tier, then the records that name them. Safe for use by many threads.
 
@@ -50,13 +56,11 @@ class StorePublisher:
         self._connect = connect
         self._check = check
         self._lock = threading.Lock()
-        self._store: Store | None = None
-        self._commits: Commits | None = None
-        self._keyframes: KeyframeIndex | None = None
+        self._opened: _OpenedStore | None = None
         self._plans: dict[bytes, FilePlan] = {}  # by write id, until their files are published; those of others stay
 
     def __repr__(self) -> str:
-        return f"StorePublisher({self._store!r})"
+        return f"StorePublisher({None if self._opened is None else self._opened.store!r})"
 
     def open(self) -> None:
         """Load what talks to the object tier, and open the store there. The first request would do it."""
@@ -64,9 +68,8 @@ class StorePublisher:
 
     def plan(self, draft: Draft, read: ReadRow) -> Sequence[ChunkContext]:
         """The facts about each chunk of a file, before they are put; none where nothing is known."""
-        store = self._open()
-        assert self._keyframes is not None
-        plan = self._keyframes.plan(draft, read, derives=store.encoder.derives)
+        store, _, keyframes = self._open()
+        plan = keyframes.plan(draft, read, derives=store.encoder.derives)
         if plan is not None:
             with self._lock:
                 self._plans[draft.write_id] = plan
@@ -103,7 +106,7 @@ class StorePublisher:
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
         """
         context = context or NO_CONTEXT
-        store = self._open()
+        store = self._open().store
         with buffers().lend(length) as raw:
             if not fill(raw):
                 return None
@@ -116,7 +119,7 @@ class StorePublisher:
             CorruptionError: It is not in the object tier either.
             StoreError, ReadOnlyError: The object tier failed.
         """
-        store = self._open()
+        store = self._open().store
         while True:
             # One that is not sound is passed over the next time. What this flusher put itself, for a file that is larger than the
             # local tiers, need not come back over the network.
@@ -137,24 +140,23 @@ class StorePublisher:
             StoreError, CapacityError, ReadOnlyError: The object tier failed. If it is transient, the record may be
                 there or not.
         """
-        store = self._open()
+        store, commits, keyframes = self._open()
         try:
             self._publish(store, draft, rows, read)
         except ConflictError:
-            assert self._commits is not None
-            if not isinstance(draft.record, Manifest) or not self._commits.overtake(draft.path, draft.record, rows):
+            if not isinstance(draft.record, Manifest) or not commits.overtake(draft.path, draft.record, rows):
                 with self._lock:
                     self._plans.pop(draft.write_id, None)
                 raise
         with self._lock:
             plan = self._plans.pop(draft.write_id, None)
-        if plan is not None and self._keyframes is not None:
-            self._keyframes.note(draft, plan, rows)
+        if plan is not None:
+            keyframes.note(draft, plan, rows)
+        directory = draft.path.rpartition("/")[0]
         if isinstance(draft.record, Manifest) and is_root(draft.path):
-            assert self._commits is not None
-            self._commits.note_published(draft.path.rpartition("/")[0])
+            commits.note_published(directory)
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
-            self._commit(store, draft.path.rpartition("/")[0])
+            _commit(store, commits, directory)
 
     def report_damage(self, key: str) -> None:
         """Note that the chunk object under this key is damaged or missing: its bytes are stored anew if they come by.
@@ -163,18 +165,16 @@ class StorePublisher:
             FormatError: It is no chunk's key.
             StoreError, ReadOnlyError: The store cannot be opened.
         """
-        store = self._open()
+        store = self._open().store
         store.lease_cache.mark_damaged(keys.parse_chunk_key(key, store.descriptor.digest_kind))
 
     def asked(self) -> dict[str, Any]:
         """See `tierfs.store.request_metrics`; nothing before the store was opened. Never blocks."""
-        # Without the lock, which is held while the store is opened.
-        store = self._store
-        keyframes = self._keyframes
-        if store is None or keyframes is None:
+        opened = self._opened  # without the lock, which is held while the store is opened
+        if opened is None:
             return {}
-        codecs = {**store.encoder.status(), **keyframes.fallbacks()}
-        return {**request_metrics(store.objects), "codecs": codecs}
+        codecs = {**opened.store.encoder.status(), **opened.keyframes.fallbacks()}
+        return {**request_metrics(opened.store.objects), "codecs": codecs}
 
     def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:
         observed = self._base(store, draft)
@@ -187,21 +187,6 @@ class StorePublisher:
         else:
             record = Tombstone(record.write_id, record.deleted_ns, Tombstone.check_of(observed.previous))
         publish(store, observed, record, term=term)
-
-    def _commit(self, store: Store, directory: str) -> None:
-        """Commit a checkpoint, if the published file is the last that it waited for.
-
-        Raises:
-            StoreError: It cannot be told now; it is transient.
-        """
-        assert self._commits is not None
-        try:
-            self._commits.advance(directory)
-        except TierfsError as error:
-            if getattr(error, "transient", False):
-                raise
-            # The file that was published is none the worse for it.
-            _logger.error("%s: no save there can be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
 
     def _base(self, store: Store, draft: Draft) -> Observed | None:
         """The version that the draft replaces; ``None`` if it is published already."""
@@ -221,29 +206,42 @@ class StorePublisher:
             )
         return there
 
-    def _open(self) -> Store:
-        """The store, looked for again where its root does not hold it any more.
+    def _open(self) -> _OpenedStore:
+        """The store and what is known of it, looked for again where its root does not hold it any more.
 
         Raises:
             StoreNotFoundError: Another one is there, or none: what was written to a store must never get into another one.
             InvalidInputError: It is a copy of the one whose local tiers these are.
         """
         with self._lock:
-            known = self._store
-            if known is not None and known.is_current():
-                self._check(known)
-                return known
+            opened = self._opened
+            if opened is not None and opened.store.is_current():
+                self._check(opened.store)
+                return opened
             store = self._connect()
             self._check(store)
-            if known is not None and (store is known or store.descriptor.uuid != known.descriptor.uuid):
+            if opened is not None and (store is opened.store or store.descriptor.uuid != opened.store.descriptor.uuid):
+                uuid, url = opened.store.descriptor.uuid, opened.store.url
                 raise StoreNotFoundError(
-                    f"the store {known.descriptor.uuid} is not at {known.url} any more: put it back, and what waits is flushed",
-                    path=known.url,
+                    f"the store {uuid} is not at {url} any more: put it back, and what waits is flushed", path=url
                 )
-            self._store = store
-            self._commits = Commits(store)
-            self._keyframes = KeyframeIndex(store)
-            return store
+            self._opened = _OpenedStore(store, Commits(store), KeyframeIndex(store))
+            return self._opened
+
+
+def _commit(store: Store, commits: Commits, directory: str) -> None:
+    """Commit a checkpoint, if the published file is the last that it waited for.
+
+    Raises:
+        StoreError: It cannot be told now; it is transient.
+    """
+    try:
+        commits.advance(directory)
+    except TierfsError as error:
+        if getattr(error, "transient", False):
+            raise
+        # The file that was published is none the worse for it.
+        _logger.error("%s: no save there can be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
 
 
 class _Sending(ChunkSend):

@@ -414,7 +414,7 @@ class ChangesWhileItIsLookedAt:
 
 def test_anchors_that_another_save_changes_meanwhile_keep_nobody_from_looking_again(flushing, training):
     flushing.save(path_of(1), training.file())
-    keyframes = flushing.publisher._keyframes
+    keyframes = flushing.publisher._opened.keyframes
     series = keyframes._known[path_of(1)]
     for place, keyframe in series.keyframes.items():
         series.keyframes[place] = ChangesWhileItIsLookedAt(keyframe.row, keyframes, series)
