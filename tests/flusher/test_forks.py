@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from tierfs.errors import StoreError
-from tierfs.host.cache.single_flight import SingleFlight
+from tierfs.host.name_locks import NameLocks
 
 CHILD_S = 10
 
 
-def flown(flight):
-    with flight.holding(b"a chunk"):
+def flown(locks):
+    with locks.single_flight(b"a chunk"):
         pass
 
 
@@ -32,34 +32,34 @@ def child_of(task):
 
 
 @pytest.fixture
-def flight(tmp_path):
-    flight = SingleFlight(tmp_path / "fetches.lock")
-    yield flight
-    flight.close()
+def locks(tmp_path):
+    locks = NameLocks(tmp_path / "fetches.lock")
+    yield locks
+    locks.close()
 
 
-def test_what_another_process_or_thread_holds_is_waited_for_so_long_and_no_longer(flight):
+def test_what_another_process_or_thread_holds_is_waited_for_so_long_and_no_longer(locks):
     def hold_in_vain():
-        with pytest.raises(StoreError) as caught, flight.alone(b"a chunk", timeout_s=0.1):
+        with pytest.raises(StoreError) as caught, locks.alone(b"a chunk", timeout_s=0.1):
             pass
         assert caught.value.transient
-        with flight.alone(b"another chunk", timeout_s=0):
+        with locks.alone(b"another chunk", timeout_s=0):
             pass
 
-    with flight.holding(b"a chunk"):
+    with locks.single_flight(b"a chunk"):
         assert child_of(hold_in_vain) == 0
         thread = threading.Thread(target=hold_in_vain)
         thread.start()
         thread.join()
-    with flight.alone(b"a chunk", timeout_s=0):
+    with locks.alone(b"a chunk", timeout_s=0):
         pass
 
 
-def test_what_a_killed_process_held_is_free(flight):
+def test_what_a_killed_process_held_is_free(locks):
     def be_killed():
-        with flight.holding(b"a chunk"):
+        with locks.single_flight(b"a chunk"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert os.WTERMSIG(child_of(be_killed)) == signal.SIGKILL
-    with flight.alone(b"a chunk", timeout_s=0):
+    with locks.alone(b"a chunk", timeout_s=0):
         pass

@@ -141,7 +141,7 @@ def test_a_change_that_cannot_be_sealed_for_want_of_room_says_so(host, monkeypat
     def full(_self):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tierfs.host.cache.single_flight.SingleFlight._open", full)
+    monkeypatch.setattr("tierfs.host.name_locks.NameLocks._open", full)
     with pytest.raises(CapacityError, match="a cannot be sealed: No space"):
         save(host.store, "a", b"1")
     monkeypatch.undo()

@@ -10,8 +10,8 @@ from tierfs.errors import CorruptionError, TierfsError
 from tierfs.format.ranges import WHOLE_SHARE, Part, block_runs
 from tierfs.host.cache.backfill import Backfill
 from tierfs.host.cache.reader import ChunkReader
-from tierfs.host.cache.single_flight import SingleFlight
 from tierfs.host.counters import Counters
+from tierfs.host.name_locks import NameLocks
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot, SlotKind, SlotState
@@ -65,11 +65,11 @@ class ChunkCache:
         self._counters = counters
         self._kind = kind
         self._has_nvme = has_nvme
-        self._flight = SingleFlight(ram.host.store_directory(ram.store) / "fetch.lock")
+        self._fetching = NameLocks(ram.host.store_directory(ram.store) / "fetch.lock")
         self._backfill = Backfill(self.backfill)
 
     def __repr__(self) -> str:
-        return f"ChunkCache({self._ram!r}, keeps_reads={self.keeps_reads}, {self._backfill!r}, {self._flight!r})"
+        return f"ChunkCache({self._ram!r}, keeps_reads={self.keeps_reads}, {self._backfill!r}, {self._fetching!r})"
 
     def read_through(
         self,
@@ -105,7 +105,7 @@ class ChunkCache:
         if not self.keeps_reads or wanted < least:
             fetch(parts)
             return
-        with self._flight.holding(flight or name):
+        with self._fetching.single_flight(flight or name):
             # Somebody may have fetched it since the first look, whether or not that had to be waited for.
             if self._reader.holds(name, "ram") and self._reader.read(name, raw_length, parts) is not None:
                 return
@@ -161,7 +161,7 @@ class ChunkCache:
 
     def close(self) -> None:
         """Wait for nobody's fetch any more."""
-        self._flight.close()
+        self._fetching.close()
 
     def _evict_nvme(self, names: Sequence[bytes] | None) -> int:
         if not self._has_nvme:

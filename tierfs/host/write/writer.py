@@ -16,8 +16,8 @@ from typing import Any
 from tierfs.clock import Clock, boot_id
 from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import StoreError, TierfsError
-from tierfs.host.cache.single_flight import SingleFlight
 from tierfs.host.counters import Counters
+from tierfs.host.name_locks import NameLocks
 from tierfs.host.nvme.arena import no_faults
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.private import refused
@@ -77,7 +77,7 @@ class SlabWriter:
         self._fault = no_faults  # tests fail there
         self._boot = boot_id()
         self._housekeeping = Housekeeping(ram, ended)
-        self._sealing = SingleFlight(ram.host.store_directory(ram.store) / "seal.lock")
+        self._sealing = NameLocks(ram.host.store_directory(ram.store) / "seal.lock")
         self._lock = threading.Lock()
         self._is_news = False
         self._is_telling = False

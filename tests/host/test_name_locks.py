@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tierfs.clock import ManualClock
-from tierfs.host.cache.single_flight import PATIENCE_S, SingleFlight
+from tierfs.host.name_locks import PATIENCE_S, NameLocks
 
 
 @pytest.fixture
@@ -14,42 +14,42 @@ def clock():
 
 
 @pytest.fixture
-def flight(tmp_path, clock):
-    flight = SingleFlight(tmp_path / "fetch.lock", clock=clock)
-    yield flight
-    flight.close()
+def locks(tmp_path, clock):
+    locks = NameLocks(tmp_path / "fetch.lock", clock=clock)
+    yield locks
+    locks.close()
 
 
 @pytest.fixture
 def elsewhere(tmp_path):
     """What another process has: the same file, opened anew."""
-    flight = SingleFlight(tmp_path / "fetch.lock")
-    yield flight
-    flight.close()
+    locks = NameLocks(tmp_path / "fetch.lock")
+    yield locks
+    locks.close()
 
 
-def test_a_chunk_is_fetched_without_one_who_was_stopped(flight, elsewhere, clock, caplog):
+def test_a_chunk_is_fetched_without_one_who_was_stopped(locks, elsewhere, clock, caplog):
     begun = clock.monotonic()
-    with elsewhere.holding(b"a"):
+    with elsewhere.single_flight(b"a"):
         for _ in range(2):
-            with flight.holding(b"a"), flight.holding(b"b"):
+            with locks.single_flight(b"a"), locks.single_flight(b"b"):
                 pass
     waited_s = clock.monotonic() - begun
     assert 2 * PATIENCE_S <= waited_s < 2 * PATIENCE_S + 1
     assert caplog.text.count("was stopped") == 1
-    with flight.holding(b"a"):
+    with locks.single_flight(b"a"):
         pass
     assert clock.monotonic() == begun + waited_s
 
 
-def test_a_thread_is_not_waited_for_for_good_either(flight, clock):
+def test_a_thread_is_not_waited_for_for_good_either(locks, clock):
     begun = clock.monotonic()
-    with flight.holding(b"a"):
-        with flight.holding(b"a"):
+    with locks.single_flight(b"a"):
+        with locks.single_flight(b"a"):
             pass
         assert PATIENCE_S <= clock.monotonic() - begun < PATIENCE_S + 1
         # What the second one did without is the first one's still.
-        with flight.holding(b"a"):
+        with locks.single_flight(b"a"):
             pass
         assert clock.monotonic() - begun >= 2 * PATIENCE_S
 
@@ -57,13 +57,13 @@ def test_a_thread_is_not_waited_for_for_good_either(flight, clock):
 def test_who_is_at_work_is_waited_for(elsewhere, tmp_path):
     done = []
 
-    def fetch(flight):
-        with flight.holding(b"a"):
+    def fetch(locks):
+        with locks.single_flight(b"a"):
             done.append("second")
 
-    here = SingleFlight(tmp_path / "fetch.lock")
-    threads = [threading.Thread(target=fetch, args=(flight,)) for flight in (elsewhere, here)]
-    with elsewhere.holding(b"a"):
+    here = NameLocks(tmp_path / "fetch.lock")
+    threads = [threading.Thread(target=fetch, args=(locks,)) for locks in (elsewhere, here)]
+    with elsewhere.single_flight(b"a"):
         for thread in threads:
             thread.start()
         threads[0].join(0.05)
@@ -74,10 +74,10 @@ def test_who_is_at_work_is_waited_for(elsewhere, tmp_path):
     assert done == ["first", "second", "second"]
 
 
-def test_closing_lets_go_of_what_is_held(flight, elsewhere):
-    with flight.alone(b"a", timeout_s=1):
-        flight.close()
+def test_closing_lets_go_of_what_is_held(locks, elsewhere):
+    with locks.alone(b"a", timeout_s=1):
+        locks.close()
     with elsewhere.alone(b"a", timeout_s=1):
         pass
-    with flight.alone(b"a", timeout_s=1):
+    with locks.alone(b"a", timeout_s=1):
         pass

@@ -1,4 +1,4 @@
-"""One at a time, of what several threads and processes of a host want to do at once."""
+"""Locks on names, such as a path or a chunk, among all threads and processes of a host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import StoreError
 
-__all__ = ["SingleFlight"]
+__all__ = ["NameLocks"]
 
 # Longer than a chunk takes that is slow to come, so that only what has stopped is fetched twice.
 PATIENCE_S = 20.0
@@ -28,8 +28,8 @@ _OFFSETS = 1 << 40
 _logger = logging.getLogger("tierfs.flush")
 
 
-class SingleFlight:
-    """Locks on names: among threads by a table, among processes by one byte of a file.
+class NameLocks:
+    """One lock for each name: among threads by a table, among processes by one byte of a file.
 
     Two names that share a byte wait for each other for nothing, which happens once in 10^12 pairs. Nobody waits for good:
     who holds a lock may be stopped, by a signal or with its container.
@@ -49,11 +49,11 @@ class SingleFlight:
         renew_in_children(self)
 
     def __repr__(self) -> str:
-        return f"SingleFlight({str(self._path)!r}, {len(self._busy)} under way, {self._passed_by} not waited for)"
+        return f"NameLocks({str(self._path)!r}, {len(self._busy)} under way, {self._passed_by} not waited for)"
 
     @contextlib.contextmanager
-    def holding(self, name: bytes) -> Iterator[None]:
-        """Fetch: hold a name, or find out in `PATIENCE_S` that somebody else goes on holding it. Then the lock only saves work.
+    def single_flight(self, name: bytes) -> Iterator[None]:
+        """Hold the name of a chunk while it is fetched, or find out in `PATIENCE_S` that somebody else goes on holding it. Then the lock only saves work.
 
         What was wanted may be there by now: somebody else may have held it until just then.
         """
