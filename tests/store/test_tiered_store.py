@@ -14,7 +14,7 @@ from support.tiered import BIG, MIB, Gate, Host, content, save_at
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from tierfs.flusher.state import FlushState
 from tierfs.format.keys import chunk_key
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.index import StagedIndex

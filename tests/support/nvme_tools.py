@@ -4,7 +4,7 @@ import hashlib
 import os
 
 from tierfs.clock import ManualClock
-from tierfs.host.nvme.arena import no_faults
+from tierfs.host.ground import no_faults
 from tierfs.host.nvme.writer import NvmeReader, NvmeTier
 
 CHUNK = 150_000

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,8 @@ from tierfs.errors import CapacityError, StoreError
 from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.flusher import Flusher
+from tierfs.host.ground import Faults, no_faults
 from tierfs.host.host import Host
-from tierfs.host.nvme.arena import no_faults
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.nvme.writer import NvmeTier, is_needed
 from tierfs.host.slab.growth import TRANSIT_BYTES
@@ -42,7 +42,7 @@ def build_engine(
     own: Way | None = None,
     publisher: StorePublisher | None = None,
     clock: Clock | None = None,
-    faults: Callable[[str], None] = no_faults,
+    faults: Faults = no_faults,
     fallbacks: Sequence[str] = (),
 ) -> FlushEngine:
     """Put a flusher together, to be run as a `Service`.
@@ -88,9 +88,7 @@ def build_engine(
     return FlushEngine(build)
 
 
-def _nvme_tier(
-    directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None]
-) -> tuple[NvmeTier | None, str]:
+def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Faults) -> tuple[NvmeTier | None, str]:
     """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet.
 
     Where there is none: why, if somebody asked for one.

@@ -32,7 +32,7 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
 from tierfs.flusher.upload import Uploader
-from tierfs.host.nvme.arena import no_faults
+from tierfs.host.ground import Faults, no_faults
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.ram import RamTier
@@ -82,7 +82,7 @@ class Flusher:
         clock: Clock,
         random: Callable[[], float],
         bandwidth: int = 0,
-        faults: Callable[[str], None] = no_faults,
+        faults: Faults = no_faults,
         connect: Connect | None = None,
         nvme_problem: str = "",
     ) -> None:

@@ -14,6 +14,7 @@ from tierfs.clock import Clock
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
 from tierfs.flusher.queue import FlushItem, FlushQueue
+from tierfs.host.ground import Faults
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, SlotRef
@@ -63,7 +64,7 @@ class FlushState:
         *,
         clock: Clock,
         random: Callable[[], float],
-        fault: Callable[[str], None],
+        fault: Faults,
         connect: Connect | None = None,
     ) -> None:
         self.ram = ram

@@ -25,17 +25,14 @@ from tierfs.clock import boot_id
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.host.filesystems import filesystem_of, is_network
 from tierfs.host.private import entries_of, make_private, refused
-from tierfs.host.slab.segment_folder import FALLBACK, SegmentFolder
+from tierfs.host.segment_folder import FALLBACK, SegmentFolder
 
-__all__ = ["PAGE_BYTES", "SMALL_SHM", "ExclusiveLock", "Host", "state_directory"]
+__all__ = ["SMALL_SHM", "ExclusiveLock", "Host", "state_directory"]
 
 SMALL_SHM = (
     "Shared memory is too small; segments are kept in the state directory instead. Staging will be slower. Give the "
     "container a larger /dev/shm."
 )
-PAGE_BYTES = 4096
-"""The alignment of everything in the local tiers."""
-
 _OWNER = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 _logger = logging.getLogger("tierfs.local")

@@ -16,7 +16,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.host.cache.cache import ChunkCache
 from tierfs.host.cache.reader import ChunkReader
 from tierfs.host.counters import Counters
-from tierfs.host.nvme.arena import no_faults
+from tierfs.host.ground import no_faults
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.scan import PendingDrafts

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES
 
 __all__ = ["AlignedBuffers", "copy_bytes", "is_aligned"]
 

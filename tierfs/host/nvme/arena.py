@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,26 +21,19 @@ import numpy as np
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import StoreError
 from tierfs.host.filesystems import flush_directory
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES, Faults, no_faults
 from tierfs.host.nvme.aligned import AlignedBuffers, copy_bytes, is_aligned
 from tierfs.host.nvme.direct_file import DirectFile
 from tierfs.host.nvme.disk_errors import disk_errors
 from tierfs.host.nvme.extent_page import EXTENT_MAGIC, GRANULE, ArenaPage, ExtentKind, ExtentPage, IntentPage
 
-__all__ = ["Arena", "Faults", "no_faults"]
-
-Faults = Callable[[str], None]
-"""Called before and after every ordered step, with ``"before STEP"`` and ``"after STEP"``; tests raise or kill there."""
+__all__ = ["Arena"]
 
 SCAN_BYTES = 4 << 20
 BUFFERS_KEPT_MAX = 4
 _logger = logging.getLogger("tierfs.local")
 _pages = AlignedBuffers(PAGE_BYTES, keep_max=64)
 _large = AlignedBuffers(CHUNK_BYTES + 2 * PAGE_BYTES, keep_max=BUFFERS_KEPT_MAX)
-
-
-def no_faults(point: str) -> None:
-    """Do nothing: the hook that production has at each step."""
 
 
 def _floor(number: int) -> int:

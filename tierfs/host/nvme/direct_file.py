@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 
 from tierfs.errors import StoreError
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.nvme.aligned import AlignedBuffers
 from tierfs.host.nvme.disk_errors import disk_errors
 

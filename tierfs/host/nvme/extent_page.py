@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES
 
 __all__ = [
     "GRANULE",

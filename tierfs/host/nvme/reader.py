@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.nvme.arena import Arena
 from tierfs.host.nvme.extent_page import ExtentKind
 from tierfs.host.nvme.index import IndexReader

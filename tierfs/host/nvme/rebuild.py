@@ -21,7 +21,8 @@ from tierfs.clock import Clock
 from tierfs.digest import CHUNK_BYTES, checksum
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.host.filesystems import flush_directory
-from tierfs.host.nvme.arena import Arena, Faults
+from tierfs.host.ground import Faults
+from tierfs.host.nvme.arena import Arena
 from tierfs.host.nvme.disk_errors import disk_errors
 from tierfs.host.nvme.extent_page import GRANULE, DraftRecord, ExtentKind, ExtentPage, IntentPage, extent_bytes
 from tierfs.host.nvme.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF, Index

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError, CorruptionError, TierfsError
-from tierfs.host.nvme.arena import Faults
+from tierfs.host.ground import Faults
 from tierfs.host.nvme.extent_page import GRANULE, ExtentKind, ExtentPage, extent_bytes
 from tierfs.host.nvme.index import Index
 from tierfs.host.nvme.last_used import LastUsed

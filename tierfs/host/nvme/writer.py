@@ -13,7 +13,7 @@ from pathlib import Path
 from tierfs.clock import Clock
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
-from tierfs.host.nvme.arena import no_faults
+from tierfs.host.ground import Faults, no_faults
 from tierfs.host.nvme.commit import Draft, commit, unref
 from tierfs.host.nvme.extent_page import NAME_BYTES_MAX, ExtentKind, ExtentPage
 from tierfs.host.nvme.index import INSERT_RELEASE, IndexReader
@@ -68,9 +68,7 @@ class NvmeTier:
         ReadOnlyError, StoreError: It cannot be read or written.
     """
 
-    def __init__(
-        self, directory: Path, *, budget_bytes: int, clock: Clock, faults: Callable[[str], None] = no_faults
-    ) -> None:
+    def __init__(self, directory: Path, *, budget_bytes: int, clock: Clock, faults: Faults = no_faults) -> None:
         if budget_bytes < BUDGET_BYTES_MIN:
             raise InvalidInputError(
                 f"nvme={budget_bytes}: less than {BUDGET_BYTES_MIN} bytes hold nothing: give more, or 0"

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from tierfs.errors import ReadOnlyError, TierfsError
 from tierfs.host.private import entries_of
+from tierfs.host.segment_folder import STATE_FILE, said_of
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentError
-from tierfs.host.slab.segment_folder import STATE_FILE, said_of
 from tierfs.units import format_bytes
 
 __all__ = ["UnusedFolder", "drop_copies", "remove_gone", "unused_folders"]

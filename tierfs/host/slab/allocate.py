@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tierfs.errors import CapacityError, StoreError
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES
 
 __all__ = ["allocate", "give_up", "map_shared", "populate"]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from tierfs.clock import boot_id
 from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.private import refused
 from tierfs.host.slab.table import CHANGES_AT, SLOTS_MAX, Layout
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierfs.host.host import PAGE_BYTES
+from tierfs.host.ground import PAGE_BYTES
 
 __all__ = [
     "DATA_STATES",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tierfs import digest
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.format.envelope import STORE, Block, Envelope
-from tierfs.host.nvme.arena import no_faults
+from tierfs.host.ground import Faults, no_faults
 from tierfs.host.slab.segment import Slot
 
 __all__ = ["ChunkBuffer"]
@@ -25,9 +25,7 @@ class ChunkBuffer:
         faults: Called before and after each step, for tests to fail there.
     """
 
-    def __init__(
-        self, slot: Slot, view: memoryview, kind: DigestKind, faults: Callable[[str], None] = no_faults
-    ) -> None:
+    def __init__(self, slot: Slot, view: memoryview, kind: DigestKind, faults: Faults = no_faults) -> None:
         self.slot = slot
         self._fault = faults
         self.filled = 0

@@ -17,8 +17,8 @@ from tierfs.clock import Clock, boot_id
 from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import StoreError, TierfsError
 from tierfs.host.counters import Counters
+from tierfs.host.ground import no_faults
 from tierfs.host.name_locks import NameLocks
-from tierfs.host.nvme.arena import no_faults
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.private import refused
 from tierfs.host.rpc.client import FlusherClient
