@@ -12,6 +12,7 @@ from tierfs.flusher.flusher import Flusher
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.server import Peer
 from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
+from tierfs.format.keys import is_at_or_below
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 
@@ -133,7 +134,7 @@ class FlushEngine:
         def selects(entry: FlushItem) -> bool:
             if write_id is not None:
                 return entry.draft.write_id == write_id
-            return not path or entry.path == path or entry.path.startswith(f"{path}/")
+            return is_at_or_below(entry.path, path)
 
         def wait() -> dict[str, Any]:
             known = self._flusher.wait(selects, level, timeout_s, peer.gone.is_set, write_id=write_id, path=path)

@@ -9,8 +9,9 @@ from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState
+from tierfs.format.keys import is_at_or_below
 from tierfs.host.pending.record import Draft, SlotRef
-from tierfs.host.pending.scan import damaged_segment
+from tierfs.host.pending.scan import KEPT, damaged_segment
 from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
 
 __all__ = ["PendingScan"]
@@ -100,12 +101,12 @@ class PendingScan:
             known = state.entries.get(slot.name)
             if known is not None and known.slot is not None:
                 return
-        data, where = bytearray(slot.length), segment.meta(slot).decode(errors="replace")
-        segment.read(slot, 0, memoryview(data))
-        if not segment.is_still(slot):
+        where = segment.meta(slot).decode(errors="replace")
+        data = segment.read_all(slot)
+        if data is None:
             return
         try:
-            draft = Draft.decode(bytes(data), f"draft in slab {segment.id}")
+            draft = Draft.decode(data, f"draft in slab {segment.id}")
         except TierfsError as error:
             if slot.name not in self._unreadable:
                 self._unreadable.add(slot.name)
@@ -123,8 +124,7 @@ class PendingScan:
                 turn = draft.turn(self._boot)
                 entry = FlushItem(draft, turn, slot=slot, persisted=kept)
                 if kept:
-                    text = f"{draft.path} was changed by another writer before it was flushed: theirs stands, this one is kept"
-                    entry.fail(ConflictError(text, path=draft.path), float("inf"))
+                    entry.fail(ConflictError(f"{draft.path} was {KEPT}", path=draft.path), float("inf"))
                 state.entries.add(entry)
                 state.changed.notify_all()
                 return
@@ -143,7 +143,7 @@ class PendingScan:
         for name, error in self._state.ram.damaged().items():
             raise damaged_segment(name, error, path)
         for number, where in list(self._lost.items()):
-            if not path or not where or where == path or where.startswith(f"{path}/"):
+            if not where or is_at_or_below(where, path):
                 if isinstance(number, int):
                     advice = "write it again, or give it up with `tierfs flusher discard`"
                 else:  # which refuses its path to writers, too

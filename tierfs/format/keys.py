@@ -31,6 +31,7 @@ __all__ = [
     "condemned_key",
     "directory_prefix",
     "inside",
+    "is_at_or_below",
     "is_condemned_key",
     "lease_key",
     "marker_key",
@@ -135,6 +136,11 @@ def validate_path(path: str) -> str:
 def inside(directory: str, name: str) -> str:
     """The path of what is called ``name`` in a directory of a store, which may be its root."""
     return f"{directory}/{name}" if directory else name
+
+
+def is_at_or_below(path: str, directory: str) -> bool:
+    """Whether a path in the store is, or lies below, another; everything lies below ``""``."""
+    return not directory or path == directory or path.startswith(f"{directory}/")
 
 
 def record_key(path: str) -> str:

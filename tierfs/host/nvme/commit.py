@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from tierfs.digest import checksum
 from tierfs.errors import InvalidInputError
-from tierfs.host.nvme.extent_page import INTENTS_MAX, META_BYTES_MAX, DraftRecord, ExtentKind, ExtentPage
+from tierfs.host.nvme.extent_page import INTENTS_MAX, META_BYTES_MAX, DraftRecord, ExtentKind, ExtentPage, IntentPage
 from tierfs.host.nvme.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF
 from tierfs.host.nvme.ledger import DraftExtent, Extent, Written
-from tierfs.host.nvme.rebuild import note_intents
 from tierfs.host.nvme.state import NvmeState
 from tierfs.host.nvme.stored import ChunksGoneError
 
@@ -138,7 +137,8 @@ def _commit(state: NvmeState, records: list[DraftRecord], holds: Holds) -> None:
 def _write_drafts(state: NvmeState, new: list[NewDraft]) -> None:
     if not new:
         return
-    note_intents(state.arena, [(draft.extent.offset, draft.extent.serial) for draft in new])
+    extents = tuple((draft.extent.offset, draft.extent.serial) for draft in new)
+    state.arena.write_intents(IntentPage(state.arena.epoch, extents))
     for draft in new:
         extent, record = draft.extent, draft.record
         path = record.path.encode("utf-8", "surrogateescape")[:META_BYTES_MAX]

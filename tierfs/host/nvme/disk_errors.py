@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sqlite3
 from collections.abc import Iterator
 
 from tierfs.errors import CapacityError, CorruptionError, ReadOnlyError, StoreError, TierfsError
 from tierfs.gc_pause import untied
-from tierfs.host.private import explain
+from tierfs.host.private import NO_RIGHTS, NO_ROOM, explain
 
 __all__ = ["disk_errors"]
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NO_RIGHTS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 # Descriptors of one look-up: the database, its journal, their directory, and one for the moment.
 _SQLITE_FILES = 4
 
@@ -42,9 +39,9 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _from_system(error: OSError, path: str) -> TierfsError:
     reason = error.strerror or str(error)
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         return _full(path, reason)
-    if error.errno in _NO_RIGHTS:
+    if error.errno in NO_RIGHTS:
         return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
     return StoreError(f"{path}: {reason}", path=path, tier="nvme")
 

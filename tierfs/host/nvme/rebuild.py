@@ -24,7 +24,7 @@ from tierfs.host.filesystems import flush_directory
 from tierfs.host.ground import Faults
 from tierfs.host.nvme.arena import Arena
 from tierfs.host.nvme.disk_errors import disk_errors
-from tierfs.host.nvme.extent_page import GRANULE, DraftRecord, ExtentKind, ExtentPage, IntentPage, extent_bytes
+from tierfs.host.nvme.extent_page import GRANULE, DraftRecord, ExtentKind, ExtentPage, extent_bytes
 from tierfs.host.nvme.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF, Index
 from tierfs.host.nvme.stored import ARENA_FILE, INDEX_FILE
 from tierfs.host.private import entries_of
@@ -317,11 +317,6 @@ def _release_if_unchanged(arena: Arena, offset: int, serial: int) -> None:
     page = arena.page_at(offset)
     if page is not None and page.epoch == arena.epoch and page.serial == serial and page.kind is ExtentKind.DRAFT:
         arena.release(page)
-
-
-def note_intents(arena: Arena, extents: Sequence[tuple[int, int]]) -> None:
-    """Say which drafts are about to be written, as (offset, serial)."""
-    arena.write_intents(IntentPage(arena.epoch, tuple(extents)))
 
 
 def _move_aside(path: Path, faults: Faults) -> None:

@@ -37,12 +37,11 @@ class DecodedDrafts:
         known = self._find(key)
         if known is not None:
             return known
-        data = bytearray(slot.length)
-        slot.segment.read(slot, 0, memoryview(data))
-        if not slot.segment.is_still(slot):
+        data = slot.segment.read_all(slot)
+        if data is None:
             return None
         try:
-            draft = Draft.decode(bytes(data), f"a draft in slab {slot.segment.id}")
+            draft = Draft.decode(data, f"a draft in slab {slot.segment.id}")
         except TierfsError as error:
             self._counters.say(f"draft:{key}", "a draft is passed over: %s", error)
             return None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tierfs.clock import boot_id
 from tierfs.errors import CorruptionError
+from tierfs.format.keys import is_at_or_below
 from tierfs.host.counters import Counters
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.stored import StoredDraft
@@ -25,9 +26,10 @@ from tierfs.host.slab.segment import SlotState
 if TYPE_CHECKING:
     from tierfs.host.rpc.client import FlusherClient  # a flusher loads this file, and asks nobody
 
-__all__ = ["Pending", "PendingDrafts", "damaged_segment"]
+__all__ = ["KEPT", "Pending", "PendingDrafts", "damaged_segment"]
 
 REBUILDS_MAX = 2
+KEPT = "changed by another writer before it was flushed: theirs stands, this one is kept"
 _Answer = TypeVar("_Answer")
 
 
@@ -129,14 +131,13 @@ class PendingDrafts:
             return False
         damaged: list[str] = []
         staged = self._staged((SlotState.SEALED, SlotState.CONFLICT), damaged=damaged)
-        if any(_is_below(draft.path, path) for draft in staged) or damaged:
+        if any(is_at_or_below(draft.path, path) for draft in staged) or damaged:
             return False
         return not self._stored_below(path, conflicts=True)
 
     def conflicts(self) -> list[tuple[str, str]]:
         """Paths that somebody else changed before this host's change was published, and a word on each."""
-        text = "changed by another writer before it was flushed: theirs stands, this one is kept"
-        found = [(draft.path, text) for draft in self._staged((SlotState.CONFLICT,))]
+        found = [(draft.path, KEPT) for draft in self._staged((SlotState.CONFLICT,))]
         stored = self._stored_below("", conflicts=True)
         return found + [(item.path, item.note) for item in stored if item.state == "conflict"]
 
@@ -197,7 +198,3 @@ def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:
         path=path,
         tier="ram",
     )
-
-
-def _is_below(path: str, directory: str) -> bool:
-    return not directory or path == directory or path.startswith(f"{directory}/")

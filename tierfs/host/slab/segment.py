@@ -450,6 +450,12 @@ class Segment:
                 raise CorruptionError(f"{self} was cut short", path=str(self.path), tier="ram")
             done += count
 
+    def read_all(self, slot: Slot) -> bytes | None:
+        """The bytes of a slot; None if it is another by now. Raises as `read` does."""
+        data = bytearray(slot.length)
+        self.read(slot, 0, memoryview(data))
+        return bytes(data) if self.is_still(slot) else None
+
     def is_still(self, slot: Slot) -> bool:
         """Whether the slot holds what it held when it was looked up: what was read before was its own bytes."""
         return self._is(slot, DATA_STATES)
