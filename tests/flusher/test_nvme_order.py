@@ -64,5 +64,5 @@ def test_nothing_goes_before_its_next_attempt_nor_what_follows_it(drafts):
 
 
 def test_no_more_go_together_than_one_commit_takes(drafts):
-    waiting = [drafts.add(f"s/{number}", 1) for number in range(BATCH_DRAFTS_MAX + 2)]
-    assert drafts.persister.batch(waiting) == waiting[:BATCH_DRAFTS_MAX]
+    added = [drafts.add(f"s/{number}", 1) for number in range(BATCH_DRAFTS_MAX + 2)]
+    assert drafts.persister.batch(drafts.persister.waiting()) == added[:BATCH_DRAFTS_MAX]

@@ -76,14 +76,9 @@ class NvmePersister:
 
     def batch(self, waiting: Sequence[FlushItem]) -> list[FlushItem]:
         """How many of them go together: one at least, unless the first has to wait for its next attempt."""
-        ready = self._ready(waiting[:BATCH_DRAFTS_MAX])
-        small = list(_small(ready, BATCH_BYTES_MAX))
-        return small or ready[:1]
-
-    def _ready(self, waiting: Sequence[FlushItem]) -> list[FlushItem]:
-        """Those before the first that has to wait for its next attempt."""
         now = self._state.clock.monotonic()
-        return list(itertools.takewhile(lambda entry: now >= entry.retry_at, waiting))
+        ready = list(itertools.takewhile(lambda entry: now >= entry.retry_at, waiting))
+        return list(_small(ready, BATCH_BYTES_MAX)) or ready[:1]
 
     def persist(self, batch: Sequence[FlushItem]) -> bool:
         """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well."""

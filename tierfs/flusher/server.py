@@ -302,16 +302,12 @@ class Service:
                 outcome = self._engine.handle(do, arguments, peer)
             more = {"version": self._version} if do == "hello" else {}
             return wire.encode({"id": number, "ok": outcome | more})
-        except Exception as error:  # noqa: BLE001 - the client is told
+        except Exception as error:
             if self._is_stopping:
                 return ended  # which may well be what went wrong
-            return wire.encode({"id": number, "error": wire.describe_error(self._known(error, do))})
-
-    def _known(self, error: Exception, do: str) -> Exception:
-        """The answer to a client for an error in `do`."""
-        if not isinstance(error, (TierfsError, TimeoutError)):
-            _logger.error("%s failed", do, exc_info=error)
-        return error
+            if not isinstance(error, (TierfsError, TimeoutError)):
+                _logger.exception("%s failed", do)
+            return wire.encode({"id": number, "error": wire.describe_error(error)})
 
     def _greeted(self, connection: _ClientConnection, do: str, arguments: dict[str, Any]) -> Peer:
         version = arguments.get("version")

@@ -83,7 +83,7 @@ class Uploader:
         found = None if state.persists_first() else entries.next_ready(now)
         # The chunks of a large one are uploaded before it is in the nvme tier.
         for entry in () if state.persists_alone() else entries.large.values():
-            if not (entry.busy or entry.conflict or now < entry.retry_at) and (not found or entry.turn < found.turn):
+            if now >= entry.retry_at and (not found or entry.turn < found.turn):
                 found = entry
         return found
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tierfs.errors import NotFoundError, TierfsError
+from tierfs.errors import TierfsError
 from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import OldSegmentError
@@ -111,7 +111,7 @@ class PeerSegments:
             if key in self._passed_over:
                 return True
             segment = Segment.attach(path)
-        except (FileNotFoundError, NotFoundError):
+        except FileNotFoundError:
             return True
         except OldSegmentError:
             path.unlink(missing_ok=True)  # nobody has it since, and on a disk it would stay
