@@ -34,7 +34,7 @@ import tierfs
 from tierfs.clock import SystemClock
 from tierfs.digest import CHUNK_BYTES
 from tierfs.host.host import Host
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.processors import processors
 
 PIECE = 16 << 20

@@ -7,7 +7,7 @@ from support.tiered import content, save_at
 from tierfs.errors import ConflictError, StoreError
 from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.state import FlushState
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.store import discard_conflict, load, save, status, wait
 

@@ -24,7 +24,7 @@ from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.upload import Uploader
 from tierfs.format import keys
 from tierfs.host.nvme.state import NvmeState
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab.ram import RamTier

@@ -11,7 +11,7 @@ from tierfs.flusher import queue, state
 from tierfs.flusher import upload as uploading
 from tierfs.flusher.publish import StorePublisher
 from tierfs.flusher.upload import Uploader, uploads_at_once
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.store import find, load, save, status, wait

@@ -16,7 +16,7 @@ from tierfs.flusher.state import FlushState
 from tierfs.format.keys import chunk_key
 from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.nvme.reader import NvmeReader
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name

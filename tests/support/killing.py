@@ -269,7 +269,7 @@ def auditor(spec):
     """Looks at what is left without any flusher or local tier, at the nvme tier once its flusher is gone."""
     from tierfs.clock import SystemClock
     from tierfs.host.host import Host
-    from tierfs.host.nvme.writer import NvmeTier
+    from tierfs.host.nvme.tier import NvmeTier
     from tierfs.store import verify
 
     store = open_bare(spec)
@@ -349,10 +349,10 @@ def become(spec):
     if spec.get("shm_room") is not None:
         use_small_shared_memory(spec["shm_room"])
     # Processes die here, and the kernel does not: so what is in memory is as durable as a disk, and much faster.
-    import tierfs.host.nvme.writer
+    import tierfs.host.nvme.tier
     import tierfs.session.tiers
 
-    tierfs.host.nvme.writer.is_durable = tierfs.session.tiers.is_durable = lambda _: True
+    tierfs.host.nvme.tier.is_durable = tierfs.session.tiers.is_durable = lambda _: True
     ROLES[spec["role"]](spec)
 
 

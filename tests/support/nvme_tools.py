@@ -5,7 +5,8 @@ import os
 
 from tierfs.clock import ManualClock
 from tierfs.host.ground import no_faults
-from tierfs.host.nvme.writer import NvmeReader, NvmeTier
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.nvme.tier import NvmeTier
 
 CHUNK = 150_000
 BUDGET = 2 << 20

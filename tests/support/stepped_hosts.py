@@ -27,7 +27,7 @@ from tierfs.format.manifest import decode_record
 from tierfs.host.host import Host
 from tierfs.host.nvme.index import IndexReader
 from tierfs.host.nvme.reader import NvmeReader
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotKind, SlotState

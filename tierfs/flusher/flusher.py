@@ -33,7 +33,7 @@ from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
 from tierfs.flusher.upload import Uploader
 from tierfs.host.ground import Faults, no_faults
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.ram import RamTier
 from tierfs.threads import start_daemon

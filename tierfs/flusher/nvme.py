@@ -15,7 +15,8 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.local_chunk import check_block, envelope_of
-from tierfs.host.nvme.writer import ChunksGoneError, NvmeTier
+from tierfs.host.nvme.stored import ChunksGoneError
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.segment import Slot, SlotState
 

@@ -15,7 +15,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.host.ground import Faults
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.ram import RamTier

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.nvme_tools import Crash, Steps, content_of, draft, drop_index, open_tier, read, save, write
 
-from tierfs.host.nvme.writer import NvmeReader
+from tierfs.host.nvme.reader import NvmeReader
 
 LAST = 99999
 # Path of each draft, and the numbers of its chunks.

@@ -24,7 +24,8 @@ from tierfs.errors import CapacityError, FormatError
 from tierfs.host.nvme.arena import Arena
 from tierfs.host.nvme.extent_page import GRANULE, ExtentKind, ExtentPage
 from tierfs.host.nvme.index import Index
-from tierfs.host.nvme.writer import NvmeReader, is_needed
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.nvme.tier import is_needed
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.host.nvme.extent_page import GRANULE, extent_bytes
 from tierfs.host.nvme.ledger import candidates
-from tierfs.host.nvme.writer import ChunksGoneError, NvmeReader
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.nvme.stored import ChunksGoneError
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from support.tiered import MIB, content
 
 from tierfs.errors import CapacityError, StoreError
 from tierfs.host.nvme.arena import Arena
-from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.write import ahead

@@ -1,7 +1,7 @@
 """The arena: one preallocated file of extents, each behind a page that describes it.
 
 Owns the file, its growth, direct I/O and its fall-back, and the search for everything that the pages name. Which part is
-free, what is needed and what has been committed is the business of the index and of `tierfs.host.nvme.writer`.
+free, what is needed and what has been committed is the business of the index and of `tierfs.host.nvme.tier`.
 
 An extent's page and its data are written straight from the caller's pages where they are aligned. Nothing is
 durable before `sync`. Reading takes no lock; whoever reads verifies what it got.

@@ -39,7 +39,7 @@ class NewDraft(NamedTuple):
 
 
 def commit(state: NvmeState, drafts: Sequence[Draft], holds: Holds, elsewhere: Collection[bytes]) -> list[int]:
-    """See `tierfs.host.nvme.writer.NvmeTier.commit`."""
+    """See `tierfs.host.nvme.tier.NvmeTier.commit`."""
     if len(drafts) > INTENTS_MAX:
         raise InvalidInputError(f"{len(drafts)} drafts in one commit: {INTENTS_MAX} is the most")
     with state.commit_lock:

@@ -37,7 +37,7 @@ UPDATE drafts SET state = 'damaged', note = ? WHERE state = 'pending' AND seq IN
 
 
 class NvmeState:
-    """See `tierfs.host.nvme.writer.NvmeTier` for the arguments.
+    """See `tierfs.host.nvme.tier.NvmeTier` for the arguments.
 
     Attributes:
         commit_lock: Held by the one commit under way.

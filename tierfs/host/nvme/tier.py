@@ -18,20 +18,18 @@ from tierfs.host.nvme.commit import Draft, commit, unref
 from tierfs.host.nvme.extent_page import NAME_BYTES_MAX, ExtentKind, ExtentPage
 from tierfs.host.nvme.index import INSERT_RELEASE, IndexReader
 from tierfs.host.nvme.ledger import Written
-from tierfs.host.nvme.reader import FoundChunk, NvmeReader
 from tierfs.host.nvme.state import NvmeState
 from tierfs.host.nvme.stored import (
     ARENA_FILE,
     BUDGET_BYTES_MIN,
     DRAFT_COLUMNS,
     INDEX_FILE,
-    ChunksGoneError,
     NvmeUsage,
     StoredDraft,
 )
 from tierfs.host.private import make_private
 
-__all__ = ["ChunksGoneError", "Draft", "FoundChunk", "NvmeReader", "NvmeTier", "NvmeUsage", "StoredDraft", "is_needed"]
+__all__ = ["NvmeTier", "is_needed"]
 
 CHUNK_META_BYTES_MAX = 900
 
