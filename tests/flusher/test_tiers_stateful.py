@@ -64,7 +64,7 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest
 from tierfs.host import host as local_host
-from tierfs.host.nvme import rebuild
+from tierfs.host.nvme import opening
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab import growth
 from tierfs.host.slab import new_segment as newslab
@@ -204,7 +204,7 @@ class TieredHosts(RuleBasedStateMachine):
         secrets = SimpleNamespace(
             token_hex=lambda size: self.random.randbytes(size).hex(), token_bytes=self.random.randbytes
         )
-        for module in (local_host, newslab, rebuild):
+        for module in (local_host, newslab, opening):
             self.patch.setattr(module, "secrets", secrets)
         self.patch.setattr(slab, "time", SimpleNamespace(monotonic=self.clock.monotonic))
         self.directory = Path(tempfile.mkdtemp(prefix="tierfs-stateful-", dir="/dev/shm"))

@@ -29,6 +29,7 @@ __all__ = [
     "INTENTS_MAX",
     "META_BYTES_MAX",
     "NAME_BYTES_MAX",
+    "SESSION_BITS",
     "ArenaPage",
     "DraftRecord",
     "ExtentKind",
@@ -39,6 +40,9 @@ __all__ = [
 
 GRANULE = 64 * 1024
 """Where extents may begin: so many bytes apart."""
+
+SESSION_BITS = 32
+"""Of a serial, those that count within one session; the session that wrote an extent lies above them."""
 
 VERSION = 1
 NAME_BYTES_MAX = 33

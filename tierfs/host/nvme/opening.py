@@ -1,0 +1,199 @@
+"""How the arena and its index are opened together, or made; and what is seen to before anybody relies on them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from pathlib import Path
+
+from tierfs.clock import Clock
+from tierfs.errors import CapacityError, CorruptionError, StoreError
+from tierfs.host.ground import Faults
+from tierfs.host.nvme.arena import Arena
+from tierfs.host.nvme.extent_page import GRANULE, ExtentPage
+from tierfs.host.nvme.index import Index
+from tierfs.host.nvme.rebuild import Lost, move_aside, rebuild, release_if_unchanged
+from tierfs.host.nvme.stored import ARENA_FILE, INDEX_FILE
+
+__all__ = ["fit", "open_tier"]
+
+_logger = logging.getLogger("tierfs.local")
+
+
+def open_tier(
+    directory: Path, size: int, *, faults: Faults, clock: Clock, trust_index: bool = True
+) -> tuple[Arena, Index, Counter[str]]:
+    """Open the arena and its index, or make them; repair what does not belong together.
+
+    Args:
+        directory: Where they are.
+        size: For an arena that has to be made.
+        faults: For the arena, and for the steps of a rebuild.
+        clock: Says when chunks were used that nobody knows more about.
+        trust_index: Whether to use an index that is sound in itself.
+
+    Returns:
+        Both, and how often what was not hoped for.
+
+    Raises:
+        FormatError: Another version of tierfs made them.
+        CapacityError: There is no room for a new arena.
+        StoreError: They cannot be read or written.
+    """
+    counts: Counter[str] = Counter()
+    index = _open_index(directory / INDEX_FILE, counts) if trust_index else None
+    path = directory / ARENA_FILE
+    lost: list[Lost] = []
+    pages: list[ExtentPage] | None = None
+    try:
+        fresh = not path.exists()
+        if index is None and not fresh and _is_too_short(path, counts):
+            fresh = True
+        if fresh:
+            if index is None and not counts:
+                # The journal of a database that is gone may be left. The index is first, so that an arena without
+                # one has lost it.
+                move_aside(directory / INDEX_FILE, faults)
+                faults("before index.create")
+                Index.create(directory / INDEX_FILE, epoch=secrets.token_bytes(16))
+                faults("after index.create")
+                index = Index(directory / INDEX_FILE)
+            lost = _salvage(index)
+            epoch = index.epoch if index is not None and _is_empty(index) else secrets.token_bytes(16)
+            arena = Arena.create(path, size, epoch=epoch, faults=faults)
+        else:
+            arena = Arena.open(path, faults=faults)
+            if not arena.epoch:
+                pages = list(arena.scan())
+                _restore_epoch(arena, index, pages, counts)
+        if index is None or index.epoch != arena.epoch:
+            other = [] if fresh else _salvage(index)
+            if index is not None:
+                index.close()
+            counts["rebuilt"] += 1
+            _logger.error("%s: no index that belongs to the arena: making it anew from the arena", directory)
+            index = rebuild(directory / INDEX_FILE, arena, pages, lost, faults=faults, clock=clock, counts=counts)
+            _report_unknown(index, other)
+        else:
+            _release_unacknowledged(arena, index)
+    except BaseException:
+        if index is not None:
+            index.close()
+        raise
+    return arena, index, counts
+
+
+def _open_index(path: Path, counts: Counter[str]) -> Index | None:
+    if not path.exists():
+        return None
+    index: Index | None = None
+    try:
+        index = Index(path)
+        index.check()
+    except CorruptionError as error:
+        if index is not None:
+            index.close()
+        counts["index_damaged"] += 1
+        _logger.error("the index of the nvme tier is damaged: %s", error)  # noqa: TRY400 - the traceback says nothing more
+        return None
+    return index
+
+
+def _is_too_short(path: Path, counts: Counter[str]) -> bool:
+    """Whether an arena without an index has no room for a single extent, so that it cannot be told from none."""
+    size = path.stat().st_size
+    if size >= GRANULE:
+        return False
+    counts["arena_cut"] += 1
+    _logger.error(
+        "%s: was cut short to %d bytes, and no index says what was in it: the tier begins anew, and what was pending in it alone "
+        "is lost",
+        path,
+        size,
+    )
+    return True
+
+
+def _is_empty(index: Index) -> bool:
+    """Whether an index names nothing: its arena was not made yet."""
+    try:
+        return not index.select("SELECT 1 FROM chunks UNION ALL SELECT 1 FROM drafts LIMIT 1")
+    except (CorruptionError, StoreError):
+        return False
+
+
+def _restore_epoch(arena: Arena, index: Index | None, pages: list[ExtentPage], counts: Counter[str]) -> None:
+    """Give an arena whose first page is damaged its epoch back: the index knows it, or else most of its extents."""
+    epochs = Counter(page.epoch for page in pages)
+    if index is not None and (index.epoch in epochs or not epochs):
+        epoch = index.epoch
+    elif epochs:
+        epoch = epochs.most_common(1)[0][0]
+    else:
+        epoch = secrets.token_bytes(16)
+    counts["arena_page_damaged"] += 1
+    _logger.error("%s: the first page is damaged; %d extents say what it must be", arena.path, epochs[epoch])
+    arena.stamp(epoch)
+
+
+def _salvage(index: Index | None) -> list[Lost]:
+    """The drafts of an index whose arena is gone: nobody must believe they are safe, nor that they never were."""
+    if index is None:
+        return []
+    columns = "seq, write_id, path, 0, 0, 0, 'damaged', 'the arena was gone', at_ns, data"
+    try:
+        rows = index.select(f"SELECT {columns} FROM drafts ORDER BY seq")  # noqa: S608 - columns only
+        return [
+            Lost(
+                tuple(row), [name for (name,) in index.select("SELECT name FROM refs WHERE holder = ?", [f"d{row[0]}"])]
+            )
+            for row in rows
+        ]
+    except (CorruptionError, StoreError):
+        _logger.exception("nothing can be read from the index of an arena that is gone")
+        return []
+
+
+def _report_unknown(index: Index, other: list[Lost]) -> None:
+    """Say which drafts only the index of another arena names. They may have been published, so they do not come back."""
+    for draft in other:
+        if not index.select("SELECT 1 FROM drafts WHERE write_id = ?", [draft.row[1]]):
+            _logger.error(
+                "%s: pending in an index that belongs to another arena, and was put aside with it", draft.row[2]
+            )
+
+
+def _release_unacknowledged(arena: Arena, index: Index) -> None:
+    """Give up drafts that a crash kept from being committed, as nobody was told that they are safe, or from being released."""
+    for offset, serial in index.select("SELECT offset, serial FROM releases"):
+        release_if_unchanged(arena, offset, serial)
+    intents = arena.read_intents()
+    if intents is None or intents.epoch != arena.epoch:
+        return
+    # The last one first: whoever dies on the way leaves what came before, and nothing without what it followed.
+    for offset, serial in reversed(intents.extents):
+        if not index.select("SELECT 1 FROM drafts WHERE serial = ?", [serial]):
+            release_if_unchanged(arena, offset, serial)
+
+
+def fit(arena: Arena, tail: int, size: int, counts: Counter[str]) -> None:
+    """Make the arena as large as it shall be, as far as the disk has room and nothing lies behind the new end.
+
+    Args:
+        arena: The arena.
+        tail: Where its last extent ends.
+        size: Wanted.
+        counts: Where a refusal is counted.
+    """
+    if size > arena.size:
+        try:
+            arena.grow(size)
+        except CapacityError as error:
+            counts["not_grown"] += 1
+            _logger.warning("%s: stays at %d bytes instead of %d: %s", arena.path, arena.size, size, error)
+    elif size < arena.size:
+        if tail > size:
+            _logger.warning("%s: is shrunk to %d bytes, not %d, as there is data", arena.path, tail, size)
+        if max(size, tail) < arena.size:
+            arena.shrink(max(size, tail))
