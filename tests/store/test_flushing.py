@@ -402,13 +402,13 @@ def test_a_published_file_makes_way_for_the_next_before_its_row_is_gone(host, mo
     save(host.store, "first", b"has the flusher started")
     wait(host.store, "first", Level.OBJECT, 20)
     go = threading.Event()
-    publish = NvmeTier.publish
+    publish = NvmeTier.forget_drafts
 
     def slow(tier, *seqs):
         assert go.wait(20)
         publish(tier, *seqs)
 
-    monkeypatch.setattr(NvmeTier, "publish", slow)
+    monkeypatch.setattr(NvmeTier, "forget_drafts", slow)
     try:
         for number in range(3):
             save(host.store, f"run/{number}", content(MIB))
@@ -428,7 +428,7 @@ def test_a_published_file_makes_way_for_the_next_before_its_row_is_gone(host, mo
 
 
 def test_what_could_not_be_released_is_published_again_and_released(host, monkeypatch):
-    publish, failed = NvmeTier.publish, []
+    publish, failed = NvmeTier.forget_drafts, []
 
     def fail_once(tier, *seqs):
         if not failed:
@@ -436,7 +436,7 @@ def test_what_could_not_be_released_is_published_again_and_released(host, monkey
             raise StoreError("the disk says no", tier="nvme", transient=True)
         publish(tier, *seqs)
 
-    monkeypatch.setattr(NvmeTier, "publish", fail_once)
+    monkeypatch.setattr(NvmeTier, "forget_drafts", fail_once)
     for number in range(5):
         save(host.store, f"run/{number}", content(MIB))
     wait(host.store, "", Level.OBJECT, 30)

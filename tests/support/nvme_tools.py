@@ -5,6 +5,7 @@ import os
 
 from tierfs.clock import ManualClock
 from tierfs.host.ground import no_faults
+from tierfs.host.nvme.commit import EncodedDraft
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import NvmeTier
 
@@ -59,7 +60,7 @@ def write(tier, *numbers, length=CHUNK, keep=True):
 
 def draft(path, names, data=None):
     write_id = hashlib.md5(path.encode()).digest()
-    return (write_id, path, data or f"manifest of {path}".encode(), names)
+    return EncodedDraft(write_id, path, data or f"manifest of {path}".encode(), names)
 
 
 def save(tier, path, *numbers):

@@ -355,7 +355,7 @@ class Flusher:
         for entry in reversed(kept):
             if entry.number is not None:
                 assert self.nvme is not None
-                self.nvme.publish(entry.number)
+                self.nvme.forget_drafts(entry.number)
             elif entry.slot is not None:
                 state.drop_holds(entry.draft)
                 state.release(entry.draft, entry.slot, discarded=True)

@@ -15,6 +15,7 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.local_chunk import check_block, envelope_of
+from tierfs.host.nvme.commit import EncodedDraft
 from tierfs.host.nvme.stored import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import SlotRef
@@ -170,7 +171,9 @@ class NvmePersister:
         for last in (False, False, True):
             elsewhere = [name for entry in batch for name in self._copy_chunks(nvme, entry)]
             absent = [name for name in elsewhere if not nvme.has(name)]
-            drafts = [(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch]
+            drafts = [
+                EncodedDraft(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch
+            ]
             state.fault("before settle.commit")
             self._ahead_at = None
             try:

@@ -161,7 +161,7 @@ class PendingScan:
         for number in lost:
             if isinstance(number, int):
                 assert self._state.nvme is not None
-                self._state.nvme.publish(number)
+                self._state.nvme.forget_drafts(number)
             else:
                 number.segment.mark(number, SlotState.CLEAN)
                 self._unreadable.discard(number.name)

@@ -332,7 +332,7 @@ class Uploader:
         try:
             state.fault("before finish.release")
             if state.nvme is not None:
-                state.nvme.publish(*[entry.number for entry in done if entry.number is not None])
+                state.nvme.forget_drafts(*[entry.number for entry in done if entry.number is not None])
             for entry in done:
                 if entry.slot is not None:
                     state.drop_holds(entry.draft)

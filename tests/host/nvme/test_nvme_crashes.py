@@ -52,7 +52,7 @@ class Story:
     def publish(self, *some):
         self.safe -= set(some)
         self.doubtful |= set(some)
-        self.tier.publish(*(self.seqs[path] for path in some))
+        self.tier.forget_drafts(*(self.seqs[path] for path in some))
         self.doubtful -= set(some)
         self.gone |= set(some)
 
@@ -145,7 +145,7 @@ def test_a_crash_at_any_step_loses_nothing_and_leaves_nothing_half_there(memory,
         try:
             story.check(tier)
             # And life goes on.
-            tier.publish(*(item.seq for item in tier.drafts()))
+            tier.forget_drafts(*(item.seq for item in tier.drafts()))
             save(tier, "after", 50, 1, 2)
             assert read(tier, 50)
         except BaseException:
@@ -236,13 +236,13 @@ for number in range(1000):
     os.write(1, f"saved {{number}}\\n".encode())
     if number % 2:
         os.write(1, f"publishing {{number}}\\n".encode())
-        tier.publish(seq)
+        tier.forget_drafts(seq)
         os.write(1, f"published {{number}}\\n".encode())
     write(tier, 9000 + number, keep=False)
     if len(tier.drafts()) > 3:
         first = tier.drafts()[0]
         os.write(1, f"publishing {{first.path[1:]}}\\n".encode())
-        tier.publish(first.seq)
+        tier.forget_drafts(first.seq)
         os.write(1, f"published {{first.path[1:]}}\\n".encode())
 """
 

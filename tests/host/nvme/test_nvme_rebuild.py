@@ -40,7 +40,7 @@ def stored(directory):
     save(tier, "a", 1, 2)
     gone = save(tier, "gone", 2, 3)
     save(tier, "b", 4)
-    tier.publish(gone)
+    tier.forget_drafts(gone)
     write(tier, 5, keep=False)
     tier.commit()
     tier.close()
@@ -169,7 +169,7 @@ def test_a_journal_whose_database_is_gone_is_not_played_back_into_the_next(store
 def test_drafts_are_known_by_numbers_that_were_never_used(stored):
     tier = open_tier(stored)
     used = save(tier, "late", 9)
-    tier.publish(used)
+    tier.forget_drafts(used)
     tier.close()
     drop_index(stored)
     tier = open_tier(stored)
@@ -300,7 +300,7 @@ def test_an_arena_that_is_gone_leaves_a_word_on_what_was_lost(stored, caplog):
     save(tier, "again", 1, 2)
     assert [item.state for item in tier.drafts()] == ["pending", "damaged", "pending"]
     for item in tier.drafts():
-        tier.publish(item.seq)
+        tier.forget_drafts(item.seq)
     assert tier.usage().dirty_bytes == 0
     tier.close()
 
@@ -400,10 +400,10 @@ def test_a_failure_of_the_index_is_survived_by_the_running_tier(directory, monke
     assert save(tier, "b", 2) == tier.drafts()[1].seq
     failing[:] = ["after index.release"]
     with pytest.raises(OSError):
-        tier.publish(first)
+        tier.forget_drafts(first)
     failing[:] = []
     assert paths(tier) == ["b"]
-    tier.publish(first)
+    tier.forget_drafts(first)
     save(tier, "c", 3)
     assert read(tier, 2)
     assert read(tier, 3)
@@ -435,7 +435,7 @@ def test_a_tier_is_needed_where_it_has_a_draft_or_a_hold_or_cannot_say(directory
     assert not is_needed(directory)
     seq = save(tier, "a", 2)
     assert is_needed(directory)
-    tier.publish(seq)
+    tier.forget_drafts(seq)
     assert not is_needed(directory)
     tier.commit(holds={"somebody": write(tier, 3)})
     assert is_needed(directory)

@@ -25,6 +25,7 @@ from support.nvme_tools import (
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
+from tierfs.host.nvme.commit import EncodedDraft
 from tierfs.host.nvme.extent_page import GRANULE, extent_bytes
 from tierfs.host.nvme.ledger import candidates
 from tierfs.host.nvme.reader import NvmeReader
@@ -77,7 +78,7 @@ def test_the_header_of_a_published_draft_is_released_before_publish_returns_and_
     tier = open_tier(directory, faults=steps)
     seq = save(tier, "a", 1)
     del steps.points[:]
-    tier.publish(seq)
+    tier.forget_drafts(seq)
     assert steps.points == [
         "before index.release",
         "after index.release",
@@ -147,7 +148,11 @@ def test_a_draft_that_needs_what_is_not_here_is_refused_unless_it_is_elsewhere(t
 def test_a_chunk_is_dirty_for_as_long_as_a_draft_or_a_holder_needs_it(tier):
     (name,) = write(tier, 1)
     first, second = tier.commit(drafts=[draft("a", [name]), draft("b", [name])], holds={"open:me:1": [name]})
-    for drop in (lambda: tier.publish(first), lambda: tier.publish(second), lambda: tier.drop_hold("open:me:1")):
+    for drop in (
+        lambda: tier.forget_drafts(first),
+        lambda: tier.forget_drafts(second),
+        lambda: tier.drop_hold("open:me:1"),
+    ):
         assert tier.evict([name]) == 0
         assert tier.usage().clean_bytes == 0
         drop()
@@ -362,7 +367,7 @@ def test_dirty_bytes_are_never_evicted_and_a_full_tier_says_so(tier):
     assert number > 3
     stored = tier.drafts()
     assert all(read(tier, int(item.path[1:])) for item in stored)
-    tier.publish(stored[0].seq)
+    tier.forget_drafts(stored[0].seq)
     save(tier, "again", number)
     assert read(tier, number)
 
@@ -397,7 +402,7 @@ def test_a_budget_that_grew_grows_the_arena_and_one_that_shrank_shrinks_it_as_fa
     assert read(tier, 18)
     with pytest.raises(CapacityError):
         write(tier, *range(30, 40), length=CHUNK * 2)
-    tier.publish(*(item.seq for item in tier.drafts()))
+    tier.forget_drafts(*(item.seq for item in tier.drafts()))
     tier.evict()
     tier.close()
     tier = open_tier(directory, budget=BUDGET // 2)
@@ -451,7 +456,7 @@ def test_a_bad_copy_that_a_draft_needs_is_reported_and_healed_by_writing_it_agai
     assert [item.state for item in tier.drafts()] == ["pending"]
     assert read(reader, 1)
     used = tier.usage().used_bytes
-    tier.publish(seq)
+    tier.forget_drafts(seq)
     tier.evict()
     assert tier.usage().used_bytes == 0
     assert used > 0
@@ -494,7 +499,7 @@ def test_many_threads_write_commit_read_and_evict_at_once(directory):
                 seq = save_again(f"{number}/{turn}", 100 * number + turn, 7777)
                 assert read(tier, 100 * number + turn)
                 assert read(tier, 7777)
-                tier.publish(seq)
+                tier.forget_drafts(seq)
                 write(tier, 100 * number + 50 + turn, keep=False)
                 if turn % 5 == number:
                     tier.evict()
@@ -647,7 +652,7 @@ def test_a_disk_that_is_full_leaves_everything_committed_intact(tmp_path, spare)
         tier = open_tier(small / "n")
         assert [item.seq for item in tier.drafts()] == stored
         assert all(read(tier, number, 1000) for number in range(2, len(stored) + 1))
-        tier.publish(*stored)
+        tier.forget_drafts(*stored)
         save(tier, "after", 99)
         tier.close()
     finally:
@@ -705,6 +710,6 @@ def test_a_tier_that_is_full_of_drafts_lists_those_below_a_directory(tier, direc
 
 
 def test_the_newest_draft_of_a_path_is_the_one_that_is_found(tier, directory):
-    tier.commit(drafts=[(b"1" * 16, "a", b"old", []), (b"2" * 16, "a", b"new", [])])
+    tier.commit(drafts=[EncodedDraft(b"1" * 16, "a", b"old", []), EncodedDraft(b"2" * 16, "a", b"new", [])])
     assert NvmeReader(directory).draft("a").data == b"new"
     assert NvmeReader(directory).draft("b") is None

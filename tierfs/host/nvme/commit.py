@@ -15,10 +15,7 @@ from tierfs.host.nvme.ledger import DraftExtent, Extent, Written
 from tierfs.host.nvme.state import NvmeState
 from tierfs.host.nvme.stored import ChunksGoneError
 
-__all__ = ["Draft", "commit", "unref"]
-
-Draft = tuple[bytes, str, bytes, Sequence[bytes]]
-"""Write id, path, manifest, and the names of the chunks that it needs."""
+__all__ = ["EncodedDraft", "commit", "unref"]
 
 Holds = Mapping[str, Sequence[bytes]]
 _HEAL = """
@@ -30,6 +27,22 @@ UPDATE drafts SET state = 'pending', note = '' WHERE state = 'damaged' AND lengt
 """
 
 
+class EncodedDraft(NamedTuple):
+    """A draft to be stored.
+
+    Attributes:
+        write_id: Names the change.
+        path: In the store.
+        data: The draft, encoded.
+        names: The chunks that it needs.
+    """
+
+    write_id: bytes
+    path: str
+    data: bytes
+    names: Sequence[bytes]
+
+
 class NewDraft(NamedTuple):
     """A draft whose record is in the arena, or is about to be."""
 
@@ -38,14 +51,14 @@ class NewDraft(NamedTuple):
     extent: Extent
 
 
-def commit(state: NvmeState, drafts: Sequence[Draft], holds: Holds, elsewhere: Collection[bytes]) -> list[int]:
+def commit(state: NvmeState, drafts: Sequence[EncodedDraft], holds: Holds, elsewhere: Collection[bytes]) -> list[int]:
     """See `tierfs.host.nvme.tier.NvmeTier.commit`."""
     if len(drafts) > INTENTS_MAX:
         raise InvalidInputError(f"{len(drafts)} drafts in one commit: {INTENTS_MAX} is the most")
     with state.commit_lock:
         seqs = _stored_already(state, drafts)
-        new = {draft[0]: draft for draft in drafts if draft[0] not in seqs}
-        with _guarded(state, [*(draft[3] for draft in new.values()), *holds.values()], elsewhere) as here:
+        new = {draft.write_id: draft for draft in drafts if draft.write_id not in seqs}
+        with _guarded(state, [*(draft.names for draft in new.values()), *holds.values()], elsewhere) as here:
             needed = {holder: _those_in(names, here) for holder, names in holds.items()}
             # Only commits give numbers, and there is one at a time.
             records = [
@@ -54,7 +67,7 @@ def commit(state: NvmeState, drafts: Sequence[Draft], holds: Holds, elsewhere: C
             ]
             _commit(state, records, needed)
             seqs.update((record.write_id, record.seq) for record in records)
-        return [seqs[draft[0]] for draft in drafts]
+        return [seqs[draft.write_id] for draft in drafts]
 
 
 def unref(database: sqlite3.Connection, holder: str) -> list[bytes]:
@@ -68,11 +81,11 @@ def _those_in(names: Sequence[bytes], here: set[bytes]) -> list[bytes]:
     return [name for name in dict.fromkeys(names) if name in here]
 
 
-def _stored_already(state: NvmeState, drafts: Sequence[Draft]) -> dict[bytes, int]:
+def _stored_already(state: NvmeState, drafts: Sequence[EncodedDraft]) -> dict[bytes, int]:
     with state.index_lock:
         state.refresh()
         query = "SELECT seq FROM drafts WHERE write_id = ?"
-        rows = [(draft[0], state.index.select(query, [draft[0]])) for draft in drafts]
+        rows = [(draft.write_id, state.index.select(query, [draft.write_id])) for draft in drafts]
     return {write_id: found[0][0] for write_id, found in rows if found}
 
 
@@ -128,7 +141,7 @@ def _commit(state: NvmeState, records: list[DraftRecord], holds: Holds) -> None:
                 database.executemany(_HEAL, [[name] for name in healed])
             if written or new:
                 del state.released[: len(released)]
-            _settle(state, written, new, added, now_s)
+            _update_ledger(state, written, new, added, now_s)
     except BaseException:
         _take_back(state, new)
         raise
@@ -180,7 +193,7 @@ def _insert(
     return [need[1] for need in needs if database.execute(INSERT_REF, need).rowcount]
 
 
-def _settle(
+def _update_ledger(
     state: NvmeState, written: Mapping[bytes, Written], new: list[NewDraft], added: list[bytes], now_s: int
 ) -> None:
     """It is durable: the tables follow."""
@@ -188,11 +201,11 @@ def _settle(
     with state.tables:
         replaced = [(name, ledger.chunks[name]) for name in written if name in ledger.chunks]
         for name, (extent, _) in written.items():
-            ledger.settle(extent)
+            ledger.note_committed(extent)
             ledger.chunks[name] = extent._replace(used_s=now_s)
             del ledger.written[name]
         for draft in new:
-            ledger.settle(draft.extent)
+            ledger.note_committed(draft.extent)
             ledger.drafts[draft.record.seq] = DraftExtent(draft.extent, draft.record.write_id)
             ledger.seq = max(ledger.seq, draft.record.seq)
         ledger.need(added)

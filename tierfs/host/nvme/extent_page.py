@@ -10,7 +10,7 @@ little-endian; each page ends with the XXH3-128 of what comes before.
     extent, page 0    magic "TFSXTENT" | version u16 | kind u8 | name length u8 | meta length u32 | epoch 16 | serial u64 |
                       offset u64 | length u64 | digest 16 | name | meta | zeros | checksum 16
     draft's data      seq u64 | at_ns i64 | path length u32 | names u32 | write id length u8 |
-                      write id | path | names, each with a length u8 before it | the manifest
+                      write id | path | names, each with a length u8 before it | the draft, encoded
 """
 
 from __future__ import annotations
@@ -208,10 +208,10 @@ class DraftRecord:
     Attributes:
         seq: Its place in the order of closing.
         at_ns: When it was stored, wall clock.
-        write_id: The file's manifest's.
+        write_id: Names the change.
         path: The file's, in the store.
         names: The chunks it needs from this tier.
-        data: The manifest.
+        data: The draft, encoded.
     """
 
     seq: int

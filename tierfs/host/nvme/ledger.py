@@ -189,7 +189,7 @@ class Ledger:
         self._taken[offset] = size
         return Extent(offset, size, length, serial)
 
-    def settle(self, extent: Extent) -> None:
+    def note_committed(self, extent: Extent) -> None:
         """The index names this extent now."""
         self._taken.pop(extent.offset, None)
 

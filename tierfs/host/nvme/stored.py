@@ -24,11 +24,11 @@ class StoredDraft:
 
     Attributes:
         seq: Its place in the order of closing.
-        write_id: Its manifest's.
+        write_id: Names the change.
         path: In the store.
-        data: The manifest; empty where it is lost, see ``state``.
+        data: The draft, encoded; empty where it is lost, see ``state``.
         state: ``pending``; ``conflict``: somebody else changed the file first; ``damaged``: a chunk that only this tier had
-            is missing or wrong, or the manifest is. A damaged draft is pending again once its chunks were written anew.
+            is missing or wrong, or the draft is. A damaged draft is pending again once its chunks were written anew.
         note: Why, for a person.
         at_ns: When it was stored, wall clock.
     """

@@ -14,7 +14,7 @@ from tierfs.clock import Clock
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.ground import Faults, no_faults
-from tierfs.host.nvme.commit import Draft, commit, unref
+from tierfs.host.nvme.commit import EncodedDraft, commit, unref
 from tierfs.host.nvme.extent_page import NAME_BYTES_MAX, ExtentKind, ExtentPage
 from tierfs.host.nvme.index import INSERT_RELEASE, IndexReader
 from tierfs.host.nvme.ledger import Written
@@ -162,7 +162,7 @@ class NvmeTier:
     def commit(
         self,
         *,
-        drafts: Sequence[Draft] = (),
+        drafts: Sequence[EncodedDraft] = (),
         holds: Mapping[str, Sequence[bytes]] | None = None,
         elsewhere: Collection[bytes] = (),
     ) -> list[int]:
@@ -203,8 +203,8 @@ class NvmeTier:
             self._state.refresh()
             return [holder for (holder,) in self._state.index.select(query)]
 
-    def publish(self, *seqs: int) -> None:
-        """These drafts reached the object tier: forget them; their chunks are clean unless others need them.
+    def forget_drafts(self, *seqs: int) -> None:
+        """Forget drafts that were published or discarded; their chunks are clean unless others need them.
 
         A seq that is not there is passed over. When it returns, a rebuild does not find them either.
         """
