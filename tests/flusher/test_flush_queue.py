@@ -47,7 +47,7 @@ def is_first(entries, entry):
 
 def next_ready(entries, now):
     for entry in entries:
-        if entry.persisted and not (entry.busy or entry.conflict or entry.published or now < entry.retry_at):
+        if entry.past_nvme and not (entry.busy or entry.conflict or entry.published or now < entry.retry_at):
             if not entry.uploaded or is_first(entries, entry):
                 return entry
     return None
@@ -56,16 +56,16 @@ def next_ready(entries, now):
 def check(drafts, now):
     entries = list(drafts)
     assert [entry.turn for entry in entries] == sorted(entry.turn for entry in entries)
-    waiting = [entry for entry in entries if not entry.persisted and not entry.conflict]
+    waiting = [entry for entry in entries if not entry.past_nvme and not entry.conflict]
     assert drafts.waiting(3) == waiting[:3]
-    assert drafts.last_waiting() == max((entry.turn for entry in entries if not entry.persisted), default=None)
+    assert drafts.last_waiting() == max((entry.turn for entry in entries if not entry.past_nvme), default=None)
     assert drafts.next_ready(now) is next_ready(entries, now)
     assert drafts.busy == sum(entry.busy for entry in entries)
     assert drafts.has_conflicts == any(entry.conflict for entry in entries)
     for entry in entries:
         assert drafts.is_first(entry) == (not entry.published and is_first(entries, entry)) or entry.published
         assert drafts.blocker(entry) is next((other for other in before(entries, entry) if other.conflict), None)
-        passed = [one for one in before(entries, entry) if one.persisted and one.slot is not None and not one.conflict]
+        passed = [one for one in before(entries, entry) if one.past_nvme and one.slot is not None and not one.conflict]
         assert drafts.follows_passed(entry) == bool(passed)
 
 
@@ -80,13 +80,13 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
         if what == "add" and len(entries) < 14:
             after = rng.choice([None, None, *(entry.draft.write_id for entry in entries)])
             taken = rng.random() < 0.2  # found in the nvme tier
-            drafts.add(item(next(numbers), rng.choice(PATHS), after=after, persisted=taken))
+            drafts.add(item(next(numbers), rng.choice(PATHS), after=after, past_nvme=taken))
         elif what == "persist" and (waiting := drafts.waiting(3)):
             for entry in waiting[: rng.randint(1, 3)]:
                 if rng.random() < 0.8:
                     entry.slot = None
                 entry.clear()
-                drafts.persist(entry)
+                drafts.pass_nvme(entry)
         elif what == "take" and (entry := drafts.next_ready(now)) is not None:
             drafts.begin(entry)
         elif what == "end" and (busy := [entry for entry in entries if entry.busy]):
@@ -123,7 +123,7 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
 def test_a_draft_that_is_found_late_goes_on_when_a_later_one_is_taken_back():
     """Both change one path. The later one's record stands, and its local copies cannot be released."""
     drafts = FlushQueue()
-    later, early = (item(number, "d/b", slot=None, persisted=True, uploaded=True) for number in (2, 1))
+    later, early = (item(number, "d/b", slot=None, past_nvme=True, uploaded=True) for number in (2, 1))
     drafts.add(later)
     drafts.begin(later)
     drafts.pass_on(later)
@@ -155,7 +155,7 @@ def looks_of(step):
 def fill(count, **what):
     drafts = FlushQueue()
     for number in range(count):
-        entry = item(number, f"run/d{number % 7}/f{number}", slot=None, persisted=True)
+        entry = item(number, f"run/d{number % 7}/f{number}", slot=None, past_nvme=True)
         for name, value in what.items():
             setattr(entry, name, value)
         entry.__class__ = Counted
@@ -179,7 +179,7 @@ def test_a_step_looks_at_as_few_drafts_of_many_as_of_few(what):
             drafts.waiting(100)
             drafts.blocker(entry)
             entry.slot = None
-            drafts.persist(entry)
+            drafts.pass_nvme(entry)
             ready = drafts.next_ready(0.0)
             if ready is not None:
                 drafts.begin(ready)
@@ -191,8 +191,8 @@ def test_a_step_looks_at_as_few_drafts_of_many_as_of_few(what):
     assert many <= few + 60  # a search by halves goes some steps further
 
 
-def test_large_drafts_that_are_not_settled_are_known(monkeypatch):
-    monkeypatch.setattr(queue, "AHEAD_BYTES_MIN", 1000)
+def test_large_drafts_that_are_not_past_the_nvme_tier_are_known(monkeypatch):
+    monkeypatch.setattr(queue, "LARGE_BYTES_MIN", 1000)
     drafts = FlushQueue()
     small, large, other = (item(number, f"f{number}", length=length) for number, length in enumerate((999, 1000, 5000)))
     for entry in (small, large, other):
@@ -201,7 +201,7 @@ def test_large_drafts_that_are_not_settled_are_known(monkeypatch):
     drafts.begin(large)
     assert large.ahead
     assert list(drafts.large.values()) == [other]
-    drafts.persist(large)
+    drafts.pass_nvme(large)
     assert drafts.next_ready(0.0) is None  # a thread is at work on it
     drafts.end(large)
     assert drafts.next_ready(0.0) is large

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 class Drafts:
-    """Drafts in closing order, of made-up files, and who settles them."""
+    """Drafts in closing order, of made-up files, and who persists them."""
 
     def __init__(self):
         self.state = SimpleNamespace(

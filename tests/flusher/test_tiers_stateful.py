@@ -149,7 +149,7 @@ def small_and_repeatable():
         patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
         patch.setattr(transfers.transfers, "shared", InlineTransfers())
         patch.setattr(ahead, "AHEAD_BYTES_MIN", 2 * CHUNK)
-        patch.setattr(queue, "AHEAD_BYTES_MIN", 2 * CHUNK)
+        patch.setattr(queue, "LARGE_BYTES_MIN", 2 * CHUNK)
         patch.setattr(ahead, "start_daemon", lambda task, *, name: task() or name)
         patch.setattr(buffers.buffers, "shared", buffers.Buffers())
         patch.setattr(buffers, "POOLED_PART", 1 << 30)

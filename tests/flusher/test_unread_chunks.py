@@ -64,7 +64,7 @@ class Pending:
         slot.segment.view(slot)[:] = stored
         self.slot = slot.segment.seal(slot, local_name(DigestKind.XXH3_128, name), b"", stamp_ns=1)
         draft = Draft("run/a", record, ObservedBase(), (SlotRef.of(slot),))
-        self.entry = FlushItem(draft, draft.turn(""), slot=self.slot, persisted=True)
+        self.entry = FlushItem(draft, draft.turn(""), slot=self.slot, past_nvme=True)
         self.state = FlushState(self.own, None, clock=SystemClock(), random=lambda: 0.5, fault=lambda _: None)
         self.state.entries.add(self.entry)
         self.state.access.use(self)
@@ -152,13 +152,13 @@ def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chu
     draft.state.nvme_bytes = MIB
     if not is_told:
         draft.state.access = Access()
-    draft.entry.persisted = False
+    draft.entry.past_nvme = False
     persister = NvmePersister(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):
         assert not persister.persist([draft.entry])
         assert isinstance(draft.entry.error, NotAskedError)
     assert persister.persist([draft.entry]) == is_told
-    assert draft.entry.persisted == is_told
+    assert draft.entry.past_nvme == is_told
     persister.stop()
 
 
@@ -166,13 +166,13 @@ def test_a_draft_on_its_way_to_the_nvme_tier_waits_for_its_segment(pending):
     draft = pending()
     draft.state.nvme = SimpleNamespace(has=lambda _: False, commit=lambda: None)
     draft.state.nvme_bytes = MIB
-    draft.entry.persisted = False
+    draft.entry.past_nvme = False
     persister = NvmePersister(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):
         assert not persister.persist([draft.entry])
         assert isinstance(draft.entry.error, UnreadSegmentError)
-        assert not draft.entry.persisted
+        assert not draft.entry.past_nvme
     assert not draft.state.counters["nvme_failures"]
     assert persister.persist([draft.entry]), "those of other processes do not wait for as long as this one likes"
-    assert draft.entry.persisted
+    assert draft.entry.past_nvme
     persister.stop()

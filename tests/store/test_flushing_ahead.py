@@ -21,7 +21,7 @@ SIZE = 3 * MIB
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(queue, "AHEAD_BYTES_MIN", SIZE)
+    monkeypatch.setattr(queue, "LARGE_BYTES_MIN", SIZE)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_smaller_draft_is_uploaded_when_it_is_there(host, small, commits):
 
 @pytest.mark.parametrize("patience", [60, 0])
 def test_nothing_is_uploaded_for_a_while_where_somebody_waits_for_local(host, small, commits, monkeypatch, patience):
-    monkeypatch.setattr(state, "SETTLING_FIRST_S", patience)
+    monkeypatch.setattr(state, "PERSISTING_FIRST_S", patience)
     with monkeypatch.context() as held:
         held.setattr(Uploader, "next", lambda _: None)
         save(host.store, "a", content(SIZE))

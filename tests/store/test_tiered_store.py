@@ -576,7 +576,7 @@ def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_
             damage_draft(host, with_path=with_path)
         drafts = host.tiers.drafts
         drafts._decoded._decoded.clear()
-        drafts._index = StagedIndex(host.tiers.ram, drafts._decoded)  # what a process that begins now would find
+        drafts._by_path = StagedIndex(host.tiers.ram, drafts._decoded)  # what a process that begins now would find
         for slot in host.tiers.ram.drafts():
             slot.segment.put_back_changed_drafts([slot.index])
         assert load(host.store, "a") == b"second"

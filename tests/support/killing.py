@@ -197,7 +197,7 @@ def flusher(spec):
     options = TierOptions(ram=spec["ram"], nvme=spec["nvme"], state_dir=spec["state"])
     budgets = resolve(options, spec["uuid"], host_local=True, process_local=False)
     hook, open_nvme = Hook(spec), building._nvme_tier
-    flush_queue.AHEAD_BYTES_MIN = 0  # small drafts, too, are uploaded while they are on their way to the nvme tier
+    flush_queue.LARGE_BYTES_MIN = 0  # small drafts, too, are uploaded while they are on their way to the nvme tier
 
     def open_and_say(*arguments):
         tier = open_nvme(*arguments)

@@ -162,7 +162,7 @@ def forget(tiers):
     tiers.nvme.close()
     for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer):
         part._ram = None
-    tiers.drafts._index._ram = None
+    tiers.drafts._by_path._ram = None
     tiers.ram = None
 
 
@@ -300,7 +300,7 @@ class SteppedHost:
         self.engine = None
         self.flusher = None
         self.held = []
-        self.settling = False
+        self.persisting = False
         self.crash_at = None
         self.meanwhile = {}
         self.nvme_trouble = False
@@ -347,7 +347,7 @@ class SteppedHost:
             uploader._chunks = uploader._releases = flusher.persister._writes = Inline()
             if nvme is not None:
                 flusher._state.nvme_bytes = 2 * setup.passed_by_over
-            flusher.connect(StorePublisher(lambda: world.open(self.link)))
+            flusher.use(StorePublisher(lambda: world.open(self.link)))
             self.flusher = flusher
             flusher.scan.resume()
             self.engine = FlushEngine(lambda: flusher)
@@ -361,7 +361,7 @@ class SteppedHost:
     def bury_flusher(self):
         """Its process has ended: what it had open is closed."""
         self.deaths += 1
-        flusher, self.flusher, self.engine, self.held, self.settling = self.flusher, None, None, [], False
+        flusher, self.flusher, self.engine, self.held, self.persisting = self.flusher, None, None, [], False
         self.life.alive = False
         self.process = None
         if flusher is not None:
@@ -401,7 +401,7 @@ class SteppedHost:
         return bool(self.step("any"))
 
     def _step_any(self):
-        if not self.settling:
+        if not self.persisting:
             self.flusher.scan.discover()
             self.flusher.scan.sweep()
             self.flusher.persister.commit_ahead()
@@ -416,24 +416,24 @@ class SteppedHost:
         return True
 
     def _step_sweep(self):
-        if not self.settling:
+        if not self.persisting:
             self.flusher.scan.sweep()
         return True
 
     def _step_persist(self):
         """The next drafts that are to go to the nvme tier."""
-        if self.settling:
+        if self.persisting:
             return False
         persister = self.flusher.persister
         batch = persister.batch(persister.waiting()[: self.world.random.randint(1, 3)])
         if not batch:
             return False
-        life, self.settling = self.life, True
+        life, self.persisting = self.life, True
         try:
             return persister.persist(batch)
         finally:
             if self.life is life:
-                self.settling = False
+                self.persisting = False
 
     def _step_take(self):
         """Give the next draft that something can be done for to a thread."""

@@ -80,7 +80,7 @@ def build_engine(
         for what in fallbacks:
             flusher.note(what)
         if publisher is not None:
-            flusher.connect(publisher)
+            flusher.use(publisher)
         if own is not None:
             flusher.hand_over(own)
         return flusher

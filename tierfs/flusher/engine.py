@@ -44,13 +44,13 @@ class FlushEngine:
         assert self._started is not None, "not started"
         return self._started
 
-    def keep_up(self, connect: Callable[[], Store], policy: UpkeepPolicy) -> None:
+    def keep_up(self, open_store: Callable[[], Store], policy: UpkeepPolicy) -> None:
         """Collect garbage and scrub in the background as well, from `start` on. Called before that."""
 
         def count(name: str, more: int) -> None:
             self._flusher.note(name, more)  # which is made when it starts
 
-        self._upkeep = Upkeep(connect, policy, count)
+        self._upkeep = Upkeep(open_store, policy, count)
 
     def start(self) -> None:
         """Begin to work. Only the flusher that holds the lock is started.

@@ -104,7 +104,7 @@ class Flusher:
     def start(self) -> None:
         """Take up what the tiers hold, and begin."""
         self.scan.resume()
-        for target in (self._settle, self._upload):
+        for target in (self._persist, self._upload):
             thread = threading.Thread(
                 target=self._keep_on, args=(target,), name=f"tierfs{target.__name__}", daemon=True
             )
@@ -128,7 +128,7 @@ class Flusher:
         if self.nvme is not None:
             self.nvme.close()
 
-    def connect(self, publisher: StorePublisher) -> None:
+    def use(self, publisher: StorePublisher) -> None:
         """Publish by this from now on."""
         self._state.access.use(publisher)
         self._try_again()
@@ -186,11 +186,11 @@ class Flusher:
         except Exception:  # whatever it is, the thread must go on: nobody else flushes
             self.note("unforeseen_errors")
             with state.changed:
-                state.settling_since = None
+                state.persisting_since = None
                 state.changed.wait(SWEEP_S)
             _logger.exception("the flusher met an error that it does not know, and goes on")
 
-    def _settle(self) -> None:
+    def _persist(self) -> None:
         state = self._state
         with state.changed:
             if not state.nudged and not state.stopping:
@@ -316,7 +316,7 @@ class Flusher:
             raise entry.error
         state = self._state
         # It still has to be published to get there, and not only to be taken to the nvme tier.
-        is_blocked = state.entries.has_conflicts and (entry.persisted or level > state.local_level)
+        is_blocked = state.entries.has_conflicts and (entry.past_nvme or level > state.local_level)
         blocker = state.entries.blocker(entry) if is_blocked else None
         if blocker is not None:
             raise ConflictError(
@@ -325,7 +325,7 @@ class Flusher:
                 path=entry.path,
             )
         if entry.error is not None and not getattr(entry.error, "transient", False) and entry.failures:
-            if isinstance(entry.error, CapacityError) and not entry.persisted:
+            if isinstance(entry.error, CapacityError) and not entry.past_nvme:
                 return
             raise entry.error
 

@@ -56,12 +56,12 @@ class NvmePersister:
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def persist_all(self) -> None:
-        """Settle what has to be, until something keeps those behind it waiting."""
+        """Persist what has to be, until something keeps those behind it waiting."""
         state = self._state
         with state.changed:
             # Those that come later are for the next call.
             last, waiting = state.entries.last_waiting(), self.waiting()
-            state.settling_since = state.clock.monotonic() if waiting else None
+            state.persisting_since = state.clock.monotonic() if waiting else None
         while waiting and not state.stopping:
             batch = self.batch(waiting)
             if not batch or not self.persist(batch):
@@ -69,11 +69,11 @@ class NvmePersister:
             with state.changed:
                 waiting = [entry for entry in self.waiting() if last is not None and entry.turn <= last]
         with state.changed:
-            state.settling_since = None
+            state.persisting_since = None
             state.changed.notify_all()
 
     def waiting(self) -> list[FlushItem]:
-        """The first drafts to be settled, in closing order: no more than one commit takes. The lock is held."""
+        """The first drafts to be persisted, in closing order: no more than one commit takes. The lock is held."""
         return self._state.entries.waiting(BATCH_DRAFTS_MAX)
 
     def batch(self, waiting: Sequence[FlushItem]) -> list[FlushItem]:
@@ -117,7 +117,7 @@ class NvmePersister:
             for entry in batch:
                 entry.clear()
                 entry.error = error
-                self._state.entries.persist(entry)
+                self._state.entries.pass_nvme(entry)
             self._state.changed.notify_all()
 
     def _give_up(self, entry: FlushItem, error: TierfsError) -> bool:
@@ -190,7 +190,7 @@ class NvmePersister:
             for entry, number in zip(batch, numbers, strict=True):
                 entry.number, entry.level, entry.slot = number, state.local_level, None
                 entry.clear()
-                state.entries.persist(entry)
+                state.entries.pass_nvme(entry)
             state.changed.notify_all()
         for entry, slot in zip(batch, slots, strict=True):
             assert slot is not None

@@ -48,12 +48,12 @@ class StorePublisher:
     """Puts chunks into the object tier, then the records that name them. Safe for use by many threads.
 
     Args:
-        connect: Opens the store without local tiers, at first use, and again after that failed or the store went away.
+        open_store: Opens the store without local tiers, at first use, and again after that failed or the store went away.
         check: Raises where the store does not lie where what comes from this host is to go; called each time.
     """
 
-    def __init__(self, connect: Callable[[], Store], check: Callable[[Store], None] = lambda _: None) -> None:
-        self._connect = connect
+    def __init__(self, open_store: Callable[[], Store], check: Callable[[Store], None] = lambda _: None) -> None:
+        self._open_store = open_store
         self._check = check
         self._lock = threading.Lock()
         self._opened: _OpenedStore | None = None
@@ -218,7 +218,7 @@ class StorePublisher:
             if opened is not None and opened.store.is_current():
                 self._check(opened.store)
                 return opened
-            store = self._connect()
+            store = self._open_store()
             self._check(store)
             if opened is not None and (store is opened.store or store.descriptor.uuid != opened.store.descriptor.uuid):
                 uuid, url = opened.store.descriptor.uuid, opened.store.url

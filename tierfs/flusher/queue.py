@@ -20,10 +20,10 @@ from tierfs.host.slab.segment import Slot
 if TYPE_CHECKING:
     from tierfs.store.encode.contexts import ChunkContext
 
-__all__ = ["AHEAD_BYTES_MIN", "FlushItem", "FlushQueue"]
+__all__ = ["LARGE_BYTES_MIN", "FlushItem", "FlushQueue"]
 
 # A draft of so many bytes is uploaded while it goes to the nvme tier.
-AHEAD_BYTES_MIN = 64 << 20
+LARGE_BYTES_MIN = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +38,9 @@ class FlushItem:
         level: The level that it has reached.
         rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
         contexts: The facts about each chunk; ``None`` before they were asked for.
-        persisted: Whether it has left the slab for the nvme tier, or does not need to.
-        ahead: Whether it was uploaded, or that was tried, before it was settled.
+        past_nvme: Whether nothing is to be done any more to bring it to the nvme tier: it is there, passed it by, or is kept
+            as a conflict.
+        ahead: Whether it was uploaded, or that was tried, before that.
         uploaded: Whether every row is there.
         published: Whether its record stands, and only the local tiers are still to be told.
         busy: Whether a thread is at work on it.
@@ -56,7 +57,7 @@ class FlushItem:
     level: Level = Level.STAGED
     rows: list[Row | None] = field(default_factory=list)
     contexts: Sequence[ChunkContext] | None = None
-    persisted: bool = False
+    past_nvme: bool = False
     ahead: bool = False
     uploaded: bool = False
     published: bool = False
@@ -92,7 +93,7 @@ class FlushQueue:
 
     Attributes:
         busy: How many drafts a thread is at work on.
-        large: Those of `AHEAD_BYTES_MIN` at least that are not settled, and that no thread was at work on yet.
+        large: Those of `LARGE_BYTES_MIN` at least that are not past the nvme tier, and that no thread was at work on yet.
     """
 
     def __init__(self) -> None:
@@ -102,12 +103,12 @@ class FlushQueue:
         self._standing: set[str] = set()  # paths of those that are published: one draft for each
         self._needs: Counter[bytes] = Counter()
         self._after: dict[bytes, list[FlushItem]] = {}  # by the write id of the draft to be published before
-        self._waiting: list[FlushItem] = []  # to be settled
-        self._ready: list[FlushItem] = []  # settled, and perhaps something can be done for them
-        self._resting: list[tuple[float, int, FlushItem]] = []  # settled, by the time of their next attempt: a heap
+        self._waiting: list[FlushItem] = []  # to be brought to the nvme tier
+        self._ready: list[FlushItem] = []  # past the nvme tier, and perhaps something can be done for them
+        self._resting: list[tuple[float, int, FlushItem]] = []  # past it, by the time of their next attempt: a heap
         self._rests = itertools.count()
         self._kept: dict[bytes, FlushItem] = {}  # in conflict
-        self._passed: dict[bytes, FlushItem] = {}  # settled, and in memory all the same
+        self._passed: dict[bytes, FlushItem] = {}  # past it, and in memory all the same
         self.busy = 0
         self.large: dict[bytes, FlushItem] = {}
 
@@ -134,24 +135,24 @@ class FlushQueue:
             self._after.setdefault(entry.draft.after, []).append(entry)
         if entry.conflict:
             self._kept[entry.draft.write_id] = entry
-        if entry.persisted:
-            self._note_persisted(entry)
+        if entry.past_nvme:
+            self._note_past_nvme(entry)
         else:
             _insert(self._waiting, entry)
-            if entry.draft.length >= AHEAD_BYTES_MIN:
+            if entry.draft.length >= LARGE_BYTES_MIN:
                 self.large[entry.draft.write_id] = entry
 
-    def persist(self, entry: FlushItem) -> None:
-        """Note that a draft has left its slab for the nvme tier, or does not need to."""
-        if not entry.persisted:
-            entry.persisted = True
+    def pass_nvme(self, entry: FlushItem) -> None:
+        """Note that nothing is to be done any more to bring a draft to the nvme tier."""
+        if not entry.past_nvme:
+            entry.past_nvme = True
             _take_out(self._waiting, entry)
             self.large.pop(entry.draft.write_id, None)
-            self._note_persisted(entry)
+            self._note_past_nvme(entry)
 
     def begin(self, entry: FlushItem) -> None:
         """Note that a thread is at work on a draft."""
-        entry.busy, entry.ahead = True, not entry.persisted
+        entry.busy, entry.ahead = True, not entry.past_nvme
         self.busy += 1
         self.large.pop(entry.draft.write_id, None)
         _take_out(self._ready, entry)
@@ -167,7 +168,7 @@ class FlushQueue:
         entry.fail(error, retry_at)
         if entry.conflict and entry.draft.write_id in self._by_write_id:
             self._kept[entry.draft.write_id] = entry
-            self.persist(entry)
+            self.pass_nvme(entry)
 
     def clear(self, entry: FlushItem) -> None:
         """See `FlushItem.clear`."""
@@ -218,15 +219,15 @@ class FlushQueue:
         self._rouse_next(entry)
 
     def waiting(self, count: int) -> list[FlushItem]:
-        """The first drafts to be settled, in closing order."""
+        """The first drafts to be brought to the nvme tier, in closing order."""
         return self._waiting[:count]
 
     def last_waiting(self) -> Turn | None:
-        """The turn of the last draft to be settled."""
+        """The turn of the last draft to be brought to the nvme tier."""
         return self._waiting[-1].turn if self._waiting else None
 
     def next_ready(self, now: float) -> FlushItem | None:
-        """The first settled draft that can be uploaded or published now. Those before it wait for something that rouses them."""
+        """The first draft past the nvme tier that can be uploaded or published now. Those before it wait for what rouses them."""
         while self._resting and self._resting[0][0] <= now:
             self._rouse(heapq.heappop(self._resting)[2])
         found, parked = None, 0
@@ -242,14 +243,14 @@ class FlushQueue:
         del self._ready[:parked]
         return found
 
-    def _note_persisted(self, entry: FlushItem) -> None:
+    def _note_past_nvme(self, entry: FlushItem) -> None:
         if entry.slot is not None:
             self._passed[entry.draft.write_id] = entry
         self._rouse(entry)
 
     def _rouse(self, entry: FlushItem) -> None:
         """Have `next_ready` look at a draft again."""
-        is_open = entry.persisted and not (entry.busy or entry.conflict or entry.published)
+        is_open = entry.past_nvme and not (entry.busy or entry.conflict or entry.published)
         if is_open and entry.draft.write_id in self._by_write_id and _place(self._ready, entry) is None:
             _insert(self._ready, entry)
 

@@ -52,7 +52,7 @@ class PendingScan:
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
                     continue
                 turn = draft.turn(self._boot, stored.seq)
-                entry = FlushItem(draft, turn, number=stored.seq, level=state.local_level, persisted=True)
+                entry = FlushItem(draft, turn, number=stored.seq, level=state.local_level, past_nvme=True)
                 if stored.state == "conflict":
                     entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
                 with state.changed:
@@ -122,7 +122,7 @@ class PendingScan:
                     return
                 kept = now.state is SlotState.CONFLICT
                 turn = draft.turn(self._boot)
-                entry = FlushItem(draft, turn, slot=slot, persisted=kept)
+                entry = FlushItem(draft, turn, slot=slot, past_nvme=kept)
                 if kept:
                     entry.fail(ConflictError(f"{draft.path} was {KEPT}", path=draft.path), float("inf"))
                 state.entries.add(entry)

@@ -27,7 +27,7 @@ RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0
 # How long drafts on their way to the nvme tier keep others from being uploaded: somebody may be waiting for that, and it
 # is over soon, where this takes as long as it takes.
-SETTLING_FIRST_S = 10.0
+PERSISTING_FIRST_S = 10.0
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -48,7 +48,7 @@ class FlushState:
         access: The way to the object tier.
         stopping: Whether the flusher is about to end.
         nudged: Whether there may be something new in a slab, or room for what had to wait.
-        settling_since: Since when drafts are on their way to the nvme tier, monotonic seconds; None while there are none.
+        persisting_since: Since when drafts are on their way to the nvme tier, monotonic seconds; None while there are none.
         local_waits: How many wait for drafts to be in the nvme tier.
         holders: Files that are being written and have chunks in the nvme tier already.
         counters: Events, by name.
@@ -77,7 +77,7 @@ class FlushState:
         self.access = Access(connect)
         self.stopping = False
         self.nudged = True
-        self.settling_since: float | None = None
+        self.persisting_since: float | None = None
         self.local_waits = 0
         self.holders: set[str] = set()
         self.counters: Counter[str] = Counter()
@@ -87,8 +87,8 @@ class FlushState:
 
     def persists_first(self) -> bool:
         """Whether no draft that is in the nvme tier is begun with now, for the sake of those that are not."""
-        since = self.settling_since
-        return since is not None and self.clock.monotonic() - since < SETTLING_FIRST_S
+        since = self.persisting_since
+        return since is not None and self.clock.monotonic() - since < PERSISTING_FIRST_S
 
     def persists_alone(self) -> bool:
         """Whether those are not uploaded meanwhile, either, because somebody waits."""

@@ -49,7 +49,7 @@ class Upkeep:
     """One thread that does what a policy says.
 
     Args:
-        connect: Opens the store, without local tiers, when it is needed first.
+        open_store: Opens the store, without local tiers, when it is needed first.
         policy: What to do.
         count: Called with the name of a counter, and how much it grows.
         turn_s: How often it is seen whether something is due.
@@ -57,13 +57,13 @@ class Upkeep:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        open_store: Callable[[], Store],
         policy: UpkeepPolicy,
         count: Callable[[str, int], object],
         *,
         turn_s: float = TURN_S,
     ) -> None:
-        self._connect = connect
+        self._open_store = open_store
         self._policy = policy
         self._count = count
         self._turn_s = turn_s
@@ -87,7 +87,7 @@ class Upkeep:
     def turn(self) -> None:
         """Do what is due now."""
         if self._store is None:
-            self._store = self._connect()
+            self._store = self._open_store()
         if self._policy.gc_every_s is not None:
             self._collect(self._store, self._policy.gc_every_s)
         if self._policy.scrub_bandwidth:

@@ -182,7 +182,7 @@ class Uploader:
         state = self._state
         if state.stopping:
             raise StoreError("the flusher is ending", transient=True)
-        if not entry.persisted and state.persists_alone():
+        if not entry.past_nvme and state.persists_alone():
             raise StoreError("somebody waits for the nvme tier", transient=True)
         if row.stored_length:
             entry.rows[index] = row

@@ -70,7 +70,7 @@ class PendingDrafts:
         self._flusher = flusher
         self._counters = counters
         self._decoded = DecodedDrafts(counters)
-        self._index = StagedIndex(ram, self._decoded)
+        self._by_path = StagedIndex(ram, self._decoded)
         self._boot = boot_id()
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class PendingDrafts:
         Raises:
             CorruptionError: There is one, and it cannot be read; what was there before is no answer.
         """
-        staged, is_hidden = self._index.newest(path)
+        staged, is_hidden = self._by_path.newest(path)
         if is_hidden:
             raise CorruptionError(
                 f"{path}: what this host wrote last, perhaps to this path, is damaged in shared memory: give it up with `tierfs flusher "
@@ -90,7 +90,7 @@ class PendingDrafts:
                 path=path,
                 tier="ram",
             )
-        item = self._ask_index(lambda: self._nvme.draft(path))
+        item = self._look_up_stored(lambda: self._nvme.draft(path))
         stored = None if item is None else self._decoded.in_index(item)
         if stored is not None and (staged is None or not self._is_newer(staged, stored)):
             return Pending(stored, self.stored_level)
@@ -106,7 +106,7 @@ class PendingDrafts:
 
         One that cannot be read is passed over, which is logged.
         """
-        staged = list(self._index.below(path))
+        staged = list(self._by_path.below(path))
         stored = self._stored_below(path)
         readable = [(item.path, self._decoded.readable_in_index(item)) for item in stored]
         found = {name: Pending(draft, self.stored_level) for name, draft in readable if draft is not None}
@@ -174,9 +174,9 @@ class PendingDrafts:
                 damaged += self._decoded.damaged_in_slot(slot)
 
     def _stored_below(self, path: str, *, conflicts: bool = False) -> list[StoredDraft]:
-        return self._ask_index(lambda: self._nvme.drafts_below(path, conflicts=conflicts))
+        return self._look_up_stored(lambda: self._nvme.drafts_below(path, conflicts=conflicts))
 
-    def _ask_index(self, look_up: Callable[[], _Answer]) -> _Answer:
+    def _look_up_stored(self, look_up: Callable[[], _Answer]) -> _Answer:
         """Look up drafts; where the index is of no use, after a flusher, which is started for it, has made it anew."""
         for _ in range(REBUILDS_MAX):
             try:
