@@ -16,9 +16,9 @@ from support.private_memory import PrivateMemory
 from tierfs import gc_pause as garbage
 from tierfs.errors import TierfsError
 from tierfs.gc_pause import Uncollected
-from tierfs.host.nvme.arena import Arena
-from tierfs.host.nvme.extent_page import GRANULE, ExtentKind, ExtentPage
-from tierfs.host.nvme.index import Index
+from tierfs.host.nvme.arena.arena import Arena
+from tierfs.host.nvme.arena.extent_page import GRANULE, ExtentKind, ExtentPage
+from tierfs.host.nvme.index.index import Index
 from tierfs.objects import FsspecObjects, LocalObjects
 
 

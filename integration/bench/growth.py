@@ -74,7 +74,7 @@ from tierfs.format.descriptor import Capabilities, Descriptor
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest
-from tierfs.host.nvme.extent_page import GRANULE
+from tierfs.host.nvme.arena.extent_page import GRANULE
 from tierfs.host.nvme.ledger import EvictionCandidate, Extent, Ledger, candidates
 from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.host.rpc.stopping import stop_flusher

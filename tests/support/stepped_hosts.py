@@ -25,7 +25,7 @@ from tierfs.flusher.server import Peer
 from tierfs.format import keys
 from tierfs.format.manifest import decode_record
 from tierfs.host.host import Host
-from tierfs.host.nvme.index import IndexReader
+from tierfs.host.nvme.index.index import IndexReader
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import Draft

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierfs.errors import CapacityError, FormatError, StoreError
-from tierfs.host.nvme.arena import Arena
-from tierfs.host.nvme.extent_page import (
+from tierfs.host.nvme.arena.arena import Arena
+from tierfs.host.nvme.arena.extent_page import (
     GRANULE,
     ArenaPage,
     DraftRecord,
@@ -293,7 +293,7 @@ def test_an_arena_says_which_it_is_unless_its_first_page_is_damaged(arena):
 
 
 def test_an_arena_of_another_version_is_refused(arena, monkeypatch):
-    monkeypatch.setattr("tierfs.host.nvme.extent_page.VERSION", 2)
+    monkeypatch.setattr("tierfs.host.nvme.arena.extent_page.VERSION", 2)
     page = ArenaPage(EPOCH).encode()
     monkeypatch.undo()
     with open(arena.path, "r+b") as file:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tierfs.errors import CorruptionError, FormatError, StoreError
-from tierfs.host.nvme.index import INSERT_CHUNK, Index, IndexReader
+from tierfs.host.nvme.index.index import INSERT_CHUNK, Index, IndexReader
 
 EPOCH = b"e" * 16
 COUNT = "SELECT COUNT(*) FROM chunks"
@@ -172,7 +172,7 @@ def test_a_crash_within_a_change_is_undone_by_the_first_reader(path):
 import os, signal, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from tierfs.host.nvme.index import Index, INSERT_CHUNK
+from tierfs.host.nvme.index.index import Index, INSERT_CHUNK
 index = Index(Path({str(path)!r}))
 row = lambda n: (b"%017d" % n, n, 65536, 100, b"m" * 600, n, 0)
 with index.transaction() as database:

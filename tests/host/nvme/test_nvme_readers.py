@@ -15,7 +15,7 @@ from support.nvme_tools import content_of, draft, drop_index, meta_of, open_tier
 from support.opened import no_descriptors_left
 
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
-from tierfs.host.nvme import index
+from tierfs.host.nvme.index import index
 from tierfs.host.nvme.reader import NvmeReader
 
 

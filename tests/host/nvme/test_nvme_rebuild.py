@@ -21,9 +21,9 @@ from support.nvme_tools import (
 )
 
 from tierfs.errors import CapacityError, FormatError
-from tierfs.host.nvme.arena import Arena
-from tierfs.host.nvme.extent_page import GRANULE, ExtentKind, ExtentPage
-from tierfs.host.nvme.index import Index
+from tierfs.host.nvme.arena.arena import Arena
+from tierfs.host.nvme.arena.extent_page import GRANULE, ExtentKind, ExtentPage
+from tierfs.host.nvme.index.index import Index
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import is_needed
 

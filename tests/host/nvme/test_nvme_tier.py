@@ -25,8 +25,8 @@ from support.nvme_tools import (
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
+from tierfs.host.nvme.arena.extent_page import GRANULE, extent_bytes
 from tierfs.host.nvme.commit import EncodedDraft
-from tierfs.host.nvme.extent_page import GRANULE, extent_bytes
 from tierfs.host.nvme.ledger import candidates
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.stored import ChunksGoneError

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from tierfs.host.nvme import path_counts
-from tierfs.host.nvme.path_counts import PathCounter, PathCounts
+from tierfs.host.nvme.index import path_counts
+from tierfs.host.nvme.index.path_counts import PathCounter, PathCounts
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from support.tiered import MIB, content
 
 from tierfs.errors import CapacityError, StoreError
-from tierfs.host.nvme.arena import Arena
+from tierfs.host.nvme.arena.arena import Arena
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.rpc.client import FlusherClient

@@ -9,8 +9,15 @@ from typing import NamedTuple
 
 from tierfs.digest import checksum
 from tierfs.errors import InvalidInputError
-from tierfs.host.nvme.extent_page import INTENTS_MAX, META_BYTES_MAX, DraftRecord, ExtentKind, ExtentPage, IntentPage
-from tierfs.host.nvme.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF
+from tierfs.host.nvme.arena.extent_page import (
+    INTENTS_MAX,
+    META_BYTES_MAX,
+    DraftRecord,
+    ExtentKind,
+    ExtentPage,
+    IntentPage,
+)
+from tierfs.host.nvme.index.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF
 from tierfs.host.nvme.ledger import DraftExtent, Extent, Written
 from tierfs.host.nvme.state import NvmeState
 from tierfs.host.nvme.stored import ChunksGoneError

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from tierfs.errors import CorruptionError
 from tierfs.host.extents import Extents
-from tierfs.host.nvme.extent_page import GRANULE, extent_bytes
-from tierfs.host.nvme.index import Index
+from tierfs.host.nvme.arena.extent_page import GRANULE, extent_bytes
+from tierfs.host.nvme.index.index import Index
 
 __all__ = ["EvictionCandidate", "Extent", "Ledger", "Written", "candidates"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.host.ground import Faults
-from tierfs.host.nvme.arena import Arena
-from tierfs.host.nvme.extent_page import GRANULE, ExtentPage
-from tierfs.host.nvme.index import Index
+from tierfs.host.nvme.arena.arena import Arena
+from tierfs.host.nvme.arena.extent_page import GRANULE, ExtentPage
+from tierfs.host.nvme.index.index import Index
 from tierfs.host.nvme.rebuild import Lost, move_aside, rebuild, release_if_unchanged
 from tierfs.host.nvme.stored import ARENA_FILE, INDEX_FILE
 

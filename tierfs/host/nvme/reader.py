@@ -14,11 +14,11 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.ground import PAGE_BYTES
-from tierfs.host.nvme.arena import Arena
-from tierfs.host.nvme.extent_page import ExtentKind
-from tierfs.host.nvme.index import IndexReader
-from tierfs.host.nvme.last_used import LastUsed
-from tierfs.host.nvme.path_counts import PathCounts
+from tierfs.host.nvme.arena.arena import Arena
+from tierfs.host.nvme.arena.extent_page import ExtentKind
+from tierfs.host.nvme.index.index import IndexReader
+from tierfs.host.nvme.index.last_used import LastUsed
+from tierfs.host.nvme.index.path_counts import PathCounts
 from tierfs.host.nvme.stored import (
     ARENA_FILE,
     DRAFT_COLUMNS,

@@ -21,10 +21,10 @@ from tierfs.digest import CHUNK_BYTES, checksum
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.host.filesystems import flush_directory
 from tierfs.host.ground import Faults
-from tierfs.host.nvme.arena import Arena
+from tierfs.host.nvme.arena.arena import Arena
+from tierfs.host.nvme.arena.extent_page import SESSION_BITS, DraftRecord, ExtentKind, ExtentPage, extent_bytes
 from tierfs.host.nvme.disk_errors import disk_errors
-from tierfs.host.nvme.extent_page import SESSION_BITS, DraftRecord, ExtentKind, ExtentPage, extent_bytes
-from tierfs.host.nvme.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF, Index
+from tierfs.host.nvme.index.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF, Index
 from tierfs.host.nvme.stored import INDEX_FILE
 from tierfs.host.private import entries_of
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError, CorruptionError, TierfsError
 from tierfs.host.ground import Faults
-from tierfs.host.nvme.extent_page import GRANULE, SESSION_BITS, ExtentKind, ExtentPage, extent_bytes
-from tierfs.host.nvme.index import Index
-from tierfs.host.nvme.last_used import LastUsed
+from tierfs.host.nvme.arena.extent_page import GRANULE, SESSION_BITS, ExtentKind, ExtentPage, extent_bytes
+from tierfs.host.nvme.index.index import Index
+from tierfs.host.nvme.index.last_used import LastUsed
+from tierfs.host.nvme.index.path_counts import PathCounter
 from tierfs.host.nvme.ledger import EvictionCandidate, Extent, Ledger, candidates
 from tierfs.host.nvme.opening import fit, open_tier
-from tierfs.host.nvme.path_counts import PathCounter
 from tierfs.host.nvme.stored import PATHS_FILE, USED_FILE
 
 __all__ = ["NvmeState"]

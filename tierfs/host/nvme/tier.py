@@ -14,9 +14,9 @@ from tierfs.clock import Clock
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.ground import Faults, no_faults
+from tierfs.host.nvme.arena.extent_page import NAME_BYTES_MAX, ExtentKind, ExtentPage
 from tierfs.host.nvme.commit import EncodedDraft, commit, unref
-from tierfs.host.nvme.extent_page import NAME_BYTES_MAX, ExtentKind, ExtentPage
-from tierfs.host.nvme.index import INSERT_RELEASE, IndexReader
+from tierfs.host.nvme.index.index import INSERT_RELEASE, IndexReader
 from tierfs.host.nvme.ledger import Written
 from tierfs.host.nvme.state import NvmeState
 from tierfs.host.nvme.stored import (

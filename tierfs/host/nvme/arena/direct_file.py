@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tierfs.errors import StoreError
 from tierfs.host.ground import PAGE_BYTES
-from tierfs.host.nvme.aligned import AlignedBuffers
+from tierfs.host.nvme.arena.aligned import AlignedBuffers
 from tierfs.host.nvme.disk_errors import disk_errors
 
 __all__ = ["DirectFile"]

@@ -22,10 +22,10 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import StoreError
 from tierfs.host.filesystems import flush_directory
 from tierfs.host.ground import PAGE_BYTES, Faults, no_faults
-from tierfs.host.nvme.aligned import AlignedBuffers, copy_bytes, is_aligned
-from tierfs.host.nvme.direct_file import DirectFile
+from tierfs.host.nvme.arena.aligned import AlignedBuffers, copy_bytes, is_aligned
+from tierfs.host.nvme.arena.direct_file import DirectFile
+from tierfs.host.nvme.arena.extent_page import EXTENT_MAGIC, GRANULE, ArenaPage, ExtentKind, ExtentPage, IntentPage
 from tierfs.host.nvme.disk_errors import disk_errors
-from tierfs.host.nvme.extent_page import EXTENT_MAGIC, GRANULE, ArenaPage, ExtentKind, ExtentPage, IntentPage
 
 __all__ = ["Arena"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tierfs.host.nvme.extent_page import GRANULE
+from tierfs.host.nvme.arena.extent_page import GRANULE
 
 __all__ = ["LastUsed"]
 

@@ -1,0 +1,1 @@
+"""One preallocated file of extents, and how it is read and written."""

@@ -1,0 +1,1 @@
+"""What the arena holds: the database, and two small files that are read without it."""
