@@ -22,7 +22,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab import growth, pool
 from tierfs.host.slab.segment import SlotKind, SlotState
-from tierfs.host.slab.table import HEAD_BYTES
+from tierfs.host.slab.table.table import HEAD_BYTES
 from tierfs.store import (
     WriteMode,
     Writer,

@@ -27,7 +27,7 @@ from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.growth import next_layout, wished_layout
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotKind, SlotState
-from tierfs.host.slab.table import Layout
+from tierfs.host.slab.table.table import Layout
 
 STORE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"
@@ -235,7 +235,7 @@ def test_a_damaged_segment_is_passed_over_with_one_warning_and_left_alone(tier, 
 
 
 def test_a_name_is_found_in_less_than_50_us_while_nothing_changes(open_tier, monkeypatch):
-    monkeypatch.setattr("tierfs.host.slab.table.BYTES_PER_SLOT", 4096)
+    monkeypatch.setattr("tierfs.host.slab.table.table.BYTES_PER_SLOT", 4096)
     writer, reader = open_tier(budget=64 * MIB, segment=32 * MIB), open_tier()
     names = [b"%033d" % number for number in range(4096)]
     for name in names:

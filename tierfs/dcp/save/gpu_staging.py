@@ -20,7 +20,7 @@ from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.slab.segment import Slot, SlotKind
-from tierfs.host.slab.table import DATA_STATES
+from tierfs.host.slab.table.table import DATA_STATES
 from tierfs.store import Store
 from tierfs.store.device_notes import leave_note
 from tierfs.units import parse_size

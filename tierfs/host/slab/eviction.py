@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable
 
 from tierfs.errors import ReadOnlyError
 from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
-from tierfs.host.slab.table import padded
+from tierfs.host.slab.table.table import padded
 
 __all__ = ["Eviction"]
 

@@ -11,11 +11,11 @@ import numpy as np
 from tierfs.clock import boot_id
 from tierfs.errors import InvalidInputError
 from tierfs.host.slab.allocate import allocate, map_shared
-from tierfs.host.slab.allocator import SlotAllocator
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import OwnedFd, Reservation, SegmentHeader, open_segment
-from tierfs.host.slab.table import Layout, SlotState
-from tierfs.host.slab.table_lock import changing
+from tierfs.host.slab.table.allocator import SlotAllocator
+from tierfs.host.slab.table.lock import changing
+from tierfs.host.slab.table.table import Layout, SlotState
 
 __all__ = ["adopt", "make_header", "make_in"]
 

@@ -24,7 +24,7 @@ from tierfs.host.slab.memory import memory_available, memory_limit
 from tierfs.host.slab.new_segment import adopt, make_header, make_in
 from tierfs.host.slab.segment import Segment, Slot, SlotKind
 from tierfs.host.slab.segment_file import Reservation, SegmentHeader
-from tierfs.host.slab.table import Layout, padded
+from tierfs.host.slab.table.table import Layout, padded
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
 

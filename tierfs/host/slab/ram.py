@@ -20,7 +20,7 @@ from tierfs.host.slab.growth import CHUNKS_BUDGET_BYTES, largest
 from tierfs.host.slab.peers import PeerSegments
 from tierfs.host.slab.pool import SegmentPool, give_back
 from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
-from tierfs.host.slab.table import Layout, padded
+from tierfs.host.slab.table.table import Layout, padded
 from tierfs.units import format_bytes
 
 __all__ = ["RamTier", "RamUsage"]

@@ -25,9 +25,10 @@ import numpy as np
 from tierfs._fork import renew_in_children
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.host.slab.allocate import give_up, map_shared
-from tierfs.host.slab.allocator import SlotAllocator
 from tierfs.host.slab.segment_file import SECTOR_BYTES, OwnedFd, SegmentHeader, open_segment, reopened
-from tierfs.host.slab.table import (
+from tierfs.host.slab.table.allocator import SlotAllocator
+from tierfs.host.slab.table.lock import TableLock, changing
+from tierfs.host.slab.table.table import (
     DATA_STATES,
     DIRTY_STATES,
     META_BYTES_MAX,
@@ -39,8 +40,7 @@ from tierfs.host.slab.table import (
     Table,
     padded,
 )
-from tierfs.host.slab.table_lock import TableLock, changing
-from tierfs.host.slab.table_view import TableView
+from tierfs.host.slab.table.view import TableView
 
 __all__ = ["Segment", "Slot", "SlotKind", "SlotState"]
 

@@ -24,7 +24,7 @@ from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.private import refused
-from tierfs.host.slab.table import CHANGES_AT, SLOTS_MAX, Layout
+from tierfs.host.slab.table.table import CHANGES_AT, SLOTS_MAX, Layout
 
 __all__ = [
     "SECTOR_BYTES",

@@ -11,7 +11,7 @@ import numpy as np
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError
 from tierfs.host.extents import Extents
-from tierfs.host.slab.table import Layout, SlotState, Table, padded
+from tierfs.host.slab.table.table import Layout, SlotState, Table, padded
 
 __all__ = ["SlotAllocator"]
 

@@ -10,9 +10,12 @@ import contextlib
 import fcntl
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from tierfs.host.slab.segment_file import OwnedFd
-from tierfs.host.slab.table import Table
+from tierfs.host.slab.table.table import Table
+
+if TYPE_CHECKING:
+    from tierfs.host.slab.segment_file import OwnedFd
 
 __all__ = ["TableLock", "changing"]
 
