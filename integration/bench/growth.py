@@ -296,7 +296,7 @@ def queues(largest: int) -> dict[str, dict[int, float]]:
                 replace(record, write_id=number.to_bytes(16, "little")),
                 ObservedBase(None),
             )
-            queue.add(FlushItem(draft, (1, number, 0), 0.0, number=number, persisted=True, retry_at=float("inf")))
+            queue.add(FlushItem(draft, (1, number, 0), 0.0, number=number, past_nvme=True, retry_at=float("inf")))
         numbers = itertools.count(size)
 
         def step(number: int, queue: FlushQueue = queue) -> None:
@@ -305,7 +305,7 @@ def queues(largest: int) -> dict[str, dict[int, float]]:
             queue.add(entry)
             queue.waiting(100)
             queue.follows_passed(entry)
-            queue.persist(entry)
+            queue.pass_nvme(entry)
             queue.next_ready(0.0)
             queue.remove(entry)
 
