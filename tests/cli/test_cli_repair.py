@@ -111,9 +111,7 @@ def test_checkpoints_are_named_with_the_tensors_that_they_lost(root, capsys, mon
 
 def test_without_torch_repair_reports_all_but_checkpoints(root, capsys, monkeypatch):
     next((root / ".tierfs" / "chunks").rglob("*.0")).unlink()
-    monkeypatch.setitem(sys.modules, "torch", None)
-    for name in [name for name in sys.modules if name.startswith(("tierfs.dcp", "tierfs.checkpoint"))]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tierfs.checkpoint.losses", None)  # its import fails as that of torch does
     code, shown = repair(capsys, root)
     assert (code, [each["path"] for each in shown["lost"]], shown["checkpoints"]) == (6, ["a"], None)
     assert main(["repair", str(root)]) == 6

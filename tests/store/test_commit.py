@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError
-from tierfs.flusher.publish import StorePublisher
+from tierfs.flusher import publish
 from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT, SEQUENCE_MAX, SaveMark, named_files
 from tierfs.format.keys import record_key
@@ -402,14 +402,14 @@ def test_a_flusher_that_ended_between_part_and_commit_leaves_it_to_the_next(host
     first, second = hosts
     calls = []
 
-    def die(self, store, directory):
+    def die(store, commits, directory):
         calls.append(directory)
         if len(calls) == 1:
             raise StoreError("killed", transient=True)
-        return real(self, store, directory)
+        return real(store, commits, directory)
 
-    real = StorePublisher._commit
-    monkeypatch.setattr(StorePublisher, "_commit", die)
+    real = publish._commit
+    monkeypatch.setattr(publish, "_commit", die)
     with second.held():
         put(second, "run/rank-1")
         Commits(first.store).announce("run", document("rank-1"), mark(1))

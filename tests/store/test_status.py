@@ -9,7 +9,7 @@ from support.tiered import MIB, Host, content
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.prometheus import exposition
+from tierfs.cli.commands._status_prometheus import exposition
 from tierfs.clock import ManualClock
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.host.pending.levels import Level
