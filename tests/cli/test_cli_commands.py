@@ -243,6 +243,12 @@ def test_an_error_names_the_path_and_the_next_step(url, words, code, next_step, 
         assert json.loads(shown.out)["error"]["message"] in shown.err
 
 
+@pytest.mark.parametrize("words", [["sync", "", "{url}"], ["materialize", "{url}", ""]])
+def test_an_empty_directory_is_refused(url, capsys, words):
+    assert main([word.format(url=url) for word in words]) == 2
+    assert "an argument is empty" in capsys.readouterr().err
+
+
 def test_nothing_is_mounted_on_an_empty_path(url, capsys):
     assert main(["mount", url, ""]) == 2
     assert "an argument is empty" in capsys.readouterr().err

@@ -63,6 +63,21 @@ def test_a_damaged_record_blocks_gc_with_a_code_of_its_own(root, capsys):
     assert chunks(root) == 2
 
 
+@pytest.mark.parametrize("everything", ["", "/", "{root}", "tierfs::file://{root}/"])
+def test_gc_gives_no_whole_store_up(root, capsys, everything):
+    record = root / ".tierfs" / "tree" / "a!"
+    record.write_bytes(record.read_bytes()[:-1] + b"?")
+    assert main(["gc", str(root), "--without", everything.format(root=root), "--yes", "--exclusive"]) == 2
+    assert chunks(root) == 2
+    assert gc(capsys, root)[0] == 12
+
+
+def test_gc_takes_the_url_of_what_it_is_to_do_without(root, capsys):
+    record = root / ".tierfs" / "tree" / "a!"
+    record.write_bytes(record.read_bytes()[:-1] + b"?")
+    assert gc(capsys, root, "--without", f"tierfs::file://{root}/a", "--yes")[0] == 0
+
+
 def test_gc_says_what_it_would_do(root, capsys):
     capsys.readouterr()
     assert main(["gc", str(root), "--dry-run"]) == 0

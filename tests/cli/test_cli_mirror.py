@@ -177,26 +177,27 @@ def test_a_file_replaces_a_directory_that_holds_a_part(stored, tmp_path, capsys)
 
 def test_a_directory_that_cannot_be_removed_is_named(stored, tmp_path, capsys, monkeypatch):
     root = tmp_path / "out"
-    (root / "a").mkdir(parents=True)
+    (root / "more").mkdir(parents=True)
 
     def rmdir(path):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
 
     monkeypatch.setattr(os, "rmdir", rmdir)
     assert main(["materialize", stored, str(root), "--delete"]) == 1
-    assert f"{root}/a: Device or resource busy" in capsys.readouterr().err
+    assert f"{root}/more: Device or resource busy" in capsys.readouterr().err
+    assert {name: data for name, data in below(root).items() if name != "more"} == FILES  # no file has to wait for that
 
 
 def test_a_directory_that_fills_again_is_named_and_no_part_is_left(stored, tmp_path, capsys, monkeypatch):
     root = tmp_path / "out"
     (root / "a").mkdir(parents=True)
-    real = down.remove
+    real = down.remove_directories
 
-    def remove(where, files, directories):
+    def remove(where, directories):
         (root / "a" / "new").write_bytes(b"x")
-        return real(where, files, directories)
+        return real(where, directories)
 
-    monkeypatch.setattr(down, "remove", remove)
+    monkeypatch.setattr(down, "remove_directories", remove)
     assert main(["materialize", stored, str(root), "--delete"]) == 2
     assert f"{root}/a: Is a directory" in capsys.readouterr().err
     assert not list(root.glob(f"{PART_PREFIX}*"))

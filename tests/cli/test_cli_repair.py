@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import types
 
 import pytest
 import torch
@@ -109,9 +110,18 @@ def test_checkpoints_are_named_with_the_tensors_that_they_lost(root, capsys, mon
     assert "checkpoint run/step_2 lost" in capsys.readouterr().out
 
 
-def test_without_torch_repair_reports_all_but_checkpoints(root, capsys, monkeypatch):
+class Broken(types.ModuleType):
+    """A module that fails as torch does where a library of CUDA is missing."""
+
+    @property
+    def checkpoint_losses(self):
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+
+@pytest.mark.parametrize("losses", [None, Broken("losses")])
+def test_without_torch_repair_reports_all_but_checkpoints(root, capsys, monkeypatch, losses):
     next((root / ".tierfs" / "chunks").rglob("*.0")).unlink()
-    monkeypatch.setitem(sys.modules, "tierfs.checkpoint.losses", None)  # its import fails as that of torch does
+    monkeypatch.setitem(sys.modules, "tierfs.checkpoint.losses", losses)  # its import fails as that of torch does
     code, shown = repair(capsys, root)
     assert (code, [each["path"] for each in shown["lost"]], shown["checkpoints"]) == (6, ["a"], None)
     assert main(["repair", str(root)]) == 6

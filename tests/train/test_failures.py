@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.flipping import flip_shard
 
-from tierfs.errors import CorruptionError, InvalidInputError, StoreError, TierfsError
+from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.train import Every, Latest, Manager, health
 from tierfs.train import save as saving
 from tierfs.train.save import RunWriter
@@ -146,21 +146,33 @@ def test_a_stale_save_fails_if_that_is_wished(root):
 class Broken:
     """A keep policy of the user's with a bug."""
 
+    def __init__(self, error):
+        self.error = error
+
     def preserve(self, checkpoints, *, context):
-        raise ZeroDivisionError("no loss yet")
+        raise self.error
 
 
-def test_a_keep_policy_that_raises_does_not_end_the_saves(root, caplog):
-    with manager(root, keep=[Latest(1), Broken()]) as run:
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ZeroDivisionError("no loss yet"), "with ZeroDivisionError: no loss yet"),
+        (NotFoundError("no loss yet"), "a keep policy failed: no loss yet"),
+        (SystemExit(3), "it was interrupted"),
+    ],
+)
+def test_a_keep_policy_that_raises_does_not_end_the_saves(root, caplog, error, text):
+    with manager(root, keep=[Latest(1), Broken(error)]) as run:
         make(run, 1, 2, 3, 4)
         assert [each.step for each in run.errors] == [1, 2, 3, 4]
-        assert "retention failed after the save, with ZeroDivisionError: no loss yet" in str(run.errors[0].error)
+        assert "retention failed after the save" in str(run.errors[0].error)
+        assert text in str(run.errors[0].error)
         assert [each.step for each in run.checkpoints] == [1, 2, 3, 4]
     assert "step_4: retention failed after the save, training goes on" in caplog.text
 
 
 def test_a_keep_policy_that_raises_ends_the_run_if_that_is_wished(root):
-    with manager(root, keep=[Broken()], on_error="raise") as run:
+    with manager(root, keep=[Broken(ZeroDivisionError("no loss yet"))], on_error="raise") as run:
         make(run, 1)
         with pytest.raises(TierfsError, match="no loss yet"):
             run.step(2, state(2))

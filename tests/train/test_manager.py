@@ -179,6 +179,17 @@ def test_a_light_save_leaves_the_optimizer_out_and_says_so(root):
     assert same(found, {**state(6), "optimizer": blank()["optimizer"]})
 
 
+def test_a_full_save_replaces_the_light_one_of_its_step(root):
+    with manager(root, save=[Every(steps=5)], light=[Every(steps=2)]) as run:
+        assert run.step(2, state(2)).kind == "light"
+        run.save(2, state(2), kind="full").wait(timeout=30)
+    found = blank()
+    with manager(root) as run:
+        restored = run.restore(found)
+    assert (restored.step, restored.kind) == (2, "full")
+    assert same(found, state(2))
+
+
 def test_saving_the_same_content_again_is_success(root):
     with manager(root) as run:
         run.save(1, state(1)).wait()

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tierfs.errors import InvalidInputError
 from tierfs.train.signals import Signals
 
 
@@ -28,6 +29,15 @@ def test_the_handler_that_was_there_is_called_and_comes_back(before):
     assert signals.received_s > 0
     signals.close()
     assert signal.getsignal(signal.SIGUSR1) is theirs
+
+
+@pytest.mark.parametrize("wrong", [signal.SIGKILL, 1000])
+def test_where_one_cannot_be_handled_none_is(before, wrong):
+    theirs = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(InvalidInputError, match=f"signal {int(wrong)} cannot be handled"):
+        Signals([signal.SIGUSR1, wrong, signal.SIGCONT])
+    assert signal.getsignal(signal.SIGUSR1) is theirs
+    assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
 
 
 def test_the_first_signal_counts(before):

@@ -236,7 +236,8 @@ class Manager:
             state: As for `step`.
             kind: ``"full"``, or ``"light"`` to leave the optimizer and the data loader out.
             force: Save a step again that this manager has just saved; else the save that there is is returned.
-            overwrite: Whether another content that was saved for this step may be replaced.
+            overwrite: Whether another content that was saved for this step may be replaced. A full save always replaces the light one
+                that was just made of the same step.
             metrics: Numbers to keep with the checkpoint.
 
         Raises:
@@ -247,6 +248,8 @@ class Manager:
         last = self._handles[-1] if self._handles else None
         if last is not None and last.step == step and last.kind == kind and not force and not self._has_failed(last):
             return last
+        if last is not None and (last.step, last.kind, kind) == (step, "light", "full"):
+            overwrite = True  # it has all that the light one has
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
             self._handles[0].settle(self._timeout_s)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tierfs.checkpoint.retention import Rule, SavedCheckpoint, decide
+from tierfs.checkpoint.retention import Decision, SavedCheckpoint, decide
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import evict
@@ -96,7 +96,7 @@ class Retention:
         """Remove what no policy keeps, and drop the local copies that none keeps. Returns the steps that were removed.
 
         Raises:
-            InvalidInputError: A user's policy answered nonsense.
+            Exception: A user's policy raised, or answered nonsense.
             StoreError, ReadOnlyError: The object tier failed.
         """
         if not any(self._policies.values()) or not (self._removes or self._evicts):
@@ -105,12 +105,12 @@ class Retention:
         if self._evicts:
             for tier in LOCAL_TIERS:
                 if policies := self._policies.get(tier):
-                    self._drop_copies(tier, saved, as_rules(policies, context), context)
+                    self._drop_copies(tier, self._decided(saved, policies, context))
         policies = self._policies.get(OBJECT)
         if not policies or not self._removes:
             return []
         removed = []
-        for decision in decide(saved, as_rules(policies, context), int(context.now_s * 1e9)):
+        for decision in self._decided(saved, policies, context):
             step = decision.saved.step
             assert step is not None, "every one of a run has a step"
             if decision.is_kept:
@@ -159,10 +159,16 @@ class Retention:
         _logger.info("%s is removed: no policy keeps it", self._run.url_of(step))
         return True
 
-    def _drop_copies(
-        self, tier: str, saved: Sequence[SavedCheckpoint], rules: Sequence[Rule], context: Context
-    ) -> None:
-        for decision in decide(saved, rules, int(context.now_s * 1e9)):
+    @staticmethod
+    def _decided(saved: Sequence[SavedCheckpoint], policies: Sequence[Any], context: Context) -> list[Decision]:
+        """Ask the policies. An error of tierfs's that comes from them is none of the store's, and is not raised as one."""
+        try:
+            return list(decide(saved, as_rules(policies, context), int(context.now_s * 1e9)))
+        except TierfsError as error:
+            raise RuntimeError(f"a keep policy failed: {error}") from error
+
+    def _drop_copies(self, tier: str, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
             step = decision.saved.step
             # What is not in the object tier yet is the only copy.
             if decision.is_kept or step is None or step not in self._durable or step in self._evicted[tier]:

@@ -157,8 +157,8 @@ class SaveThread:
         """Call a listener, which may call the user's code: an error of that must not end the thread of the saves to come."""
         try:
             listener(handle, *arguments)
-        except Exception as error:  # noqa: BLE001 - passed on
-            self._on_failure(handle, error)
+        except BaseException as error:  # noqa: BLE001 - passed on
+            self._on_failure(handle, reason_of(error))
 
     def _make(self, handle: SaveHandle, order: SaveOrder) -> SaveMark | None:
         """Make one, or find out that it need not be made. A collective, in each of its steps."""

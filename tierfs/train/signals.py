@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from tierfs.errors import InvalidInputError
+
 __all__ = ["Signals"]
 
 _logger = logging.getLogger("tierfs.train")
@@ -22,6 +24,9 @@ class Signals:
 
     Args:
         wanted: Which signals.
+
+    Raises:
+        InvalidInputError: One is none, or cannot be handled, as SIGKILL cannot. No handler is set then.
 
     Attributes:
         received: The number of the first one that came; 0 for none.
@@ -39,8 +44,12 @@ class Signals:
             names = ", ".join(signal.Signals(number).name for number in numbers)
             _logger.warning("%s are not handled: the manager was not made on the main thread", names)
             return
-        for number in numbers:
-            self._before[number] = signal.signal(number, self._handle)
+        try:
+            for number in numbers:
+                self._before[number] = signal.signal(number, self._handle)
+        except (OSError, ValueError) as error:
+            self.close()
+            raise InvalidInputError(f"signal {int(number)} cannot be handled: {error}") from error
 
     def __repr__(self) -> str:
         return f"Signals({sorted(self._before)}, received={self.received})"

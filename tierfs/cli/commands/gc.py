@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierfs.cli.arguments import add_url_argument
-from tierfs.cli.files.places import whole_store
+from tierfs.cli.files.places import named_path, store_place, whole_store
 from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ROOT",
-        help="a path whose records cannot be read and shall not count; needs --yes; may be given several times",
+        help="a path in the store, or its URL, whose records cannot be read and shall not count; needs --yes; may be given several times",
     )
     parser.add_argument(
         "--yes", action="store_true", help="confirm --without: chunks that those files need may be deleted"
@@ -69,10 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.wait and arguments.dry_run:
         raise InvalidInputError("--wait and --dry-run exclude each other")
     store = whole_store(arguments.url, "gc")
+    root = store_place(arguments.url)
+    without = tuple(named_path(root, text) for text in arguments.without)
+    if "" in without:
+        raise InvalidInputError("--without names the whole store: name the paths that cannot be read")
     options = GcOptions(
         dry_run=arguments.dry_run,
         exclusive=arguments.exclusive,
-        without=tuple(arguments.without),
+        without=without,
         concurrency=arguments.concurrency,
         deletes_per_s=arguments.rate,
     )

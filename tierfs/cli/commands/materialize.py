@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_url_argument, require_url
 from tierfs.cli.files.places import store_place
 from tierfs.cli.mirror.down import materialize
 from tierfs.cli.terminal.output import add_json_argument, print_json
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Copy what differs, and with ``--json`` print how much."""
+    require_url(arguments.directory)
     place = store_place(arguments.url)
     if not place.entry().is_directory:
         raise InvalidInputError(f"{place.url} is a file: `tierfs cp` copies it", path=place.url)

@@ -6,11 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierfs.cli.arguments import add_url_argument, require_torch
-from tierfs.cli.files.places import StorePlace, find_store, store_place
+from tierfs.cli.files.places import named_path, store_place
 from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import ConflictError, InvalidInputError
-from tierfs.format.keys import inside
 
 if TYPE_CHECKING:
     from tierfs.checkpoint.prune import Pruned
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError("name at least one rule: --keep latest:3")
     keep = [parse_rule(text) for text in arguments.keep]
     place = store_place(arguments.url)
-    pinned = {_pinned_path(place, arguments.url, text) for text in arguments.pin}
+    pinned = {named_path(place, text) for text in arguments.pin}
     with Progress("prune"):
         pruned = prune(place.store, place.path, keep, pinned=pinned, dry_run=arguments.dry_run)
     if arguments.json:
@@ -62,19 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(pruned, dry_run=arguments.dry_run)
     return ConflictError.exit_code if any(each.problem for each in pruned) else 0
-
-
-def _pinned_path(place: StorePlace, url: str, text: str) -> str:
-    """The path in the store that a pin names: a name below the directory, or a path or URL of its own."""
-    below = f"{url.rstrip('/')}/"
-    if text.startswith(below):
-        text = text[len(below) :]
-    elif text.startswith("/") or "::" in text or "://" in text:
-        other = find_store(text)
-        if other is not None and other.store is place.store:
-            return other.path
-    name = text.strip("/")
-    return inside(place.path, name) if name else place.path
 
 
 def _plain(each: Pruned) -> dict[str, object]:

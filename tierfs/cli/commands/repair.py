@@ -87,8 +87,7 @@ def _checkpoint_losses(store: Store, report: RepairReport) -> list[CheckpointLos
         return []
     try:
         from tierfs.checkpoint.losses import checkpoint_losses  # noqa: PLC0415 - it loads torch
-    except ImportError as error:
-        # What was repaired must be told all the same.
+    except Exception as error:  # noqa: BLE001 - what was repaired must be told, whatever torch lacks on this machine
         _logger.warning("lost files are listed without their checkpoints, which are read with torch: %s", error)
         return None
     lost = {each.path: each.ranges for each in report.lost}

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_url_argument, require_url
 from tierfs.cli.files.places import store_place
 from tierfs.cli.mirror.up import sync
 from tierfs.cli.terminal.output import add_json_argument, print_json
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Store what differs, and with ``--json`` print how much."""
     directory = arguments.directory
+    require_url(directory)
     if not os.path.exists(directory):
         raise NotFoundError(f"{directory} is not there, on this host", path=directory)
     if not os.path.isdir(directory):

@@ -22,6 +22,7 @@ from tierfs.cli.files.transfer import (
 )
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
+from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.session import open_store, parse_url
 from tierfs.session.url import asks_to_create
@@ -279,6 +280,21 @@ def requests_of(store: Store) -> dict[str, int]:
     return {
         method: int(counts["requests"]) for method, counts in request_metrics(store.objects)["object_requests"].items()
     }
+
+
+def named_path(place: StorePlace, text: str) -> str:
+    """The path in a place's store that an argument names: a name below the place, or a URL or an absolute path of its own.
+
+    Raises:
+        InvalidInputError: It is empty.
+    """
+    require_url(text)
+    if text.startswith("/") or "::" in text or "://" in text:
+        other = find_store(text)
+        if other is not None and other.store is place.store:
+            return other.path
+    name = text.strip("/")
+    return inside(place.path, name) if name else place.path
 
 
 def find_store(text: str) -> StorePlace | None:

@@ -15,7 +15,7 @@ from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import StorePlace
 from tierfs.cli.files.transfer import read_pieces
 from tierfs.cli.mirror.content import Piece, clone_file, clone_piece, holds, pieces_of
-from tierfs.cli.mirror.local import PART_PREFIX, remove, scan
+from tierfs.cli.mirror.local import PART_PREFIX, remove_directories, remove_files, scan
 from tierfs.cli.mirror.record import MirrorRecord, Synced, content_of
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
@@ -48,11 +48,13 @@ class _Materializer:
 
     def run(self, files: dict[str, Entry], directories: set[str], *, deletes: bool) -> None:
         local = scan(self._root)
+        problems: list[OSError] = []
         gone_files = (local.files.keys() | local.others) - files.keys()
         if deletes:
             parts = local.parts - {_part(name) for name in files}
-            remove(self._root, parts, ())  # first: a directory with a part in it is not empty
-            self.done.deleted = remove(self._root, gone_files, local.directories - directories)
+            remove_files(self._root, parts)  # first: a directory with a part in it is not empty
+            self.done.deleted = remove_files(self._root, gone_files)
+            problems = remove_directories(self._root, local.directories - directories)
             for relative in gone_files:
                 self._record.forget(relative)
         else:
@@ -66,6 +68,8 @@ class _Materializer:
         for relative in ("", *directories):
             os.makedirs(os.path.join(self._root, relative), exist_ok=True)
         run_in_parallel(self._one, sorted(files.items()))
+        if problems:  # no file has to wait for that
+            raise problems[0]
 
     def _one(self, item: tuple[str, Entry], stop: threading.Event) -> None:
         relative, entry = item

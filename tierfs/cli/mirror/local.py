@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tierfs.cli.files.transfer import walk
 
-__all__ = ["PART_PREFIX", "LocalTree", "remove", "scan", "scan_source"]
+__all__ = ["PART_PREFIX", "LocalTree", "remove_directories", "remove_files", "scan", "scan_source"]
 
 PART_PREFIX = ".tierfs-part-"
 """Prefix of the name of an incomplete file, which the next run finds and completes."""
@@ -64,11 +64,8 @@ def scan_source(root: str) -> LocalTree:
     return tree
 
 
-def remove(root: str, files: Iterable[str], directories: Iterable[str]) -> int:
-    """Remove files, and then directories as far as they are empty.
-
-    Returns:
-        How many files went.
+def remove_files(root: str, files: Iterable[str]) -> int:
+    """Remove files. Returns how many went.
 
     Raises:
         OSError: One cannot be removed; the error names it.
@@ -78,10 +75,16 @@ def remove(root: str, files: Iterable[str], directories: Iterable[str]) -> int:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(root, relative))
             count += 1
+    return count
+
+
+def remove_directories(root: str, directories: Iterable[str]) -> list[OSError]:
+    """Remove directories as far as they are empty. Returns why others stayed; each error names its directory."""
+    problems = []
     for relative in sorted(directories, key=len, reverse=True):
         try:
             os.rmdir(os.path.join(root, relative))
         except OSError as error:  # noqa: PERF203 - one that stays keeps no other
             if error.errno not in _GONE_OR_IN_USE:
-                raise
-    return count
+                problems.append(error)
+    return problems
