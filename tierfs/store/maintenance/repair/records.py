@@ -65,13 +65,16 @@ class Mender:
             StoreError, ReadOnlyError, CapacityError: The object tier failed.
         """
         store, key = self._store, info.key
-        data, version = b"", info.version
         try:
             data, read = store.objects.read(key, RECORD_BYTES_MAX)
-            version = read.version
-            return decode_record(data, path, store.where(key))
         except NotFoundError:
             return None
+        except CorruptionError as error:  # nothing of it was read, so it cannot be kept aside
+            self._left(key, str(error), "it cannot be kept aside; saving or deleting the file replaces it")
+            return None
+        version = read.version
+        try:
+            return decode_record(data, path, store.where(key))
         except (CorruptionError, FormatError) as error:
             problem, is_newer = str(error), isinstance(error, FormatError)
         for source, candidate in self._candidates(key, data, is_newer=is_newer):
