@@ -4,7 +4,9 @@ import pytest
 from support.damaging import content, lost_keys, make_store, reopened, run
 
 from tierfs.format import keys
-from tierfs.store import save
+from tierfs.format.header import CHECKSUM_BYTES, seal
+from tierfs.store import delete, save
+from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.repair.records import RECORD_BYTES_MAX
 
 
@@ -23,3 +25,20 @@ def test_an_object_too_large_for_a_record_is_left(store):
     assert store.objects.read(key, len(large))[0] == large
     assert [each.key for each in report.left] == [key]
     assert (report.moved, lost_keys(store)) == ([], [])
+
+
+def test_lists_of_a_newer_tierfs_are_left(store):
+    delete(store, "a")
+    store.clock.sleep(100)
+    collect(store, GcOptions(concurrency=1))
+    found = [item.key for prefix in (keys.LEASES, keys.GC) for item in store.objects.list(prefix)]
+    for key in found:
+        body = bytearray(store.objects.read(key, 1 << 20)[0][:-CHECKSUM_BYTES])
+        body[8] += 1  # the version of its format
+        store.objects.put(key, [seal(bytes(body))])
+    versions = [store.objects.head(key).version for key in found]
+    report = run(reopened(store))
+    assert [each.key for each in report.left] == found
+    assert {each.how for each in report.left} == {"it may be of a newer tierfs"}
+    assert (report.mended, report.moved) == ([], [])
+    assert [store.objects.head(key).version for key in found] == versions

@@ -115,11 +115,22 @@ class Mender:
         try:
             decode(data, key)
         except (CorruptionError, FormatError) as error:
-            fixed = correct_sealed(data)
-            if fixed is None:
-                self._give_up(key, str(error), then)
-            elif self._put(key, fixed, info.version):
-                self._mended(key, str(error), "its own bytes")
+            problem = str(error)
+        else:
+            return
+        fixed = correct_sealed(data)
+        try:
+            if fixed is not None:
+                decode(fixed, key)
+        except FormatError:  # its checksum is right, so it is sound
+            self._left(key, problem, "it may be of a newer tierfs")
+            return
+        except CorruptionError:
+            fixed = None
+        if fixed is None:
+            self._give_up(key, problem, then)
+        elif self._put(key, fixed, info.version):
+            self._mended(key, problem, "its own bytes")
 
     def _give_up(self, key: str, problem: str, then: str) -> None:
         """Leave it to gc; but a condemned list that nobody can read keeps all writers waiting, so it goes as soon as that is safe."""
