@@ -83,6 +83,14 @@ def test_an_answer_that_is_lost_ends_no_repair(store, damage):
         assert [store.objects.read(key, 1 << 20)[0] for key in lost_keys(store)] == [damaged]
 
 
+def test_an_object_is_reported_as_moved_if_an_answer_is_lost(store):
+    stray = f"{chunk_of(store, 'a')}x"
+    store.objects.put(stray, [b"not ours"])
+    lost = FaultyObjects(store.objects, [PlannedFault(Fault.LOST_RESPONSE, "delete_version")])
+    report = run(reopened(store, objects=RetryingObjects(lost, delay_s=0)))
+    assert [(each.key, each.how) for each in report.moved] == [(stray, *lost_keys(store))]
+
+
 class Elsewhere(WrappedObjects):
     """Another process takes an object away right after it was read."""
 

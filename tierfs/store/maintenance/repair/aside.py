@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from datetime import datetime, timezone
 
+from tierfs.errors import NotFoundError
 from tierfs.format import keys
 from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import CREATE
@@ -38,11 +40,12 @@ class Aside:
         """Keep an object's bytes, and take it from its place on condition that it has not changed; returns where it is.
 
         Raises:
-            NotFoundError, ConflictError: It was deleted or changed meanwhile.
+            NotFoundError, ConflictError: It was deleted before it was read, or changed meanwhile.
             CorruptionError: It is larger than ``limit`` bytes, and stays.
             StoreError, ReadOnlyError, CapacityError: The object tier failed.
         """
         data, info = self._store.objects.read(key, limit)
         target = self.copy(key, data)
-        self._store.objects.delete_version(key, info.version)
+        with contextlib.suppress(NotFoundError):  # the answer to an earlier try was lost
+            self._store.objects.delete_version(key, info.version)
         return target
