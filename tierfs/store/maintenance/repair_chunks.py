@@ -34,6 +34,7 @@ from tierfs.store.store import Store
 __all__ = ["Healer"]
 
 WIDTHS = (2, 4, 1, 8)
+_CODECS = frozenset(Codec)
 _logger = logging.getLogger("tierfs.scrub")
 
 
@@ -199,7 +200,10 @@ def _length_of(envelope: Envelope, index: int) -> int:
 
 def _reference(store: Store, envelope: Envelope, index: int) -> memoryview | None:
     """What a block is encoded against; ``None`` if against nothing."""
-    factor = Codec(envelope.blocks[index].codec).base_factor
+    codec = envelope.blocks[index].codec
+    if codec not in _CODECS:
+        raise FormatError(f"{store.url}: unknown codec {codec}: use a newer tierfs")
+    factor = Codec(codec).base_factor
     if not factor:
         return None
     begin = index * BLOCK_BYTES * factor

@@ -252,7 +252,7 @@ class _Repair:
             found = None
         if found is None:
             self._left(key, problem, "nothing has its bytes")
-        elif found.raw_length:
+        elif found.raw_length and found.kind != FormatError.kind:
             self._left(key, problem, "its sound blocks can be read still")
         else:
             self._move(key, problem, found.kind)

@@ -1,0 +1,35 @@
+"""How repair and scrub treat single chunk objects."""
+
+from dataclasses import replace
+
+from support.damaging import chunk_of, content, lost_keys, make_store, reopened, run
+
+from tierfs.format.envelope import Block, Envelope
+from tierfs.store import save
+from tierfs.store.maintenance.scrub import ScrubOptions, scrub
+from tierfs.store.tree.records import observe, publish
+
+MIB = 1 << 20
+
+
+def test_a_chunk_with_a_codec_of_a_newer_tierfs_is_left():
+    store = make_store()
+    save(store, "a", content(0, 3 * MIB))
+    key = chunk_of(store, "a")
+    data, _ = store.objects.read(key, 4 * MIB)
+    envelope = Envelope.decode(data, "", stored_length=len(data))
+    newer = replace(envelope, blocks=(Block(envelope.blocks[0].digest, 99, 100), *envelope.blocks[1:]))
+    start = envelope.header_length
+    payload = newer.encode() + data[start : start + 100] + data[start + MIB :]
+    store.objects.put(key, [payload])
+    observed = observe(store, "a")
+    (row,) = observed.manifest.rows
+    rows = (replace(row, stored_length=len(payload)),)
+    publish(store, observed, replace(observed.manifest, rows=rows, previous=observed.previous))
+
+    found = scrub(reopened(store), ScrubOptions(concurrency=1)).damage
+    assert [(each.key, each.kind, each.healed) for each in found] == [(key, "format", "")]
+    report = run(reopened(store))
+    assert [(each.key, each.how) for each in report.left] == [(key, "it may be of a newer tierfs")]
+    assert (report.mended, report.moved, lost_keys(store)) == ([], [], [])
+    assert store.objects.read(key, 4 * MIB)[0] == payload
