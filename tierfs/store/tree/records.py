@@ -237,16 +237,16 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
                 "this change was not made, or was replaced already; reload and try again",
                 path=observed.path,
             ) from error
-        version = found
     except StoreError as error:
         found = _find_own(store, observed, record) if error.transient else None
         if found is None:
             raise
-        version = found
-    _remember(store, observed.key, version, record, data[0])
-    if term is not None and isinstance(record, Manifest) and store.lease_cache.is_too_late():
-        _check_chunks(store, observed.path, record)
-    return Observed(observed.path, observed.key, record, version)
+    else:
+        _remember(store, observed.key, version, record, data[0])
+        found = Observed(observed.path, observed.key, record, version)
+    if term is not None and found.manifest is not None and store.lease_cache.is_too_late():
+        _check_chunks(store, observed.path, found.manifest)
+    return found
 
 
 def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
@@ -263,10 +263,11 @@ def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
         ) from error
 
 
-def _find_own(store: Store, observed: Observed, record: Record) -> Version | None:
-    """The version that our own put made, if its record is what stands there now. A damaged one is somebody else's.
+def _find_own(store: Store, observed: Observed, record: Record) -> Observed | None:
+    """The record that stands there now, if our own put made it. A damaged one is somebody else's.
 
     The replaced version does not count: repair keeps the write id of a record that names other chunks with the same bytes.
+    So the record that is found may differ from ours, too.
     """
     try:
         current = _read(store, observed.path, observed.key)
@@ -274,7 +275,7 @@ def _find_own(store: Store, observed: Observed, record: Record) -> Version | Non
         return None
     if current.version == observed.version or current.record is None or current.record.write_id != record.write_id:
         return None
-    return current.version
+    return current
 
 
 def _read(store: Store, path: str, key: str) -> Observed:
