@@ -233,6 +233,15 @@ def test_a_dry_run_changes_nothing_and_says_the_same(store):
     assert would.lost == did.lost
 
 
+@pytest.mark.parametrize("bit", [8 * 8, 8 * 20])
+def test_a_dry_run_names_what_a_mended_record_has_lost(store, bit):
+    remove(store.objects, chunk_of(store, "a"))
+    flip_bit(store.objects, record(store), bit)
+    would, did = run(reopened(store), dry_run=True), run(reopened(store))
+    assert [each.path for each in did.lost] == ["a"]
+    assert would.lost == did.lost
+
+
 @pytest.mark.parametrize("damage", ["envelope", "block", "length", "removed"])
 def test_a_dry_run_heals_what_a_run_heals(damage):
     store, replica = make_store("all"), make_store("all" if damage == "removed" else "off")

@@ -45,6 +45,9 @@ class Mender:
         mended: Called with a key, what was wrong, and where the right bytes came from.
         moved: Called with a key, what was wrong, and where the damaged bytes are now.
         left: Called with a key, what is wrong, and why nothing is done about it.
+
+    Attributes:
+        unwritten: In a dry run, the records that a run would have put, by path.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Mender:
         self._replicas = replicas
         self._aside = aside
         self._mended, self._moved, self._left = mended, moved, left
+        self.unwritten: dict[str, Record] = {}
 
     def record(self, path: str, info: ObjectInfo) -> Record | None:
         """Read a record, and repair it if it is damaged.
@@ -85,6 +89,8 @@ class Mender:
             # An error of the object tier ends the repair: a record whose right bytes are known must not be replaced by a tombstone.
             if self._put(key, candidate, version):
                 self._mended(key, problem, source)
+            if self._aside is None:
+                self.unwritten[path] = record
             return record
         if is_newer:
             self._left(key, problem, "it may be of a newer tierfs")

@@ -300,12 +300,13 @@ class _Repair:
             for path, info in batch:
                 if path.endswith("/") or info.size == TOMBSTONE_BYTES:
                     continue
+                record = self._mender.unwritten.get(path)
                 try:
-                    manifest = observe_published(self._store, path).manifest
+                    record = record or observe_published(self._store, path).record
                 except FormatError:
                     continue
-                if manifest is not None:
-                    yield path, manifest, self._rows(path, manifest)
+                if isinstance(record, Manifest):
+                    yield path, record, self._rows(path, record)
 
     def _follow_bases(self) -> None:
         """What is encoded against an object that is not there any more cannot be read either."""
