@@ -19,7 +19,7 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.correction import correct_envelope
-from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Block, Envelope
+from tierfs.format.envelope import ENVELOPE_BYTES_MAX, BaseRange, Block, Envelope
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import local_name
@@ -97,6 +97,25 @@ class Healer:
             if payload is None and name.recipe == NO_RECIPE:
                 payload = self._encoded_anew(name, size, raw)
             return source if payload is not None and self._put(name, payload, found.version) else ""
+
+    def bases_of(self, name: ChunkName, size: int) -> Sequence[BaseRange]:
+        """The bytes that a chunk object is encoded against, as its envelope tells, here or in a replica.
+
+        Args:
+            name: Of the object.
+            size: Bytes that it has to have.
+
+        Returns:
+            Nothing where no envelope can be read.
+
+        Raises:
+            StoreError, ReadOnlyError: An object tier failed.
+        """
+        for store in (self._bare, *self._replicas) if name.recipe != NO_RECIPE else ():
+            envelope = self._read(store, name, size).envelope
+            if envelope is not None:
+                return envelope.bases
+        return ()
 
     def find_raw(self, name: ChunkName, out: memoryview) -> str:
         """Fill memory with a chunk's bytes, from anywhere but the object of this name; returns where, or nothing."""

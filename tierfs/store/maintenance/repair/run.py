@@ -15,7 +15,7 @@ from dataclasses import replace
 from tierfs.buffers import buffers
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
-from tierfs.format.keys import ChunkName
+from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Row
 from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList
 from tierfs.objects.protocol import ObjectInfo, objects_below
@@ -24,6 +24,7 @@ from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
 from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair.aside import Aside
+from tierfs.store.maintenance.repair.needed import NeededChunks
 from tierfs.store.maintenance.repair.records import RECORD_BYTES_MAX, Mender
 from tierfs.store.maintenance.repair.report import FileLoss, RepairItem, RepairReport
 from tierfs.store.maintenance.repair_chunks import Healer
@@ -39,9 +40,6 @@ __all__ = ["repair"]
 BATCH = 256
 ATTEMPTS_MAX = 4
 _logger = logging.getLogger("tierfs.repair")
-
-Sizes = tuple[int, int]
-"""Stored and raw length of a chunk object; 0 where nobody says."""
 
 
 def repair(
@@ -101,9 +99,10 @@ class _Repair:
             moved=note(report.moved),
             left=self._left,
         )
-        self._needs: dict[ChunkName, Sizes] = {}
+        self._needs = NeededChunks(self._healer)
         self._beside: dict[ChunkName, Row] = {}  # what took the place of a lost object
         self._lost: set[ChunkName] = set()
+        self._healed: set[ChunkName] = set()  # in their place
         self._checkpoints: list[str] = []
         self._tables: set[ChunkName] = set()  # those of unreadable tables, which were looked after already
         self._is_blind = True  # until all records are read
@@ -134,7 +133,7 @@ class _Repair:
                     self._checkpoints.append(path.rpartition("/")[0])
                 needed = self._heal_table(path, manifest) if rows is None else rows
                 for row in (*(manifest.rows if manifest.indirect else ()), *needed):
-                    self._need(row)
+                    self._needs.add(row)
             self._report.records += len(batch)
             self._progress("records", len(batch))
         # The mender and `_heal_table` leave the records that they cannot read.
@@ -149,7 +148,7 @@ class _Repair:
             found = examine(self._store, row.name, row.stored_length)
             problem = "it is missing" if found is None else found.problem
             if problem:
-                self._heal(row.name, row.stored_length, row.raw_length, problem)
+                self._heal(row, problem)
         rows = self._rows(path, manifest)
         if rows is None:
             is_healed = self._report.dry_run and not any(row.name in self._lost for row in manifest.rows)
@@ -183,11 +182,6 @@ class _Repair:
             _logger.warning("the table of %s cannot be read: %s", self._store.where(path), error)
             return None
 
-    def _need(self, row: Row) -> None:
-        self._needs[row.name] = (row.stored_length, row.raw_length)
-        for base in row.bases:
-            self._needs.setdefault(base, (0, 0))
-
     def _write_lists(self) -> None:
         """Make reference lists again where they are missing or damaged. gc sees to those that are stale."""
         there = {item.key for item in objects_below(self._store.objects, keys.REFERENCES)}
@@ -215,35 +209,52 @@ class _Repair:
             items = objects_below(self._store.objects, f"{keys.CHUNKS}{prefix}/")
             return prefix, {item.key: item.size for item in items}
 
+        encoded: list[tuple[Row, int | None]] = []  # against others, which are looked at before
         for prefix, there in self._pool.map(listed, PREFIXES):
             for key, name in needed[prefix].items():
-                stored, raw = self._needs[name]
-                problem = ""
-                if name in self._tables:
+                size = there.get(key)
+                if name in self._tables or (key not in known and self._needs.fits(name, size)):
                     continue
-                if key not in there:
-                    problem = "it is missing"
-                elif stored and there[key] != stored:
-                    problem = f"it has {there[key]} bytes where files say {stored}"
-                elif key in known:
-                    found = examine(self._store, name, there[key])
-                    problem = "" if found is None else found.problem
-                if problem:
-                    self._heal(name, stored or there.get(key, 0), raw, problem)
+                row = self._needs.find(name)
+                if name.recipe == NO_RECIPE:
+                    self._check(row, size)
+                else:
+                    encoded.append((row, size))
             for key, size in there.items():
                 if key not in needed[prefix]:
                     self._look_at_others(key, size, is_known=key in known)
             self._progress("prefixes", 1)
+        for row, size in sorted(encoded, key=lambda item: len(item[0].bases)):
+            self._check(row, size)
 
-    def _heal(self, name: ChunkName, stored: int, raw_length: int, problem: str) -> None:
+    def _check(self, row: Row, size: int | None) -> None:
+        """Look at a chunk object that may be damaged, and heal it if it is."""
+        if size is None:
+            problem = "it is missing"
+        elif row.stored_length not in (0, size):
+            problem = f"it has {size} bytes where files say {row.stored_length}"
+        elif self._report.dry_run and self._healed.intersection(row.bases):
+            problem = "what it is encoded against is damaged"
+            self._left(keys.chunk_key(row.name), problem, "a run heals that, and then looks at this")
+            return
+        else:
+            found = examine(self._store, row.name, size)
+            problem = "" if found is None else found.problem
+        if problem:
+            self._heal(replace(row, stored_length=row.stored_length or size or 0), problem)
+
+    def _heal(self, row: Row, problem: str) -> None:
+        name, raw_length = row.name, row.raw_length
         key = keys.chunk_key(name)
-        source = self._healer.heal(name, stored, raw_length)
+        source = self._healer.heal(name, row.stored_length, raw_length)
         if source:
+            self._healed.add(name)
             self._mended(key, problem, source)
             return
-        row = self._store_beside(name, raw_length, key, problem)
-        if row is not None:
-            self._beside[name] = row
+        # What is encoded against an object reads it under its own name.
+        beside = None if self._needs.is_base_only(name) else self._store_beside(name, raw_length, key, problem)
+        if beside is not None:
+            self._beside[name] = beside
             return
         self._lost.add(name)
         try:
