@@ -1,13 +1,17 @@
 """How repair and scrub treat single chunk objects."""
 
+from collections import Counter
 from dataclasses import replace
 
 from support.damaging import chunk_of, content, lost_keys, make_store, reopened, run
 
+from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
+from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import save
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
 from tierfs.store.tree.records import observe, publish
+from tierfs.testing.damage import remove
 
 MIB = 1 << 20
 
@@ -33,3 +37,26 @@ def test_a_chunk_with_a_codec_of_a_newer_tierfs_is_left():
     assert [(each.key, each.how) for each in report.left] == [(key, "it may be of a newer tierfs")]
     assert (report.mended, report.moved, lost_keys(store)) == ([], [], [])
     assert store.objects.read(key, 4 * MIB)[0] == payload
+
+
+class CountedLists(WrappedObjects):
+    """Counts the listings of each prefix."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.lists = Counter()
+
+    def list(self, prefix, *, delimiter=False):
+        self.lists[prefix] += 1
+        return super().list(prefix, delimiter=delimiter)
+
+
+def test_each_prefix_is_listed_a_few_times_for_many_lost_chunks():
+    store = make_store()
+    for number in range(300):
+        save(store, f"file-{number}", content(number, 100))
+    for item in list(store.objects.list(keys.CHUNKS)):
+        remove(store.objects, item.key)
+    objects = CountedLists(store.objects)
+    assert len(run(reopened(store, objects=objects)).lost) == 300
+    assert max(count for prefix, count in objects.lists.items() if prefix.startswith(keys.CHUNKS)) == 2

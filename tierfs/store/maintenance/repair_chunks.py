@@ -26,9 +26,10 @@ from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, Update, Version
 from tierfs.store.encode.pipeline import blocks_of
+from tierfs.store.maintenance.chunk_names import ChunkNames
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, bad_blocks, block_places, check_envelope, examine
 from tierfs.store.read.fetch import fetch
-from tierfs.store.read.lookup import DAMAGED, inspect, names_of
+from tierfs.store.read.lookup import DAMAGED, inspect
 from tierfs.store.store import Store
 
 __all__ = ["Healer"]
@@ -60,6 +61,7 @@ class Healer:
         self._store = store
         self._bare = store.without_local_tiers()
         self._replicas = [replica.without_local_tiers() for replica in replicas]
+        self._names = {each: ChunkNames(each) for each in (self._bare, *self._replicas)}
         self._kind = store.descriptor.digest_kind
         self._dry_run = dry_run
 
@@ -125,7 +127,7 @@ class Healer:
             if tier is not None and digest.digests_of(self._kind, out)[1] == name.digest:
                 return f"the {tier} tier"
         for store in (self._bare, *self._replicas):
-            for other in names_of(store, name.digest):
+            for other in self._names[store].find(name.digest):
                 if store is self._bare and other == name:
                     continue
                 row = inspect(store, other, len(out))
@@ -135,6 +137,10 @@ class Healer:
                     fetch(store, row, [(0, out)], store.where(keys.chunk_key(other)))
                     return store.where(keys.chunk_key(other))
         return ""
+
+    def note_stored(self, name: ChunkName) -> None:
+        """Tell of a chunk object that was put into the store, so that `find_raw` looks at it too."""
+        self._names[self._bare].add(name)
 
     def _read(self, store: Store, name: ChunkName, size: int) -> _Found:
         """The object of this name, with its envelope corrected where it has this size."""
@@ -207,6 +213,7 @@ class Healer:
         found = examine(store, name, sum(map(len, payload)))
         if found is None or not found.is_sound:
             return False
+        self.note_stored(name)
         store.lease_cache.clear_damaged(name)
         store.lease_cache.add_verified(name, is_whole=True)
         _logger.warning("%s is sound again", store.where(key))

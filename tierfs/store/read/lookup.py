@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tierfs.digest import Buffer
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
@@ -22,7 +22,7 @@ __all__ = [
     "check_head",
     "find_chunk",
     "inspect",
-    "names_of",
+    "names_beside",
     "read_envelope",
 ]
 
@@ -48,7 +48,7 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
             if found is not DAMAGED:
                 return found
     # It may be one that is encoded against others, whose key no one can tell from the content.
-    for name in names_of(store, row.name.digest):
+    for name in [name for name in names_beside(store, row.name.digest) if name.digest == row.name.digest]:
         if name.recipe != NO_RECIPE and not store.lease_cache.is_unusable(name):
             found = inspect(store, name, row.raw_length)
             if found is not None and found is not DAMAGED and are_there(store, found.bases):
@@ -58,20 +58,17 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
     )
 
 
-def names_of(store: Store, content: bytes) -> list[ChunkName]:
-    """The names of all chunk objects of one content, by a listing of the objects whose digests begin with the same byte.
+def names_beside(store: Store, content: bytes) -> Iterator[ChunkName]:
+    """The names of all chunk objects whose digests begin with the same byte as a content's, by a listing.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
-    start = keys.chunk_key(ChunkName(content)).removesuffix("0")
-    found = []
     # A prefix that ends within a name lists nothing where prefixes are directories.
-    for item in objects_below(store.objects, f"{start.rpartition('/')[0]}/"):
-        if item.key.startswith(start):
-            with contextlib.suppress(FormatError):  # it belongs to nothing
-                found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
-    return found
+    prefix = keys.chunk_key(ChunkName(content)).rpartition("/")[0]
+    for item in objects_below(store.objects, f"{prefix}/"):
+        with contextlib.suppress(FormatError):  # it belongs to nothing
+            yield keys.parse_chunk_key(item.key, store.descriptor.digest_kind)
 
 
 def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:

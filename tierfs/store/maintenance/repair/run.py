@@ -290,6 +290,7 @@ class _Repair:
                 return Row(ChunkName(name.digest), raw_length, 0)
             self._store.lease_cache.mark_damaged(name)
             row = store_chunk(self._store, raw, into=raw)
+        self._healer.note_stored(row.name)
         self._mended(key, problem, f"{source}, as {keys.chunk_key(row.name)}")
         return row
 
@@ -322,18 +323,17 @@ class _Repair:
     def _follow_bases(self) -> None:
         """What is encoded against an object that is not there any more cannot be read either."""
         gone = {*self._beside, *self._lost}
-        for _, _, rows in self._manifests():
-            for row in rows or ():
-                if row.name in self._beside or row.name in self._lost or not gone.intersection(row.bases):
-                    continue
-                key = keys.chunk_key(row.name)
-                problem = "what it is encoded against is lost"
-                found = self._store_beside(row.name, row.raw_length, key, problem)
-                if found is not None:
-                    self._beside[row.name] = found
-                else:
-                    self._lost.add(row.name)
-                    self._left(key, problem, "nothing has its bytes")
+        found = {
+            row.name: row for _, _, rows in self._manifests() for row in rows or () if gone.intersection(row.bases)
+        }
+        for name in sorted(found.keys() - gone, key=keys.chunk_key):  # in the order in which other objects are listed
+            key, problem = keys.chunk_key(name), "what it is encoded against is lost"
+            beside = self._store_beside(name, found[name].raw_length, key, problem)
+            if beside is not None:
+                self._beside[name] = beside
+            else:
+                self._lost.add(name)
+                self._left(key, problem, "nothing has its bytes")
 
     def _rewrite(self) -> None:
         for path, manifest, rows in list(self._manifests()):
