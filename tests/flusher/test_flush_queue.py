@@ -15,7 +15,7 @@ from tierfs.flusher.queue import FlushItem, FlushQueue
 PATHS = ["a", "b", "d/a", "d/b", "d/e/a", "d/e/b", "f/a"]
 
 
-def item(number, path, *, after=None, length=10, **what):
+def item(number, path, *, after=None, base=None, length=10, **what):
     draft = SimpleNamespace(
         path=path,
         length=length,
@@ -23,7 +23,7 @@ def item(number, path, *, after=None, length=10, **what):
         names=[b"chunk%d" % (number % 5)],
         write_id=b"%d" % number,
         after=after,
-        base=SimpleNamespace(write_id=None),
+        base=SimpleNamespace(write_id=base),
     )
     return FlushItem(draft, (1, number, 0), **{"slot": object(), **what})
 
@@ -45,12 +45,24 @@ def is_first(entries, entry):
     return not (of_path or needs or any(other.turn < entry.turn and not other.published for other in inside))
 
 
+def is_to_be_kept(entries, entry):
+    return any(other.conflict and other.draft.write_id in entry.builds_on() for other in entries)
+
+
 def next_ready(entries, now):
     for entry in entries:
         if entry.past_nvme and not (entry.busy or entry.conflict or entry.published or now < entry.retry_at):
-            if not entry.uploaded or is_first(entries, entry):
+            if not entry.uploaded or is_first(entries, entry) or is_to_be_kept(entries, entry):
                 return entry
     return None
+
+
+def dependents(entries, entry):
+    found = []
+    for other in entries:
+        if any(one.draft.write_id in other.builds_on() for one in (entry, *found)):
+            found.append(other)
+    return found
 
 
 def check(drafts, now):
@@ -65,6 +77,7 @@ def check(drafts, now):
     for entry in entries:
         assert drafts.is_first(entry) == (not entry.published and is_first(entries, entry)) or entry.published
         assert drafts.blocker(entry) is next((other for other in before(entries, entry) if other.conflict), None)
+        assert drafts.dependents(entry) == dependents(entries, entry)
         passed = [one for one in before(entries, entry) if one.past_nvme and one.slot is not None and not one.conflict]
         assert drafts.follows_passed(entry) == bool(passed)
 
@@ -79,8 +92,10 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
         idle = [entry for entry in entries if not entry.busy]
         if what == "add" and len(entries) < 14:
             after = rng.choice([None, None, *(entry.draft.write_id for entry in entries)])
+            path = rng.choice(PATHS)
+            base = rng.choice([None, *(entry.draft.write_id for entry in entries if entry.path == path)])
             taken = rng.random() < 0.2  # found in the nvme tier
-            drafts.add(item(next(numbers), rng.choice(PATHS), after=after, past_nvme=taken))
+            drafts.add(item(next(numbers), path, after=after, base=base, past_nvme=taken))
         elif what == "persist" and (waiting := drafts.waiting(3)):
             for entry in waiting[: rng.randint(1, 3)]:
                 if rng.random() < 0.8:
@@ -118,6 +133,24 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
             elif step == "clear":
                 drafts.clear(entry)
         check(drafts, now)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_draft_is_looked_at_when_the_one_it_builds_on_is_found_to_be_in_conflict(is_first):
+    """An earlier flusher left them like this: the one it builds on may be found after it."""
+    drafts = FlushQueue()
+    base = item(1, "d/a", slot=None, past_nvme=True)
+    base.fail(ConflictError("theirs stands"), float("inf"))
+    built_on_it = item(2, "d/a", base=b"1", slot=None, past_nvme=True, uploaded=True)
+    before = item(0, "d/b", past_nvme=True, uploaded=True, busy=True)
+    drafts.add(before)
+    for entry in (base, built_on_it) if is_first else (built_on_it, base):
+        assert drafts.next_ready(0.0) is None
+        drafts.add(entry)
+    assert drafts.next_ready(0.0) is built_on_it
+    assert drafts.kept_base(built_on_it) is base
+    drafts.remove(base)
+    assert drafts.next_ready(0.0) is None
 
 
 def test_a_draft_that_is_found_late_goes_on_when_a_later_one_is_taken_back():

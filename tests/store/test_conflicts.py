@@ -1,11 +1,15 @@
 """What becomes of a change that another host was faster with: it is kept on this host, and holds up nothing beside it."""
 
+import contextlib
+import threading
+
 import pytest
 from support.fake_flusher import until
 from support.tiered import content, save_at
 
 from tierfs.errors import ConflictError, StoreError
 from tierfs.flusher.nvme import NvmePersister
+from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
@@ -77,3 +81,164 @@ def test_a_conflict_that_is_in_memory_alone_does_not_keep_the_flusher(make_host,
     wait(here.store, "b", Level.LOCAL, 20)
     assert discard_conflict(here.store, "a") == 2
     wait(here.store, "", Level.OBJECT, 20)
+
+
+def conflict_of(here, there, *, until_kept=2):
+    """Have another host change ``a`` first, and wait until that comes out."""
+    save_at(there.store, "a", b"theirs", Level.OBJECT)
+    here.objects.down = False
+    with pytest.raises(ConflictError):
+        wait(here.store, "a", Level.OBJECT, 20)
+    until(lambda: len(status(here.store)["conflicts"]) == until_kept, 20)
+
+
+def check_kept(here, *, count=2):
+    """All are kept, none is to be seen, a flusher that begins anew says the same, and a person can give them up."""
+    for _ in range(2):
+        assert load(here.store, "a") == b"theirs"
+        assert [draft.state for draft in here.flusher.nvme.drafts()] == ["conflict"] * len(here.flusher.nvme.drafts())
+        assert here.flusher.is_idle()
+        here.close()
+        here.open()
+        save(here.store, "b/b", b"starts a flusher")
+        wait(here.store, "b/b", Level.OBJECT, 20)
+        until(lambda: len(status(here.store)["conflicts"]) == count, 20)
+    assert discard_conflict(here.store, "a") == count
+    assert here.tiers.drafts.conflicts() == []
+    wait(here.store, "", Level.OBJECT, 20)
+
+
+def test_a_change_that_reaches_the_nvme_tier_while_its_base_is_marked_is_kept_as_well(make_host, monkeypatch):
+    here, there = make_host("here"), make_host("there")
+    copy_chunks, mark, goes = NvmePersister._copy_chunks, NvmeTier.keep_as_conflict, threading.Event()
+
+    def copy_late(persister, nvme, entry):
+        assert goes.wait(20)
+        return copy_chunks(persister, nvme, entry)
+
+    def mark_late(nvme, number, note):
+        goes.set()
+        with contextlib.suppress(AssertionError):  # it does not get there before this returns
+            until(lambda: all(entry.number is not None for entry in here.flusher._state.entries), 1)
+        mark(nvme, number, note)
+
+    with here.held():
+        save(here.store, "a", b"late")
+        wait(here.store, "a", Level.LOCAL, 20)
+        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
+        monkeypatch.setattr(NvmePersister, "_copy_chunks", copy_late)
+        monkeypatch.setattr(NvmeTier, "keep_as_conflict", mark_late)
+        save(here.store, "a", b"built on it")
+        conflict_of(here, there)
+    monkeypatch.undo()
+    check_kept(here)
+
+
+def test_a_change_that_becomes_a_conflict_on_its_way_to_the_nvme_tier_stays_one(make_host, monkeypatch):
+    here, there = make_host("here"), make_host("there")
+    copy_chunks = NvmePersister._copy_chunks
+
+    def copy(persister, nvme, entry):
+        found = copy_chunks(persister, nvme, entry)
+        until(lambda: entry.conflict, 20)
+        return found
+
+    with here.held():
+        save(here.store, "a", b"late")
+        wait(here.store, "a", Level.LOCAL, 20)
+        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
+        monkeypatch.setattr(NvmePersister, "_copy_chunks", copy)
+        save(here.store, "a", b"built on it")
+        conflict_of(here, there)
+    monkeypatch.undo()
+    save(here.store, "b/b", b"goes behind it")
+    wait(here.store, "b/b", Level.OBJECT, 20)
+    check_kept(here)
+
+
+def test_a_change_that_cannot_be_put_into_the_nvme_tier_says_why_it_is_kept(make_host, monkeypatch):
+    here, there = make_host("here"), make_host("there")
+
+    def fail(_persister, _nvme, entry):
+        until(lambda: entry.conflict, 20)
+        raise StoreError("input/output error", tier="nvme")
+
+    with here.held():
+        save(here.store, "a", b"late")
+        wait(here.store, "a", Level.LOCAL, 20)
+        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
+        monkeypatch.setattr(NvmePersister, "_copy_chunks", fail)
+        save(here.store, "a", b"built on it")
+        conflict_of(here, there)
+    until(lambda: status(here.store)["counters"].get("flusher_nvme_failures"), 20)
+    assert [str(entry.error) for entry in here.flusher._state.entries if "theirs stands" not in str(entry.error)] == []
+    monkeypatch.undo()
+    check_kept(here)
+
+
+@pytest.mark.parametrize("kept", ["the first", "the last"])
+def test_a_flusher_that_ends_while_it_marks_conflicts_leaves_none_behind(make_host, monkeypatch, kept):
+    here, there = make_host("here"), make_host("there")
+    mark, marked = NvmeTier.keep_as_conflict, []
+
+    def mark_one(nvme, _number, note):
+        number = (min if kept == "the first" else max)(draft.seq for draft in nvme.drafts())
+        mark(nvme, number, note)
+        marked.append(number)
+        raise StoreError("disk full")
+
+    with here.held():
+        save(here.store, "a", b"late")
+        save(here.store, "a", b"built on it")
+        wait(here.store, "a", Level.LOCAL, 20)
+        monkeypatch.setattr(NvmeTier, "keep_as_conflict", mark_one)
+        save_at(there.store, "a", b"theirs", Level.OBJECT)
+    until(lambda: marked, 20)
+    here.close()
+    monkeypatch.undo()
+    here.open()
+    save(here.store, "b/b", b"starts a flusher")
+    wait(here.store, "b/b", Level.OBJECT, 20)
+    with pytest.raises(ConflictError):
+        wait(here.store, "a", Level.OBJECT, 20)
+    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+    check_kept(here)
+
+
+def test_a_change_whose_base_cannot_be_marked_is_not_seen_without_it(make_host, monkeypatch):
+    here, there = make_host("here"), make_host("there")
+    mark, failures = NvmeTier.keep_as_conflict, []
+
+    def fail_for_the_first(nvme, number, note):
+        if number == 1:
+            failures.append([draft.state for draft in nvme.drafts()])
+            raise StoreError("disk full")
+        mark(nvme, number, note)
+
+    with monkeypatch.context() as patched, here.held():
+        save(here.store, "a", b"late")
+        save(here.store, "a", b"built on it")
+        wait(here.store, "a", Level.LOCAL, 20)
+        patched.setattr(NvmeTier, "keep_as_conflict", fail_for_the_first)
+        save_at(there.store, "a", b"theirs", Level.OBJECT)
+        here.objects.down = False
+        until(lambda: failures, 20)
+    assert failures[0] == ["pending", "conflict"]
+    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+    check_kept(here)
+
+
+def test_a_change_that_is_found_after_its_base_was_kept_is_kept_as_well(make_host, monkeypatch):
+    here, there = make_host("here"), make_host("there")
+    with here.held():
+        save(here.store, "a", b"late")
+        wait(here.store, "a", Level.LOCAL, 20)
+        with monkeypatch.context() as patched:
+            patched.setattr(PendingScan, "discover", lambda _: None)
+            save(here.store, "a", b"built on it")
+            conflict_of(here, there, until_kept=1)
+    with pytest.raises(ConflictError):
+        wait(here.store, "a", Level.OBJECT, 20)
+    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+    assert status(here.store)["counters"]["flusher_conflicts"] == 2
+    check_kept(here)

@@ -18,7 +18,7 @@ from tierfs.host.cache.local_chunk import check_block, envelope_of
 from tierfs.host.nvme.commit import EncodedDraft
 from tierfs.host.nvme.stored import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier
-from tierfs.host.pending.record import SlotRef
+from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.segment import Slot, SlotState
 
 __all__ = ["NvmePersister"]
@@ -115,8 +115,7 @@ class NvmePersister:
         """Leave drafts where they are, to go to the object tier from there."""
         with self._state.changed:
             for entry in batch:
-                entry.clear()
-                entry.error = error
+                entry.clear(error)
                 self._state.entries.pass_nvme(entry)
             self._state.changed.notify_all()
 
@@ -171,31 +170,43 @@ class NvmePersister:
         for last in (False, False, True):
             elsewhere = [name for entry in batch for name in self._copy_chunks(nvme, entry)]
             absent = [name for name in elsewhere if not nvme.has(name)]
-            drafts = [
-                EncodedDraft(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch
-            ]
             state.fault("before settle.commit")
             self._ahead_at = None
             try:
-                numbers = nvme.commit(drafts=drafts, elsewhere=absent)
+                left = self._commit(nvme, batch, absent)
             except ChunksGoneError:
                 # Evicted since, to make room for others: it was not needed by any draft yet.
                 if last:
                     raise
             else:
                 break
-        state.fault("after settle.commit")
-        slots = [entry.slot for entry in batch]
-        with state.changed:
-            for entry, number in zip(batch, numbers, strict=True):
-                entry.number, entry.level, entry.slot = number, state.local_level, None
-                entry.clear()
-                state.entries.pass_nvme(entry)
-            state.changed.notify_all()
-        for entry, slot in zip(batch, slots, strict=True):
-            assert slot is not None
-            state.release(entry.draft, slot)
-            state.drop_holds(entry.draft)
+        for draft, slot in left:
+            state.release(draft, slot)
+            state.drop_holds(draft)
+
+    def _commit(
+        self, nvme: NvmeTier, batch: Sequence[FlushItem], elsewhere: Sequence[bytes]
+    ) -> list[tuple[Draft, Slot]]:
+        """Commit drafts, but for those that became conflicts, which stay where they are marked.
+
+        Returns:
+            The others, and the slots that each was in.
+        """
+        state = self._state
+        with state.placing:
+            with state.changed:
+                moved = [(entry, entry.slot) for entry in batch if entry.slot is not None and not entry.conflict]
+            drafts = [entry.draft for entry, _ in moved]
+            encoded = [EncodedDraft(each.write_id, each.path, each.encode(), each.names) for each in drafts]
+            numbers = nvme.commit(drafts=encoded, elsewhere=elsewhere)
+            state.fault("after settle.commit")
+            with state.changed:
+                for (entry, _), number in zip(moved, numbers, strict=True):
+                    entry.number, entry.level, entry.slot = number, state.local_level, None
+                    entry.clear()
+                    state.entries.pass_nvme(entry)
+                state.changed.notify_all()
+        return [(entry.draft, slot) for entry, slot in moved]
 
     def _copy_chunks(self, nvme: NvmeTier, entry: FlushItem) -> list[bytes]:
         """Write a draft's chunks to the arena. Returns the names of those that the object tier has."""

@@ -79,10 +79,14 @@ class FlushItem:
             self.failures += 1
             self.conflict = isinstance(error, ConflictError)
 
-    def clear(self) -> None:
-        """Note that it went well, or may from now on; here, too, a conflict stays."""
+    def clear(self, error: TierfsError | None = None) -> None:
+        """Note that it went well, or may from now on, whatever ``error`` was before; here, too, a conflict stays."""
         if not self.conflict:
-            self.error, self.failures, self.retry_at = None, 0, 0.0
+            self.error, self.failures, self.retry_at = error, 0, 0.0
+
+    def builds_on(self) -> set[bytes]:
+        """Write ids of the drafts without which this one is not to be published."""
+        return {write_id for write_id in (self.draft.base.write_id, self.draft.after) if write_id}
 
 
 class FlushQueue:
@@ -102,7 +106,7 @@ class FlushQueue:
         self._order = ClosingOrder()
         self._standing: set[str] = set()  # paths of those that are published: one draft for each
         self._needs: Counter[bytes] = Counter()
-        self._after: dict[bytes, list[FlushItem]] = {}  # by the write id of the draft to be published before
+        self._built_on: dict[bytes, list[FlushItem]] = {}  # by the write id of what they build on
         self._waiting: list[FlushItem] = []  # to be brought to the nvme tier
         self._ready: list[FlushItem] = []  # past the nvme tier, and perhaps something can be done for them
         self._resting: list[tuple[float, int, FlushItem]] = []  # past it, by the time of their next attempt: a heap
@@ -131,10 +135,10 @@ class FlushQueue:
         _insert(self._sorted, entry)
         self._order.add(entry.path, entry.turn)
         self._needs.update(entry.draft.names)
-        if entry.draft.after:
-            self._after.setdefault(entry.draft.after, []).append(entry)
+        for write_id in entry.builds_on():
+            self._built_on.setdefault(write_id, []).append(entry)
         if entry.conflict:
-            self._kept[entry.draft.write_id] = entry
+            self._note_kept(entry)
         if entry.past_nvme:
             self._note_past_nvme(entry)
         else:
@@ -167,7 +171,7 @@ class FlushQueue:
         """See `FlushItem.fail`. One in conflict stays where it is: nothing is to be done for it, in the nvme tier neither."""
         entry.fail(error, retry_at)
         if entry.conflict and entry.draft.write_id in self._by_write_id:
-            self._kept[entry.draft.write_id] = entry
+            self._note_kept(entry)
             self.pass_nvme(entry)
 
     def clear(self, entry: FlushItem) -> None:
@@ -208,10 +212,10 @@ class FlushQueue:
             _take_out(drafts, entry)
         for by_id in (self._kept, self._passed, self.large):
             by_id.pop(write_id, None)
-        if entry.draft.after:
-            self._after[entry.draft.after].remove(entry)
-            if not self._after[entry.draft.after]:
-                del self._after[entry.draft.after]
+        for before in entry.builds_on():
+            self._built_on[before].remove(entry)
+            if not self._built_on[before]:
+                del self._built_on[before]
         self._needs.subtract(entry.draft.names)
         for name in entry.draft.names:
             if not self._needs[name]:
@@ -227,7 +231,7 @@ class FlushQueue:
         return self._waiting[-1].turn if self._waiting else None
 
     def next_ready(self, now: float) -> FlushItem | None:
-        """The first draft past the nvme tier that can be uploaded or published now. Those before it wait for what rouses them."""
+        """The first draft past the nvme tier that something is to be done for now. Those before it wait for what rouses them."""
         while self._resting and self._resting[0][0] <= now:
             self._rouse(heapq.heappop(self._resting)[2])
         found, parked = None, 0
@@ -236,12 +240,16 @@ class FlushQueue:
                 pass
             elif now < entry.retry_at:
                 heapq.heappush(self._resting, (entry.retry_at, next(self._rests), entry))
-            elif not entry.uploaded or self.is_first(entry):
+            elif not entry.uploaded or self.is_first(entry) or self.kept_base(entry) is not None:
                 found = entry
                 break
             parked += 1
         del self._ready[:parked]
         return found
+
+    def _note_kept(self, entry: FlushItem) -> None:
+        self._kept[entry.draft.write_id] = entry
+        self._rouse_built_on(entry)
 
     def _note_past_nvme(self, entry: FlushItem) -> None:
         if entry.slot is not None:
@@ -261,7 +269,10 @@ class FlushQueue:
             while at < len(self._sorted) and self._sorted[at].turn == turn:
                 self._rouse(self._sorted[at])
                 at += 1
-        for other in self._after.get(entry.draft.write_id, ()):
+        self._rouse_built_on(entry)
+
+    def _rouse_built_on(self, entry: FlushItem) -> None:
+        for other in self._built_on.get(entry.draft.write_id, ()):
             self._rouse(other)
 
     def is_needed(self, name: bytes) -> bool:
@@ -276,12 +287,17 @@ class FlushQueue:
 
     def dependents(self, entry: FlushItem) -> list[FlushItem]:
         """Drafts that are only to be published if this one is: those chained on it, and those chained on these."""
-        found, ids = [], {entry.draft.write_id}
-        for other in self:
-            if other.draft.base.write_id in ids or other.draft.after in ids:
-                found.append(other)
-                ids.add(other.draft.write_id)
-        return found
+        found = {entry: None}
+        walk = [entry]
+        for each in walk:
+            new = [other for other in self._built_on.get(each.draft.write_id, ()) if other not in found]
+            found.update(dict.fromkeys(new))
+            walk += new
+        return sorted(walk[1:], key=_turn)
+
+    def kept_base(self, entry: FlushItem) -> FlushItem | None:
+        """A draft in conflict that this one builds on, so that it is to be kept as well; `None` if there is none."""
+        return next((self._kept[write_id] for write_id in entry.builds_on() if write_id in self._kept), None)
 
     def _is_before(self, other: FlushItem, entry: FlushItem) -> bool:
         """Whether one draft has to be published before another."""

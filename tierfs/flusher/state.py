@@ -44,6 +44,8 @@ class FlushState:
 
     Attributes:
         changed: Held for each use of what follows; told of every change.
+        placing: Held while drafts get their place in the nvme tier, and while drafts are marked as conflicts where they lie:
+            so each is marked where it stays. Never taken while ``changed`` is held.
         entries: The drafts on their way.
         access: The way to the object tier.
         stopping: Whether the flusher is about to end.
@@ -73,6 +75,7 @@ class FlushState:
         self.fault = fault
         self._random = random
         self.changed = threading.Condition()
+        self.placing = threading.Lock()
         self.entries = FlushQueue()
         self.access = Access(connect)
         self.stopping = False

@@ -106,8 +106,13 @@ class Uploader:
                 state.changed.notify_all()
 
     def _go_on(self, entry: FlushItem) -> None:
+        state = self._state
+        with state.changed:
+            base = state.entries.kept_base(entry)
         try:
-            self._state.access.call(lambda publisher: self._upload_and_publish(publisher, entry))
+            if base is not None:  # found after that was kept
+                raise ConflictError(str(base.error), path=base.path)
+            state.access.call(lambda publisher: self._upload_and_publish(publisher, entry))
         except ConflictError as error:
             self._keep(entry, error)
 
@@ -363,20 +368,22 @@ class Uploader:
             TierfsError: That could not be noted for all of them where the next flusher looks: it is to be tried again.
         """
         state = self._state
-        with state.changed:
-            kept = [(each, each.number, each.slot) for each in (entry, *state.entries.dependents(entry))]
-        for _, number, slot in kept:
-            if number is not None:
-                assert state.nvme is not None
-                state.nvme.keep_as_conflict(number, str(error))
-            elif slot is not None:
-                slot.segment.mark(slot, SlotState.CONFLICT)
+        with state.placing:
+            with state.changed:
+                kept = [entry, *state.entries.dependents(entry)]
+            # The last one first, so that none is to be seen without what it builds on, wherever this ends.
+            for each in reversed(kept):
+                if each.number is not None:
+                    assert state.nvme is not None
+                    state.nvme.keep_as_conflict(each.number, str(error))
+                elif each.slot is not None:
+                    each.slot.segment.mark(each.slot, SlotState.CONFLICT)
+            with state.changed:
+                for each in kept:
+                    state.counters["conflicts"] += not each.conflict
+                    state.entries.fail(each, error, float("inf"))
+                state.changed.notify_all()
         _logger.error("%s is kept as a conflict: %s", entry.path, error)
-        with state.changed:
-            for each, _, _ in kept:
-                state.entries.fail(each, error, float("inf"))
-                state.counters["conflicts"] += 1
-            state.changed.notify_all()
 
 
 def _spread(few: Sequence[int], many: Sequence[int]) -> list[int]:
