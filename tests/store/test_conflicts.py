@@ -242,3 +242,35 @@ def test_a_change_that_is_found_after_its_base_was_kept_is_kept_as_well(make_hos
     until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
     assert status(here.store)["counters"]["flusher_conflicts"] == 2
     check_kept(here)
+
+
+def test_the_memory_of_a_change_that_was_marked_there_and_moved_on_is_given_up(make_host, monkeypatch):
+    here, there = make_host("here"), make_host("there")
+    copy_chunks, failures = NvmePersister._copy_chunks, []
+
+    def copy_late(persister, nvme, entry):
+        until(lambda: failures, 20)
+        return copy_chunks(persister, nvme, entry)
+
+    def fail(_nvme, _number, _note):
+        failures.append(1)
+        raise StoreError("disk full")
+
+    with here.held():
+        save(here.store, "a", b"late")
+        wait(here.store, "a", Level.LOCAL, 20)
+        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
+        monkeypatch.setattr(NvmePersister, "_copy_chunks", copy_late)
+        monkeypatch.setattr(NvmeTier, "keep_as_conflict", fail)
+        monkeypatch.setattr(FlushState, "release", lambda *_: None)  # as where the flusher is killed before it
+        save(here.store, "a", b"built on it")
+        save_at(there.store, "a", b"theirs", Level.OBJECT)
+        here.objects.down = False
+        until(lambda: len(here.flusher.nvme.drafts()) == 2, 20)
+        here.close()
+    monkeypatch.undo()
+    here.open()
+    save(here.store, "b/b", b"starts a flusher")
+    wait(here.store, "b/b", Level.OBJECT, 20)
+    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+    check_kept(here)

@@ -128,8 +128,8 @@ class PendingScan:
                 state.entries.add(entry)
                 state.changed.notify_all()
                 return
-        if known.number is not None and slot.state is SlotState.SEALED:
-            # An earlier flusher committed it and ended before it said so here.
+        if known.number is not None:
+            # An earlier flusher committed it and ended before it said so here, perhaps after a conflict was marked in part.
             state.release(known.draft, slot)
 
     # -- what cannot be read -------------------------------------------------------------------------------------------
