@@ -83,7 +83,7 @@ def _two_ranks(url: str, step_s: float, steps: int) -> dict[str, float]:
         return {
             "share": in_calls_s / (time.perf_counter() - begun_all),
             "us a step": in_calls_s / steps * 1e6,
-            "agree every": run._at_steps.every,
+            "agree every": run._decider._at_steps.every,
         }
 
 
