@@ -1,6 +1,7 @@
 """Room in the ram tier is given back when a copy from a GPU fails, or the state does not fit."""
 
 import gc
+import threading
 import time
 import weakref
 from multiprocessing.reduction import ForkingPickler
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tierfs.dcp import TierReader, TierWriter
+from tierfs.dcp.save.gpu_staging import GpuStaging
 
 MIB = 1 << 20
 
@@ -76,6 +78,24 @@ def test_a_failed_copy_goes_to_no_other_process(fake, url):
     staged = writer.stage(state_of(fake))
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         ForkingPickler.dumps(staged)
+
+
+def test_a_note_that_cannot_be_left_harms_no_save(fake, url, monkeypatch, caplog):
+    def fail(*_):
+        raise MemoryError("no memory for a note")
+
+    monkeypatch.setattr(GpuStaging, "tell", fail)
+    writer = TierWriter(url, stage="device", device="64MiB", timeout=5)
+    state = {"on.gpu": fake.own(torch.randn(2 * MIB)), "on.host": torch.randn(2 * MIB)}
+    staged = writer.stage(state)
+    for thread in threading.enumerate():
+        if thread.name == "tierfs-device-drain":
+            thread.join()
+    dcp.save(staged, checkpoint_id=f"{url}/a", storage_writer=writer)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert "no memory for a note" in caplog.text
 
 
 def large_state(fake):

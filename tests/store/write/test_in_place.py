@@ -12,7 +12,8 @@ from support.tiered import MIB, content
 from tierfs.errors import CapacityError, StoreError
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.segment import SlotKind, SlotState
-from tierfs.store import find, load, status, wait
+from tierfs.store import Writer, find, load, status, wait
+from tierfs.store.write import in_place
 from tierfs.store.write.in_place import StagedFile
 
 
@@ -119,6 +120,40 @@ def test_what_is_given_up_leaves_nothing(host, how):
     gc.collect()
     becomes_empty(host)
     assert find(host.store, "") == []
+
+
+def test_what_is_given_up_while_it_is_committed_is_the_file(host, monkeypatch):
+    class Late(Writer):
+        def commit(self):
+            staged.abort()
+            return super().commit()
+
+    monkeypatch.setattr(in_place, "Writer", Late)
+    staged = StagedFile(host.store)
+    runs = staged.add_runs([[MIB, MIB], [10]])
+    data = content(2 * MIB)
+    fill(runs[0], data)
+    staged.seal(runs)
+    with host.held():
+        staged.commit("a", runs[:1], level=Level.STAGED)
+        staged.abort()
+        assert load(host.store, "a") == data
+    wait(host.store, "", Level.OBJECT, 20)
+
+
+def test_what_could_not_be_committed_can_be_given_up(host, monkeypatch):
+    class Failing(Writer):
+        def commit(self):
+            raise StoreError("full")
+
+    monkeypatch.setattr(in_place, "Writer", Failing)
+    staged = StagedFile(host.store)
+    runs = staged.add_runs([[MIB]])
+    staged.seal(runs)
+    with pytest.raises(StoreError, match="full"):
+        staged.commit("a", runs)
+    staged.abort()
+    assert states(host) == set()
 
 
 def test_garbage_may_be_collected_under_the_lock_of_a_segment(host):

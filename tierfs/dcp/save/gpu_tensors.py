@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ from tierfs.errors import CapacityError
 from tierfs.threads import start_daemon
 
 __all__ = ["Later", "begin_tensors", "snapshots_of"]
+
+_logger = logging.getLogger("tierfs.dcp")
 
 
 class Later:
@@ -185,20 +188,31 @@ def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: 
         later.note_progress()
         for job in jobs:
             job.transfer.run(job.targets)
-            file.gpu.note_skipped(job.transfer.skipped_bytes)
-        file.gpu.tell(file.store)
     except BaseException as error:
         if not is_alone:
             raise
-        later.error = detached(error)
-        for job in jobs:
-            if not job.transfer.is_done:
+        if undone := [job for job in jobs if not job.transfer.is_done]:
+            later.error = detached(error)
+            for job in undone:
                 job.transfer.discard(error)
-        file.abort()
+            file.abort()
+        else:  # it may be saved by now
+            _logger.warning("a copy from a GPU is complete, but was not tidied up after: %s", error)
         later.ready.set()
     finally:
         for job in jobs:
             job.targets = []
+    _tell(file, jobs)
+
+
+def _tell(file: ShardFile, jobs: Iterable[_GpuPart]) -> None:
+    """Say how far the device tier is. A failure harms nobody: what was copied may be saved by now."""
+    try:
+        for job in jobs:
+            file.gpu.note_skipped(job.transfer.skipped_bytes)
+        file.gpu.tell(file.store)
+    except Exception as error:  # noqa: BLE001 - not worth a save
+        _logger.warning("`tierfs status` in other processes may not show the device tier: %s", error)
 
 
 def _go_in_waves(file: ShardFile, error: CapacityError, later: Later) -> None:

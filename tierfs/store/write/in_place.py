@@ -86,6 +86,10 @@ class StagedFile:
         if self._writer is not None:
             _dropped().begin()
         self._taken: list[Slot] = []
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have what was taken given back when nobody refers to the file any more."""
         self._finalizer = weakref.finalize(self, _dropped().put, self._taken)
         self._finalizer.atexit = False
 
@@ -121,7 +125,8 @@ class StagedFile:
         """
         if self._writer is None:
             return
-        self._check_is_ours(self._store.where(""))
+        if not self._finalizer.alive:
+            raise self._gone(self._store.where(""))
         waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
         # Not before: training waits for the copy, and not for this.
         self._writer.expect()
@@ -156,9 +161,8 @@ class StagedFile:
         chunk.slot, chunk.row = SlotRef.of(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
         ahead.add(slot)
 
-    def _check_is_ours(self, what: str) -> None:
-        if not self._finalizer.alive:
-            raise StoreError(f"{what}: what was staged was saved or discarded before: stage it again")
+    def _gone(self, what: str) -> StoreError:
+        return StoreError(f"{what}: what was staged was saved or discarded before: stage it again")
 
     def commit(
         self,
@@ -179,31 +183,35 @@ class StagedFile:
             is_new: See `Writer`.
 
         Raises:
-            StoreError: It was committed or discarded before.
+            StoreError: It was committed or discarded before, or is being committed.
             ReadOnlyError: Nothing can be put into the object tier, where there are no local tiers.
             ConflictError, CapacityError, TimeoutError: See `Writer.commit`.
         """
-        self._check_is_ours(self._store.where(path))
-        chunks = [chunk for run in runs for chunk in run._chunks]
-        if self._writer is None:
-            self._put(path, chunks)
-        rows = [chunk.row for chunk in chunks if chunk.row is not None]
-        slots = [chunk.slot for chunk in chunks]
-        assert len(rows) == len(chunks), "not sealed"
-        staged = self._writer is not None
-        writer = Writer(self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new)
-        writer.adopt(rows, slots)
+        if self._finalizer.detach() is None:
+            raise self._gone(self._store.where(path))
+        writer: Writer | None = None
         try:
+            chunks = [chunk for run in runs for chunk in run._chunks]
+            if self._writer is None:
+                self._put(path, chunks)
+            rows = [chunk.row for chunk in chunks if chunk.row is not None]
+            slots = [chunk.slot for chunk in chunks]
+            assert len(rows) == len(chunks), "not sealed"
+            staged = self._writer is not None
+            writer = Writer(self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new)
+            writer.adopt(rows, slots)
             return writer.commit()
         finally:
-            if writer.is_done:
+            if writer is not None and writer.is_done:
                 # They are the file's now.
                 kept = set(slots)
                 self._taken[:] = [slot for slot in self._taken if SlotRef.of(slot) not in kept]
-                self.abort()
+                _give_back(self._taken)
+            else:
+                self._watch()
 
     def abort(self) -> None:
-        """Give everything back. May be called twice; does nothing to what was committed."""
+        """Give everything back. May be called twice; does nothing to what was committed, or is being committed on another thread."""
         if self._finalizer.detach() is not None:
             _give_back(self._taken)
 
