@@ -129,6 +129,22 @@ def test_a_large_state_that_was_not_staged_goes_in_waves(fake, url):
     wait_for_room(writer)
 
 
+def mixed_state(fake, writer, *, host, on_gpu):
+    """Tensors of 8 MiB that are staged, and one on the GPU that is not; and all as they were."""
+    state = {f"on.host.{number}": torch.randn(2 * MIB) for number in range(host)}
+    extra = fake.own(torch.randn(on_gpu * MIB // 4))
+    return {**writer.stage(state), "on.gpu": extra}, {**state, "on.gpu": extra}
+
+
+def test_a_large_tensor_on_a_gpu_beside_a_staged_state_goes_in_waves(fake, url):
+    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=5)
+    mixed, state = mixed_state(fake, writer, host=5, on_gpu=64)
+    dcp.save(mixed, checkpoint_id=f"{url}/a", storage_writer=writer)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
 def test_states_that_go_in_waves_leave_no_room_taken(fake, url):
     writer = TierWriter(url, stage="ram", ram="24MiB", timeout=5)
     for number in range(5):

@@ -130,6 +130,7 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
     if not devices:
         return Later(file.add_from_host(tensors))
     jobs: list[_GpuPart] = []
+    before = len(file.transfers)
     later = Later([None] * len(tensors))
     try:
         for accelerator, numbers in devices.values():
@@ -151,6 +152,7 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
         for job in jobs:
             if not job.transfer.is_done:
                 job.transfer.discard()
+        del file.transfers[before:]  # what the file held before is whole
         raise
     rest = [job for job in jobs if job not in unsafe]
     later.transfers = [job.transfer for job in rest]
