@@ -143,6 +143,25 @@ def test_a_large_tensor_on_a_gpu_beside_a_staged_state_goes_in_waves(fake, url):
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    with pytest.raises(CheckpointException, match="stage it again"):  # as after any save of it
+        dcp.save(mixed, checkpoint_id=f"{url}/b", storage_writer=writer)
+    wait_for_room(writer)
+
+
+def test_a_staged_state_whose_objects_do_not_fit_goes_in_waves(fake, url):
+    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=2)
+    state = {f"on.host.{number}": torch.randn(2 * MIB) for number in range(10)}
+    state |= {"on.gpu": fake.own(torch.randn(1000)), "object": bytes(12 * MIB)}
+    staged = writer.stage(state)
+    transposed = {**staged, "on.host.0": staged["on.host.0"].view(1024, -1).t()}  # found in no place of the file
+    dcp.save(transposed, checkpoint_id=f"{url}/a", storage_writer=writer)
+    found = {name: torch.zeros_like(value) if name != "object" else b"" for name, value in state.items()}
+    found["on.host.0"] = torch.zeros(2048, 1024)
+    dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
+    assert found.pop("object") == state["object"]
+    assert torch.equal(found.pop("on.host.0"), state["on.host.0"].view(1024, -1).t())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+    wait_for_room(writer)
 
 
 def test_states_that_go_in_waves_leave_no_room_taken(fake, url):

@@ -220,14 +220,12 @@ def _tell(file: ShardFile, jobs: Iterable[_GpuPart]) -> None:
 def _go_in_waves(file: ShardFile, error: CapacityError, later: Later) -> None:
     """Have a file that is too large go on in memory of this process alone: it is read in waves, which need the room that it has."""
     say_waves(file.store, error)
-    shared = file.become_private()
     # Nobody has seen these: a staged state gives nothing out before all views are there.
     held = [(number, view) for number, view in enumerate(later.views) if view is not None]
-    copies = file.add_from_host([("", view) for _, view in held])
+    copies = file.private_copies([view for _, view in held])
     for (number, _), copied in zip(held, copies, strict=True):
         later.views[number] = copied
-    if shared is not None:
-        shared.abort()
+    file.become_private()
 
 
 def _by_accelerator(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Mapping[int, tuple[Accelerator, list[int]]]]:

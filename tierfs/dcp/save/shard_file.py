@@ -98,15 +98,20 @@ class ShardFile:
         """The segments in which the file lies; none where its memory is private."""
         return self._file.segments() if self._file is not None else set()
 
-    def become_private(self) -> StagedFile | None:
-        """Go on without what is there, in memory of this process alone; returns what is to be given back then."""
+    def private_copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies in memory of this process alone, to be read in waves: those need the room that the file has."""
+        return ShardFile(self.store, self.gpu, private=True).add_from_host([("", tensor) for tensor in tensors])
+
+    def become_private(self) -> None:
+        """Give back what is there, and go on in memory of this process alone."""
         shared, self._file = self._file, None
         if self.state is FileState.OPEN:  # it may have been discarded meanwhile
             self.state = FileState.PRIVATE
         self._room = None
         self.runs.clear()
         self._staged.clear()
-        return shared
+        if shared is not None:
+            shared.abort()
 
     def make_room(self, plan: TensorPlan) -> list[tuple[FileRun, RunMemory]]:
         """Room for planned tensors: their runs.
@@ -185,6 +190,10 @@ class ShardFile:
         if (dtype, shape, length) == (placed.dtype, placed.shape, placed.length):
             return placed
         return Placed(placed.name, dtype, shape, run, at, length)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares memory with one that was copied here."""
+        return tensor.untyped_storage()._cdata in self._staged
 
     def close(self) -> StagedFile:
         """Its memory, to be committed. Nothing can be added to the file, or found in it, by anybody else.

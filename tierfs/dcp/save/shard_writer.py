@@ -14,7 +14,7 @@ from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.gpu_tensors import begin_tensors, snapshots_of
 from tierfs.dcp.save.placed import Placed
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.save.shard_file import FileState, ShardFile, check_is_held, staged_in
+from tierfs.dcp.save.shard_file import FileState, ShardFile, staged_in
 from tierfs.dcp.save.streaming import StreamPart, object_part, say_waves, stream, tensor_part
 from tierfs.dcp.save.tensor_plan import described, unique
 from tierfs.dcp.tensorbytes import refuse_unusual
@@ -45,9 +45,7 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
         file, placed = _place(store, items, gpu)
     except CapacityError as error:
         say_waves(store, error)
-        for item, data in items:
-            if item.type is not WriteItemType.BYTE_IO:
-                check_is_held(data)
+        items = _without_room(store, items)
         length, begins = stream(store, path, [_part(*item) for item in items])
         return length, begins, [_length(data) for _, data in items]
     items_placed = zip(items, placed, strict=True)
@@ -105,6 +103,27 @@ def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> lis
         or Placed(unique(name, file.names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
         for view, (name, tensor) in zip(views, tensors, strict=True)
     ]
+
+
+def _without_room(store: Store, items: Sequence[tuple[WriteItem, Any]]) -> Sequence[tuple[WriteItem, Any]]:
+    """Items to be read in waves, where the file in which they were staged has given its room back.
+
+    Raises:
+        StoreError: What was staged was saved or discarded before.
+        TierfsError: See `ShardFile.wait_filled`.
+    """
+    tensors = {number: data for number, (item, data) in enumerate(items) if item.type is not WriteItemType.BYTE_IO}
+    file: ShardFile | None = None
+    for found in filter(None, map(staged_in, tensors.values())):
+        found[0].check_is_held()
+        if file is None and found[0].store is store and found[0].state is FileState.OPEN:
+            file = found[0]
+    if file is None:
+        return items
+    held = [number for number, data in tensors.items() if file.holds(data)]
+    copies = dict(zip(held, file.private_copies([tensors[number] for number in held]), strict=True))
+    file.abort()
+    return [(item, copies.get(number, data)) for number, (item, data) in enumerate(items)]
 
 
 def _part(item: WriteItem, data: Any) -> StreamPart:
