@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.save.gpu_staging import GpuStaging
+from tierfs.errors import InvalidInputError
 
 MIB = 1 << 20
 
@@ -96,6 +97,26 @@ def test_a_note_that_cannot_be_left_harms_no_save(fake, url, monkeypatch, caplog
     dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
     assert "no memory for a note" in caplog.text
+
+
+class Uncopied:
+    def __reduce__(self):
+        raise ValueError("cannot be copied")
+
+
+@pytest.mark.parametrize("has_others", [False, True], ids=["alone", "other ranks wait"])
+def test_a_state_that_cannot_be_staged_takes_no_room(fake, url, monkeypatch, has_others):
+    monkeypatch.setattr("tierfs.dcp.writer.others_wait", lambda: has_others)
+    writer = TierWriter(url, stage="ram", ram="64MiB", timeout=5)
+    kept = []
+    for number in range(6):
+        with pytest.raises((InvalidInputError, CheckpointException), match="'bad' has something in it") as raised:
+            staged = writer.stage({**state_of(fake), "bad": Uncopied()})
+            assert has_others
+            assert filling(writer) == 0
+            dcp.save(staged, checkpoint_id=f"{url}/{number}", storage_writer=writer)
+        kept.append(raised.value)
+        assert filling(writer) == 0
 
 
 def large_state(fake):

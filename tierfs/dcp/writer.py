@@ -171,11 +171,10 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             store, _ = self._address.open(write=True)
             with Uncollected():  # a collection looks at all that torch has; 10,000 tensors set one off
                 return self._staged(store, state_dict, save)
-        except BaseException as error:
-            if not isinstance(error, Exception) or not others_wait():
+        except Exception as error:
+            if not others_wait():
                 raise
-            save.failure = error
-            return UnstagedState(save)
+            return UnstagedState(save, error)
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         delegated = self._replicas.take(save) if self._replicas is not None else {}
@@ -183,8 +182,10 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             file = ShardFile(store, self._gpu, save=save)
             try:
                 return stage(state_dict, file, delegated)
-            except CapacityError as error:
+            except BaseException as error:
                 file.abort()  # the waves need its room
+                if not isinstance(error, CapacityError):
+                    raise
                 say_waves(store, error)
         return stage(state_dict, ShardFile(store, self._gpu, private=True, save=save), delegated)
 

@@ -151,13 +151,14 @@ class UnstagedState(dict[str, Any]):
     """In place of a state that could not be staged, where other ranks wait for this one: nothing. Its save fails when it is planned.
 
     Args:
-        save: With its failure.
+        save: For which.
+        error: The reason.
     """
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: Save, error: Exception) -> None:
         super().__init__()
         self.save: Save | None = save
-        self._failure = save.failure
+        self._failure = save.failure = detached(error)
 
     def items(self) -> Any:
         """As `StagedState.items`."""
@@ -165,7 +166,6 @@ class UnstagedState(dict[str, Any]):
         return super().items()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        assert self._failure is not None
         raise self._failure
 
 
