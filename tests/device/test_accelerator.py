@@ -1,5 +1,7 @@
 """The devices that this process knows: one object each, whoever asks first."""
 
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -33,3 +35,36 @@ def test_threads_that_ask_first_at_once_get_one_accelerator(monkeypatch):
     for thread in threads:
         thread.join()
     assert len(set(map(id, found))) == len(accelerators._known) == 1
+
+
+def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
+    parent, going, held = os.getpid(), threading.Event(), threading.Event()
+
+    class HeldInParent(SlowToMake):
+        def __init__(self, index):
+            going.set()
+            if os.getpid() == parent:
+                held.wait(30)
+            self.index = index
+
+    monkeypatch.setattr(accelerators, "_known", [])
+    monkeypatch.setattr(accelerators, "CudaAccelerator", HeldInParent)
+    on_gpu = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
+    thread = threading.Thread(target=accelerators.accelerator_of, args=(on_gpu,))
+    thread.start()
+    assert going.wait(10)
+    child = os.fork()
+    if not child:
+        signal.alarm(5)  # ends it
+        code = 1
+        try:
+            accelerators.accelerator_of(SimpleNamespace(is_cuda=False, device=SimpleNamespace(index=None)))
+            accelerators.accelerator_of(on_gpu)
+            code = 0
+        finally:
+            os._exit(code)
+    try:
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        held.set()
+        thread.join()

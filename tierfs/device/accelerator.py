@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tierfs._fork import PerProcess
 from tierfs.device.copies import copy_pieces
 from tierfs.device.digests import hash_blocks
 from tierfs.errors import CapacityError, StoreError
@@ -294,23 +295,29 @@ def _has_cupy() -> bool:
 
 
 _known: list[Accelerator] = []
-_lock = threading.Lock()
+_lock = PerProcess(threading.Lock)  # to add one
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
     """Have `accelerator_of` find another kind of device from now on."""
-    with _lock:
+    with _lock():
         _known.append(accelerator)
 
 
 def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
     """The device on which a tensor lies; ``None`` for host memory, and for devices that tierfs has no support for."""
-    with _lock:
-        found = next((accelerator for accelerator in _known if accelerator.owns(tensor)), None)
-        if found is None and tensor.is_cuda:
-            found = CudaAccelerator(tensor.device.index)
-            _known.append(found)
-        return found
+    found = _owner_of(tensor)
+    if found is None and tensor.is_cuda:
+        with _lock():
+            found = _owner_of(tensor)
+            if found is None:
+                found = CudaAccelerator(tensor.device.index)
+                _known.append(found)
+    return found
+
+
+def _owner_of(tensor: torch.Tensor) -> Accelerator | None:
+    return next((accelerator for accelerator in _known if accelerator.owns(tensor)), None)
 
 
 def has_accelerator() -> bool:
