@@ -14,19 +14,19 @@ Lazy mode is the scheme of DataStates-LLM (Maurya et al., HPDC 2024): tensors do
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tierfs import digest
 from tierfs.device.accelerator import Accelerator, Event
+from tierfs.device.detached import detached
 from tierfs.device.digests import DIGEST_BYTES, cut_blocks
 from tierfs.device.drain import Drain, DrainPiece
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
@@ -34,7 +34,7 @@ from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.processors import processors
 
-__all__ = ["BESIDE_TRAINING", "CaptureMode", "MemoryRegion", "Transfer", "detached", "fence_all"]
+__all__ = ["BESIDE_TRAINING", "CaptureMode", "MemoryRegion", "Transfer", "fence_all"]
 
 SMALL_BYTES = 1 << 20
 """Regions whose tensors are all shorter are gathered on the device, and cross the link as one."""
@@ -277,17 +277,19 @@ class Transfer:
         self._queued.set()
 
     def _end(self, error: BaseException | None) -> None:
-        if error is not None and self._error is None:
-            self._error = detached(error)
-        if self.generation is not None:
-            assert self._tier is not None
-            self._tier.give(self.generation, drained=self._error is None)
-        self._regions, self._sources, self._kept = (), [], []
-        # The owner of the host memory refers to us: it would live on until garbage is collected, and its memory with it.
-        self._host = HostMemory(lambda: None, None, self._host.fall_back)
-        _open.discard(self)
-        self._queued.set()
-        self._done.set()
+        try:
+            if error is not None and self._error is None:
+                self._error = detached(error)
+            if self.generation is not None:
+                assert self._tier is not None
+                self._tier.give(self.generation, drained=self._error is None)
+        finally:  # others wait for it
+            self._regions, self._sources, self._kept = (), [], []
+            # The owner of the host memory refers to us: it would live on until garbage is collected, and its memory with it.
+            self._host = HostMemory(lambda: None, None, self._host.fall_back)
+            _open.discard(self)
+            self._queued.set()
+            self._done.set()
 
     def _check_unchanged(self) -> None:
         changed = [tensor for tensor, version in self._kept if tensor._version != version]
@@ -352,23 +354,6 @@ class Transfer:
             else:
                 ranges.append((begin, end))
         return wanted
-
-
-_E = TypeVar("_E", bound=BaseException)
-
-
-def detached(error: _E) -> _E:
-    """Copy an error without the frames that it came through, to be kept and raised again by the owner of host memory.
-
-    Frames refer to tensors in that memory, and those to its owner, by references that the garbage collector does not see:
-    an owner that kept the error itself would live until the process ends.
-    """
-    try:
-        made = copy.copy(error)
-    except Exception:  # noqa: BLE001 - an error may have any constructor
-        made = error.with_traceback(None)
-    made.__cause__ = None if error.__cause__ is None else detached(error.__cause__)
-    return made
 
 
 def fence_all() -> None:

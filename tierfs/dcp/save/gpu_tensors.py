@@ -17,9 +17,10 @@ from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.streaming import say_waves
 from tierfs.dcp.save.tensor_plan import TensorPlan, plan_of
 from tierfs.device.accelerator import Accelerator, accelerator_of
+from tierfs.device.detached import detached
 from tierfs.device.drain import drain_of
 from tierfs.device.tier import Spot
-from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer, detached
+from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer
 from tierfs.errors import CapacityError
 from tierfs.threads import start_daemon
 

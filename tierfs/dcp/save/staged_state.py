@@ -20,7 +20,7 @@ from tierfs.dcp.save.gpu_tensors import Later
 from tierfs.dcp.save.local_shards import mark_shards, shards_of
 from tierfs.dcp.save.saves import Save, read_here
 from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.device.transfer import detached
+from tierfs.device.detached import detached
 
 __all__ = ["StagedState", "UnstagedState"]
 

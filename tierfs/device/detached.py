@@ -1,0 +1,49 @@
+"""Errors that the owner of host memory keeps and raises again.
+
+The frames that an error came through refer to tensors in that memory, and those to its owner, by references that the garbage
+collector does not see: an owner that kept the error itself would live until the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import TypeVar
+
+__all__ = ["detached"]
+
+_E = TypeVar("_E", bound=BaseException)
+
+
+def detached(error: _E) -> _E:
+    """Copy an error, and the chain of its causes, without frames. An error that cannot be copied loses its frames itself."""
+    causes: list[BaseException] = []
+    cause = error.__cause__
+    while cause is not None and cause is not error and not any(cause is known for known in causes):
+        causes.append(cause)
+        cause = cause.__cause__
+    kept: BaseException | None = None
+    for one in reversed(causes):
+        kept = _with_cause(one, kept)
+    return _with_cause(error, kept)
+
+
+def _with_cause(error: _E, cause: BaseException | None) -> _E:
+    made = _copy_of(error)
+    made.__cause__ = cause
+    made.__context__ = None
+    return made
+
+
+def _copy_of(error: _E) -> _E:
+    with contextlib.suppress(Exception):  # an error may have any constructor
+        made = copy.copy(error)
+        if type(made) is type(error) and str(made) == str(error):
+            return made
+    with contextlib.suppress(Exception):
+        # The constructor made the message of its arguments, and would once more.
+        made = type(error).__new__(type(error), *error.args)
+        made.__dict__.update(error.__dict__)
+        if str(made) == str(error):
+            return made
+    return error.with_traceback(None)
