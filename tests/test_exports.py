@@ -66,13 +66,23 @@ def test_an_unknown_name_is_an_attribute_error(name):
         _ = importlib.import_module(name).no_such_name
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_every_public_name_is_documented(name):
     package = importlib.import_module(name)
-    for exported in PUBLIC[name]:
-        found = getattr(package, exported)
-        if inspect.isclass(found) or inspect.isfunction(found):
-            assert inspect.getdoc(found), f"{name}.{exported} has no docstring"
+    found = {exported: getattr(package, exported) for exported in package.__all__}
+    for exported, item in list(found.items()):
+        if inspect.isclass(item):
+            found |= {
+                f"{exported}.{member}": getattr(item, member)
+                for member in vars(item)
+                if member[0] != "_" and not member.startswith("test_")
+            }
+    undocumented = [
+        f"{name}.{path}"
+        for path, item in found.items()
+        if (inspect.isroutine(item) or isinstance(item, property) or inspect.isclass(item)) and not inspect.getdoc(item)
+    ]
+    assert not undocumented
 
 
 def test_every_error_has_a_kind_of_its_own():

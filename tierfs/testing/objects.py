@@ -12,7 +12,7 @@ an object both as one and as a "directory" of others: files cannot be that.
 """
 
 # Tests are described by their names, and compare with plain numbers.
-# ruff: noqa: D102, PLR2004
+# ruff: noqa: PLR2004
 
 from __future__ import annotations
 
