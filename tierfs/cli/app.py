@@ -1,7 +1,7 @@
 """Find a command, parse its arguments, run it, and turn errors into exit codes.
 
-A command is a module of `tierfs.cli.commands`: see `Command` and `CommandWithActions`. Only the requested one is imported,
-and none for ``tierfs --help``.
+A command is a module of `tierfs.cli.commands` with the interface of `Command` or `CommandWithActions`. Only the
+requested one is imported. ``tierfs --help`` imports none.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ GROUPS = {
         "version": "show versions",
     },
 }
-"""Every command, with its line in ``tierfs --help``, by what it is about."""
+"""Every command with its line in ``tierfs --help``, grouped by topic."""
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 _DESCRIPTION = """\
@@ -105,11 +105,10 @@ class Command(Protocol):
     HELP: str
     EXAMPLES: str
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's arguments."""
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it, and return the exit code."""
+        """Run the command and return the exit code."""
 
 
 class CommandWithActions(Protocol):
@@ -119,31 +118,30 @@ class CommandWithActions(Protocol):
     EXAMPLES: str
     ACTIONS: Mapping[str, str]
 
-    def add_action_arguments(self, parser: argparse.ArgumentParser, action: str) -> None:
-        """Declare the arguments of one action."""
+    def add_action_arguments(self, parser: argparse.ArgumentParser, action: str) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do what ``arguments.action`` says, and return the exit code."""
+        """Run the action ``arguments.action`` and return the exit code."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are errors like all others, so that ``--json`` holds for them too."""
+    """A parser that raises `InvalidInputError` instead of exiting, so that ``--json`` also applies to its errors."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidInputError(f"{message}; `{self.prog} --help` shows examples")
 
 
 class ActionsParser(_Parser):
-    """The parser of a command with sub-commands: finds the action, and leaves the rest to its parser.
+    """The parser of a command with actions. It finds the action and passes the other words to the action's parser.
 
     Attributes:
-        actions: The parsers of the actions.
+        actions: The parser of each action, by name.
     """
 
     actions: Mapping[str, argparse.ArgumentParser]
 
     def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
-        """Parse the words after the command; options may also stand before the action."""
+        """Parse the words after the command. Options may also stand before the action."""
         words = list(args or ())
         place = self._place_of_action(words)
         if place is None or words[place] not in self.actions:
@@ -165,7 +163,7 @@ class ActionsParser(_Parser):
         return arguments
 
     def _place_of_action(self, words: Sequence[str]) -> int | None:
-        """Where the first word is that is neither an option nor an option's value."""
+        """Return the index of the first word that is neither an option nor an option's value; None if there is none."""
         known = {
             name: option.nargs != 0
             for parser in self.actions.values()
@@ -173,7 +171,7 @@ class ActionsParser(_Parser):
         }
         for place, word in enumerate(words):
             before = words[place - 1] if place else ""
-            # An unknown option may take a value, but hardly one that is called like an action.
+            # An unknown option is assumed to take a value, unless the next word is the name of an action.
             is_option = before.startswith("-") and "=" not in before
             takes_value = known.get(before, is_option and word not in self.actions)
             if not word.startswith("-") and not takes_value:
@@ -186,12 +184,11 @@ class ActionsParser(_Parser):
 
 
 def load_command(name: str) -> Command | CommandWithActions:
-    """Import one command."""
     return cast("Command | CommandWithActions", importlib.import_module(f"tierfs.cli.commands.{name}"))
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of one command, for the words after its name."""
+    """Return the parser of one command, for the words after its name."""
     command = load_command(name)
     if not hasattr(command, "ACTIONS"):
         parser = _new_parser(_Parser, f"tierfs {name}", command.HELP, command.EXAMPLES)
@@ -227,7 +224,7 @@ def _new_parser(kind: type[_AParser], prog: str, line: str, examples: str, more:
 
 
 def help_text() -> str:
-    """The text of ``tierfs --help``. It imports no command."""
+    """Return the text of ``tierfs --help``. This imports no command."""
     width = max(map(len, COMMANDS))
     groups = (
         "\n".join([f"{title}:", *(f"    {name:{width}}  {line}" for name, line in group.items())])
@@ -240,26 +237,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: What follows ``tierfs``; by default, this process's arguments.
+        argv: The words after ``tierfs``; by default, this process's arguments.
 
     Returns:
-        The exit code: 0, or that of the category of the error.
+        The command's exit code, or that of the error's category.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     do_not_warn()
     if sys.stdout is None:
-        # The next file to be opened would take its number, and the output would go there.
+        # The next file that this process opens would get stdout's descriptor, and the output would go into that file.
         print("tierfs: stdout is closed: send it to /dev/null if it is not wanted", file=sys.stderr)
         return InvalidInputError.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name that the terminal cannot show is no reason to fail.
+        # Escape characters that the terminal cannot show. They are no reason to fail.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with logging_to_stderr():
             code = _dispatch(words)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output has seen enough.
+        # The reader closed its end of the pipe.
         _drop_stdout()
         return 141
     except KeyboardInterrupt:
@@ -284,7 +281,7 @@ def _dispatch(words: list[str]) -> int:
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise InvalidInputError(f"there is no command {name!r}{meant}; `tierfs --help` shows examples")
     try:
-        # Options may stand anywhere, also between the arguments.
+        # Options may stand anywhere, also between positional arguments.
         arguments = build_parser(name).parse_intermixed_args(rest)
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 0
@@ -304,7 +301,7 @@ def _report(failure: Failure, *, as_json: bool) -> int:
 
 
 def _drop_stdout() -> None:
-    """Let the interpreter's own last flush of stdout go nowhere instead of failing."""
+    """Point stdout at ``/dev/null``, so that the interpreter's last flush does not fail."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

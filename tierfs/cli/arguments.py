@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and checks of them. Light to import: ``--help`` and a flusher load it."""
+"""Arguments that several commands share, and checks of them. Cheap to import: ``--help`` and the flusher load it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 PLACE = "tierfs:: URL, URL of the object tier, or local path"
 """Help text of an argument that `tierfs.cli.files.places.store_place` takes."""
 LEVELS = [level.label for level in Level if level]
-"""The levels that a save can be asked for."""
+"""Labels of all levels but ``none``."""
 
 
 def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Declare the argument of a command that always works in a store."""
+    """Declare ``URL``, or ``URL...`` if ``several`` is set."""
     if several:
         parser.add_argument("urls", nargs="+", metavar="URL", help=f"{PLACE}; may be several")
     else:
@@ -35,7 +35,7 @@ def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) 
 
 
 def add_tier_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--tier`` of a command for a local tier."""
+    """Declare ``--tier``, which names a local tier."""
     parser.add_argument(
         "--tier",
         choices=["ram", "nvme"],
@@ -45,7 +45,7 @@ def add_tier_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--from``: ``arguments.replicas``, a list of URLs."""
+    """Declare ``--from``, which collects URLs in the list ``arguments.replicas``."""
     parser.add_argument(
         "--from",
         dest="replicas",
@@ -57,10 +57,10 @@ def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def require_url(text: str) -> None:
-    """Check that an argument names something.
+    """Check that an argument is not empty, as an unset shell variable makes it.
 
     Raises:
-        InvalidInputError: It is empty, as a variable that is not set makes it.
+        InvalidInputError: The argument is empty.
     """
     if not text:
         raise InvalidInputError("an argument is empty: give a URL or a path")
@@ -70,13 +70,13 @@ def require_seconds(option: str, seconds: float, *, over_0: bool = False, may_be
     """Check a duration.
 
     Args:
-        option: Its name, with the dashes.
+        option: The option's name, with its dashes.
         seconds: The duration.
         over_0: Whether 0 is refused.
-        may_be_infinite: Whether ``inf`` is a duration.
+        may_be_infinite: Whether ``inf`` is accepted.
 
     Raises:
-        InvalidInputError: It is none.
+        InvalidInputError: The duration is out of range.
     """
     is_enough = seconds > 0 if over_0 else seconds >= 0
     if not is_enough or (math.isinf(seconds) and not may_be_infinite):
@@ -87,10 +87,10 @@ def require_torch(task: str) -> None:
     """Check that torch is installed, without importing it.
 
     Args:
-        task: A clause that says what torch is for, like ``checkpoints are read``.
+        task: A clause that says what needs torch, like ``checkpoints are read``.
 
     Raises:
-        InvalidInputError: It is not.
+        InvalidInputError: torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
         raise InvalidInputError(f"{task} with torch, which is not installed: pip install 'tierfs[torch]'")

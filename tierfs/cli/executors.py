@@ -1,7 +1,7 @@
-"""``--executor``: on which machines pieces of work run.
+"""``--executor``: choose the machines that run pieces of work.
 
-A function that runs there opens its store by URL, in its process. It depends on its arguments alone, so it may be run
-again elsewhere.
+A function that an executor runs opens its store by URL in its own process. It depends only on its arguments, so the
+executor may run it again elsewhere.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ PROCESSES_MAX = 1024
 
 
 class WorkerSet(NamedTuple):
-    """An executor, and how many pieces it runs at once."""
+    """An executor, and the number of pieces that it runs at once."""
 
     executor: Executor
     workers: int
 
 
 def add_executor_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--executor``."""
     parser.add_argument(
         "--executor",
         metavar="WHERE",
@@ -39,10 +38,13 @@ def add_executor_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def open_executor(text: str | None) -> Iterator[WorkerSet | None]:
-    """The executor of ``--executor``, for the time of a ``with`` block; ``None`` for this process.
+    """Open the executor that ``--executor`` names, for the duration of a ``with`` block.
+
+    Yields:
+        None if the option is not given: the work runs in this process.
 
     Raises:
-        InvalidInputError: It names nothing, or its package is not installed.
+        InvalidInputError: The option's value is invalid, or the package that it needs is not installed.
     """
     if text is None:
         yield None
@@ -54,7 +56,7 @@ def open_executor(text: str | None) -> Iterator[WorkerSet | None]:
                 raise InvalidInputError(f"--executor {text}: write processes:N, N from 1 to {PROCESSES_MAX}")
             context = multiprocessing.get_context(
                 "spawn"
-            )  # threads of this process have locks that a fork would keep held
+            )  # a forked child would inherit locks that other threads of this process hold
             executor: Executor = opened.enter_context(ProcessPoolExecutor(int(argument), mp_context=context))
             found = WorkerSet(executor, int(argument))
         elif name == "dask":
@@ -74,7 +76,7 @@ def _dask(address: str, opened: contextlib.ExitStack) -> WorkerSet:
     if not address:
         raise InvalidInputError("--executor dask: write dask:tcp://HOST:PORT of the scheduler")
     client = opened.enter_context(Client(address))
-    # A piece is tried again where its worker is lost.
+    # Dask runs a piece again, at most twice, if its worker is lost.
     return WorkerSet(client.get_executor(retries=2, pure=False), max(1, sum(client.ncores().values())))
 
 

@@ -1,4 +1,4 @@
-"""``tierfs`` alone: the stores that this host keeps local tiers for, and whether something of them is pending."""
+"""``tierfs`` without a command: list the stores that have local tiers on this host."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ROWS_MAX = 30
 
 
 class HostStore(NamedTuple):
-    """One store of this host.
+    """A store that has local tiers on this host.
 
     Attributes:
         uuid: The store's id.
-        place: Where it lies: a local path, or an endpoint and a bucket.
+        place: Location of the store: a local path, or an endpoint and a bucket.
         is_pending: Whether this host has changes that the object tier lacks.
-        has_flusher: Whether its flusher runs now.
-        disk_bytes: Size of its nvme tier.
-        is_gone: Whether it was in a local directory that is not there any more.
+        has_flusher: Whether the store's flusher is running on this host.
+        disk_bytes: Size of the nvme tier's arena file; 0 if there is none.
+        is_gone: Whether the store was in a local directory that no longer exists.
     """
 
     uuid: str
@@ -36,7 +36,7 @@ class HostStore(NamedTuple):
 
 
 def show_stores(*, as_json: bool) -> int:
-    """Print the stores of this host, those with pending changes first, and return the exit code."""
+    """Print the stores of this host, pending ones first, and return the exit code."""
     from tierfs.host.host import state_directory  # noqa: PLC0415 - not for other commands' start
 
     state = state_directory()
@@ -70,7 +70,7 @@ def show_stores(*, as_json: bool) -> int:
 
 
 def host_stores(state: Path) -> Iterator[HostStore]:
-    """Every store that has a folder in the state directory."""
+    """Yield each store that has a folder with a ``place.json`` in the state directory."""
     from tierfs.host.identity import PLACE_FILE, places_in  # noqa: PLC0415
     from tierfs.host.nvme.stored import ARENA_FILE  # noqa: PLC0415
     from tierfs.host.rpc.client import is_flusher_running  # noqa: PLC0415

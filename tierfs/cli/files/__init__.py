@@ -1,1 +1,1 @@
-"""Find the files that arguments name, and copy, move and remove them."""
+"""Find the files that arguments name; copy, move and remove them."""

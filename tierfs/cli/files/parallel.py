@@ -1,6 +1,6 @@
-"""A few files at a time, on threads of the command's own.
+"""Process a few files at a time on the command's own threads.
 
-Not on those of `tierfs.store.transfers`: a file waits for its chunks there.
+The threads of `tierfs.store.transfers` transfer chunks. A task for a file waits for its chunks, so it runs elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILES_AT_ONCE = 4
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """Raised inside a task that is to end early, because another one failed or the user interrupted."""
+    """Raised inside a task to end it early, because another task failed or the user interrupted the command."""
 
 
 def run_in_parallel(
@@ -29,12 +29,12 @@ def run_in_parallel(
     """Call ``task(item, stop)`` for every item, `FILES_AT_ONCE` at a time.
 
     Args:
-        task: Raises `Stopped` at a good place once ``stop`` is set.
-        items: What to do.
-        progress: Shows how many are done, if it is given.
+        task: Raises `Stopped` at a suitable point once ``stop`` is set.
+        items: Listed before the first call.
+        progress: Shows the number of finished items; None for no progress.
 
     Raises:
-        BaseException: The first error of a task, after every one that had begun has ended.
+        BaseException: The first error of a task, raised when every task that had begun has ended.
     """
     todo = list(items)
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""Arguments as places: a path in a store, or a local path. The only module that takes URLs apart."""
+"""Resolve arguments to places: a path in a store, or a local path. Only this module of the CLI parses URLs."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class StorePlace:
     """A path in a store.
 
     Attributes:
-        url: Full ``tierfs`` URL, without a ``/`` at its end.
-        store: The store that holds it.
+        url: Full ``tierfs`` URL, without a trailing ``/``.
+        store: The store that contains the path.
         path: Relative to the store's root; empty for the root.
     """
 
@@ -63,14 +63,14 @@ class StorePlace:
 
     @property
     def name(self) -> str:
-        """Its name in its directory."""
+        """Last component of the URL."""
         return self.url.rpartition("/")[2]
 
     def child(self, relative: str) -> StorePlace:
-        """A place below this one.
+        """Return the place at a path relative to this one; this place if the path is empty.
 
         Raises:
-            InvalidInputError: A store cannot hold a path like that.
+            InvalidInputError: The path is not valid in a store.
         """
         if not relative:
             return self
@@ -78,43 +78,43 @@ class StorePlace:
         return StorePlace(f"{self.url}/{relative}", self.store, path)
 
     def relative(self, path: str) -> str:
-        """A path of the store, as seen from here."""
+        """Return a path of the store relative to this place."""
         return path[len(self.path) :].lstrip("/")
 
     def is_same_as(self, other: Place) -> bool:
-        """Whether the other is the same path of the same store."""
+        """Whether ``other`` is the same path of the same store."""
         return isinstance(other, StorePlace) and self.store is other.store and self.path == other.path
 
     def holds(self, other: Place) -> bool:
-        """Whether the other lies below this one."""
+        """Whether ``other`` lies below this place."""
         if not isinstance(other, StorePlace) or self.store is not other.store or self.path == other.path:
             return False
         return not self.path or other.path.startswith(f"{self.path}/")
 
     def entry(self) -> Entry:
-        """The file or directory there.
+        """Return the file or directory at this place.
 
         Raises:
-            NotFoundError: Nothing. The message says what to do next.
+            NotFoundError: Nothing is there. The message names the next step.
         """
         with self.must_exist():
             return stat(self.store, self.path)
 
     @contextlib.contextmanager
     def must_exist(self) -> Iterator[None]:
-        """Have the error that nothing is there say what to do next."""
+        """Replace a `NotFoundError` of the ``with`` block by one whose message names the next step."""
         try:
             yield
         except NotFoundError:
             raise self.missing() from None
 
     def missing(self) -> NotFoundError:
-        """The error that nothing is there."""
+        """Return the error for a path with nothing there."""
         above = self.url.rpartition("/")[0]
         return NotFoundError(f"{self.url} is not there: `tierfs ls {above}` shows what is", path=self.url)
 
     def kind(self) -> Kind | None:
-        """Whether a file is there, a directory, or nothing. A file whose record is damaged is one: it can be replaced."""
+        """Return the kind of the entry here, or None. A damaged record counts as a file: it can be replaced."""
         try:
             return kind_of(stat(self.store, self.path))
         except CorruptionError:
@@ -123,28 +123,31 @@ class StorePlace:
             return None
 
     def taken(self) -> dict[str, Kind]:
-        """Kinds of everything below, by relative path."""
+        """Return the kind of every entry below, by relative path."""
         entries = find(self.store, self.path, detail=False)
         return {self.relative(entry.path): kind_of(entry) for entry in entries}
 
     def contents(self) -> Iterator[tuple[str, ContentSource | None]]:
-        """Relative path and content of everything below; a directory, which has none, before what is in it."""
+        """Yield relative path and content of every entry below. A directory has None, and precedes its entries."""
         for entry in find(self.store, self.path):
             relative = self.relative(entry.path)
             yield relative, None if entry.is_directory else StoredSource(self.store, entry)
 
     def source(self) -> ContentSource:
-        """The content of the file that is there."""
+        """Return the content of the file here. Raises as `entry` does."""
         return StoredSource(self.store, self.entry())
 
     def target(self) -> ContentTarget:
-        """Where the content of a file goes."""
+        """Return the target for a file's content.
+
+        Raises:
+            InvalidInputError: This place is the store's root.
+        """
         if not self.path:
             raise InvalidInputError(f"{self.url} is the root of a store: name a file in it", path=self.url)
         return StoredTarget(self.store, self.path)
 
     def make_directory(self) -> None:
-        """Make it a directory, unless it is one."""
         make_directory(self.store, self.path, exist_ok=True)
 
 
@@ -153,65 +156,60 @@ class LocalPlace:
     """A path on this host.
 
     Attributes:
-        url: As the user wrote it, or what is below that.
+        url: The path that the user wrote, or a path below it.
     """
 
     url: str
 
     @property
     def name(self) -> str:
-        """Its name in its directory; empty for ``.``, ``..`` and ``/``."""
+        """Last component of the path; empty for ``.``, ``..`` and ``/``."""
         name = os.path.basename(self.url.rstrip("/"))
         return "" if name in (".", "..") else name
 
     def child(self, relative: str) -> LocalPlace:
-        """A place below this one."""
         return LocalPlace(os.path.join(self.url, relative)) if relative else self
 
     def is_same_as(self, other: Place) -> bool:
-        """False: nothing is copied from a local path to a local path."""
+        """Return False: a local path is never copied to a local path."""
         return False
 
     def holds(self, other: Place) -> bool:
-        """False, as above."""
+        """Return False, for the same reason."""
         return False
 
     def kind(self) -> Kind | None:
-        """Whether a file is there, a directory, or nothing."""
+        """Return the kind of the entry here, or None."""
         if os.path.isdir(self.url):
             return "directory"
         return "file" if os.path.exists(self.url) else None
 
     def taken(self) -> dict[str, Kind]:
-        """Nothing: the operating system refuses to put a file where a directory is by itself."""
+        """Return nothing: the operating system itself refuses to put a file where a directory is."""
         return {}
 
     def missing(self) -> NotFoundError:
-        """The error that nothing is there."""
+        """Return the error for a path with nothing there."""
         return NotFoundError(
             f"{self.url} is not there, on this host: a path in a store starts with tierfs:: or tierfs://", path=self.url
         )
 
     def contents(self) -> Iterator[tuple[str, ContentSource | None]]:
-        """Relative path and content of everything below; a directory, which has none, before what is in it."""
+        """Yield relative path and content of every entry below. A directory has None, and precedes its entries."""
         for relative, size in walk(self.url):
             yield relative, None if size is None else LocalSource(os.path.join(self.url, relative), size)
 
     def source(self) -> ContentSource:
-        """The content of the file that is there."""
         return LocalSource(self.url, known_size(self.url))
 
     def target(self) -> ContentTarget:
-        """Where the content of a file goes."""
         return LocalTarget(self.url)
 
     def make_directory(self) -> None:
-        """Make it a directory, unless it is one."""
         os.makedirs(self.url, exist_ok=True)
 
 
 def kind_of(entry: Entry) -> Kind:
-    """The kind of an entry of a store."""
     return "directory" if entry.is_directory else "file"
 
 
@@ -219,19 +217,19 @@ Place: TypeAlias = StorePlace | LocalPlace
 
 
 def store_place(text: str, *, write: bool = False, as_configured: bool = False, resumes: bool = True) -> StorePlace:
-    """The path in a store that an argument names.
+    """Open the store that an argument names, and return the place in it.
 
     Args:
         text: ``tierfs::URL``, ``tierfs://NAME/path``, the object tier's own URL, or a local path.
-        write: Whether something is going to be written: then a store is made where the configuration, or
-            ``TIERFS_CREATE=1``, asks for it.
-        as_configured: Whether the local tiers are to be used as configured. Else what is changed is in the object tier when
-            the command ends, and what is read leaves nothing in the ram tier.
-        resumes: Whether to start a flusher if earlier processes left something pending.
+        write: Whether the command is going to write. Then a missing store is created if the configuration or
+            ``TIERFS_CREATE=1`` asks for it.
+        as_configured: Whether to use the local tiers as configured. Otherwise writes return at level ``object``, and
+            reads keep no chunks in the local tiers.
+        resumes: Whether to start a flusher if earlier processes left changes pending.
 
     Raises:
-        InvalidInputError: The argument is no good.
-        StoreNotFoundError: No store holds it.
+        InvalidInputError: The argument is invalid.
+        StoreNotFoundError: No store contains the path.
         TierfsError: The store could not be opened.
     """
     require_url(text)
@@ -246,11 +244,11 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False, 
 
 
 def whole_store(text: str, command: str, *, as_configured: bool = False) -> Store:
-    """The store that an argument names, for a command that works on all of it.
+    """Open the store that an argument names, for a command that works on a whole store.
 
     Raises:
-        InvalidInputError: The argument names a path in a store, or is no good.
-        StoreNotFoundError, TierfsError: As `store_place` does.
+        InvalidInputError: The argument is invalid, or names a path below the store's root.
+        StoreNotFoundError, TierfsError: As in `store_place`.
     """
     place = store_place(text, as_configured=as_configured)
     if place.path:
@@ -259,10 +257,10 @@ def whole_store(text: str, command: str, *, as_configured: bool = False) -> Stor
 
 
 def any_place(text: str, *, write: bool = False) -> Place:
-    """The place of an argument that may be local: only those that start with ``tierfs`` are in a store.
+    """Return the place of an argument that may be local. Only an argument that starts with ``tierfs`` is in a store.
 
     Raises:
-        InvalidInputError, StoreNotFoundError, TierfsError: As `store_place` does.
+        InvalidInputError, StoreNotFoundError, TierfsError: As in `store_place`.
     """
     if text.startswith(_IN_STORE):
         return store_place(text, write=write)
@@ -276,17 +274,17 @@ def any_place(text: str, *, write: bool = False) -> Place:
 
 
 def requests_of(store: Store) -> dict[str, int]:
-    """How many requests this process has sent to the store's object tier, by method."""
+    """Count the requests that this process has sent to the store's object tier, by method."""
     return {
         method: int(counts["requests"]) for method, counts in request_metrics(store.objects)["object_requests"].items()
     }
 
 
 def named_path(place: StorePlace, text: str) -> str:
-    """The path in a place's store that an argument names: a name below the place, or a URL or an absolute path of its own.
+    """Return the path in a place's store that an argument names: relative to the place, or a URL or absolute path.
 
     Raises:
-        InvalidInputError: It is empty.
+        InvalidInputError: The argument is empty.
     """
     require_url(text)
     if text.startswith("/") or "::" in text or "://" in text:
@@ -298,7 +296,7 @@ def named_path(place: StorePlace, text: str) -> str:
 
 
 def find_store(text: str) -> StorePlace | None:
-    """As `store_place`, with ``None`` where there is no store."""
+    """Return `store_place` of an argument, or None if no store contains the path."""
     try:
         return store_place(text)
     except StoreNotFoundError:

@@ -1,4 +1,4 @@
-"""Where the sources of ``cp`` and ``mv`` end up, by the rules of the commands that they are named after."""
+"""Decide where the sources of ``cp`` and ``mv`` end up, by the rules of the Unix commands of these names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ __all__ = ["add_target_arguments", "clash", "final_place"]
 
 
 def add_target_arguments(parser: argparse.ArgumentParser, *, described: str) -> None:
-    """Declare ``SOURCE... TARGET`` and ``-T``."""
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help=described)
     parser.add_argument(
         "target", metavar="TARGET", help="the new name; a directory that exists, or ends with /, to put them into"
@@ -27,19 +26,20 @@ def add_target_arguments(parser: argparse.ArgumentParser, *, described: str) -> 
 def final_place(
     source: Place, kind: Kind, target: Place, target_kind: Kind | None, *, into: bool, alone: bool
 ) -> Place:
-    """Where one source ends up.
+    """Return the place where one source ends up.
 
     Args:
-        source: What is copied or moved.
-        kind: What it is.
-        target: As given.
-        target_kind: What is there.
-        into: Whether the target is a directory to put things into: by its ``/`` or because it is there.
+        source: The place to copy or move.
+        kind: The source's kind.
+        target: The target argument's place.
+        target_kind: Kind of the entry at the target, or None.
+        into: Whether to put sources into the target, because it ends with ``/`` or is a directory.
         alone: Whether this is the only source.
 
     Raises:
-        InvalidInputError: A file cannot go there, or not several of them, or it is there already.
-        AlreadyExistsError: A file is where a directory is to be.
+        InvalidInputError: There are several sources and the target is not a directory, or the source would end up at
+            its own path or below it.
+        AlreadyExistsError: A file and a directory would have the same name.
     """
     if into and target_kind == "file":
         raise AlreadyExistsError(f"{target.url} is a file: leave the / at its end away to replace it", path=target.url)
@@ -60,6 +60,6 @@ def final_place(
 
 
 def clash(url: str, there: Kind) -> AlreadyExistsError:
-    """The error that a file and a directory are to have one name."""
+    """Return the error for a file and a directory that would have the same name."""
     other = "directory" if there == "file" else "file"
     return AlreadyExistsError(f"{url} is a {there}, and a {other} cannot replace it: choose another name", path=url)

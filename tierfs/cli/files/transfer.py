@@ -31,7 +31,7 @@ __all__ = [
     "walk",
 ]
 
-# Four chunks, fetched at the same time.
+# Four chunks, which the reader fetches in parallel.
 WINDOW_BYTES = 64 << 20
 
 
@@ -40,76 +40,71 @@ class ContentSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes, where that is known ahead."""
+        """Size in bytes, or None if it is unknown until the end."""
 
     @property
     def metadata(self) -> Mapping[str, object] | None:
-        """The metadata that the user gave."""
+        """The user's metadata."""
 
     def pieces(self) -> Iterator[memoryview]:
-        """The content in order. Each piece is valid until the next one is asked for."""
+        """Yield the content in order. Each piece is valid until the caller asks for the next one."""
 
 
 class RawInput(Protocol):
-    """A binary file that is read."""
+    """A binary file open for reading."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the buffer from its start, and say how far; 0 at the end."""
+        """Fill the buffer from its start, and return the number of bytes; 0 at the end."""
 
 
 class ContentTarget(Protocol):
-    """Where the content of a file goes."""
+    """A destination for the content of a file."""
 
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> object:
-        """Take all of it. Unless this returns, what was there before is there still."""
+        """Write all pieces. Unless this returns, the previous content stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSource:
-    """A local file."""
+    """The content of a local file."""
 
     path: str
     size: int | None
     metadata: Mapping[str, object] | None = None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See `ContentSource.pieces`."""
         with open(self.path, "rb", buffering=0) as file:
             yield from _read_file(file)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSource:
-    """A stream that is read to its end, like stdin."""
+    """The content of a stream that is read to its end, like stdin."""
 
     stream: RawInput
     size: int | None = None
     metadata: Mapping[str, object] | None = None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See `ContentSource.pieces`."""
         yield from _read_file(self.stream)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSource:
-    """A file in a store, at the version that a listing found."""
+    """The content of a file in a store, at the version that a listing found."""
 
     store: Store
     entry: Entry
 
     @property
     def size(self) -> int:
-        """See `ContentSource.size`."""
         return self.entry.length
 
     @property
     def metadata(self) -> Mapping[str, object] | None:
-        """See `ContentSource.metadata`."""
         return self.entry.manifest.metadata if self.entry.manifest is not None else None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See `ContentSource.pieces`."""
         reader = open_entry(self.store, self.entry)
         return read_pieces(reader, 0, reader.length)
 
@@ -121,7 +116,6 @@ class LocalTarget:
     path: str
 
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
-        """See `ContentTarget.fill`."""
         with replacing(self.path) as file:
             for piece in pieces:
                 file.write(piece)
@@ -129,12 +123,11 @@ class LocalTarget:
 
 @dataclass(frozen=True, slots=True)
 class StreamTarget:
-    """A stream that is written to, like stdout."""
+    """A stream to write to, like stdout. Written bytes stay, also if a later write fails."""
 
     stream: BinaryIO
 
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
-        """See `ContentTarget.fill`, but that what is written stays written."""
         for piece in pieces:
             write_all(self.stream, piece)
         self.stream.flush()
@@ -148,7 +141,6 @@ class StoredTarget:
     path: str
 
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> Manifest:
-        """See `ContentTarget.fill`."""
         writer = Writer(self.store, self.path, metadata=metadata)
         try:
             for piece in pieces:
@@ -160,12 +152,14 @@ class StoredTarget:
 
 
 def transfer(source: ContentSource, target: ContentTarget, advance: Callable[[int], object]) -> None:
-    """Copy one file. Within a store only its manifest is written.
+    """Copy one file. A copy within a store writes a manifest and no data.
 
     Args:
-        source: From where.
-        target: To where; what is there is replaced.
-        advance: Called with the bytes of each piece that has gone its way; what it raises ends the copy.
+        source: The content to copy.
+        target: Its previous content is replaced.
+        advance: Called with the number of bytes of each piece after it is written; for a copy within a store, first
+            with 0. An error that it raises ends the copy.
+
     """
     if isinstance(source, StoredSource) and isinstance(target, StoredTarget) and source.store is target.store:
         advance(0)
@@ -182,7 +176,7 @@ def transfer(source: ContentSource, target: ContentTarget, advance: Callable[[in
 
 
 def read_pieces(reader: Reader, start: int, stop: int) -> Iterator[memoryview]:
-    """The bytes from ``start`` to ``stop``, which must be in the file. Each piece is valid until the next is asked for."""
+    """Yield the bytes from ``start`` to ``stop``, both within the file. A piece is valid until the next one is read."""
     window = memoryview(bytearray(max(0, min(WINDOW_BYTES, stop - start))))
     for offset in range(start, stop, WINDOW_BYTES):
         piece = window[: min(WINDOW_BYTES, stop - offset)]
@@ -197,17 +191,17 @@ def _read_file(file: RawInput) -> Iterator[memoryview]:
 
 
 def known_size(path: str) -> int | None:
-    """Bytes of a file, or ``None`` for a pipe or a device, which tells only when it ends."""
+    """Return the size of a regular file; None for a pipe or device, whose size is unknown until its end."""
     status = os.stat(path)
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def walk(root: str) -> Iterator[tuple[str, int | None]]:
-    """Relative path and size of everything below a directory, sorted, links followed; ``None`` for a directory.
+    """Yield relative path and size of every entry below a directory, sorted; None as size of a directory. Follow links.
 
     Raises:
-        InvalidInputError: A link back to a directory above it, or something that is no file.
-        OSError: It cannot be read.
+        InvalidInputError: A link leads to a directory above it, or an entry is a pipe, socket or device.
+        OSError: A directory or an entry cannot be read.
     """
     yield from _walk(root, "", (_identity(root),))
 

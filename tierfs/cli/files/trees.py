@@ -1,4 +1,4 @@
-"""A directory in a store with everything below it, for what is moved or removed."""
+"""List a directory of a store with everything below it, for commands that move or remove it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Listing:
     """Everything below a directory.
 
     Attributes:
-        path: The directory.
+        path: The directory's path.
         files: At any depth.
         directories: At any depth, without the directory itself.
     """
@@ -28,23 +28,23 @@ class Listing:
 
     @property
     def empty_directories(self) -> list[str]:
-        """Paths of the directories that nothing lies in, the directory itself included."""
+        """Paths of the directories without entries, which may include the directory itself."""
         implied = {entry.path.rpartition("/")[0] for entry in (*self.files, *self.directories)}
         return [path for path in (self.path, *(entry.path for entry in self.directories)) if path not in implied]
 
 
 def read_tree(store: Store, path: str) -> Listing:
-    """List what is below a directory. No record is read."""
+    """List everything below a directory without reading records."""
     entries = find(store, path, detail=False)
     files = [entry for entry in entries if not entry.is_directory]
     return Listing(path, files, [entry for entry in entries if entry.is_directory])
 
 
 def refuse_foreign_files(store: Store, files: Iterable[Entry]) -> None:
-    """Check that tierfs wrote all of these, before any of them is touched.
+    """Check that tierfs wrote all these files. Call it before changing any of them.
 
     Raises:
-        ReadOnlyError: It did not.
+        ReadOnlyError: Another tool wrote one of them.
     """
     for entry in files:
         if entry.foreign is not None:
@@ -56,8 +56,8 @@ def refuse_foreign_files(store: Store, files: Iterable[Entry]) -> None:
 
 
 def remove_directories(store: Store, paths: Iterable[str]) -> None:
-    """Remove directories that have become empty, the deepest first."""
+    """Remove directories that have become empty, deepest first."""
     for path in sorted(set(paths), key=len, reverse=True):
-        # One that was only implied by what lay in it is gone already.
+        # A directory without a record of its own existed only through its entries, and is gone already.
         with contextlib.suppress(NotFoundError):
             remove_directory(store, path)

@@ -1,1 +1,1 @@
-"""Keep a directory of this host equal to a directory in a store, in one direction or the other."""
+"""Make a local directory equal to a directory in a store, or the other way round."""

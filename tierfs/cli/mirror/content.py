@@ -1,4 +1,4 @@
-"""Compare a local file with a file in a store, chunk by chunk, and clone chunks out of the nvme tier."""
+"""Compare a local file with a file in a store chunk by chunk, and clone chunks from the nvme tier."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Piece:
     """A chunk of a file in a store.
 
     Attributes:
-        start: Its offset in the file.
-        length: Its bytes.
-        row: Names the chunk; ``None`` where its digest is not known.
-        inline: The bytes themselves, of a small file.
+        start: Offset in the file, in bytes.
+        length: Length in bytes.
+        row: Names the chunk; None if its digest is unknown.
+        inline: All bytes of a file that lies in its manifest.
     """
 
     start: int
@@ -54,7 +54,7 @@ def pieces_of(store: Store, entry: Entry) -> list[Piece]:
 
 
 def holds(store: Store, fd: int, piece: Piece) -> bool:
-    """Check whether a local file has a chunk at its place."""
+    """Check whether a local file has a chunk's bytes at the chunk's offset."""
     if piece.inline is not None:
         return os.pread(fd, piece.length + 1, 0)[: piece.length] == piece.inline
     if piece.row is None:
@@ -70,10 +70,10 @@ def holds(store: Store, fd: int, piece: Piece) -> bool:
 
 
 def clone_piece(store: Store, piece: Piece, fd: int) -> bool:
-    """Clone a chunk's bytes from the nvme tier into a local file, on a filesystem that can (XFS, Btrfs).
+    """Clone a chunk from the nvme tier into a local file, on a filesystem that supports it (XFS, Btrfs).
 
     Returns:
-        Whether the chunk is there now, verified. Otherwise its place holds anything.
+        Whether the file now has the chunk, verified. If not, the chunk's range in the file is undefined.
     """
     if piece.row is None or store.tiers is None or not store.tiers.has_nvme:
         return False
@@ -90,14 +90,14 @@ def clone_piece(store: Store, piece: Piece, fd: int) -> bool:
                 fcntl.ioctl(fd, FICLONERANGE, request)
             rest = os.pread(arena.fileno(), piece.length - whole, found.offset + whole)
         except OSError:
-            return False  # another filesystem, or one that shares nothing
+            return False  # different filesystems, or a filesystem that cannot clone
     os.pwrite(fd, rest, piece.start + whole)
-    # The extent may have been given to another chunk meanwhile.
+    # The nvme tier may have reused the extent for another chunk in the meantime.
     return holds(store, fd, piece)
 
 
 def clone_file(source: str, fd: int) -> bool:
-    """Clone all bytes of a file into an open one, on a filesystem that can. Returns whether it did."""
+    """Clone all bytes of a file into an open file. Return whether that succeeded: some filesystems cannot clone."""
     with open(source, "rb") as file:
         try:
             fcntl.ioctl(fd, FICLONE, file.fileno())

@@ -27,11 +27,11 @@ __all__ = ["Materialized", "materialize"]
 
 @dataclass(slots=True)
 class Materialized(Synced):
-    """The same of a directory that was materialized.
+    """The counts of one `materialize` call.
 
     Attributes:
-        shared_bytes: Bytes that share their place with the nvme tier or with another file.
-        kept_bytes: Bytes that an older or incomplete copy had.
+        shared_bytes: Bytes cloned from the nvme tier or from another file of the directory.
+        kept_bytes: Bytes taken from an older or incomplete copy of the file.
     """
 
     shared_bytes: int = 0
@@ -39,11 +39,11 @@ class Materialized(Synced):
 
 
 class _Materializer:
-    """See `materialize`."""
+    """The state of one `materialize` call."""
 
     def __init__(self, store: Store, root: str, record: MirrorRecord, progress: Progress) -> None:
         self._store, self._root, self._record, self._progress = store, root, record, progress
-        self._written: dict[str, str] = {}  # by content, for files that are there more than once
+        self._written: dict[str, str] = {}  # a file by its content, to clone files with equal content
         self.done = Materialized()
 
     def run(self, files: dict[str, Entry], directories: set[str], *, deletes: bool) -> None:
@@ -52,7 +52,7 @@ class _Materializer:
         gone_files = (local.files.keys() | local.others) - files.keys()
         if deletes:
             parts = local.parts - {_part(name) for name in files}
-            remove_files(self._root, parts)  # first: a directory with a part in it is not empty
+            remove_files(self._root, parts)  # first: a directory that contains a part is not empty
             self.done.deleted = remove_files(self._root, gone_files)
             problems = remove_directories(self._root, local.directories - directories)
             for relative in gone_files:
@@ -68,7 +68,7 @@ class _Materializer:
         for relative in ("", *directories):
             os.makedirs(os.path.join(self._root, relative), exist_ok=True)
         run_in_parallel(self._one, sorted(files.items()))
-        if problems:  # no file has to wait for that
+        if problems:  # raised last, so that all files are written
             raise problems[0]
 
     def _one(self, item: tuple[str, Entry], stop: threading.Event) -> None:
@@ -104,7 +104,7 @@ class _Materializer:
         self.done.add(**({"unchanged": 1} if is_same else {"files": 1}))
 
     def _fill(self, fd: int, entry: Entry, content: str, old: str | None, stop: threading.Event) -> bool:
-        """Fill the file with all chunks. Returns whether the old file has them all, so that nothing was written."""
+        """Fill the file with all chunks. Return whether the old file has all of them, so that nothing was written."""
         pieces = pieces_of(self._store, entry)
         had = os.fstat(fd).st_size
         old_fd = os.open(old, os.O_RDONLY | os.O_NOFOLLOW) if old is not None and not os.path.islink(old) else -1
@@ -170,17 +170,17 @@ class _Materializer:
 def materialize(place: StorePlace, root: str, progress: Progress, *, deletes: bool) -> Materialized:
     """Make a local directory equal to a directory in a store.
 
-    Each file gets its name when it is complete. One that an earlier run left incomplete is completed.
+    Each file gets its name when it is complete. A file that an earlier run left incomplete is completed.
 
     Args:
         place: The directory in the store.
-        root: The local directory; made where it is missing.
-        progress: Counts the bytes that are as they should be.
-        deletes: Whether what is not in the store is deleted here.
+        root: The local directory; created if missing.
+        progress: Counts the bytes of files that are up to date.
+        deletes: Whether to delete local entries that the store lacks.
 
     Raises:
-        InvalidInputError: A directory is where a file is to be, and ``deletes`` is not set.
-        TierfsError, OSError: It failed; the files that are complete stay, and the next run goes on.
+        InvalidInputError: A file and a directory have the same name, and ``deletes`` is not set.
+        TierfsError, OSError: The run failed. Complete files stay, and the next run continues.
     """
     entries = find(place.store, place.path)
     files = {place.relative(entry.path): entry for entry in entries if not entry.is_directory}

@@ -1,4 +1,4 @@
-"""List a local directory that is mirrored, and remove files and directories from it."""
+"""List a local directory that is mirrored, and remove files and directories in it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tierfs.cli.files.transfer import walk
 __all__ = ["PART_PREFIX", "LocalTree", "remove_directories", "remove_files", "scan", "scan_source"]
 
 PART_PREFIX = ".tierfs-part-"
-"""Prefix of the name of an incomplete file, which the next run finds and completes."""
-_GONE_OR_IN_USE = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST})  # by another process meanwhile
+"""Name prefix of an incomplete file. The next run finds and completes the file."""
+_GONE_OR_IN_USE = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST})  # another process changed it meanwhile
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class LocalTree:
 
 
 def scan(root: str) -> LocalTree:
-    """List a directory, if it is there. Links are not followed: they are among ``others``."""
+    """List a directory; an absent one is empty. Links are not followed: they are among ``others``."""
     tree = LocalTree()
     todo = [""]
     while todo:
@@ -65,10 +65,10 @@ def scan_source(root: str) -> LocalTree:
 
 
 def remove_files(root: str, files: Iterable[str]) -> int:
-    """Remove files. Returns how many went.
+    """Remove files, and return the number removed. A missing file is skipped.
 
     Raises:
-        OSError: One cannot be removed; the error names it.
+        OSError: A file cannot be removed; the error names it.
     """
     count = 0
     for relative in files:
@@ -79,7 +79,7 @@ def remove_files(root: str, files: Iterable[str]) -> int:
 
 
 def remove_directories(root: str, directories: Iterable[str]) -> list[OSError]:
-    """Remove directories as far as they are empty. Returns why others stayed; each error names its directory."""
+    """Remove directories, but skip missing and non-empty ones. Return all other errors; each names its directory."""
     problems = []
     for relative in sorted(directories, key=len, reverse=True):
         try:

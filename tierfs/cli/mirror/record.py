@@ -1,7 +1,8 @@
-"""This host's notes on the files of a mirrored directory, and the counts of a run.
+"""This host's notes about the files of a mirrored directory, and the counts of a run.
 
-The notes tell which content each file had, and how it looked then. A file that looks the same has the same content, so
-it is not read again. The notes lie in the state directory; without them files are compared by their bytes.
+The notes hold each file's content name and its size, times and inode at that time. A file whose size, times and inode
+are unchanged has the same content and is not read again. The notes are in the state directory. Without them, a run
+compares the files' bytes.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Synced:
     """The counts of a run.
 
     Attributes:
-        files: How many files were written.
-        unchanged: How many were as they should be.
-        deleted: How many were deleted.
-        read_bytes: Bytes that were read: of the files that were stored, or through the tiers.
+        files: Files written.
+        unchanged: Files that were up to date.
+        deleted: Files deleted.
+        read_bytes: Bytes read: by ``sync`` from the files that it stored, by ``materialize`` through the tiers.
     """
 
     files: int = 0
@@ -43,14 +44,14 @@ class Synced:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def add(self, **counts: int) -> None:
-        """Count more. Safe for use by many threads."""
+        """Add to the counts. Thread-safe."""
         with self._lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
 
 
 def content_of(store: Store, entry: Entry) -> str:
-    """Name the content of a file in a store."""
+    """Return a name for the content of a file in a store."""
     if entry.manifest is not None:
         return f"{entry.manifest.digest_kind.label}:{entry.manifest.digest.hex()}:{entry.length}"
     assert entry.foreign is not None
@@ -58,12 +59,12 @@ def content_of(store: Store, entry: Entry) -> str:
 
 
 class MirrorRecord:
-    """See the module. Safe for use by many threads.
+    """The notes about one directory. Thread-safe.
 
-    One process at a time works on a directory: the next one waits here, and then finds it as it should be.
+    One process at a time works on a directory: the constructor waits until another process releases the lock.
 
     Args:
-        root: The directory on this host.
+        root: The local directory.
     """
 
     def __init__(self, root: str) -> None:
@@ -79,21 +80,21 @@ class MirrorRecord:
         self._known: dict[str, list[object]] = _read(self._path)
 
     def knows(self, relative: str, content: str, status: os.stat_result) -> bool:
-        """Check whether a file that looks like this is known to have this content."""
+        """Whether a file with this status is known to have this content."""
         return self._known.get(relative) == [content, *_look(status)]
 
     def note(self, relative: str, content: str, status: os.stat_result) -> None:
-        """Note that a file that looks like this has this content."""
+        """Note that a file with this status has this content."""
         with self._lock:
             self._known[relative] = [content, *_look(status)]
 
     def forget(self, relative: str) -> None:
-        """Note that a file is gone."""
+        """Note that a file was removed."""
         with self._lock:
             self._known.pop(relative, None)
 
     def close(self) -> None:
-        """Write the notes for the next run, and let the next process in."""
+        """Write the notes for the next run, and release the lock for the next process."""
         try:
             self._save()
         finally:

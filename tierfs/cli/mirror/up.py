@@ -30,7 +30,7 @@ ATTEMPTS_MAX = 3
 
 
 class _Sync:
-    """See `sync`."""
+    """The state of one `sync` call."""
 
     def __init__(self, place: StorePlace, root: str, record: MirrorRecord, progress: Progress) -> None:
         self._place, self._root, self._record, self._progress = place, root, record, progress
@@ -147,18 +147,20 @@ class _Sync:
 def sync(place: StorePlace, root: str, progress: Progress, *, deletes: bool) -> Synced:
     """Make a directory in a store equal to a local directory.
 
-    Mode and time of a file are kept with it, as a mount keeps them. A file whose bytes the store has is not stored again.
+    A file's mode and time are stored with it, as a mount stores them. A file is not stored again if the store has its
+    bytes.
 
     Args:
-        place: The directory in the store; made where it is missing.
+        place: The directory in the store; created if missing.
         root: The local directory.
-        progress: Counts the bytes that are as they should be.
-        deletes: Whether what is not here is deleted in the store.
+        progress: Counts the bytes of files that are up to date.
+        deletes: Whether to delete entries in the store that the local directory lacks.
 
     Raises:
-        InvalidInputError: A directory is where a file is to be, and ``deletes`` is not set; or a name that a store cannot have.
-        ReadOnlyError: A file to be deleted or replaced was not written by tierfs.
-        TierfsError, OSError: It failed; the files that are complete stay, and the next run goes on.
+        InvalidInputError: A file and a directory have the same name, and ``deletes`` is not set; or a name is not valid
+            in a store.
+        ReadOnlyError: A file to delete or replace was not written by tierfs.
+        TierfsError, OSError: The run failed. Complete files stay, and the next run continues.
     """
     with contextlib.closing(MirrorRecord(root)) as record:
         local = scan_source(root)

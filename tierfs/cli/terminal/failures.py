@@ -1,4 +1,4 @@
-"""An error as the command line reports it: a category, a message, a path, an exit code."""
+"""Turn an error into the command line's report: a category, a message, a path and an exit code."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _NEXT_STEP: dict[type[TierfsError], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error, as it is reported.
+    """The report of an error.
 
     Attributes:
-        kind: Category, as in `tierfs.errors`.
+        kind: Category, as in `tierfs.errors`, or ``timeout``.
         message: What went wrong, where, and what to do next.
-        path: The path concerned, if one is.
-        exit_code: Of the process.
+        path: The affected path, or None.
+        exit_code: Exit code of the process.
     """
 
     kind: str
@@ -55,14 +55,14 @@ class Failure:
 
 
 def describe(error: TierfsError | OSError) -> Failure:
-    """The report of an error: of ours as it is, of the operating system's under the category it belongs to."""
+    """Describe an error. An `OSError` gets the category of the matching tierfs error."""
     if isinstance(error, TierfsError):
         message = str(error)
         if isinstance(error, CorruptionError) and _VERIFY not in message:
             message = f"{message}: {_VERIFY} lists all that is damaged"
         return Failure(error.kind, message, error.path, error.exit_code)
     if isinstance(error, TimeoutError) and error.errno is None:
-        # Raised by whoever waited, for something that goes on: no failure, but not what was asked for either.
+        # A wait timed out and the work goes on: nothing failed, but the command did not do its task.
         return Failure(TIMEOUT_KIND, str(error), None, TIMEOUT_EXIT_CODE)
     category = _category(error)
     name = error.filename2 if error.filename2 is not None else error.filename

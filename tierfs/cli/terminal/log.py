@@ -1,4 +1,4 @@
-"""The log on stderr while a command runs. ``TIERFS_LOG`` sets how much of it, and its format: ``level[,format]``."""
+"""Log to stderr while a command runs. ``TIERFS_LOG`` sets the level and the format: ``level[,format]``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _LEVELS = {
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
-# Every record has these; all others were given as ``extra``.
+# Attributes of every record. Callers passed all others as ``extra``.
 _ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
 class _Text(logging.Formatter):
-    """For people."""
+    """The format for people."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"tierfs: {record.levelname.lower()}: {super().format(record)}"
 
 
 class _KeyValue(logging.Formatter):
-    """One line an event, ``key=value``; a value is quoted as in JSON where it would not be one word."""
+    """One line of ``key=value`` pairs per event. A value that is not a single word is quoted as in JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         return " ".join(f"{key}={self._word(value)}" for key, value in _fields(record).items())
@@ -46,7 +46,7 @@ class _KeyValue(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """One line an event, an object in JSON."""
+    """One line with a JSON object per event."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(_fields(record), default=str)
@@ -57,12 +57,12 @@ FORMATS: dict[str, type[logging.Formatter]] = {"text": _Text, "logfmt": _KeyValu
 
 
 class _Handler(logging.Handler):
-    """Writes to whatever stderr is now, above the progress if there is any."""
+    """Writes to the current ``sys.stderr``, above the progress bar if one is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
-        # A disk without room for the log must not end the work that is told of. A buffered stderr keeps some of what it
-        # could not write, and adds it once there is room.
+        # A full disk must not stop the work that is logged. A buffered stderr keeps part of the text that it could not
+        # write, and writes it when there is room.
         with contextlib.suppress(OSError):
             print_above(line)
 
@@ -71,15 +71,15 @@ class _Handler(logging.Handler):
 def logging_to_stderr(
     *, level: str = "warning", format: str = "text", wanted_format: str | None = None
 ) -> Iterator[None]:
-    """Show tierfs's log records on stderr; instead of as before, inside another one.
+    """Show tierfs's log records on stderr during a ``with`` block. A nested block replaces the outer block's log.
 
     Args:
-        level: What is shown, and what is more severe, if ``TIERFS_LOG`` names none.
-        format: One of `FORMATS`, if ``TIERFS_LOG`` names none.
-        wanted_format: One of `FORMATS`, whatever ``TIERFS_LOG`` names.
+        level: Least severe level to show, unless ``TIERFS_LOG`` names one.
+        format: One of `FORMATS`, unless ``TIERFS_LOG`` names one.
+        wanted_format: One of `FORMATS`; overrides ``TIERFS_LOG``.
 
     Raises:
-        InvalidInputError: ``TIERFS_LOG`` names something else.
+        InvalidInputError: ``TIERFS_LOG`` names an unknown level or format.
     """
     level_name, _, format_name = os.environ.get("TIERFS_LOG", "").lower().partition(",")
     level_name, format_name = level_name.strip() or level, format_name.strip() or format

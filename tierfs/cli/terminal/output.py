@@ -1,4 +1,4 @@
-"""How results are printed: one JSON document for machines, aligned columns for people."""
+"""Print results: one JSON document for machines, aligned columns for people."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import IO
 
 __all__ = ["add_json_argument", "align", "colored", "format_time", "print_json", "printable"]
 
-WIDTH_MAX = 1 << 20  # of a line: no path is as long, so that none is wrapped or cut
+WIDTH_MAX = 1 << 20  # columns of a line: no path is as long, so none is wrapped or cut
 _COLORS = {"ok": 2, "note": 3, "problem": 1}  # green, yellow and red of the terminal's palette
-# What the words in columns of states mean.
+# The meaning of each word in a column of states.
 _MEANINGS = {word: word for word in _COLORS}
 _MEANINGS |= dict.fromkeys(("complete", "kept", "object", "running"), "ok")
 _MEANINGS |= dict.fromkeys(("foreign", "local", "none", "not kept", "staged", "would go", "yes"), "note")
@@ -22,25 +22,24 @@ _MEANINGS |= dict.fromkeys(("damaged", "failed", "incomplete", "missing"), "prob
 
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--json``, for a parser or a group of it."""
+    """Declare ``--json`` on a parser or an argument group."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def print_json(document: object) -> None:
-    """Print a value as one JSON document."""
     print(json.dumps(document, indent=2))
 
 
 def align(
     rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), has_head: bool = False, states: Sequence[int] = ()
 ) -> list[str]:
-    """Rows as lines with aligned columns, for stdout. They are never wrapped or cut.
+    """Format rows as lines with aligned columns, for stdout. Lines are never wrapped or cut.
 
     Args:
         rows: Each with the same number of cells.
-        right: Which columns are aligned to the right.
-        has_head: Whether the first row names the columns: it is bold on a terminal that shows colours.
-        states: Which columns hold states, which have colours there.
+        right: Indices of the columns to align right.
+        has_head: Whether the first row names the columns. It is bold on a terminal that shows colours.
+        states: Indices of the columns of states. Their words are coloured on such a terminal.
     """
     if rows and _shows_colors(sys.stdout):
         return _colored_table(rows, right=right, has_head=has_head, states=states)
@@ -83,12 +82,12 @@ def _style(state: str) -> str:
 
 
 def colored(text: str, state: str, stream: IO[str] | None = None) -> str:
-    """Text in the colour of a state, on a terminal that shows colours: not with ``NO_COLOR``, nor ``TERM=dumb``, nor in a pipe.
+    """Colour a text, unless ``NO_COLOR`` is set, ``TERM`` is ``dumb``, or the stream is not a terminal.
 
     Args:
-        text: To be coloured as a whole.
+        text: Coloured as a whole.
         state: ``ok``, ``note`` or ``problem``.
-        stream: Where it goes; stdout by default.
+        stream: The stream that the text is for; by default, stdout.
     """
     return f"\x1b[3{_COLORS[state]}m{text}\x1b[0m" if _shows_colors(stream or sys.stdout) else text
 
@@ -98,14 +97,14 @@ def _shows_colors(stream: IO[str]) -> bool:
 
 
 def format_time(time_ns: int, *, precise: bool = False) -> str:
-    """Nanoseconds since the epoch as ISO 8601 in UTC, to the second, or ``precise`` to the microsecond."""
+    """Format nanoseconds since the epoch as ISO 8601 in UTC, to the second, or if ``precise``, to the microsecond."""
     epoch = datetime(1970, 1, 1)  # noqa: DTZ001 - UTC by what is added to it; the Z is written below
     moment = epoch + timedelta(microseconds=time_ns // 1000)
     return moment.isoformat(timespec="microseconds" if precise else "seconds") + "Z"
 
 
 def printable(name: str) -> str:
-    """A name as it can be shown on one line: control characters, which a terminal would obey, are escaped."""
+    """Escape characters that do not print, so that a name fits on one line and controls no terminal."""
     if name.isprintable():
         return name
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)

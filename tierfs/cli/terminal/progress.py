@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "add_progress_argument", "print_above"]
 
-FIRST_S = 1.0  # a command that takes less shows nothing, unless it is asked to, and does not import rich
-TERMINAL_S, FILE_S = 0.1, 10.0  # from one drawing to the next; in a file each stays
-_lock = threading.RLock()  # held while something goes to stderr
+FIRST_S = 1.0  # a shorter command shows nothing and does not import rich, unless --progress is given
+TERMINAL_S, FILE_S = 0.1, 10.0  # between two drawings; in a file, each one stays
+_lock = threading.RLock()  # held while writing to stderr and while counting
 _shown: list[bars.Progress] = []
 
 
 def add_progress_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--progress`` and ``--no-progress``."""
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
@@ -43,16 +42,16 @@ def print_above(text: str) -> None:
 
 
 class Progress:
-    """Counts bytes, and shows them if that is wanted. Safe for use by many threads.
+    """Counts bytes and can show progress. Thread-safe.
 
     Args:
         label: The name of the command or action.
-        total_bytes: How many there will be, if that is known.
-        wanted: Whether to show progress; ``None`` for "if stderr is a terminal, after a second".
+        total_bytes: Expected bytes, or None if unknown.
+        wanted: Whether to show progress. None: only if stderr is a terminal, and after a second.
 
     Attributes:
-        bytes: Counted so far.
-        is_shown: Whether it is, or will be, shown.
+        bytes: Bytes counted so far.
+        is_shown: Whether progress is shown, now or later.
     """
 
     def __init__(self, label: str, *, total_bytes: int | None = None, wanted: bool | None = None) -> None:
@@ -80,15 +79,14 @@ class Progress:
                 self._show(is_last=True)
 
     def expect(self, total_bytes: int) -> None:
-        """Say how many bytes there will be."""
+        """Set the expected number of bytes."""
         self._total_bytes = total_bytes
 
     def note(self, text: str) -> None:
-        """Show a few words behind the numbers."""
+        """Show a few words after the numbers."""
         self._note = text
 
     def advance(self, count: int) -> None:
-        """Count ``count`` more bytes."""
         with _lock:
             self.bytes += count
 
@@ -99,7 +97,7 @@ class Progress:
             wait_s = TERMINAL_S if self._overwrites else FILE_S
 
     def _show(self, *, is_last: bool = False) -> None:
-        # A terminal that is gone must not end the work.
+        # The work must go on after the terminal is closed.
         with _lock, contextlib.suppress(OSError):
             bar = self._bar = self._bar or self._begin()
             line = self._update(bar)
@@ -113,7 +111,7 @@ class Progress:
                 print_above(line)
 
     def _begin(self) -> bars.Progress:
-        """Make the bar as if it had been there since the command began."""
+        """Make a bar that measures time from the start of the command."""
         import rich.progress as bars  # noqa: PLC0415 - 50 ms, which only a command pays that lasts
         from rich.console import Console  # noqa: PLC0415
 
@@ -128,7 +126,7 @@ class Progress:
         return bar
 
     def _update(self, bar: bars.Progress) -> str:
-        """Tell the bar how far the work is, and return the line that stands beside it."""
+        """Update the bar, and return the line that is shown beside it."""
         (task,), total = bar.tasks, self._total_bytes or None
         self._now_s = time.monotonic()
         bar.update(task.id, completed=self.bytes, total=total)
