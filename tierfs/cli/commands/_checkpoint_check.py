@@ -1,4 +1,4 @@
-"""``tierfs checkpoint verify`` and ``diff``: is it whole, and is it the same."""
+"""``tierfs checkpoint verify`` and ``diff``: find damage in a checkpoint, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tierfs.units import format_bytes
 __all__ = ["diff", "verify"]
 
 DIFFERENT = 1
-"""The exit code where checkpoints differ, as that of diff(1)."""
+"""The exit code if checkpoints differ, as in diff(1)."""
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Verify, and return the exit code of damage if any is found."""
+    """Verify, and return the exit code of damage if there is any."""
     source = source_of(arguments.url)
     parts = _parts(source, arguments.rank)
     total = sum(sum(part.files().values()) for part in parts)
@@ -39,7 +39,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _parts(source: StorePlace, rank: int | None) -> list[Checkpoint]:
-    """All that is to be verified: also where ranks saved on their own, if none is named."""
+    """Return the checkpoints to verify: one per rank if ranks saved on their own and ``rank`` is None."""
     if rank is None:
         for candidate in candidates(source.store, source.path):
             if candidate.directory == source.path and candidate.ranks:
@@ -65,7 +65,7 @@ def _print_report(report: CheckpointReport, url: str) -> None:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Compare, and return 1 if they differ."""
+    """Compare, and return 1 if the checkpoints differ."""
     sources = source_of(arguments.url), source_of(arguments.other)
     a, b = (open_checkpoint(source.store, source.path, rank=arguments.rank) for source in sources)
     with Progress("diff", total_bytes=a.length, wanted=arguments.progress) as progress:

@@ -1,4 +1,4 @@
-"""``tierfs checkpoint commit``: publish a save of several hosts whose parts are all there."""
+"""``tierfs checkpoint commit``: publish a save of several hosts when all its parts are in the object tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["commit"]
 
 
 def commit(arguments: argparse.Namespace) -> int:
-    """Publish what can be, and say which save the checkpoint is of; what has to wait still is an error."""
+    """Publish the checkpoint and print its save id. Raise if parts are still missing at the end of the timeout."""
     timeout_s = 0.0 if arguments.timeout is None else arguments.timeout
     require_seconds("--timeout", timeout_s)
     place = store_place(arguments.url)

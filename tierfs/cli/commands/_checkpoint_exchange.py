@@ -1,4 +1,4 @@
-"""``tierfs checkpoint export`` and ``import``: checkpoints as others have them."""
+"""``tierfs checkpoint export`` and ``import``: convert checkpoints to and from other formats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ _OF_A_CHECKPOINT = re.compile(r"\.metadata|__[0-9]+\.metadata|.+\.distcp")
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Write a checkpoint in another format."""
     format_ = arguments.format or _BY_ENDING.get(os.path.splitext(arguments.other)[1].lower(), "dcp")
     source = source_of(arguments.url)
     checkpoint = open_checkpoint(source.store, source.path, rank=arguments.rank)
@@ -59,7 +58,6 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def import_(arguments: argparse.Namespace) -> int:
-    """Make a checkpoint of what another format holds."""
     place = store_place(arguments.other, write=True)
     if not arguments.force and kind_of(place.store, inside(place.path, ROOT)) is not None:
         raise AlreadyExistsError(
@@ -96,7 +94,7 @@ def import_(arguments: argparse.Namespace) -> int:
 def _run_parts(
     arguments: argparse.Namespace, url: str, workers: WorkerSet, parts: Sequence[ImportPart]
 ) -> Iterator[PartResult]:
-    """Import parts where ``--executor`` says."""
+    """Import parts on the executor that ``--executor`` names."""
     run = partial(run_import_part, arguments.url, arguments.rank, url, overwrite=arguments.force)
     futures = [workers.executor.submit(run, part) for part in parts]
     try:
@@ -108,7 +106,7 @@ def _run_parts(
 
 
 def run_import_part(source: str, rank: int | None, url: str, part: ImportPart, *, overwrite: bool) -> PartResult:
-    """Import one part of the checkpoint at ``source``, in another process: see `import_part`."""
+    """Import one part of the checkpoint at ``source`` in another process: see `import_part`."""
     place = source_of(source)
     return import_part(open_checkpoint(place.store, place.path, rank=rank), url, part, overwrite=overwrite)
 
@@ -135,15 +133,15 @@ def _report(
         print(f"{done} {counted}, {format_bytes(length)}, to {printable(goal)}")
 
 
-# -- where an export goes ----------------------------------------------------------------------------------------------
+# -- the target of an export -------------------------------------------------------------------------------------------
 
 
 def _refuse_taken(target: LocalPlace | StorePlace, format_: str, *, force: bool) -> None:
-    """Check that there is nothing at the target, or that it may be, and can be, replaced.
+    """Check that the target is free, or that ``force`` is set and the target can be replaced.
 
     Raises:
-        AlreadyExistsError: There is.
-        InvalidInputError: The format does not go there.
+        AlreadyExistsError: Something is there that must not be replaced.
+        InvalidInputError: The target cannot hold the format.
     """
     if format_ == "dcp" and isinstance(target, StorePlace):
         raise InvalidInputError(
@@ -175,19 +173,19 @@ def _refuse_others_files(directory: str) -> None:
 
 @contextlib.contextmanager
 def _stream_to(target: LocalPlace | StorePlace) -> Iterator[BinaryIO]:
-    """A file being written, that gets its name when it is complete."""
+    """Open a new file for writing. It gets its name when it is complete."""
     if isinstance(target, LocalPlace):
         with replacing(target.url) as file:
             yield file
         return
-    target.target()  # refuses the root
+    target.target()  # raises for the store's root
     with SaveStream(Writer(target.store, target.path)) as stream:
         yield cast("BinaryIO", stream)
 
 
 @contextlib.contextmanager
 def _new_directory(path: str) -> Iterator[str]:
-    """A directory being filled, that gets its name when it is complete; what is there makes room only then."""
+    """Create a directory to fill. It gets its name, and replaces the directory of that name, when it is complete."""
     target = os.path.realpath(path)
     above = os.path.dirname(target)
     os.makedirs(above, exist_ok=True)
@@ -197,7 +195,7 @@ def _new_directory(path: str) -> Iterator[str]:
         with naming(path):
             yield temporary
         if os.path.isdir(target):
-            _refuse_others_files(target)  # of what came since the export began
+            _refuse_others_files(target)  # again: files may have appeared since the export began
             _exchange(temporary, target)
             shutil.rmtree(temporary)
         else:
@@ -208,7 +206,7 @@ def _new_directory(path: str) -> Iterator[str]:
 
 
 def _exchange(one: str, other: str) -> None:
-    """Give two directories each other's names; on an error they have their own."""
+    """Swap the names of two directories. An error before the last rename leaves both names unchanged."""
     aside = f"{one}-aside"
     os.rename(other, aside)
     try:

@@ -1,4 +1,4 @@
-"""``tierfs checkpoint ls`` and ``show``: what is there, and what is in it."""
+"""``tierfs checkpoint ls`` and ``show``: list checkpoints, and show the content of one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["ls", "show"]
 
 
 def ls(arguments: argparse.Namespace) -> int:
-    """List checkpoints, and return the exit code of damage if one is damaged."""
+    """List checkpoints, and return the exit code of damage if one of them is damaged."""
     place = store_place(arguments.url)
     found = candidates(place.store, place.path)
     if not found:
@@ -43,7 +43,7 @@ def ls(arguments: argparse.Namespace) -> int:
     with Progress("ls") as progress:
         run_in_parallel(look, found, progress)
         checkpoints = [listed[candidate.directory] for candidate in found]
-        # Last, when the records of the checkpoints themselves are known.
+        # Last, because the loop above caches the checkpoints' records.
         held = usages(place.store, [candidate.directory for candidate in found], shared=arguments.usage)
     if arguments.json:
         documents = [_document(place, checkpoint, held[checkpoint.directory]) for checkpoint in checkpoints]
@@ -108,7 +108,6 @@ def _or_dash(value: object) -> str:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Show what is in a checkpoint."""
     with Progress("show") as progress:
         source = source_of(arguments.url)
         checkpoint = open_checkpoint(source.store, source.path, rank=arguments.rank)

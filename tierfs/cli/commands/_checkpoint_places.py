@@ -1,4 +1,4 @@
-"""Which checkpoint an argument of ``tierfs checkpoint`` names: in a store, or in a directory that belongs to none."""
+"""Find the checkpoint that an argument of ``tierfs checkpoint`` names, in a store or in a plain directory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["source_of"]
 
 
 def source_of(text: str) -> StorePlace:
-    """The place that an argument names, also outside of any store if it does not begin with ``tierfs``.
+    """Return the place that an argument names. It may be outside any store unless it begins with ``tierfs:``.
 
     Raises:
-        InvalidInputError: The argument is no good.
-        StoreNotFoundError: It begins with ``tierfs``, and no store holds it.
+        InvalidInputError: The argument is invalid.
+        StoreNotFoundError: It begins with ``tierfs:``, and no store contains it.
         TierfsError: The store could not be opened.
     """
     place = store_place(text) if text.startswith("tierfs:") else find_store(text)

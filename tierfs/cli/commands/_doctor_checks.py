@@ -1,4 +1,7 @@
-"""The checks of ``tierfs doctor``. None changes anything, and only `check_endpoint` uses the network."""
+"""The checks of ``tierfs doctor``. Checks of the machine change nothing and do not use the network.
+
+`check_endpoint` writes test objects to an endpoint, and notes a changed result in the descriptor of the store there.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,22 @@ from tierfs.units import format_bytes, parse_share
 
 __all__ = ["CLOUDS", "Check", "Cloud", "check_endpoint", "check_machine"]
 
-SHM_BYTES_MIN = 1 << 30  # less holds hardly more than ten segments, and no checkpoint worth a ram tier
+SHM_BYTES_MIN = 1 << 30  # less holds about ten segments, and no checkpoint that is worth a ram tier
 DISK_BYTES_MIN = 10 << 30
-DESCRIPTORS_MIN = 4096  # a process takes one for each segment of the host, a flusher one for each client as well
-THRESHOLD_BYTES_MAX = 8 << 20  # above it, glibc copies most tensors through the caches
+DESCRIPTORS_MIN = 4096  # a process needs one for each segment of the host; a flusher also needs one for each client
+THRESHOLD_BYTES_MAX = 8 << 20  # above this threshold, glibc copies most tensors through the caches
 _LOADER = Path("/lib64/ld-linux-x86-64.so.2")
 _TUNABLE = re.compile(r"x86_non_temporal_threshold: (0x[0-9a-f]+)")
 
 
 class Check(NamedTuple):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: Of the thing.
-        state: ``ok``; ``note``, something is slower or missing; ``problem``, tierfs cannot do what it is for.
-        found: What is there.
-        advice: What to change; empty where nothing is.
+        name: Name of the checked thing.
+        state: ``ok``; ``note``: something is slower or missing; ``problem``: tierfs cannot do its job.
+        found: The state of the thing, in words.
+        advice: What to change; empty if nothing.
     """
 
     name: str
@@ -53,13 +56,13 @@ class Check(NamedTuple):
 
 
 class Cloud(NamedTuple):
-    """Where a cloud's client looks for credentials, apart from the machine's own role.
+    """The places where a cloud's client looks for credentials, apart from the machine's own role.
 
     Attributes:
-        package: The client.
-        extra: Of tierfs, which installs it.
-        variables: Of the environment.
-        files: Below the home directory.
+        package: The client's package.
+        extra: The extra of tierfs that installs the client.
+        variables: Environment variables.
+        files: Paths below the home directory.
     """
 
     package: str
@@ -88,7 +91,7 @@ CLOUDS = {
 
 
 def check_machine() -> Iterator[Check]:
-    """Every check, in the order in which a person reads them."""
+    """Run every check but `check_endpoint`, in the order in which a person reads the results."""
     yield _versions()
     yield check_configuration()
     folder = Path(os.environ.get("TIERFS_SHM_DIR") or SHARED_MEMORY)
@@ -97,7 +100,7 @@ def check_machine() -> Iterator[Check]:
     yield check_state_directory()
     yield check_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_kernels(kernels.status())
-    if kernels.active is None:  # else they copy past the caches, whatever glibc does
+    if kernels.active is None:  # else the kernels copy past the caches, whatever glibc does
         yield check_copies(os.environ.get("GLIBC_TUNABLES", ""), _tunables())
     yield check_fuse(Path("/dev/fuse"), is_root=os.geteuid() == 0, helper=shutil.which("fusermount3"))
     yield _gpu()
@@ -106,7 +109,7 @@ def check_machine() -> Iterator[Check]:
 
 
 def check_configuration() -> Check:
-    """Whether the configuration file can be read."""
+    """Check that the configuration file can be read."""
     path = os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml"
     try:
         configured_tiers()
@@ -117,7 +120,7 @@ def check_configuration() -> Check:
 
 
 def check_shared_memory(folder: Path, memory_bytes: int) -> Check:
-    """Whether the ram tier fits into shared memory."""
+    """Check that the ram tier fits into shared memory."""
     enlarge = "give the container a larger one (docker: --shm-size=64g), or name another tmpfs in TIERFS_SHM_DIR"
     if not folder.is_dir():
         return Check("shared memory", "note", f"{folder} is not there: segments go to the disk", enlarge)
@@ -135,7 +138,7 @@ def check_shared_memory(folder: Path, memory_bytes: int) -> Check:
 
 
 def check_huge_pages(setting: Path, release: str) -> Check:
-    """Whether segments can be made of huge pages, which a process's first save waits less for."""
+    """Check that segments can use huge pages, which make a process's first save faster."""
     version = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
     try:
         denied = "[deny]" in setting.read_text()
@@ -150,7 +153,7 @@ def check_huge_pages(setting: Path, release: str) -> Check:
 
 
 def check_state_directory() -> Check:
-    """Whether the nvme tier is on a disk, with room."""
+    """Check that the nvme tier is on a durable local disk with enough room."""
     elsewhere = "set TIERFS_STATE_DIR to a directory on a local disk"
     try:
         directory = state_directory()
@@ -171,21 +174,21 @@ def check_state_directory() -> Check:
 
 
 def check_descriptors(soft: int, hard: int) -> Check:
-    """Whether a process may open enough files."""
+    """Check that a process may open enough files."""
     if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MIN:
         return Check("open files", "note", f"limit {soft}, at most {hard}", "run `ulimit -n 65536` before the job")
     return Check("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
 
 
 def check_kernels(status: str) -> Check:
-    """Whether the compiled loops are used: copies and codecs take several passes over memory without them."""
+    """Check that the compiled kernels are used. Without them, copies and codecs take several passes over memory."""
     if status == "compiled":
         return Check("kernels", "ok", status)
     return Check("kernels", "note", status, "install a C compiler, and tierfs again: saves and codecs get faster")
 
 
 def check_copies(tunables: str, threshold_bytes: int | None) -> Check:
-    """Whether glibc copies tensors past the caches: saves then block for less."""
+    """Check that glibc copies tensors past the caches, so that saves block for less time."""
     if threshold_bytes is None:
         return Check("copies", "ok", "glibc does not tell from which size it copies past the caches")
     found = f"glibc copies past the caches from {format_bytes(threshold_bytes)} on"
@@ -196,7 +199,7 @@ def check_copies(tunables: str, threshold_bytes: int | None) -> Check:
 
 
 def check_fuse(device: Path, *, is_root: bool, helper: str | None) -> Check:
-    """Whether `tierfs mount` works."""
+    """Check that `tierfs mount` works."""
     if not device.exists():
         return Check("mount", "note", f"{device} is not there", "docker: --device /dev/fuse --cap-add SYS_ADMIN")
     if not os.access(device, os.R_OK | os.W_OK):
@@ -207,7 +210,7 @@ def check_fuse(device: Path, *, is_root: bool, helper: str | None) -> Check:
 
 
 def check_cloud(name: str, cloud: Cloud, environment: Mapping[str, str], home: Path, *, has_client: bool) -> Check:
-    """Whether a cloud's client is installed, and where it finds credentials. Their values are never shown."""
+    """Check that a cloud's client is installed, and where it finds credentials. Never show their values."""
     found = [variable for variable in cloud.variables if environment.get(variable)]
     found += [f"~/{file}" for file in cloud.files if (home / file).exists()]
     if not has_client:
@@ -220,7 +223,7 @@ def check_cloud(name: str, cloud: Cloud, environment: Mapping[str, str], home: P
 
 
 def check_endpoint(url: str) -> Check:
-    """Test the promises of the endpoint at a URL: see ``tierfs probe``."""
+    """Test which promises the endpoint at a URL keeps: see ``tierfs probe``."""
     from tierfs.session import parse_url  # noqa: PLC0415 - it loads the store
     from tierfs.session.probing import probe_store  # noqa: PLC0415
 
@@ -257,7 +260,7 @@ def _gpu() -> Check:
 
 
 def _tunables() -> int | None:
-    """From how many bytes on glibc copies past the caches; ``None`` where it does not tell."""
+    """Return the size in bytes from which glibc copies past the caches; None if glibc does not report it."""
     if not _LOADER.exists():
         return None
     try:

@@ -1,7 +1,7 @@
-"""A store's status as Prometheus reads it: its text format, version 0.0.4.
+"""Write a store's status in Prometheus's text format, version 0.0.4.
 
-Names follow its rules: a ``tierfs_`` in front, base units (bytes, seconds), ``_total`` for what only grows. Every sample
-has a ``store`` label, those of a tier a ``tier`` label too.
+Names follow Prometheus's rules: the prefix ``tierfs_``, base units (bytes, seconds), and ``_total`` for counters. Every
+sample has a ``store`` label. A tier's samples also have a ``tier`` label.
 
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
@@ -23,9 +23,9 @@ class Metric(NamedTuple):
     """One metric.
 
     Attributes:
-        name: Without ``tierfs_``; a counter's ends in ``_total``.
-        text: One sentence that says what it counts.
-        key: Where the value is: in the status, in a tier's part of it, or in the counts of one method.
+        name: Without ``tierfs_``. A counter's name ends in ``_total``.
+        text: One sentence that says what the metric counts.
+        key: Dotted path of the value in the status, in a tier's part of it, or in the counts of one method.
     """
 
     name: str
@@ -107,7 +107,7 @@ METRICS: tuple[tuple[tuple[str, ...], tuple[Metric, ...]], ...] = (
     (("tier", "by", "method"), _REQUESTS),
     (("tier", "fallback"), (_FALLBACKS,)),
 )
-"""All metrics but the counters, each group with its labels beside ``store``."""
+"""All metrics but the status's counters. Each group has these labels beside ``store``."""
 
 
 @dataclass(slots=True)
@@ -121,11 +121,11 @@ def exposition(report: Mapping[str, Any]) -> str:
     """Write a store's status in Prometheus's text format.
 
     Args:
-        report: From `tierfs.store.status`. Missing values, and values of an unexpected kind, are left out.
+        report: From `tierfs.store.status`. Missing values and values of an unexpected type are skipped.
     """
     families: dict[str, _Family] = {}
     store = {"store": str(report["store"])}
-    # A flusher counts the files of which it lists some.
+    # A flusher reports the number of conflicts and failing files, because it lists only some of them.
     counted = {"conflict_files": "conflicts", "failing_files": "errors"}
     report = {**{key: len(report.get(listed, ())) for key, listed in counted.items()}, **report}
 
@@ -156,14 +156,14 @@ def exposition(report: Mapping[str, Any]) -> str:
 
 
 def _at(values: Any, key: str) -> object:
-    """A value some levels down; ``None`` if it is not there."""
+    """Return the value at a dotted key, or None."""
     for part in key.split("."):
         values = values.get(part) if isinstance(values, Mapping) else None
     return values
 
 
 def _base(key: str) -> str:
-    """A key as the middle of a name, in base units."""
+    """Convert a key to the middle part of a metric's name, in base units."""
     return _SECONDS.sub("_seconds", _NO_NAME.sub("_", key))
 
 
@@ -177,6 +177,6 @@ def _lines(name: str, family: _Family) -> str:
 
 
 def _escape(value: str) -> str:
-    # Names of files may be invalid Unicode, which cannot be sent.
+    # File names may be invalid Unicode, which cannot be encoded.
     value = value.encode(errors="backslashreplace").decode()
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

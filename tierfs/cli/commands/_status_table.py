@@ -1,4 +1,4 @@
-"""A store's status as a person reads it: a table, or one line."""
+"""Write a store's status for people: as a table, or as one line."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ __all__ = ["UploadRate", "one_line", "table"]
 LISTED_MAX = 20
 _TIERS = ("ram", "nvme", "object")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
-# Counters of a tier that get a line only if they are not zero.
+# Counters of a tier that have a line only if they are not zero.
 _NOTABLE = ("waits", "waited_s", "evicted_bytes", "damaged")
 
 
 class UploadRate:
-    """Bytes per second to the object tier: from two looks at the flusher's counter, else as the flusher says."""
+    """Bytes per second to the object tier: from two samples of the flusher's counter, else the flusher's own figure."""
 
     def __init__(self) -> None:
         self._last: tuple[object, float, float] | None = None
 
     def sample(self, report: Mapping[str, Any], now_s: float) -> float | None:
-        """Note one look, and return the rate since the one before.
+        """Record one sample, and return the rate since the previous one.
 
         Args:
-            report: What `tierfs.store.status` returned.
-            now_s: When, on a clock that never jumps.
+            report: From `tierfs.store.status`.
+            now_s: Time of the sample, on a monotonic clock.
 
         Returns:
-            ``None`` where it is not known.
+            None if the rate is unknown.
         """
         last, self._last = self._last, None
         count = report.get("counters", {}).get("flusher_uploaded_bytes")
         pid = report.get("flusher", {}).get("pid")
         if isinstance(count, (int, float)):
             self._last = (pid, now_s, count)
-            # Another flusher counts from 0 again.
+            # A new flusher counts from 0.
             if last is not None and last[0] == pid and now_s > last[1] and count >= last[2]:
                 return (count - last[2]) / (now_s - last[1])
         said = report.get("rate_bytes_per_s")
@@ -47,11 +47,11 @@ class UploadRate:
 
 
 def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
-    """All that a status says, as lines.
+    """Write a whole status as lines.
 
     Args:
-        report: What `tierfs.store.status` returned.
-        rate: Bytes per second to the object tier; ``None`` where it is not known.
+        report: From `tierfs.store.status`.
+        rate: Bytes per second to the object tier; None if unknown.
     """
     queue = f"{report['queue_files']} files, {format_bytes(report['queue_bytes'])}"
     if report["queue_files"]:
@@ -71,7 +71,7 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
 
 
 def one_line(report: Mapping[str, Any], rate: float | None) -> str:
-    """The quantities that change all the time, as one line for a log."""
+    """Write the quantities that change often as one line for a log."""
     words = [
         format_time(time.time_ns()),
         f"queue {report['queue_files']} files {format_bytes(report['queue_bytes'])}",
@@ -97,7 +97,7 @@ def _flusher(flusher: Mapping[str, Any]) -> str:
 
 
 def _records(records: Mapping[str, Mapping[str, int]]) -> str:
-    """The room for details of files that were seen, so that a listing does not fetch them again."""
+    """Describe the cache of records, which saves a listing from fetching them again."""
     text = f"up to {format_bytes(records['process']['bytes_max'])} in each process"
     if "host" in records:
         used, room = (format_bytes(records["host"][key]) for key in ("bytes", "bytes_max"))
@@ -106,7 +106,7 @@ def _records(records: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The results of the last gc and the last scrub, on any host."""
+    """Describe the last gc and the last scrub of the store on any host."""
     gc, scrub = upkeep.get("gc"), upkeep.get("scrub")
     if gc:
         deleted, waiting = gc["deleted"], gc["waiting"]["bytes"] + gc["condemned"]["bytes"]
@@ -147,7 +147,7 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _snapshots(values: Mapping[str, Any]) -> str:
-    """The device tier: number of snapshots, age of the newest, speed of the drain."""
+    """Describe the device tier: number of snapshots, age of the newest, speed of the drain."""
     age = values.get("newest_age_s")
     words = [
         f"{values['snapshots']} of {values['generations']} snapshots"
@@ -191,7 +191,7 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _conflicts(report: Mapping[str, Any]) -> int:
-    """How many there are: a flusher does not list all."""
+    """Count the conflicts. A flusher lists only some of them, and reports the number of all."""
     return int(report.get("conflict_files", len(report["conflicts"])))
 
 

@@ -1,4 +1,4 @@
-"""``tierfs cat``: the bytes of a file, on stdout."""
+"""``tierfs cat``: write the bytes of a file to stdout."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ tierfs cat --offset 8 --length 4KiB /data/checkpoints/run/model.safetensors | xx
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument("--offset", type=_size, default=0, metavar="N", help="first byte, counted from 0 (default: 0)")
     parser.add_argument("--length", type=_size, metavar="N", help="number of bytes at most (default: to the end)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the bytes, each of them verified before it is written."""
+    """Write the bytes. Each is verified before it is written."""
     place = store_place(arguments.url)
     entry = place.entry()
     if entry.is_directory:

@@ -1,4 +1,7 @@
-"""``tierfs checkpoint``: list, show, check, compare, export, import and commit checkpoints of torch.distributed.checkpoint."""
+"""``tierfs checkpoint``: work with checkpoints of torch.distributed.checkpoint.
+
+The actions list, show, verify, compare, export, import and commit checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,6 @@ _SECOND = {
 
 
 def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
-    """Declare the arguments of one action."""
     if action == "import":
         parser.add_argument(
             "url", metavar="SOURCE", help="a DCP directory, a safetensors file or a torch.save file, anywhere"
@@ -101,14 +103,13 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one action."""
     _check(arguments)
     if arguments.action == "commit":
         from tierfs.cli.commands._checkpoint_commit import commit  # noqa: PLC0415 - not for --help
 
         return commit(arguments)
     require_torch("checkpoints are read")
-    # Each of them loads torch, which takes seconds: only when it is sure to be needed.
+    # Each of these modules loads torch, which takes seconds, so it is imported after all checks.
     if arguments.action in {"ls", "show"}:
         from tierfs.cli.commands import _checkpoint_look as look  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""``tierfs completion``: a script that completes commands, actions and options in a shell."""
+"""``tierfs completion``: print a script that completes commands, actions and options in a shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ tierfs completion zsh >> ~/.zshrc
 tierfs completion fish > ~/.config/fish/completions/tierfs.fish"""
 
 _Words: TypeAlias = Mapping[str, Mapping[str, list[str]]]
-"""By command and action (empty for a command that has none), the options."""
+"""The options by command and action. The action of a command without actions is an empty string."""
 
 _BASH = """\
 _tierfs() {
@@ -32,12 +32,10 @@ _ZSH_FIRST = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit &
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="shell to print the script for")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the script."""
     words = _vocabulary()
     if arguments.shell == "fish":
         print("\n".join(_fish(words)))
@@ -47,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _vocabulary() -> _Words:
-    """Read off the parsers, all of which are imported for it."""
+    """Collect the words from the parsers of all commands, which are imported for it."""
     from tierfs.cli.app import COMMANDS, ActionsParser, build_parser  # noqa: PLC0415 - it imports this module
 
     words = {}

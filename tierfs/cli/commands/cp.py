@@ -30,7 +30,7 @@ _STREAM = "-"
 
 @dataclass(slots=True)
 class _CopyPlan:
-    """Everything that is going to be done, found out and checked before anything is done."""
+    """All files and directories to copy. The plan is complete and checked before anything is copied."""
 
     files: list[tuple[ContentSource, ContentTarget]] = field(default_factory=list)
     directories: list[Place] = field(default_factory=list)
@@ -38,12 +38,12 @@ class _CopyPlan:
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes to copy, where that is known."""
+        """Bytes to copy, or None if unknown."""
         sizes = [source.size for source, _ in self.files]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def add(self, source: ContentSource, place: Place) -> None:
-        """Note one file, unless another one goes to the same place."""
+        """Add one file. Raise if another file already goes to the same place."""
         if place.url in self.urls:
             raise InvalidInputError(f"two sources would become {place.url}: copy them one by one", path=place.url)
         self.urls.add(place.url)
@@ -51,7 +51,6 @@ class _CopyPlan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_target_arguments(
         parser, described="tierfs:: URL for a path in a store; everything else is a local path, - is stdin"
     )
@@ -61,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Copy, and with ``--json`` print how much."""
     plan = _plan_stream(arguments) if _STREAM in (*arguments.sources, arguments.target) else _plan(arguments)
     with Progress("cp", total_bytes=plan.total_bytes, wanted=arguments.progress) as progress:
 
@@ -106,7 +104,7 @@ def _plan(arguments: argparse.Namespace) -> _CopyPlan:
 def _plan_directory(plan: _CopyPlan, source: Place, final: Place) -> None:
     taken = final.taken()
     contents = list(source.contents())
-    # The directories above a file appear with it.
+    # The directories above a file are created with the file.
     implied = {relative.rpartition("/")[0] for relative, _ in contents}
     if not contents:
         plan.directories.append(final)

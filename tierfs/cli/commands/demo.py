@@ -1,4 +1,4 @@
-"""``tierfs demo``: trains, is killed in the middle of a save, resumes, and proves that nothing was lost."""
+"""``tierfs demo``: train, get killed in the middle of a save, resume, and prove that nothing was lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ _PARAMETERS_MAX = 10_000_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.add_argument(
         "--url", metavar="URL", help="where to save (default: a store in a temporary directory, removed at the end)"
     )
@@ -50,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo and print its report. Returns 0 only if the resumed run equals the uninterrupted one.
+    """Run the demo and print its report. Return 0 only if the resumed run equals the uninterrupted run.
 
     Raises:
-        InvalidInputError: An option makes no sense, or torch is not installed.
+        InvalidInputError: An option is invalid, or torch is not installed.
         AlreadyExistsError: The URL holds an earlier demo.
-        CorruptionError: The killed save shows as complete, or no complete checkpoint is left.
-        TierfsError: A rank failed or took too long.
+        CorruptionError: The killed save appears complete, no complete checkpoint is left, or a run resumed elsewhere.
+        TierfsError: A rank failed or timed out.
     """
     plan = _checked(arguments)
     directory = None if arguments.url else tempfile.mkdtemp(prefix="tierfs-demo-")
@@ -76,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked(arguments: argparse.Namespace) -> DemoPlan:
-    """The options, or an error that says which one is wrong."""
+    """Check the options. An error names the invalid one."""
     require_torch("the demo trains")
     if arguments.url and not (arguments.url.startswith("tierfs") and "://" in arguments.url):
-        # DCP takes anything without "://" for a local path, "tierfs::/data" included.
+        # DCP takes a string without "://" for a local path, "tierfs::/data" included.
         raise InvalidInputError(
             f"{arguments.url!r} is no tierfs URL: for a directory, write tierfs::file:///absolute/path",
             path=arguments.url,

@@ -19,13 +19,12 @@ PROBLEM_EXIT_CODE = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("url", metavar="URL", nargs="?", help="also test this endpoint, as `tierfs probe` does")
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check, and print what was found; exit code 1 if tierfs cannot work as it is."""
+    """Run the checks and print their results. Return 1 if one of them is a problem."""
     if arguments.url is not None:
         require_url(arguments.url)
     from tierfs.cli.commands._doctor_checks import check_endpoint, check_machine  # noqa: PLC0415 - not for --help

@@ -21,13 +21,11 @@ tierfs du /data/checkpoints --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Count, and print the counts."""
     place = store_place(arguments.url)
     with place.must_exist(), Progress("du"):
         counts = asdict(usage(place.store, place.path))

@@ -20,7 +20,6 @@ tierfs evict tierfs::s3://bucket/run --tier ram"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     add_tier_argument(parser)
     add_progress_argument(parser)
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evict, and say how much was dropped."""
     place = store_place(arguments.url)
     with Progress("evict", wanted=arguments.progress) as progress:
         with place.must_exist():

@@ -1,4 +1,4 @@
-"""``tierfs flusher``: run a store's flusher here, stop it, export or discard kept changes."""
+"""``tierfs flusher``: run a store's flusher, stop it, and export or discard the changes that it keeps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
-# A process that may have more than a million descriptors pays for it wherever all are gone through; 256 clients need no more than this.
+# Code that visits every possible descriptor is slow if the limit is over a million. 256 clients need no more than this.
+
 DESCRIPTORS_ENOUGH = 65_536
 _MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 _logger = logging.getLogger("tierfs.flush")
@@ -70,7 +71,6 @@ ACTIONS = {
 
 
 def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
-    """Declare the arguments of one action."""
     add_url_argument(parser)
     if action == "export":
         parser.add_argument("file", metavar="FILE", help="the local file to write, which must be new")
@@ -117,7 +117,6 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run, stop, export or discard."""
     require_url(arguments.url)
     if arguments.action == "run":
         return _run(arguments)
@@ -157,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if linger_s is None:
         linger_s = LINGER_S if spawned else math.inf
     require_seconds("--linger", linger_s, may_be_infinite=True)
-    # Its log is the file of a process that nobody looks after, and may run for months: only what matters.
+    # A spawned flusher may run for months, and nobody reads its log regularly: log warnings only.
     level = "warning" if spawned else "info"
     with logging_to_stderr(level=level, format="logfmt", wanted_format=arguments.log_format):
         try:
@@ -182,13 +181,13 @@ def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, s
         return 0
     if spawned:
         _logger.info("another flusher of %s runs already", url, extra=about)
-        return 0  # which is as good for whoever wanted one
+        return 0  # the client that spawned this process uses the other flusher
     raise AlreadyExistsError(f"a flusher of {url} runs already: `tierfs flusher stop {url}` ends it", path=url)
 
 
 @contextlib.contextmanager
 def _stopped_by_signals(service: Service) -> Iterator[None]:
-    """The first SIGTERM or SIGINT ends the steps that are under way, a second one the process."""
+    """Let the first SIGTERM or SIGINT end the flusher after its current steps, and a second one end the process."""
     signals = (signal.SIGTERM, signal.SIGINT)
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -208,9 +207,10 @@ def _stopped_by_signals(service: Service) -> Iterator[None]:
 
 
 def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
-    """For the client that started it, which waits for an answer and then sends the credentials.
+    """Build the engine for the client that started this process, waits for an answer and then sends credentials.
 
-    What is needed to answer is loaded here; the way to the object tier, which takes as long again, when it is needed.
+    This loads only the modules needed to answer. Modules for the object tier take as long again to load, and are loaded
+    when they are needed.
     """
     from tierfs.flusher.access import Way  # noqa: PLC0415 - only what a command needs
     from tierfs.flusher.building import build_engine  # noqa: PLC0415
@@ -228,7 +228,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
         return publisher_of(lambda: _open_as_told(way, uuid, codecs), host)
 
-    # The client may be dead before it says a word: a directory takes no credentials, and what was left is flushed.
+    # The client may die before it sends anything. A directory needs no credentials, so its drafts are flushed anyway.
     own = Way(arguments.url, {}) if arguments.url.startswith("file://") else None
     engine = build_engine(
         host,
@@ -244,18 +244,18 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
 
 def _raise_limits() -> None:
-    """Raise the soft limits to the hard ones: a flusher serves the whole host, not only the job that started it."""
+    """Raise the soft limits to the hard limits: a flusher serves the whole host, not only the job that started it."""
     for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, *_MEMORY_LIMITS):
         soft, hard = resource.getrlimit(which)
         is_open_files = which == resource.RLIMIT_NOFILE
         wanted = DESCRIPTORS_ENOUGH if is_open_files and not 0 <= hard <= DESCRIPTORS_ENOUGH else hard
         if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
-            with contextlib.suppress(OSError, ValueError):  # some sandboxes let nobody: it goes on with what it has
+            with contextlib.suppress(OSError, ValueError):  # some sandboxes forbid it: keep the current limit
                 resource.setrlimit(which, (wanted, hard))
 
 
 def _open_as_told(way: Way, uuid: str, codecs: str) -> Store:
-    """The store with this id where a client says it is; what was written to it must never get into another one."""
+    """Open the store at a client's URL, and check its id: changes must never reach another store than their own."""
     from tierfs.session import parse_url  # noqa: PLC0415 - only what a command needs
     from tierfs.session.open import open_bare  # noqa: PLC0415
 
@@ -269,7 +269,7 @@ def _open_as_told(way: Way, uuid: str, codecs: str) -> Store:
 
 
 def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
-    """For whoever writes on this host, with the credentials of this process."""
+    """Build the engine for the writers on this host, with the credentials of this process."""
     from tierfs.flusher.building import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.host.host import Host  # noqa: PLC0415
     from tierfs.host.identity import claim  # noqa: PLC0415
@@ -300,10 +300,10 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
 
 def _policy(arguments: argparse.Namespace) -> UpkeepPolicy:
-    """The work in the background.
+    """Parse the options of the work in the background.
 
     Raises:
-        InvalidInputError: A time or size that is none.
+        InvalidInputError: A time or size is invalid.
     """
     from tierfs.checkpoint.retention import parse_time  # noqa: PLC0415
     from tierfs.flusher.upkeep import UpkeepPolicy  # noqa: PLC0415 - only what a command needs
@@ -328,7 +328,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     host, uuid, places = Host(settings.directory), store.descriptor.uuid, store.objects.places()
     try:
         directory = claim(host, uuid, places, store.url)
-    except (StoreError, CapacityError):  # it is not known whose they are, and what is pending stays in them
+    except (StoreError, CapacityError):  # no usable place.json: pending changes stay, and the flusher can be stopped
         directory = host.store_directory(uuid)
     with Progress("flusher stop"):
         stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""``tierfs gc``: delete what nothing in a store reaches any more."""
+"""``tierfs gc``: delete objects of a store that no record needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ BLOCKED_EXIT_CODE = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would be done, by reason")
     parser.add_argument(
@@ -59,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Collect, and return the exit code of a blocked gc if a record cannot be read."""
+    """Collect garbage, and return the exit code of a blocked gc if a record cannot be read."""
     from tierfs.store.maintenance.gc import GcOptions, collect  # noqa: PLC0415 - it loads NumPy
 
     if arguments.without and not arguments.yes:

@@ -1,4 +1,4 @@
-"""``tierfs init``: make a store, or find the one that is there."""
+"""``tierfs init``: create a store, or find the existing one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ tierfs init tierfs://NAME --digest blake3"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument(
         "--digest",
@@ -45,11 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make or find the store and say which it was."""
     try:
         found = find_store(arguments.url)
     except ReadOnlyError:
-        # Looking above was refused, and a store may be made here all the same.
+        # The search looked above the URL and was refused. The store may still be created at the URL itself.
         found = None
     with Progress("init"):
         store = init(arguments.url, digest=arguments.digest, lease_s=arguments.lease, grace_s=arguments.grace)

@@ -1,4 +1,4 @@
-"""``tierfs ls``: what is in a directory."""
+"""``tierfs ls``: list a directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ tierfs ls -R s3://bucket/run --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument(
         "-l",
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List what is there. Short names need no manifest to be read."""
+    """List the entries. Manifests are read only for ``--long`` and ``--json``."""
     place = store_place(arguments.url)
     detail = arguments.long or arguments.json
     with Progress("ls"):
@@ -59,7 +58,7 @@ def _nothing_in(place: StorePlace) -> list[Entry]:
 
 
 def _name(place: StorePlace, entry: Entry) -> str:
-    """As seen from the directory that is listed; a file that is listed by itself has its own name."""
+    """Return the path relative to the listed directory. A file that is itself listed has its own name."""
     return place.relative(entry.path) or place.name
 
 

@@ -1,4 +1,4 @@
-"""``tierfs materialize``: make a local directory equal to one in a store."""
+"""``tierfs materialize``: make a local directory equal to a directory in a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ tierfs materialize tierfs://NAME/model /data/model --delete"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument("directory", metavar="DIR", help="a directory of this host; made where it is missing")
     parser.add_argument(
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Copy what differs, and with ``--json`` print how much."""
     require_url(arguments.directory)
     place = store_place(arguments.url)
     if not place.entry().is_directory:

@@ -1,4 +1,4 @@
-"""``tierfs mount``: a store as a directory of this host, for tools that want a path."""
+"""``tierfs mount``: mount a store on a directory of this host, for tools that need a path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ tierfs mount tierfs://NAME /mnt/store --foreground --ack object   # in a contain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument("directory", metavar="DIR", help="where to mount it: a directory that is there")
     parser.add_argument("--read-only", action="store_true", help="refuse every change")
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Mount; in the background, return once it can be used."""
+    """Mount. In the background, return when the mount is usable; in the foreground, return 1 if changes remain."""
     require_url(arguments.url)
     require_url(arguments.directory)
     given = {}
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.directory).absolute()
     if not arguments.foreground:
         process = start(arguments.url, directory, options)
-        process.returncode = 0  # it goes on without us
+        process.returncode = 0  # it outlives this process: keep subprocess from warning about it
         if arguments.json:
             print_json({"url": arguments.url, "directory": str(directory), "pid": process.pid})
         return 0

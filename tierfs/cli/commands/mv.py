@@ -1,4 +1,4 @@
-"""``tierfs mv``: move files and directories within a store. Manifests move, data never does."""
+"""``tierfs mv``: move files and directories within a store. Manifests move, data does not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ tierfs mv -T /data/run/part /data/run/whole"""
 
 @dataclass(slots=True)
 class _RenamePlan:
-    """Every rename, in a store; found out and checked before anything is done."""
+    """All renames within a store. The plan is complete and checked before anything is renamed."""
 
     renames: list[tuple[str, str]] = field(default_factory=list)
     empty_directories: list[str] = field(default_factory=list)
@@ -35,13 +35,11 @@ class _RenamePlan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_target_arguments(parser, described=f"{PLACE}; all in one store")
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Move, and with ``--json`` print how many files."""
     sources = [store_place(text) for text in arguments.sources]
     target = store_place(arguments.target)
     plan = _plan(sources, target, arguments)

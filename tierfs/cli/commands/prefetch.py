@@ -1,4 +1,4 @@
-"""``tierfs prefetch``: bring files into a local tier before they are read."""
+"""``tierfs prefetch``: copy files to a local tier before they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ tierfs prefetch tierfs::s3://bucket/data --progress"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     add_tier_argument(parser)
     add_progress_argument(parser)
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prefetch, and say how much lies there now."""
     if arguments.tier == "ram":
         raise InvalidInputError(
             "what this command brings into the ram tier would go with it: leave --tier out to bring it into the nvme tier, or "
@@ -49,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _size(place: StorePlace) -> int:
-    """The bytes that a prefetch copies; files in their manifests need none."""
+    """Count the bytes that a prefetch copies. Files that lie in their manifests need no copy."""
     top = place.entry()
     entries = find(place.store, place.path) if top.is_directory else [top]
     files = (entry for entry in entries if not entry.is_directory)

@@ -1,4 +1,4 @@
-"""``tierfs probe``: test the promises of an endpoint."""
+"""``tierfs probe``: test which promises an endpoint keeps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ tierfs probe tierfs://NAME --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try it, and say what was found."""
     require_url(arguments.url)
     with Progress("probe"):
         report = probe_store(parse_url(arguments.url))

@@ -23,7 +23,6 @@ tierfs prune s3://bucket/run --keep latest:3 --keep best:2:val_loss --keep withi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument(
         "--keep",
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Remove what no rule keeps; the exit code of a conflict if one was saved anew meanwhile."""
+    """Remove the checkpoints that no rule keeps. Return the exit code of a conflict if one of them was saved again."""
     require_torch("checkpoints are read")
     from tierfs.checkpoint.prune import prune  # noqa: PLC0415 - it loads torch
     from tierfs.checkpoint.retention import parse_rule  # noqa: PLC0415

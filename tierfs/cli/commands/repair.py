@@ -1,4 +1,4 @@
-"""``tierfs repair``: make a store whole again from what is sound, and say what is lost."""
+"""``tierfs repair``: mend a store from its sound parts and replicas, and list the losses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ _logger = logging.getLogger("tierfs.repair")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would be done")
     parser.add_argument(
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Repair, and return the exit code of damage if a file has lost something."""
+    """Repair, and return the exit code of damage if a file lost data."""
     from tierfs.store.maintenance.repair import repair  # noqa: PLC0415 - it loads NumPy
     from tierfs.store.maintenance.scrub import ScrubOptions, scrub  # noqa: PLC0415
 
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint_losses(store: Store, report: RepairReport) -> list[CheckpointLoss] | None:
-    """The checkpoints that lost something; ``None`` where torch, which reads them, cannot be imported."""
+    """List the checkpoints that lost data; None if torch, which reads them, cannot be imported."""
     if report.is_whole:
         return []
     try:

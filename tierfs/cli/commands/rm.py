@@ -24,14 +24,12 @@ tierfs rm -r s3://bucket/run/step_1000 s3://bucket/run/step_2000"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser, several=True)
     parser.add_argument("-r", "--recursive", action="store_true", help="delete directories, with everything in them")
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Delete, and with ``--json`` print how many files."""
     files: dict[tuple[str, str], Store] = {}
     directories: list[tuple[Store, list[str]]] = []
     for text in arguments.urls:
@@ -39,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             entry = place.entry()
         except CorruptionError:
-            # Nothing can be read of it, but it can be deleted.
+            # The record cannot be read, but it can be deleted.
             files[place.store.url, place.path] = place.store
             continue
         if entry.is_directory and not arguments.recursive:
@@ -48,13 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
         doomed = [one for one in (entry, *below) if not one.is_directory]
         refuse_foreign_files(place.store, doomed)
         files.update({(place.store.url, one.path): place.store for one in doomed})
-        # A name may be that of a file and of a directory.
+        # A file and a directory may have the same name.
         if entry.is_directory or any(one.path != place.path for one in below):
             directories.append((place.store, [place.path, *(one.path for one in below if one.is_directory)]))
 
     def delete_one(item: tuple[tuple[str, str], Store], _stop: threading.Event) -> None:
         (_, path), store = item
-        # Somebody else was faster: it is gone, as it should be.
+        # Another process may have deleted the file already.
         with contextlib.suppress(NotFoundError):
             delete(store, path)
 

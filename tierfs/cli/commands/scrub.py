@@ -1,4 +1,4 @@
-"""``tierfs scrub``: read every chunk back, the least recently verified first, and heal what is damaged."""
+"""``tierfs scrub``: verify every chunk, least recently verified first, and heal damaged ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ tierfs scrub s3://bucket/run --executor processes:8"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument(
         "--tier",
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Scrub, and return the exit code of damage if any is left."""
+    """Scrub, and return the exit code of damage if any remains."""
     bandwidth = None if arguments.bandwidth is None else parse_size(arguments.bandwidth)
     if arguments.concurrency < 1 or bandwidth == 0 or (arguments.max_seconds is not None and arguments.max_seconds < 0):
         raise InvalidInputError("--concurrency, --bandwidth and --max-seconds must be more than 0")
@@ -99,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> ScrubPart:
-    """Verify and heal one piece of the store at a URL, in another process: see `scrub_piece`."""
+    """Verify and heal one piece of the store at ``url`` in another process: see `scrub_piece`."""
     from tierfs.store.maintenance.scrub import scrub_piece  # noqa: PLC0415 - it loads NumPy
 
     others = [store_place(replica).store for replica in replicas]

@@ -1,4 +1,4 @@
-"""``tierfs stat``: all that is known of one path."""
+"""``tierfs stat``: show everything known about one path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ tierfs stat tierfs://NAME/run --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument(
         "--chunks",
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Describe the path."""
     place = store_place(arguments.url)
     entry = place.entry()
     rows: Sequence[Row] = ()

@@ -1,4 +1,4 @@
-"""``tierfs status``: a store's tiers on this host, what is on its way to the object tier, and what went wrong."""
+"""``tierfs status``: show a store's tiers on this host, its pending files, and its errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ WATCH_S_MAX = 86400.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument(
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status, once or until it is interrupted."""
     store = store_place(arguments.url, as_configured=True, resumes=False).store
     if arguments.watch is not None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -92,7 +90,7 @@ def _watch(store: Store, interval_s: float) -> None:
 
 @contextlib.contextmanager
 def _painting() -> Iterator[Callable[[Mapping[str, Any], float | None], None]]:
-    """How a status is shown again and again: in place on a terminal, line by line elsewhere."""
+    """Return the function that shows a status repeatedly: in place on a terminal, else as one line each time."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda report, rate: print(one_line(report, rate), flush=True)
         return
@@ -103,7 +101,7 @@ def _painting() -> Iterator[Callable[[Mapping[str, Any], float | None], None]]:
         lines = "\n".join(table(report, rate))
         live.update(Text.from_ansi(lines, no_wrap=True, overflow="crop"), refresh=True)
 
-    # A log that goes to a file stays there; stdout stays the terminal that `table` looks at.
+    # Do not redirect a log that goes to a file. Do not redirect stdout: `table` checks whether it is a terminal.
     is_terminal = sys.stderr.isatty()
     with Live(auto_refresh=False, vertical_overflow="crop", redirect_stdout=False, redirect_stderr=is_terminal) as live:
         yield paint

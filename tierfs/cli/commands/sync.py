@@ -1,4 +1,4 @@
-"""``tierfs sync``: make a directory in a store equal to a local one."""
+"""``tierfs sync``: make a directory in a store equal to a local directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ tierfs sync /data/model tierfs://NAME/models/first --delete"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("directory", metavar="DIR", help="a directory of this host")
     add_url_argument(parser)
     parser.add_argument(
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Store what differs, and with ``--json`` print how much."""
     directory = arguments.directory
     require_url(directory)
     if not os.path.exists(directory):

@@ -1,4 +1,4 @@
-"""``tierfs umount``: end a mount once all that was written is safe."""
+"""``tierfs umount``: unmount once every written file has reached the mount's level."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ tierfs umount /mnt/run --force     # what is not published is lost"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("directory", metavar="DIR", help="where it is mounted")
     parser.add_argument(
         "--timeout",
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Unmount; an error names what is in the way, and leaves the mount as it is."""
+    """Unmount. An error names the obstacle, and the mount stays as it was."""
     require_url(arguments.directory)
     require_seconds("--timeout", arguments.timeout, over_0=True)
     with Progress("umount"):

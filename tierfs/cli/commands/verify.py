@@ -1,4 +1,4 @@
-"""``tierfs verify``: read everything back, and list what is damaged."""
+"""``tierfs verify``: read all data back and list damage."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ tierfs verify /data/checkpoints --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     add_progress_argument(parser)
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify, and return the exit code of damage if any is found."""
+    """Verify, and return the exit code of damage if there is any."""
     place = store_place(arguments.url)
     with Progress("verify", wanted=arguments.progress) as progress, place.must_exist():
         report = verify(place.store, place.path, progress=progress.advance)

@@ -1,4 +1,4 @@
-"""``tierfs version``: what is installed. Imports nothing of it."""
+"""``tierfs version``: show versions, without importing the packages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ tierfs version --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the versions."""
     versions = {
         "tierfs": __version__,
         "format": VERSION,
@@ -42,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package; ``None`` where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

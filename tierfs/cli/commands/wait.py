@@ -1,4 +1,4 @@
-"""``tierfs wait``: until what this host wrote is as safe as it is to be."""
+"""``tierfs wait``: wait until the files that this host wrote have reached a level."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ LOOK_S = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument(
         "--level",
@@ -39,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Wait; an error says what keeps it from getting there."""
+    """Wait. An error says why a file cannot reach the level."""
     timeout_s: float | None = arguments.timeout
     if timeout_s is not None:
         require_seconds("--timeout", timeout_s)
     place, level = store_place(arguments.url), Level.parse(arguments.level)
     pending = _pending(place, level)
     if not pending and (place.store.tiers is None or place.store.tiers.drafts.is_settled(place.path)):
-        # A slip in the path must not pass for something that is safe.
+        # Raise if nothing is there: a wrong path must not look like a safe file.
         place.entry()
     total = sum(pending.values())
     progress = Progress("wait", total_bytes=total, wanted=arguments.progress)
@@ -55,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         waiting = _WaitThread(place, level, timeout_s)
         waiting.start()
         while not waiting.ended.wait(LOOK_S):
-            # It does not wait for later writes.
+            # Count only files that were pending at the start: the command does not wait for later writes.
+
             left = _pending(place, level)
             still = {name: size for name, size in pending.items() if name in left}
             _show(progress, total, still)
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _WaitThread(threading.Thread):
-    """The wait itself. A daemon: Ctrl-C ends the command, and with it the wait."""
+    """The wait itself. A daemon thread: Ctrl-C ends the command without waiting for it."""
 
     def __init__(self, place: StorePlace, level: Level, timeout_s: float | None) -> None:
         super().__init__(name="tierfs-wait", daemon=True)
@@ -78,7 +78,7 @@ class _WaitThread(threading.Thread):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Wait, and note how it ended."""
+        """Wait, and record the error, if any."""
         try:
             wait(self._place.store, self._place.path, self._level, self._timeout_s)
         except BaseException as error:  # noqa: BLE001 - raised again by `result`
@@ -86,13 +86,13 @@ class _WaitThread(threading.Thread):
         self.ended.set()
 
     def result(self) -> None:
-        """Raise what the wait raised."""
+        """Raise the error of the wait, if any."""
         if self._error is not None:
             raise self._error
 
 
 def _pending(place: StorePlace, level: Level) -> dict[bytes, int]:
-    """Write id and length of each file that has not reached the level."""
+    """Return the write id and length of each file that has not reached the level."""
     if place.store.tiers is None:
         return {}
     found = place.store.tiers.drafts.pending_below(place.path).values()
