@@ -1,1 +1,1 @@
-"""``tierfs demo``: the training run that is killed and goes on."""
+"""The training run of ``tierfs demo``, which is killed in the middle of a save and resumes."""

@@ -1,7 +1,7 @@
 """The data of ``tierfs demo``: the source text of the Python standard library, read in lanes.
 
-Owns the reading position and its random generator, both of which a checkpoint has to hold: a resumed run that
-lost either would see other bytes, and its losses would tell.
+This module owns the reading position and its random generator. A checkpoint must hold both: a resumed run without one
+of them would read other bytes and have other losses.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SKIPPED = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "sit
 
 
 def standard_library_text() -> bytes:
-    """The ``*.py`` files of the standard library, joined in the order of their paths; at most 16 MiB.
+    """Return the ``*.py`` files of the standard library, joined in the order of their paths; at most 16 MiB.
 
     Tests and installed packages are left out.
 
     Raises:
-        InvalidInputError: There is no readable source text, as in an interpreter that keeps it in a zip file.
+        InvalidInputError: There is no source text, as in an interpreter that keeps it in a zip file.
     """
     root = Path(sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
@@ -46,20 +46,20 @@ def standard_library_text() -> bytes:
 
 
 class ByteStream:
-    """Batches of consecutive bytes, one lane of the text per row of a batch.
+    """Batches of consecutive bytes, with one lane of the text per row of a batch.
 
-    Each row reads on where it stopped, after a random gap that is drawn once per batch.
+    Each row continues where it stopped, after a random gap that is drawn once per batch.
 
     Args:
         text: The whole text, the same on all ranks.
         batch: Rows of a batch.
         context: Bytes of a row.
-        rank: Which lanes this one reads.
-        world_size: How many ranks share the text.
-        seed: Where the random gaps start; each rank draws its own.
+        rank: Selects this rank's lanes.
+        world_size: Number of ranks that share the text.
+        seed: Seed of the random gaps, which differ between ranks.
 
     Raises:
-        InvalidInputError: The text is shorter than one row for every lane.
+        InvalidInputError: A lane has fewer than ``2 * context + 2`` bytes.
     """
 
     def __init__(self, text: bytes, *, batch: int, context: int, rank: int, world_size: int, seed: int) -> None:
@@ -69,21 +69,21 @@ class ByteStream:
         self._lane_size = len(text) // (batch * world_size)
         if self._lane_size < 2 * context + 2:
             raise InvalidInputError(f"{len(text)} bytes of text are too few for {batch * world_size} rows of {context}")
-        # A copy, because torch refuses to promise anything about a tensor over read-only bytes.
+        # A copy, because torch warns about a tensor over read-only bytes.
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._starts = [(rank * batch + row) * self._lane_size for row in range(batch)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the state of the generator."""
+        """Return the position and the state of the generator."""
         return {"position": self.position, "generator": self.generator.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the position and the state of the generator."""
         self.position = int(state["position"])
         self.generator.setstate(state["generator"])
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """The next tokens and the bytes that follow them, both int64, (batch, context)."""
+        """Return the next tokens and the bytes that follow them, both int64, (batch, context)."""
         span = self._lane_size - self._context - 1
         self.position = (self.position + self.generator.randrange(self._context)) % span
         begins = [start + self.position for start in self._starts]

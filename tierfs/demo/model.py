@@ -1,7 +1,8 @@
 """The model of ``tierfs demo``: a small byte-level GPT whose size follows from a number of parameters.
 
-It is a stand-in for the user's model, written to be plain: pre-norm blocks, learned positions, dropout (so that
-the state of torch's random generator matters when resuming), no weight tying (which sharding would have to undo).
+It stands in for the user's model and is deliberately plain: pre-norm blocks, learned positions and dropout. Dropout
+makes the state of torch's random generator matter on resume. Weights are not tied, because sharding would have to
+undo that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional
 __all__ = ["ByteGPT", "ModelShape", "shape_for"]
 
 VOCABULARY = 256
-CONTEXT = 128  # bytes the model sees at once
+CONTEXT = 128  # bytes that the model sees at once
 _DROPOUT = 0.1  # of the activations after the embedding and each half of a block
 _WIDTH_STEP = 32
 _WIDTH_PER_LAYER = 64  # width / depth of the well-known GPT sizes: 768 / 12
@@ -41,10 +42,10 @@ class ModelShape:
 
 
 def shape_for(parameters: int) -> ModelShape:
-    """The shape nearest to a number of parameters, among those with a usual ratio of width to depth.
+    """Return the shape nearest to a number of parameters, with a usual ratio of width to depth.
 
     Args:
-        parameters: How many trained values are wanted; sizes come in steps, so the result is near, not equal.
+        parameters: Wanted number of trained values. Sizes come in steps, so the result is near this number, not equal.
     """
     best: tuple[float, ModelShape] | None = None
     for layers in range(1, _LAYERS_MAX + 1):
@@ -63,7 +64,7 @@ def shape_for(parameters: int) -> ModelShape:
 
 
 class _Block(nn.Module):
-    """Attention and a feed-forward layer, each normalised before and added to its input."""
+    """Attention and a feed-forward layer, each with normalised input and a residual connection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -92,11 +93,7 @@ class _Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """A causal transformer over bytes.
-
-    Args:
-        shape: Its sizes.
-    """
+    """A causal transformer over bytes."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -109,18 +106,18 @@ class ByteGPT(nn.Module):
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # Branches that add to the residual stream start smaller, so that its size does not grow with depth.
+                # Branches that add to the residual stream start smaller, so that the stream does not grow with depth.
                 residual = name.endswith(("attention_out.weight", "feed_out.weight"))
                 nn.init.normal_(parameter, std=_INIT_STD / math.sqrt(2 * shape.layers) if residual else _INIT_STD)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy, in nats per byte, of predicting ``targets`` from ``tokens``.
+        """Return the mean cross-entropy, in nats per byte, of predicting ``targets`` from ``tokens``.
 
         Args:
-            tokens: int64 bytes, (batch, time), time at most the context.
-            targets: The byte that follows each of them, same shape.
+            tokens: int64 bytes, (batch, time). The time is at most the context.
+            targets: The byte that follows each token, same shape.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x: Tensor = self.dropout(self.token(tokens) + self.position(positions))

@@ -1,7 +1,7 @@
-"""The processes of ``tierfs demo``: starts one per rank, follows their events, and ends them, always.
+"""The processes of ``tierfs demo``: start one per rank, follow their events, and always end them.
 
-Imports no torch. A group never outlives the ``with`` block that holds it, nor the process: each rank watches its
-stdin, whose other end only this process holds.
+This module imports no torch. A group of processes never outlives its ``with`` block or this process. Each rank watches
+its stdin, and only this process holds the other end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tierfs.errors import TierfsError
 __all__ = ["RankGroup"]
 
 _POLL_S = 0.2
-_GRACE_S = 2.0  # how long the other ranks get to report the same failure
-_KILL_S_MAX = 30.0  # only a process stuck in the kernel needs any time
+_GRACE_S = 2.0  # time for the other ranks to report the same failure
+_KILL_S_MAX = 30.0  # only a process that is stuck in the kernel needs this long
 _READ_SIZE = 2**16
 _TAIL_LINES = 15
 _TAIL_SIZE = 16 * 1024
@@ -35,7 +35,7 @@ _TAIL_SIZE = 16 * 1024
 
 @dataclass(slots=True)
 class _Rank:
-    """One process, and what of its last line has arrived."""
+    """One process, and the part of its last line that has arrived."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -43,14 +43,14 @@ class _Rank:
 
 
 class RankGroup:
-    """The ranks of one phase, as a context manager; leaving it kills whatever still runs.
+    """The ranks of one phase, as a context manager. On exit, it kills all ranks that still run.
 
     Args:
-        name: The phase's, in messages.
+        name: The phase's name in messages.
         arguments: Arguments of ``tierfs.demo.worker``, the same for all ranks.
-        world_size: How many ranks.
-        timeout_s: How long the phase may take.
-        ends_with: The exit code of every rank.
+        world_size: Number of ranks.
+        timeout_s: Maximum duration of the phase.
+        ends_with: Expected exit code of every rank.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class RankGroup:
         self._close()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield events as they come, from all ranks, until every rank has ended well.
+        """Yield events from all ranks as they arrive, until every rank has ended with the expected exit code.
 
         Raises:
-            TierfsError: A rank failed, or the phase took too long. The message ends with what the rank last said.
+            TierfsError: A rank failed, or the phase timed out. The message ends with the last lines of stderr.
         """
         while True:
             ready = self._selector.select(_POLL_S)
@@ -107,7 +107,7 @@ class RankGroup:
                 )
 
     def kill(self) -> list[int]:
-        """SIGKILL every rank's process group. Returns the ranks' exit codes: ``-9`` for one that was running."""
+        """SIGKILL every rank's process group. Return the exit codes: ``-9`` for a rank that was still running."""
         for rank in self._ranks:
             if rank.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -115,7 +115,7 @@ class RankGroup:
         return [rank.process.wait(_KILL_S_MAX) for rank in self._ranks]
 
     def _start(self, number: int) -> _Rank:
-        """Start one rank in a session of its own."""
+        """Start one rank in its own session."""
         environment = os.environ | {
             "RANK": str(number),
             "LOCAL_RANK": str(number),
@@ -124,7 +124,7 @@ class RankGroup:
             "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
-        # The ranks meet in a file: a port that is free now need not be free by the time rank 0 binds it.
+        # The ranks meet in a file. A port that is free now may be taken before rank 0 binds it.
         meeting = ["--rendezvous", os.path.join(self._directory.name, "rendezvous"), "--timeout", str(self._timeout_s)]
         command = [sys.executable, "-m", "tierfs.demo.worker", *self._arguments, *meeting]
         with self._log(number).open("wb") as log:
@@ -142,7 +142,7 @@ class RankGroup:
         return rank
 
     def _read(self, rank: _Rank) -> Iterator[dict[str, Any]]:
-        """Yield the events whose lines are complete."""
+        """Yield the events of all complete lines."""
         assert rank.process.stdout is not None
         received = os.read(rank.process.stdout.fileno(), _READ_SIZE)
         if not received:
@@ -155,7 +155,7 @@ class RankGroup:
             yield event
 
     def _failure(self) -> TierfsError:
-        """The error that says which ranks failed, once the others had a moment to fail too."""
+        """Return the error that names the failed ranks, after a short time for the other ranks to fail too."""
         moment = time.monotonic() + _GRACE_S
         while time.monotonic() < moment and any(rank.process.poll() is None for rank in self._ranks):
             time.sleep(0.05)
@@ -165,16 +165,15 @@ class RankGroup:
         return TierfsError(f"the {self.name} failed: {named}{self._tails(failed)}")
 
     def _log(self, number: int) -> Path:
-        """Where a rank's stderr goes."""
+        """Return the path of a rank's stderr."""
         return Path(self._directory.name, f"rank-{number}.stderr")
 
     def _tails(self, ranks: Sequence[_Rank]) -> str:
-        """The last lines that ranks wrote to stderr, ready to follow a message."""
+        """Return the last lines of each rank's stderr, to append to a message."""
         tails = [(rank.number, _tail(self._log(rank.number))) for rank in ranks]
         return "".join(f"\n--- rank {number}, stderr:\n{tail}" for number, tail in tails if tail)
 
     def _close(self) -> None:
-        """Kill what runs and release files and pipes."""
         self.kill()
         self._selector.close()
         for rank in self._ranks:
@@ -185,7 +184,7 @@ class RankGroup:
 
 
 def _tail(log: Path) -> str:
-    """The last lines of a file."""
+    """Return the last lines of a file, indented."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_SIZE))
         lines = file.read().decode(errors="replace").splitlines()
@@ -193,5 +192,5 @@ def _tail(log: Path) -> str:
 
 
 def _ending(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code in words."""
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

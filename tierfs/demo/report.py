@@ -1,4 +1,4 @@
-"""The report of ``tierfs demo``: two runs compared loss by loss, and the cost of their checkpoints."""
+"""The report of ``tierfs demo``: compares two runs loss by loss, and lists the cost of their checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS_UNEQUAL_MAX = 10
 
 @dataclass(frozen=True, slots=True)
 class LossRow:
-    """The losses of one step in both runs, as hexadecimal floats; None where a run never made the step."""
+    """The losses of one step in both runs, as hexadecimal floats; None if a run did not make the step."""
 
     step: int
     uninterrupted: str | None
@@ -25,13 +25,13 @@ class LossRow:
 
     @property
     def equal(self) -> bool:
-        """Whether both runs made the step and agree in every bit."""
+        """Whether both runs made the step and their losses agree in every bit."""
         return self.uninterrupted is not None and self.uninterrupted == self.resumed
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedSave:
-    """One completed save: where, the bytes of its files, how long training stood still for it, the level that it reached."""
+    """One completed save: its name, logical bytes, the seconds that training was blocked, and the level it reached."""
 
     name: str
     logical_bytes: int
@@ -40,7 +40,7 @@ class CompletedSave:
 
 
 def compare_losses(uninterrupted: Mapping[int, str], resumed: Mapping[int, str], *, last: int) -> list[LossRow]:
-    """Pair two runs' losses for each step up to ``last``, whether or not the runs have it."""
+    """Pair the losses of two runs for each step up to ``last``; None where a run lacks the step."""
     return [LossRow(step, uninterrupted.get(step), resumed.get(step)) for step in range(1, last + 1)]
 
 
@@ -59,13 +59,13 @@ class Report:
     """The outcome of the demo.
 
     Attributes:
-        rows: Every step from 1 to the last; up to ``resumed_from``, the resumed run's losses are those of the
-            process that was killed later.
+        rows: Every step from 1 to the last. Up to ``resumed_from``, the resumed run's losses are those of the process
+            that was killed later.
         killed_at: The step whose save was killed.
-        terminated_at: The step at which the resumed run was told to end, and saved.
-        proofs: Those of the processes that resumed.
-        digests: Digest of the final state of the uninterrupted and of the resumed run.
-        stored_bytes: How many bytes each run added to the object tier, by the run's name.
+        terminated_at: The step at which the resumed run received SIGTERM and saved.
+        proofs: One for each resume.
+        digests: Digests of the final states of the uninterrupted and of the resumed run.
+        stored_bytes: Bytes that each run added to the object tier, by the run's name.
         training_s: Seconds that all runs together spent in steps and saves.
     """
 
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether each resume was proven, and every step after the first one, and the final state, came out equal in every bit."""
+        """Whether each resume is proven, and the losses after the first one and the final states agree in every bit."""
         after = [row for row in self.rows if row.step > self.resumed_from]
         proven = all(proof.proven for proof in self.proofs)
         return proven and bool(after) and all(row.equal for row in after) and self.digests[0] == self.digests[1]
@@ -95,11 +95,11 @@ class Report:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that training stood still for all completed checkpoints."""
+        """Seconds that training was blocked for all completed checkpoints."""
         return sum(checkpoint.blocked_s for checkpoint in self.checkpoints)
 
     def as_document(self) -> dict[str, Any]:
-        """The report as one JSON-ready value."""
+        """Return the report as a value for JSON."""
         return {
             "equal": self.equal,
             "url": self.url,
@@ -135,11 +135,11 @@ class Report:
         }
 
     def as_text(self) -> str:
-        """The report for people: the losses around the kill, the verdict, the checkpoints."""
+        """Return the report for people: the losses around the kill, the verdict, the checkpoints."""
         return "\n".join([*self._loss_lines(), "", *self._verdict_lines(), "", *self._checkpoint_lines()])
 
     def _loss_lines(self) -> list[str]:
-        """The steps around the resume point, the last one, and the first unequal ones."""
+        """Show the steps around each resume, the last step, and the first unequal steps."""
         shown_steps = {*range(self.resumed_from - _ROWS_BEFORE + 1, self.killed_at + _ROWS_AFTER + 1)}
         shown_steps |= {self.terminated_at, self.terminated_at + 1, *(row.step for row in self.rows[-1:])}
         shown_steps |= set([row.step for row in self.rows if not row.equal][:_ROWS_UNEQUAL_MAX])
@@ -161,7 +161,6 @@ class Report:
         return lines
 
     def _verdict_lines(self) -> list[str]:
-        """Whether the equality held."""
         after = [row for row in self.rows if row.step > self.resumed_from]
         different = [row.step for row in after if not row.equal]
         unproven = [proof for proof in self.proofs if not proof.proven]
@@ -179,7 +178,7 @@ class Report:
         return ["DIFFERENT: the losses are equal, but the final state is not"]
 
     def _checkpoint_lines(self) -> list[str]:
-        """One line per checkpoint, one per run with what it added to the store, and the sum."""
+        """Show one line per checkpoint, one per run with the bytes that it added to the store, and the sum."""
         names = [one.name for one in self.checkpoints] + [_count(run, 99) for run in self.stored_bytes]
         width = max(len(name) for name in names)
         lines = [f"{'checkpoint':<{width}}  {'logical':>10}  {'stored':>10}  {'blocked':>9}  level"]
@@ -207,21 +206,19 @@ class Report:
 
 
 def _again(proof: Proof) -> str:
-    """Which steps were made again."""
     return f"; {proof.replayed} steps made again have the losses that were noted" if proof.replayed else ""
 
 
 def _count(run: str, count: int) -> str:
-    """A run and how many checkpoints it has."""
     return f"{run}: {count} checkpoint{'s' if count != 1 else ''}"
 
 
 def _loss(value: str | None) -> str:
-    """A loss as a decimal and exactly."""
+    """Format a loss as a decimal and, exactly, as a hexadecimal float."""
     return f"{'-':>24}" if value is None else f"{float.fromhex(value):>8.4f} {_short(value):>15}"
 
 
 def _short(value: str) -> str:
-    """A hexadecimal float without the zeros that end its fraction."""
+    """Strip the zeros at the end of a hexadecimal float's fraction."""
     fraction, _, exponent = value.partition("p")
     return f"{fraction.rstrip('0').rstrip('.')}p{exponent}"

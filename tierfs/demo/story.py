@@ -1,6 +1,6 @@
-"""Play ``tierfs demo``: a run without interruption; the same killed in a save, resumed, terminated, resumed again.
+"""Play ``tierfs demo``: one uninterrupted run, and one that is killed in a save, resumed, terminated and resumed.
 
-The training itself is `tierfs.demo.worker`, run in processes of its own: no torch is imported here.
+`tierfs.demo.worker` does the training in its own processes, so this module imports no torch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class DemoPlan:
 
     @property
     def killed_at(self) -> int:
-        """The step whose save is killed: one after the middle save, and never the first."""
+        """The step whose save is killed: the save after the middle one, and never the first."""
         return (self.steps // self.every // 2 + 1) * self.every
 
     def terminated_at(self, resumed_from: int) -> int:
-        """The step at which a rank of the resumed run gets SIGTERM: about half way to the end, where no save is due."""
+        """Return the step at which one rank of the resumed run gets SIGTERM: about half way, where no save is due."""
         step = resumed_from + max(1, (self.steps - resumed_from) // 2)
         if step % self.every:
             return step
@@ -62,7 +62,7 @@ class DemoRun:
     proofs: list[Proof] = field(default_factory=list)
 
     def take(self, event: dict[str, Any]) -> None:
-        """Note one event of rank 0."""
+        """Record one event of rank 0."""
         if event["event"] == "start":
             self.parameters = event["parameters"]
             self.begun_at = event["step"]
@@ -88,10 +88,10 @@ class DemoRun:
 
 
 class Demo:
-    """The story, in its order.
+    """The phases of the demo, in order.
 
     Args:
-        url: Below it, ``straight/`` and ``resumed/`` are written.
+        url: The demo writes ``straight/`` and ``resumed/`` below it.
         plan: The checked options.
     """
 
@@ -100,7 +100,7 @@ class Demo:
         self._plan = plan
 
     def play(self) -> Report:
-        """Run all phases and gather what they found."""
+        """Run all phases, and report their results."""
         try:
             store, path = open_store(parse_url(self._url))
         except StoreNotFoundError:
@@ -140,7 +140,7 @@ class Demo:
         filesystem.wait(root, "object", timeout=plan.timeout_s)
         say(f"done after {time.monotonic() - began:.0f} s")
 
-        # Up to the resume point there is only the killed process; after it, only what the resumed ones computed.
+        # Steps up to the resume point are from the killed process. Later steps are from the resumed processes only.
         resumed.losses.update(kept)
         checkpoints = [
             CompletedSave(
@@ -168,14 +168,13 @@ class Demo:
         )
 
     def _check_begun(self, run: DemoRun, expected: int) -> None:
-        """See that the manager went on from the newest complete checkpoint."""
+        """Check that a run resumed from the expected checkpoint."""
         if run.begun_at != expected:
             raise CorruptionError(
                 f"step {expected} is the newest complete one, and the run went on from {run.begun_at}"
             )
 
     def _ranks(self, phase: str, name: str, *more: str, ends_with: int = 0) -> RankGroup:
-        """The processes of one phase."""
         plan = self._plan
         options = {"url": f"{self._url}/{name}", "steps": plan.steps, "every": plan.every, "params": plan.parameters}
         arguments = [part for option, value in options.items() for part in (f"--{option}", str(value))]
@@ -184,14 +183,14 @@ class Demo:
         )
 
     def _follow(self, phase: str, told: DemoRun, name: str, *, terminate: int | None = None) -> None:
-        """Run one phase to its end, which SIGTERM may bring about."""
+        """Run one phase to its end, or until SIGTERM at step ``terminate`` ends it."""
         more = () if terminate is None else ("--terminate", str(terminate))
         with self._ranks(phase, name, *more, ends_with=0 if terminate is None else _TERMINATED) as ranks:
             for event in ranks.events():
                 told.take(event)
 
     def _follow_until_killed(self, told: DemoRun) -> None:
-        """Run one phase until all its ranks stand in the middle of a save, and kill them there."""
+        """Run one phase until all its ranks are in the middle of a save, and kill them there."""
         halted: set[int] = set()
         with self._ranks("run to be killed", "resumed", "--halt", str(self._plan.killed_at)) as ranks:
             for event in ranks.events():
@@ -207,7 +206,7 @@ class Demo:
         say(f"  step {self._plan.killed_at:>4}  it stood in the middle of its save: SIGKILL to all {_WORLD_SIZE} ranks")
 
     def _newest_complete(self, filesystem: fsspec.AbstractFileSystem, directory: str) -> int:
-        """The newest step with a complete checkpoint, once it is sure that the killed save is none."""
+        """Return the newest step with a complete checkpoint, after checking that the killed save is not complete."""
         steps = _complete_steps(filesystem, directory)
         killed_at = self._plan.killed_at
         if killed_at in steps:
@@ -219,12 +218,12 @@ class Demo:
 
 
 def _complete_steps(filesystem: fsspec.AbstractFileSystem, directory: str) -> list[int]:
-    """The steps below a directory whose checkpoint has the ``.metadata`` that DCP writes last, in order."""
+    """Return the steps whose checkpoint has a ``.metadata``, which DCP writes last, in order."""
     names = [str(path).rstrip("/").rpartition("/")[2] for path in filesystem.ls(directory, detail=False)]
     steps = [int(name.removeprefix("step_")) for name in names if name.startswith("step_")]
     return sorted(step for step in steps if filesystem.exists(f"{directory}/step_{step}/.metadata"))
 
 
 def say(line: str) -> None:
-    """Progress, on stderr."""
+    """Print a line of progress on stderr."""
     print(line, file=sys.stderr, flush=True)

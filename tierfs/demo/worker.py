@@ -1,8 +1,10 @@
 """One rank of ``tierfs demo``: ``python -m tierfs.demo.worker``, started by `tierfs.demo.ranks`.
 
-Trains a small GPT under FSDP2 on gloo, deterministically, with a `tierfs.train.Manager`: saves go on while training does.
-Events go to stdout, one JSON object per line: ``start``, ``proof``, ``step``, ``save``, ``stopped`` and ``done`` from rank 0,
-``mid-save`` from every rank. The process ends itself when its stdin is closed, so it never outlives its launcher.
+Train a small GPT deterministically under FSDP2 on gloo, with a `tierfs.train.Manager` that saves during training.
+Events go to stdout, one JSON object per line: ``start``, ``proof``, ``step``, ``save``, ``stopped`` and ``done`` from
+rank 0, ``mid-save`` from every rank. The process kills itself when its stdin is closed, so it never outlives its
+launcher.
+
 """
 
 from __future__ import annotations
@@ -50,12 +52,13 @@ Announce = Callable[..., None]
 
 
 class HaltingSavePlanner(DefaultSavePlanner):
-    """A stock planner that stops for good in the middle of a save, where the launcher kills the process.
+    """A stock planner that halts in the middle of a save, so that the launcher can kill the process there.
 
-    It makes the kill a matter of order instead of time: half of this rank's items are written when it announces.
+    The kill depends on order, not on time: half of this rank's items are written when the planner announces it. If
+    nobody kills the process within 120 s, the planner raises `TimeoutError`.
 
     Args:
-        announce: Called once, when the save has come half way.
+        announce: Called once, in the middle of the save.
     """
 
     def __init__(self, announce: Callable[[], None]) -> None:
@@ -64,13 +67,13 @@ class HaltingSavePlanner(DefaultSavePlanner):
         self._remaining = 0
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take the final plan, and its middle."""
+        """Finish the plan, and find its middle."""
         plan = super().finish_plan(new_plan)
         self._remaining = len(plan.items) // 2
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The item's data, until the middle of the plan; the next one is never given out."""
+        """Return the item's data. From the middle of the plan on, announce and halt instead."""
         if self._remaining == 0:
             self._announce()
             time.sleep(_HALT_S_MAX)
@@ -81,14 +84,14 @@ class HaltingSavePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which process of how many this is."""
+    """This process's rank and the number of ranks."""
 
     rank: int
     world_size: int
 
 
 def main() -> int:
-    """Run one rank to the end. Returns its exit code."""
+    """Run one rank to the end, and return its exit code."""
     arguments = _parse()
     announce = _take_stdout()
     threading.Thread(target=_end_with_launcher, name="tierfs-demo-launcher-watch", daemon=True).start()
@@ -111,7 +114,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    """The arguments that `tierfs.demo.ranks` and `tierfs.demo.story` pass."""
+    """Parse the arguments that `tierfs.demo.ranks` and `tierfs.demo.story` pass."""
     parser = argparse.ArgumentParser(prog="python -m tierfs.demo.worker", description=__doc__)
     parser.add_argument("--url", required=True, help="where this run's checkpoints go")
     parser.add_argument("--rendezvous", required=True, help="a file that does not exist yet, where the ranks meet")
@@ -125,7 +128,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _take_stdout() -> Announce:
-    """Keep stdout for events alone: whatever a library prints goes to stderr from now on."""
+    """Reserve stdout for events: from now on, output of libraries goes to stderr."""
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -137,7 +140,7 @@ def _take_stdout() -> Announce:
 
 
 def _end_with_launcher() -> None:
-    """End this process when its launcher, the only holder of the other end of stdin, is gone."""
+    """Kill this process when its launcher is gone. Only the launcher holds the other end of stdin."""
     # os.read, not sys.stdin: a thread that holds the lock of a buffered stdin breaks the interpreter's exit.
     while os.read(0, 1):
         pass
@@ -145,7 +148,7 @@ def _end_with_launcher() -> None:
 
 
 def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> None:
-    """Train from the start or the newest checkpoint to the last step, saving on the way."""
+    """Train from the start or the newest checkpoint to the last step, and save on schedule."""
 
     def tell(event: str, **fields: object) -> None:
         if place.rank == 0:
@@ -172,7 +175,7 @@ def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> 
             loss = _one_step(run, place, step)
             tell("step", step=step, loss=loss.hex(), seconds=time.perf_counter() - began)
             if step == arguments.halt:
-                manager.wait()  # the halt is for the save of this step, and not for an earlier one
+                manager.wait()  # so that the halt hits the save of this step, not an earlier one
                 halting["step"] = step
             if step == arguments.terminate and place.rank == place.world_size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -183,7 +186,7 @@ def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> 
                 tell("stopped", step=step)
                 return
         if arguments.terminate is not None:
-            # Ranks agree every few steps, and have made the last one before they could agree on the signal.
+            # Ranks agree only every few steps, and may have finished the last step before they agree on the signal.
             while not manager.check():
                 time.sleep(_CHECK_S)
             tell("stopped", step=arguments.steps)
@@ -201,7 +204,7 @@ class _RankRun:
 
 
 def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _RankRun:
-    """A model that is equal on all ranks before it is sharded, its optimizer, and the data at its beginning."""
+    """Return an equal model on all ranks, sharded, with its optimizer, and the data at its start."""
     torch.manual_seed(_SEED)
     shape = shape_for(arguments.params)
     model = ByteGPT(shape)
@@ -219,13 +222,13 @@ def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _RankRun:
         world_size=place.world_size,
         seed=_SEED,
     )
-    # From here on each rank draws its own dropout; the weights above had to come out equal.
+    # From here on, each rank draws its own dropout. The weights above must be equal on all ranks.
     reseed(_SEED, place.rank)
     return _RankRun(TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=stream), stream)
 
 
 def _digest(run: _RankRun, place: _Place) -> str:
-    """One digest over all of the state of all ranks. A collective."""
+    """Return one digest of the state of all ranks. A collective."""
     values, _ = run.state.to_save(run.state.step, "full")
     shares: list[dict[str, str]] = [{}] * place.world_size
     dist.all_gather_object(shares, digests_of(values))
@@ -233,7 +236,7 @@ def _digest(run: _RankRun, place: _Place) -> str:
 
 
 def _one_step(run: _RankRun, place: _Place, step: int) -> float:
-    """One update. Returns the mean loss over all ranks, in nats per byte."""
+    """Make one update, and return the mean loss over all ranks, in nats per byte."""
     state = run.state
     loss: torch.Tensor = state.model(*run.stream.next_batch())
     torch.autograd.backward(loss)
@@ -254,6 +257,6 @@ if __name__ == "__main__":
     except SystemExit as exit_:
         ended = int(exit_.code or 0)
     sys.stderr.flush()
-    # At once: an interpreter that took itself apart here has been seen to abort, for a reason that was not found. All that was
-    # saved is safe.
+    # Skip the interpreter's shutdown, which has been seen to abort here for an unknown reason. All saves are durable by
+    # now.
     os._exit(ended)
