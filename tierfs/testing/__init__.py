@@ -1,6 +1,6 @@
-"""For tests, ours and others': conformance suites to subclass, and object tiers and connections that fail on demand.
+"""Tools to test backends and applications: a conformance suite to subclass, and object tiers and connections that fail.
 
-Nothing in tierfs imports this package. Only the suites need pytest.
+Nothing in tierfs imports this package. Only the conformance suite needs pytest.
 """
 
 from __future__ import annotations

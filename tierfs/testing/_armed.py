@@ -1,4 +1,4 @@
-"""Planned faults that wait for what they are to strike."""
+"""Planned faults that wait for the calls that they strike."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["ArmedFaults"]
 class _Planned(Protocol):
     @property
     def after(self) -> int:
-        """How many calls that it might strike it lets pass first."""
+        """Number of matching calls that pass before the fault strikes."""
 
 
 APlanned = TypeVar("APlanned", bound=_Planned)
 
 
 class ArmedFaults(Generic[APlanned]):
-    """Faults in the order of their plan; each strikes once. Thread-safe."""
+    """Faults in the order of their plan. Each strikes once. Thread-safe."""
 
     def __init__(self, plan: Iterable[APlanned]) -> None:
         self._lock = threading.Lock()
@@ -29,17 +29,17 @@ class ArmedFaults(Generic[APlanned]):
         return len(self._waiting)
 
     def add(self, planned: APlanned) -> None:
-        """Plan one more."""
+        """Plan one more fault."""
         with self._lock:
             self._waiting.append((planned, planned.after))
 
     def clear(self) -> None:
-        """Forget those that have not struck yet."""
+        """Forget the faults that have not struck yet."""
         with self._lock:
             self._waiting.clear()
 
     def take(self, might_strike: Callable[[APlanned], bool]) -> APlanned | None:
-        """Take the first fault that is due for a call; every other one that might strike it has seen it pass."""
+        """Take the first due fault that might strike a call. All other faults that might strike it count the call."""
         taken: APlanned | None = None
         with self._lock:
             waiting = []

@@ -1,4 +1,4 @@
-"""Just enough of HTTP/1.1 for `TcpFaultProxy`: where heads and bodies end, byte for byte (RFC 9112, sections 6 and 7)."""
+"""Just enough of HTTP/1.1 for `TcpFaultProxy`: find where heads and bodies end (RFC 9112, sections 6 and 7)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 PIECE_BYTES = 64 << 10
-HEAD_BYTES_MAX = 64 << 10  # what is longer is not taken for HTTP
+HEAD_BYTES_MAX = 64 << 10  # a longer head is not treated as HTTP
 CHUNKED = -1
 TO_THE_END = sys.maxsize
 
@@ -38,7 +38,7 @@ Sink = Callable[[bytes], Awaitable[None]]
 
 
 class MessageReader:
-    """Reads a stream, and can put back what it read too far."""
+    """Reads a stream, and takes back bytes that were read too far."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
@@ -48,14 +48,14 @@ class MessageReader:
         self._ahead = piece + self._ahead
 
     async def read(self, limit: int = PIECE_BYTES) -> bytes:
-        """The bytes that are there, at most ``limit``; empty at the end."""
+        """Return the bytes that have arrived, at most ``limit``; empty at the end of the stream."""
         if not self._ahead:
             return await self._reader.read(limit)
         piece, self._ahead = self._ahead[:limit], self._ahead[limit:]
         return piece
 
     async def until(self, end: bytes) -> bytes:
-        """All up to ``end``, included; or some without it, where the stream or the limit on heads ends before."""
+        """Read up to and including ``end``. If the stream or the limit on heads ends first, return bytes without it."""
         taken = b""
         while end not in taken and len(taken) < HEAD_BYTES_MAX and (more := await self.read()):
             taken += more
@@ -64,7 +64,7 @@ class MessageReader:
         return before + found
 
     async def take(self, body_bytes: int, sink: Sink) -> None:
-        """Hand a body of that many bytes, `CHUNKED` or `TO_THE_END` to ``sink``, piece by piece."""
+        """Pass a body of this many bytes, `CHUNKED` or `TO_THE_END` to ``sink``, piece by piece."""
         if body_bytes == CHUNKED:
             await self._take_chunks(sink)
             return
@@ -74,7 +74,7 @@ class MessageReader:
 
     async def _take_chunks(self, sink: Sink) -> None:
         while (chunk := _CHUNK_LINE.fullmatch(line := await self.until(b"\r\n"))) and (size := int(chunk[1], 16)):
-            # Together with its first bytes, so that a byte drawn from the first piece is rarely framing.
+            # Pass the chunk's line with its first bytes, so that a byte drawn from the first piece is rarely framing.
             piece = await self.read(min(size + 2, PIECE_BYTES))
             await sink(line + piece)
             await self.take(size + 2 - len(piece), sink)
@@ -85,13 +85,13 @@ class MessageReader:
 
 
 def request_body_bytes(head: bytes) -> int:
-    """How long a request's body is, or `CHUNKED`."""
+    """Return the length of a request's body, or `CHUNKED`."""
     told = _told(head)
     return 0 if told is None else told
 
 
 def response_body_bytes(method: str, head: bytes) -> int:
-    """How long the body of a response to ``method`` is, `CHUNKED` or `TO_THE_END`."""
+    """Return the length of the body of a response to ``method``, `CHUNKED` or `TO_THE_END`."""
     status = STATUS_LINE.match(head)
     if method == "HEAD" or (status and status[1] in {b"204", b"304"}):
         return 0

@@ -1,6 +1,6 @@
-"""Plant damage in an object tier, as a bad disk, a bug or a careless hand would leave it.
+"""Damage objects in an object tier as a bad disk, a bug or an operator's mistake would.
 
-The tier takes each as a change of its own, so the object gets a new version; its checks on writing find nothing wrong.
+Each function writes through the tier, so the object gets a new version and passes the tier's checks on writes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ __all__ = ["flip_bit", "remove", "swap", "truncate"]
 
 
 def flip_bit(tier: ObjectTier, key: str, bit: int) -> None:
-    """Turn one bit of the object around.
+    """Flip one bit of an object.
 
     Args:
-        tier: Where the object is.
-        key: Which.
-        bit: Counted from the first byte's lowest.
+        tier: Holds the object.
+        key: The object's key.
+        bit: 0 is the lowest bit of the first byte.
     """
     content = bytearray(_whole(tier, key))
     content[bit // 8] ^= 1 << bit % 8
@@ -29,17 +29,17 @@ def truncate(tier: ObjectTier, key: str, size: int) -> None:
 
 
 def swap(tier: ObjectTier, key: str, other: str) -> None:
-    """Put each of two objects where the other one was."""
+    """Swap the contents of two objects."""
     content, other_content = _whole(tier, key), _whole(tier, other)
     tier.put(key, [other_content])
     tier.put(other, [content])
 
 
 def remove(tier: ObjectTier, key: str) -> None:
-    """Take the object away.
+    """Delete an object.
 
     Raises:
-        NotFoundError: Nothing was there, so this would have been no damage.
+        NotFoundError: There is no such object, so deleting it would be no damage.
     """
     tier.head(key)
     tier.delete([key])

@@ -1,7 +1,7 @@
-"""An object tier that fails on demand: faults as ordinary inputs of a test.
+"""An object tier that fails on demand, so that tests can use faults as ordinary inputs.
 
-Which fault strikes when follows from the plan and the order of calls, and where a bit flips or a write tears from the
-seed, so a run repeats exactly.
+The plan and the order of calls decide which fault strikes which call. The seed decides where bits flip and writes tear.
+So a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ class Fault(enum.Enum):
     """The kinds of faults."""
 
     REFUSED = "refused"
-    """Nothing happens, then a transient `StoreError`."""
+    """The call has no effect and raises a transient `StoreError`."""
     DENIED = "denied"
-    """Nothing happens, then `ReadOnlyError`."""
+    """The call has no effect and raises `ReadOnlyError`."""
     FULL = "full"
-    """Nothing is stored, then `CapacityError`."""
+    """The put stores nothing and raises `CapacityError`."""
     LOST_RESPONSE = "lost-response"
-    """It happens, then a transient `StoreError`. A listing breaks off part of the way through."""
+    """The call takes effect, then raises a transient `StoreError`. A listing breaks off part of the way through."""
     LATE = "late"
-    """A transient `StoreError` now; it happens when `FaultyObjects.deliver_late` is called."""
+    """The call raises a transient `StoreError`. It takes effect when `FaultyObjects.deliver_late` is called."""
     TORN = "torn"
-    """The first part of the object is stored, then a `StoreError` that is not transient."""
+    """The put stores the first part of the object, then raises a `StoreError` that is not transient."""
     BIT_FLIP = "bit-flip"
-    """One bit of what is read is another, and nobody says so."""
+    """The call returns data with one bit flipped, and raises nothing."""
     SHORT_READ = "short-read"
-    """`CorruptionError`, as if the object were too short."""
+    """The call raises `CorruptionError`, as if the object were too short."""
     SLOW = "slow"
-    """It happens after a long wait."""
+    """The call takes effect after a long wait."""
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that it can strike."""
+        """The methods that this fault can strike."""
         match self:
             case Fault.LATE:
                 return ("put", "delete", "delete_version")
@@ -74,14 +74,14 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """One fault, and the call that it is to strike.
+    """One fault, and the call that it strikes.
 
     Attributes:
         fault: The kind.
-        method: Which method it waits for; ``None`` for any that it can strike.
-        after: How many calls that it might strike it lets pass first.
-        key_part: Only calls with this in their key, prefix, or one of their keys.
-        seconds: How long a slow one takes.
+        method: The method to strike; None for any that the fault can strike.
+        after: Number of matching calls that pass before the fault strikes.
+        key_part: Strike only calls with this text in their key, their prefix or one of their keys.
+        seconds: Duration of the wait of `Fault.SLOW`.
     """
 
     fault: Fault
@@ -91,30 +91,35 @@ class PlannedFault:
     seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        """Refuse a fault that could never strike."""
+        """Refuse a fault that can never strike.
+
+        Raises:
+            InvalidInputError: The fault cannot strike ``method``.
+        """
         if self.method is not None and self.method not in self.fault.methods:
             raise InvalidInputError(f"{self.fault.value} cannot strike {self.method}: only {self.fault.methods}")
 
     def matches(self, method: str, keys: Sequence[str]) -> bool:
-        """Whether it might strike this call."""
+        """Whether the fault might strike this call."""
         wanted = self.fault.methods if self.method is None else (self.method,)
         return method in wanted and any(self.key_part in key for key in keys)
 
 
 class FaultyObjects(WrappedObjects):
-    """An object tier in which planned faults strike; otherwise it hands every call on. Thread-safe.
+    """An object tier in which planned faults strike. It passes all other calls on. Thread-safe.
 
-    A call is struck by the first planned fault that is due; each strikes once. A listing is struck when its first entry
-    is asked for.
+    The first planned fault that is due strikes a call. Each fault strikes once. It strikes a listing when the caller
+    asks for the first entry.
 
     Args:
-        inner: The tier to hand on to.
-        plan: Faults to begin with.
-        seed: Decides where bits flip and writes tear; shown by ``repr``.
-        clock: For the waits of slow calls.
+        inner: The tier that serves the calls.
+        plan: The first faults.
+        seed: Decides where bits flip and writes tear. ``repr`` shows it.
+        clock: Used for the waits of `Fault.SLOW`; by default a `ManualClock`, which does not really wait.
 
     Attributes:
-        fired: The faults that struck: fault, method and key.
+        fired: The faults that struck, in order: fault, method and key. The key of a listing is its prefix, that of a
+            deletion its first key.
     """
 
     def __init__(
@@ -139,24 +144,24 @@ class FaultyObjects(WrappedObjects):
         self._armed.add(PlannedFault(fault, method, after, key_part, seconds))
 
     def clear(self) -> None:
-        """Forget the faults that have not struck yet. Late operations stay under way."""
+        """Forget the faults that have not struck yet. Late operations stay in flight."""
         self._armed.clear()
 
     @property
     def pending(self) -> int:
-        """How many faults have not struck yet."""
+        """Number of faults that have not struck yet."""
         return len(self._armed)
 
     @property
     def late(self) -> int:
-        """How many operations are still under way."""
+        """Number of late operations that are still in flight."""
         return len(self._late)
 
     def deliver_late(self) -> list[ObjectInfo | TierfsError | None]:
-        """Let every operation that is under way take effect, in the order in which they were sent.
+        """Let every late operation take effect, in the order in which they were sent.
 
         Returns:
-            What each came to: what it returned or the error it met. Nobody is waiting for it any more.
+            The result or the error of each operation. Its caller no longer waits for it.
         """
         with self._lock:
             late, self._late = self._late, []
@@ -174,7 +179,7 @@ class FaultyObjects(WrappedObjects):
         """See `ObjectTier.put`."""
         fault = self._strike("put", [key])
         if fault is Fault.LATE:
-            kept = [bytes(piece) for piece in data]  # the caller's buffers are only lent
+            kept = [bytes(piece) for piece in data]  # the call only borrows the caller's buffers
             raise self._keep(key, lambda: self.inner.put(key, kept, mode=mode, checksum=checksum))
         if fault is Fault.TORN:
             content = b"".join(data)
@@ -192,7 +197,7 @@ class FaultyObjects(WrappedObjects):
         return info
 
     def stream(self, key: str, length: int, use: Use) -> None:
-        """See `ObjectTier.stream`. It is struck by faults of ``get``."""
+        """See `ObjectTier.stream`. Faults of ``get`` strike it."""
         fault = self._strike("get", [key])
         flipped = self._below(8 * length) if fault is Fault.BIT_FLIP else -1
 
@@ -252,7 +257,7 @@ class FaultyObjects(WrappedObjects):
         self._send(fault, key, lambda: self.inner.delete_version(key, version))
 
     def _strike(self, method: str, keys: Sequence[str]) -> Fault | None:
-        """Take the first fault that is due for this call; every other one that might strike it has seen it pass."""
+        """Take the first fault that is due for this call. Wait if it is `Fault.SLOW`."""
         struck = self._armed.take(lambda planned: planned.matches(method, keys))
         if struck is None:
             return None
@@ -262,7 +267,7 @@ class FaultyObjects(WrappedObjects):
         return struck.fault
 
     def _send(self, fault: Fault | None, key: str, send: Callable[[], Answer]) -> Answer:
-        """Hand one call on, with the faults that strike every method alike."""
+        """Send one call, with the faults that strike all methods in the same way."""
         match fault:
             case Fault.REFUSED:
                 raise StoreError(f"{key}: injected: refused", transient=True, path=key)

@@ -1,4 +1,4 @@
-"""The conformance suite of object tiers: what every backend and every wrapper must do.
+"""The conformance suite of object tiers: the behaviour that every backend and every wrapper must have.
 
 Subclass it with a name that pytest collects and give it one fixture::
 
@@ -7,11 +7,11 @@ Subclass it with a name that pytest collects and give it one fixture::
         def objects(self, tmp_path):
             return MyObjects(tmp_path)
 
-Where the tier does not promise something in its capabilities, the tests check what is left of the promise. No test uses
-an object both as one and as a "directory" of others: files cannot be that.
+If a tier's capabilities lack a promise, the tests check the rest of that promise. No test uses a key both for an object
+and as a "directory" of other objects, because files cannot be both.
 """
 
-# Tests are described by their names, and compare with plain numbers.
+# The names of the tests describe them. The tests compare with plain numbers.
 # ruff: noqa: PLR2004
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ __all__ = ["ObjectTierTests"]
 Answer = TypeVar("Answer")
 
 RACERS = 12
-MANY = 1_050  # more than a page of S3's listings, and more than one of its batched deletions takes
+MANY = 1_050  # more than a page of S3's listings, and more than the limit of S3's batched deletions
 
 
 class ObjectTierTests:
-    """Subclass it and give it the fixture ``objects``.
+    """Subclass this and give it the fixture ``objects``.
 
     Attributes:
-        versions_name_contents: Set it where a version is a digest of the content, as S3's ETags are: identical bytes
-            written again then have the same version.
+        versions_name_contents: Set this if a version is a digest of the content, as S3's ETags are. Writing identical
+            bytes again then gives the same version.
     """
 
     versions_name_contents = False
 
     @pytest.fixture
     def objects(self) -> ObjectTier:
-        """An empty object tier."""
+        """Return an empty object tier."""
         raise NotImplementedError("give the suite an empty object tier")
 
     def test_it_is_somewhere(self, objects: ObjectTier) -> None:
@@ -211,7 +211,7 @@ class ObjectTierTests:
             raise AssertionError
 
         if not objects.capabilities.conditional_update:
-            assert count(0) == 0  # one writer at a time is all that is promised
+            assert count(0) == 0  # the tier promises this for one writer at a time only
             assert _content(objects, "counter") == b"1"
             return
         outcomes = _together(count)
@@ -440,7 +440,7 @@ class ObjectTierTests:
 
     def test_a_listing_shows_everything_acknowledged_before(self, objects: ObjectTier) -> None:
         for number in range(20):
-            list(objects.list("run/"))  # so that whoever remembers listings has one to be wrong with
+            list(objects.list("run/"))  # so that a tier that caches listings has an old one
             objects.put(f"run/{number}", [b"something"])
             if objects.capabilities.list_after_write:
                 assert len(list(objects.list("run/"))) == number + 1
@@ -535,7 +535,7 @@ class ObjectTierTests:
             finally:
                 over.set()
             mixed = sum(reader.result() for reader in readers)
-        # A single-writer tier reads its ranges one by one, and pins them with one look beforehand.
+        # A single-writer tier reads its ranges one by one. It checks the version only once, before the first range.
         assert not mixed or objects.capabilities.single_writer
         assert _content(objects, "a") == b"m" * size
 
@@ -560,13 +560,13 @@ def _content(objects: ObjectTier, key: str) -> bytes:
 
 
 def _identity(listed: Listed) -> tuple[str, int, Version]:
-    """The fields that head and listings agree on; one of them may round the time to the second."""
+    """Return the fields that head and listings agree on. Either of the two may round the time to the second."""
     assert isinstance(listed, ObjectInfo)
     return listed.key, listed.size, listed.version
 
 
 def _together(action: Callable[[int], Answer]) -> list[Answer | TierfsError]:
-    """The outcomes of many threads that began at once."""
+    """Call ``action`` on many threads at once, and return the outcomes."""
     start = threading.Barrier(RACERS, timeout=60)
 
     def race(racer: int) -> Answer | TierfsError:

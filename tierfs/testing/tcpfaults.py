@@ -14,41 +14,43 @@ __all__ = ["DUPLICATE_BYTES_MAX", "Aim", "PlannedTcpFault", "Side", "TcpFault"]
 Side = Literal["request", "response"]
 Aim = Callable[[str, str], bool]
 
-DUPLICATE_BYTES_MAX = 64 << 20  # a request is kept in memory until it is sent again
+DUPLICATE_BYTES_MAX = 64 << 20  # the proxy keeps a request in memory until it sends the copy
 
 
 class TcpFault(enum.Enum):
-    """The kinds of faults. All but `DUPLICATED` strike at one byte of a request or response."""
+    """The kinds of faults. Each but `DUPLICATED` strikes at one byte of a request or response."""
 
     RESET = "reset"
-    """The bytes before it are passed on (a slow reader may not get all); then both sides see a reset."""
+    """The bytes before that byte are passed on, but a slow reader may miss some. Then both sides see a reset."""
     BLACK_HOLE = "black-hole"
-    """From the byte on nothing passes in either direction, and the connection stays open until the client closes it."""
+    """From that byte on, nothing passes in either direction. The connection stays open until the client closes it."""
     TRUNCATED = "truncated"
-    """The response ends before the byte, as if that were all. Only responses."""
+    """The response ends before that byte, as if it were complete. Only for responses."""
     BIT_FLIP = "bit-flip"
-    """One bit of the byte is another."""
+    """One bit of that byte is flipped."""
     DUPLICATED = "duplicated"
-    """Once the server answers, it is sent the whole request again over a connection of its own. The first answer comes
-    back when the second has been read and thrown away. Not for TLS, nor for requests above 64 MiB."""
+    """When the server answers, the proxy sends it the whole request again over another connection. The client gets the
+    first answer after the proxy has read and dropped the second. Not for TLS that the proxy does not end, nor for
+    requests over 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTcpFault:
-    """One fault, and the request that it is to strike.
+    """One fault, and the request that it strikes.
 
-    A connection without HTTP counts as one request, with empty method and path, that is all body.
+    A connection without HTTP counts as one request with an empty method, an empty path and no head.
 
     Attributes:
         fault: The kind.
-        side: Whether it strikes the request or the response on its way.
-        at: At which byte, counted from 0. 0 of a response means that the server has carried the request out and the
-            client learns nothing of it. ``None``: drawn by the seed, from the whole message where its head tells its
-            length, else from what came with the first piece.
-        body_only: Count from the first byte after the head, and leave heads alone. The framing of a chunked body is
-            body.
-        after: How many requests that it might strike it lets pass first.
-        aim: By method and path: only requests for which this is true. Called on the proxy's own thread; must not block.
+        side: Strike the request or the response.
+        at: Strike at this byte, counted from 0. Byte 0 of a response means that the server has carried out the request
+            and the client does not learn of it. None: the seed draws the byte from the whole message if its head gives
+            the length, else from the first piece that arrives.
+        body_only: Count from the first byte after the head, and never strike a head. The framing of a chunked body is
+            part of the body.
+        after: Number of matching requests that pass before the fault strikes.
+        aim: Called with method and path; strike only requests for which it returns true. It runs on the proxy's
+            thread, so it must not block.
     """
 
     fault: TcpFault
@@ -59,7 +61,11 @@ class PlannedTcpFault:
     aim: Aim | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a fault that could never strike."""
+        """Refuse a fault that can never strike.
+
+        Raises:
+            InvalidInputError: ``side`` or ``at`` is invalid, or the fault cannot strike that side.
+        """
         if self.side not in ("request", "response"):
             raise InvalidInputError(f"no such side: {self.side!r}")
         if self.fault is TcpFault.TRUNCATED and self.side != "response":
@@ -68,13 +74,13 @@ class PlannedTcpFault:
             raise InvalidInputError(f"no such byte: {self.at}")
 
     def matches(self, method: str, path: str, head_bytes: int, total_bytes: int | None) -> bool:
-        """Whether it might strike this request. Facts that are not known yet, the response's length above all, may prevent it.
+        """Whether the fault might strike this request. It may miss anyway, for example if the response is too short.
 
         Args:
             method: Empty without HTTP.
-            path: As the client sent it, query included. Empty without HTTP.
-            head_bytes: Of the request's head, blank line included.
-            total_bytes: Of the whole request; ``None`` when its head does not tell.
+            path: As the client sent it, with the query. Empty without HTTP.
+            head_bytes: Length of the request's head, with the blank line.
+            total_bytes: Length of the whole request; None if its head does not give it.
         """
         if self.aim is not None and not self.aim(method, path):
             return False

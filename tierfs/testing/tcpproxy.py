@@ -1,10 +1,10 @@
-"""A TCP proxy that injures the connections between a client and an HTTP server, as it is told.
+"""A TCP proxy that damages the connections between a client and an HTTP server on demand.
 
-It passes bytes on as they are. It reads just enough of HTTP/1.1 to know where each request begins and ends and where a
-body starts, so that a fault strikes a request of a connection that lives on in a pool. It can end the clients' TLS for a server
-that has none; other TLS is passed on unread.
+It passes bytes on unchanged. It reads just enough of HTTP/1.1 to know where each request begins and ends and where a
+body begins. So a fault can strike a single request of a pooled connection. The proxy can end the clients' TLS for a
+server without TLS. It passes all other TLS on unread.
 
-The wire is real, so time is, too: there is no clock to hand over.
+The proxy works on real sockets in real time, so it takes no clock.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ from tierfs.testing.tcpfaults import DUPLICATE_BYTES_MAX, Aim, PlannedTcpFault, 
 
 __all__ = ["TcpFaultProxy"]
 
-_CONNECTIONS_MAX = 256  # beyond it they wait in the backlog, of the same length
+_CONNECTIONS_MAX = 256  # more connections wait in the backlog, which has the same length
 _SERVER_TIMEOUT_S = 10.0  # to connect, and to answer a duplicate
 _STOP_TIMEOUT_S = 30.0
-_TICK_S = 0.02  # how often a limited bandwidth lets something pass
+_TICK_S = 0.02  # interval between two writes at a limited bandwidth
 
 
 class TcpFaultProxy:
-    """Listens on 127.0.0.1 from its making until `close`, and hands every connection on, with the faults it is told.
+    """Listens on 127.0.0.1 until `close`, and passes every connection on, with faults.
 
-    Each request is struck by at most one fault: the first planned one that is due, else, with ``probability``, one of
-    ``random``. A planned fault is spent on the request that it was chosen for, even where the response turns out too
-    short to be struck: `fired` holds what has really happened. Clients that send a request before they have the last
-    one's response (pipelining) are passed on too, but what strikes which response is then undefined.
+    At most one fault strikes a request: the first planned fault that is due. If none is due, one of ``random`` strikes
+    with ``probability``. The request that a planned fault was chosen for uses it up, even if the response is too short
+    to strike. `fired` holds the faults that really struck. The proxy also passes on pipelined requests, which a client
+    sends before it has the previous response. It is then undefined which response a fault strikes.
 
-    One thread serves at most 256 connections. Where the server cannot be reached, the client's connection is reset.
+    One thread serves at most 256 connections. If the proxy cannot reach the server, it resets the client's connection.
 
     Args:
-        target_host: Where the server is.
-        target_port: Its port.
-        plan: Faults to begin with; each strikes once.
-        random: Faults to draw from, again and again; their ``after`` is not used.
-        probability: That such a fault strikes, per request.
-        seed: Decides whether and which random faults strike which request, counted in the order of arrival, and bytes
-            and bits that are not given. Required with ``random``; shown by ``repr``.
-        tls: With which clients are answered, who speak TLS then, as the server does not; ``None`` for none of its own.
+        target_host: The server's host.
+        target_port: The server's port.
+        plan: The first faults. Each strikes once.
+        random: Faults to draw from, any number of times. Their ``after`` is ignored.
+        probability: Probability per request that a random fault strikes.
+        seed: Decides which random faults strike which requests, counted in the order of arrival. Also decides bytes and
+            bits that a fault leaves open. Required with ``random``. ``repr`` shows it.
+        tls: Ends the clients' TLS with this server-side context; the server gets plain TCP. None: no TLS of its own.
 
     Attributes:
-        port: Where it listens; the same for as long as it lives.
-        latency_s: Seconds by which the first byte of each request and of each response is late; what follows comes on
-            its heels. May be changed at any time, as the next two.
-        bandwidth: Bytes per second, for each connection and direction; ``None`` for no limit.
-        probability: As above; 0 ends the random faults.
-        fired: The faults that struck: fault, the request's method and path, and where or with which outcome.
+        port: The port that the proxy listens on. It never changes.
+        latency_s: Seconds of delay before the first byte of each request and each response. Later bytes follow at once.
+            This and the next two attributes may be changed at any time.
+        bandwidth: Bytes per second for each connection and direction; None for no limit.
+        probability: As above. 0 stops the random faults.
+        fired: The faults that struck: fault, the request's method and path, and the place or outcome.
 
     Raises:
-        InvalidInputError: ``random`` without a seed.
+        InvalidInputError: ``random`` is given without a seed.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class TcpFaultProxy:
         self._requests = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
-        # Bound but deaf: it keeps the port ours while connections are refused, when a client's own end might get it.
+        # Bound but not listening. It reserves the port while connections are refused: otherwise the kernel could assign
+        # the port to a client's socket.
         self._held = _bound(0)
         self.port: int = self._held.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -126,11 +127,12 @@ class TcpFaultProxy:
         self.close()
 
     def close(self) -> None:
-        """Drop every connection and stop listening. Afterwards no thread and no descriptor is left."""
+        """Drop every connection and stop listening. Afterwards, no thread and no descriptor of the proxy is left."""
+
         if self._loop.is_closed():
             return
         self._run(self._hang_up())
-        self._run(self._loop.shutdown_default_executor())  # has a thread where it looked the server's name up
+        self._run(self._loop.shutdown_default_executor())  # it has a thread if a lookup of the server's name needed one
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_TIMEOUT_S)
         self._loop.close()
@@ -138,7 +140,7 @@ class TcpFaultProxy:
 
     @property
     def refuse(self) -> bool:
-        """Whether connections are refused. Setting it drops those that there are; unset, the port is the same."""
+        """Whether connections are refused. Set it to True to drop the open ones too. The port never changes."""
         return self._listener is None
 
     @refuse.setter
@@ -160,12 +162,12 @@ class TcpFaultProxy:
         self._armed.add(PlannedTcpFault(fault, side, at, body_only, after, aim))
 
     def clear(self) -> None:
-        """Forget the planned faults that have not struck yet. The random ones go on: see ``probability``."""
+        """Forget the planned faults that have not struck yet. Random faults go on: see ``probability``."""
         self._armed.clear()
 
     @property
     def pending(self) -> int:
-        """How many planned faults have not been chosen for a request yet."""
+        """Number of planned faults that have not been chosen for a request yet."""
         return len(self._armed)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
@@ -178,13 +180,13 @@ class TcpFaultProxy:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        # Not asyncio's own `sock_accept`: cancelled at the wrong moment, it loses what it has accepted.
+        # Not asyncio's `sock_accept`: if it is cancelled at the wrong moment, it loses an accepted connection.
         if self._listener is None:
             return
         try:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
-            return  # the client has gone
+            return  # the client has closed the connection
         task = self._loop.create_task(_ProxiedConnection(self).serve(accepted))
         self._connections.add(task)
         task.add_done_callback(functools.partial(self._forget, accepted))
@@ -192,7 +194,7 @@ class TcpFaultProxy:
             self._loop.remove_reader(self._listener)
 
     def _forget(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
-        accepted.close()  # one that was cancelled before it began had nobody to do so
+        accepted.close()  # a task that was cancelled before it began has not closed it
         self._connections.discard(task)
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
@@ -203,16 +205,17 @@ class TcpFaultProxy:
             self._listener.close()
             self._listener = None
         while self._connections:
-            # More than once: before Python 3.12, `asyncio.wait_for` may lose the one that comes as its work is done.
+            # Cancel repeatedly: before Python 3.12, `asyncio.wait_for` may lose a cancellation that arrives when its
+            # awaitable finishes.
             for task in self._connections:
                 task.cancel()
             await asyncio.wait(self._connections, timeout=0.1)
 
     def _begin(self, method: str, path: str, request: _Message) -> _Exchange:
-        """Choose what strikes this request. Every planned fault that might strike it has seen it pass."""
+        """Choose the fault that strikes this request. All other planned faults that might strike it count it."""
         about = (method, path, request.head_bytes, request.total_bytes)
         self._requests += 1
-        # Its own generator: what it draws does not depend on what other connections draw meanwhile.
+        # Each request has its own generator, so its draws do not depend on the draws of other connections.
         random = Random(f"{self.seed}/{self._requests}")
         planned = self._armed.take(lambda fault: fault.matches(*about))
         if planned is None and random.random() < self.probability:
@@ -223,7 +226,7 @@ class TcpFaultProxy:
 
 @dataclass(slots=True)
 class _Message:
-    """One request or response, as far as it has been passed on."""
+    """One request or response, and the number of its bytes that were passed on."""
 
     head_bytes: int = 0
     total_bytes: int | None = None
@@ -231,7 +234,7 @@ class _Message:
     strike_at: int | None = None
 
     def find(self, planned: PlannedTcpFault, piece_bytes: int, random: Random) -> int | None:
-        """Where in the piece that comes next the fault strikes; ``None`` if not in this one."""
+        """Return the index in the next piece at which the fault strikes; None if it does not strike there."""
         if self.strike_at is None:
             first = self.head_bytes if planned.body_only else 0
             end = self.passed_bytes + piece_bytes if self.total_bytes is None else self.total_bytes
@@ -252,15 +255,15 @@ def _message(head: bytes, body_bytes: int) -> _Message:
 
 @dataclass(slots=True)
 class _Exchange:
-    """A request, its response, and what strikes them."""
+    """A request, its response, and the fault that strikes one of them."""
 
     method: str = ""
     path: str = ""
     request: _Message = field(default_factory=_Message)
     planned: PlannedTcpFault | None = None
     random: Random = field(default_factory=Random)
-    copy: bytearray = field(default_factory=bytearray)  # of the request, where it is to be duplicated
-    whole: bool = False  # the request has been passed on to its end
+    copy: bytearray = field(default_factory=bytearray)  # of the request, if it is going to be duplicated
+    whole: bool = False  # whether the whole request has been passed on
 
     def plans(self, fault: TcpFault) -> bool:
         return self.planned is not None and self.planned.fault is fault
@@ -275,19 +278,19 @@ class _ConnectionOverError(Exception):
 
 
 class _ProxiedConnection:
-    """One client's connection and the one to the server that belongs to it."""
+    """One client's connection and the matching connection to the server."""
 
     def __init__(self, proxy: TcpFaultProxy) -> None:
         self._proxy = proxy
         self._exchange = _Exchange()
 
     async def serve(self, accepted: socket.socket) -> None:
-        """Until it ends, by itself or by a fault. Closes what was accepted."""
+        """Serve until a side or a fault ends the connection. Close the accepted socket."""
         async with contextlib.AsyncExitStack() as open_ends:
             try:
                 reader, self._to_client = await _connected(accepted, self._proxy._tls)
             except OSError:
-                return  # a client that does not trust us, for one
+                return  # for example, the client does not trust the proxy's certificate
             self._from_client = MessageReader(reader)
             open_ends.push_async_callback(_hang_up, self._to_client)
             try:
@@ -296,7 +299,8 @@ class _ProxiedConnection:
                 _reset(self._to_client)
                 return
             open_ends.push_async_callback(_hang_up, self._to_server)
-            # `drain` waits until the kernel has it all, or TLS does, whose transport never wakes up at a limit of 0.
+            # `drain` waits until the kernel has all bytes; with TLS, until the TLS layer has them. A TLS transport with
+            # a limit of 0 never wakes `drain`, so its limit is 1.
             self._to_server.transport.set_write_buffer_limits(0)
             self._to_client.transport.set_write_buffer_limits(0 if self._proxy._tls is None else 1, 0)
             pumps = [asyncio.ensure_future(self._pass_requests()), asyncio.ensure_future(self._pass_responses())]
@@ -306,7 +310,7 @@ class _ProxiedConnection:
             except _ConnectionOverError as ended:
                 fault = ended.fault
             except OSError:
-                fault = TcpFault.RESET  # what one side did is passed on to the other
+                fault = TcpFault.RESET  # one side reset its connection: reset the other side too
             finally:
                 for pump in pumps:
                     pump.cancel()
@@ -323,7 +327,7 @@ class _ProxiedConnection:
         return MessageReader(reader), writer
 
     async def _pass_requests(self) -> None:
-        """Until the client has no more."""
+        """Pass requests on until the client sends no more."""
         source = self._from_client
         while head := await source.read():
             if head[:1].isupper():  # a method; TLS begins with 0x16
@@ -340,11 +344,11 @@ class _ProxiedConnection:
             self._exchange = self._proxy._begin(method, path, _message(head, body_bytes))
             await self._pass_request(head)
             await source.take(body_bytes, self._pass_request)
-            self._exchange.whole = True  # before the response can be here: nothing since the last byte has waited
+            self._exchange.whole = True  # before the response can arrive: no other task has run since the last byte
         self._to_server.write_eof()
 
     async def _pass_responses(self) -> None:
-        """Until the server has no more; a response is what comes from one request's beginning to the next one's."""
+        """Pass responses on until the server sends no more. A response lasts until the next request begins."""
         exchange, message = None, _Message()
         while piece := await self._from_server.read():
             if self._exchange is not exchange:
@@ -356,7 +360,7 @@ class _ProxiedConnection:
         raise _ConnectionOverError
 
     async def _begin_response(self, exchange: _Exchange) -> _Message:
-        """Pass on what is interim, and see what the head tells."""
+        """Pass on interim responses, read the head of the final one, and duplicate the request if that is planned."""
         source = self._from_server
         if not exchange.method:
             return _Message()
@@ -365,7 +369,7 @@ class _ProxiedConnection:
             await self._write(self._to_client, head)
         if exchange.plans(TcpFault.DUPLICATED) and exchange.whole:
             await self._duplicate(exchange)
-        source.put_back(head)  # its body's beginning shares its piece
+        source.put_back(head)  # so that the start of the body is in the same piece
         return _message(head, response_body_bytes(exchange.method, head)) if head.endswith(BLANK_LINE) else _Message()
 
     async def _pass_request(self, piece: bytes) -> None:
@@ -378,7 +382,7 @@ class _ProxiedConnection:
         await self._pass(exchange, "request", exchange.request, piece)
 
     async def _pass(self, exchange: _Exchange, side: Side, message: _Message, piece: bytes) -> None:
-        """Pass on what comes next of a message, with what strikes it there."""
+        """Pass on the next piece of a message, with the fault that strikes in it."""
         if not piece:
             return
         writer = self._to_server if side == "request" else self._to_client
@@ -412,7 +416,7 @@ class _ProxiedConnection:
             await writer.drain()
 
     async def _duplicate(self, exchange: _Exchange) -> None:
-        """Have the server carry the request out a second time."""
+        """Make the server carry out the request a second time."""
         try:
             source, writer = await self._connect()
         except (OSError, asyncio.TimeoutError):
@@ -431,7 +435,7 @@ class _ProxiedConnection:
 
 
 def _bound(port: int) -> socket.socket:
-    # With the protocol named, asyncio sets TCP_NODELAY on what is accepted; without, small answers take 40 ms.
+    # asyncio sets TCP_NODELAY on accepted sockets only if the protocol is named. Without it, small answers take 40 ms.
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -445,7 +449,7 @@ def _bound(port: int) -> socket.socket:
 async def _connected(
     accepted: socket.socket, tls: ssl.SSLContext | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that somebody made to us, as `asyncio.open_connection` has those that we make."""
+    """Return the streams of an accepted connection, as `asyncio.open_connection` does for an outgoing one."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
@@ -454,7 +458,7 @@ async def _connected(
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Have the end that is closed next seen as a reset, not as a regular end."""
+    """Make the next close of this connection send a reset instead of a regular end."""
     with contextlib.suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
@@ -470,7 +474,7 @@ async def _swallow(_: bytes) -> None:
 
 
 async def _answer(source: MessageReader, method: str) -> str:
-    """Read one response to its end; its status, or ``"none"``."""
+    """Read one response to its end, and return its status, or ``"none"``."""
     while INTERIM.match(head := await source.until(BLANK_LINE)):
         pass
     status = STATUS_LINE.match(head)
