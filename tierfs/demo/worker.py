@@ -4,7 +4,6 @@ Train a small GPT deterministically under FSDP2 on gloo, with a `tierfs.train.Ma
 Events go to stdout, one JSON object per line: ``start``, ``proof``, ``step``, ``save``, ``stopped`` and ``done`` from
 rank 0, ``mid-save`` from every rank. The process kills itself when its stdin is closed, so it never outlives its
 launcher.
-
 """
 
 from __future__ import annotations

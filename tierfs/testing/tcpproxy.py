@@ -128,7 +128,6 @@ class TcpFaultProxy:
 
     def close(self) -> None:
         """Drop every connection and stop listening. Afterwards, no thread and no descriptor of the proxy is left."""
-
         if self._loop.is_closed():
             return
         self._run(self._hang_up())

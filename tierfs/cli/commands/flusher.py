@@ -56,7 +56,6 @@ tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
 # Code that visits every possible descriptor is slow if the limit is over a million. 256 clients need no more than this.
-
 DESCRIPTORS_ENOUGH = 65_536
 _MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 _logger = logging.getLogger("tierfs.flush")

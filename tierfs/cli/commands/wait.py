@@ -55,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         waiting.start()
         while not waiting.ended.wait(LOOK_S):
             # Count only files that were pending at the start: the command does not wait for later writes.
-
             left = _pending(place, level)
             still = {name: size for name, size in pending.items() if name in left}
             _show(progress, total, still)

@@ -159,7 +159,6 @@ def transfer(source: ContentSource, target: ContentTarget, advance: Callable[[in
         target: Its previous content is replaced.
         advance: Called with the number of bytes of each piece after it is written; for a copy within a store, first
             with 0. An error that it raises ends the copy.
-
     """
     if isinstance(source, StoredSource) and isinstance(target, StoredTarget) and source.store is target.store:
         advance(0)
