@@ -112,7 +112,7 @@ class Command(Protocol):
 
 
 class CommandWithActions(Protocol):
-    """The interface of a command with sub-commands: each action has arguments of its own."""
+    """The interface of a command with actions. Each action has its own arguments."""
 
     HELP: str
     EXAMPLES: str
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("tierfs: stdout is closed: send it to /dev/null if it is not wanted", file=sys.stderr)
         return InvalidInputError.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Escape characters that the terminal cannot show. They are no reason to fail.
+        # Escape characters that the terminal cannot show, instead of failing.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with logging_to_stderr():

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 PLACE = "tierfs:: URL, URL of the object tier, or local path"
-"""Help text of an argument that `tierfs.cli.files.places.store_place` takes."""
+"""Help text of an argument that `tierfs.cli.files.places.store_place` resolves."""
 LEVELS = [level.label for level in Level if level]
 """Labels of all levels but ``none``."""
 

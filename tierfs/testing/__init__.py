@@ -1,4 +1,4 @@
-"""Tools to test backends and applications: a conformance suite to subclass, and object tiers and connections that fail.
+"""Test tools: a conformance suite to subclass, and object tiers and connections that fail on demand.
 
 Nothing in tierfs imports this package. Only the conformance suite needs pytest.
 """

@@ -107,7 +107,7 @@ METRICS: tuple[tuple[tuple[str, ...], tuple[Metric, ...]], ...] = (
     (("tier", "by", "method"), _REQUESTS),
     (("tier", "fallback"), (_FALLBACKS,)),
 )
-"""All metrics but the status's counters. Each group has these labels beside ``store``."""
+"""All metrics but the status's counters. Each group names its labels beside ``store``."""
 
 
 @dataclass(slots=True)

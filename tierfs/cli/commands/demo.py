@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         InvalidInputError: An option is invalid, or torch is not installed.
         AlreadyExistsError: The URL holds an earlier demo.
-        CorruptionError: The killed save appears complete, no complete checkpoint is left, or a run resumed elsewhere.
+        CorruptionError: The killed save appears complete, no complete checkpoint is left, or a run did not resume from
+            the newest one.
         TierfsError: A rank failed or timed out.
     """
     plan = _checked(arguments)

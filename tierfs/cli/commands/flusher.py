@@ -243,7 +243,10 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
 
 def _raise_limits() -> None:
-    """Raise the soft limits to the hard limits: a flusher serves the whole host, not only the job that started it."""
+    """Raise the soft limits to the hard limits, but that of open files to `DESCRIPTORS_ENOUGH` at most.
+
+    A flusher serves the whole host, not only the job that started it.
+    """
     for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, *_MEMORY_LIMITS):
         soft, hard = resource.getrlimit(which)
         is_open_files = which == resource.RLIMIT_NOFILE

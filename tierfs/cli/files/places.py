@@ -185,7 +185,7 @@ class LocalPlace:
         return "file" if os.path.exists(self.url) else None
 
     def taken(self) -> dict[str, Kind]:
-        """Return nothing: the operating system itself refuses to put a file where a directory is."""
+        """Return an empty dict: the operating system itself refuses to put a file where a directory is."""
         return {}
 
     def missing(self) -> NotFoundError:
@@ -296,7 +296,7 @@ def named_path(place: StorePlace, text: str) -> str:
 
 
 def find_store(text: str) -> StorePlace | None:
-    """Return `store_place` of an argument, or None if no store contains the path."""
+    """Return the result of `store_place`, or None if no store contains the path."""
     try:
         return store_place(text)
     except StoreNotFoundError:

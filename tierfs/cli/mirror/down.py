@@ -175,7 +175,7 @@ def materialize(place: StorePlace, root: str, progress: Progress, *, deletes: bo
     Args:
         place: The directory in the store.
         root: The local directory; created if missing.
-        progress: Counts the bytes of files that are up to date.
+        progress: Counts the bytes that are up to date.
         deletes: Whether to delete local entries that the store lacks.
 
     Raises:

@@ -153,12 +153,12 @@ def sync(place: StorePlace, root: str, progress: Progress, *, deletes: bool) -> 
     Args:
         place: The directory in the store; created if missing.
         root: The local directory.
-        progress: Counts the bytes of files that are up to date.
+        progress: Counts the bytes that are up to date.
         deletes: Whether to delete entries in the store that the local directory lacks.
 
     Raises:
-        InvalidInputError: A file and a directory have the same name, and ``deletes`` is not set; or a name is not valid
-            in a store.
+        InvalidInputError: A file and a directory have the same name, and ``deletes`` is not set. Or a local name is not
+            valid in a store.
         ReadOnlyError: A file to delete or replace was not written by tierfs.
         TierfsError, OSError: The run failed. Complete files stay, and the next run continues.
     """
