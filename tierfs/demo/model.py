@@ -1,8 +1,8 @@
 """The model of ``tierfs demo``: a small byte-level GPT whose size follows from a number of parameters.
 
 It stands in for the user's model and is deliberately plain: pre-norm blocks, learned positions and dropout. Dropout
-makes the state of torch's random generator matter on resume. Weights are not tied, because sharding would have to
-undo that.
+makes the state of torch's random generator matter on resume. Weights are not tied, because sharding would have to undo
+that.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Subclass it with a name that pytest collects and give it one fixture::
 
     class TestMyObjects(ObjectTierTests):
-        @pytest.fixture
-        def objects(self, tmp_path):
+        @pytest.fixture def objects(self, tmp_path):
             return MyObjects(tmp_path)
 
 If a tier's capabilities lack a promise, the tests check the rest of that promise. No test uses a key both for an object

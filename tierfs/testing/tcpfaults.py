@@ -49,8 +49,8 @@ class PlannedTcpFault:
         body_only: Count from the first byte after the head, and never strike a head. The framing of a chunked body is
             part of the body.
         after: Number of matching requests that pass before the fault strikes.
-        aim: Called with method and path; strike only requests for which it returns true. It runs on the proxy's
-            thread, so it must not block.
+        aim: Called with method and path; strike only requests for which it returns true. It runs on the proxy's thread,
+            so it must not block.
     """
 
     fault: TcpFault
