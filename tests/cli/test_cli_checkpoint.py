@@ -1,6 +1,7 @@
 """``checkpoint``: list, show, verify, compare, export and import, with the exit codes and messages of each."""
 
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -485,6 +486,25 @@ def test_an_interrupted_export_leaves_nothing(step_10, tmp_path, capsys, monkeyp
     for name in ("a", "a.pt", "a.safetensors"):
         assert main(["checkpoint", "export", step_10, f"{tmp_path}/{name}", "--skip-objects"]) == 130
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_directory_stays_where_its_replacement_fails(step_10, tmp_path, capsys, monkeypatch, failing):
+    words = ["export", step_10, f"{tmp_path}/out", "--skip-objects"]
+    told(capsys, *words)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    rename, calls = os.rename, itertools.count(1)
+
+    def refuse(source, target):
+        if str(source).startswith(str(tmp_path)) and next(calls) == failing:
+            raise OSError(errno.EIO, "Input/output error", str(source))
+        rename(source, target)
+
+    names = sorted(os.listdir(tmp_path))
+    monkeypatch.setattr(os, "rename", refuse)
+    told(capsys, *words, "--force", code=1)
+    assert sorted(os.listdir(tmp_path)) == names
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_a_dtype_and_an_object_are_refused_by_name(url, tmp_path, capsys):

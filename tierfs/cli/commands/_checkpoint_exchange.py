@@ -196,8 +196,7 @@ def _new_directory(path: str) -> Iterator[str]:
             yield temporary
         if os.path.isdir(target):
             _refuse_others_files(target)  # again: files may have appeared since the export began
-            _exchange(temporary, target)
-            shutil.rmtree(temporary)
+            _replace(target, temporary)
         else:
             os.rename(temporary, target)
     except BaseException:
@@ -205,13 +204,13 @@ def _new_directory(path: str) -> Iterator[str]:
         raise
 
 
-def _exchange(one: str, other: str) -> None:
-    """Swap the names of two directories. An error before the last rename leaves both names unchanged."""
-    aside = f"{one}-aside"
-    os.rename(other, aside)
+def _replace(directory: str, new: str) -> None:
+    """Give a directory's name to a new one, and remove the old one. If a rename fails, the old one keeps its name."""
+    aside = f"{new}-replaced"
+    os.rename(directory, aside)
     try:
-        os.rename(one, other)
+        os.rename(new, directory)
     except BaseException:
-        os.rename(aside, other)
+        os.rename(aside, directory)
         raise
-    os.rename(aside, one)
+    shutil.rmtree(aside)
