@@ -1,1 +1,1 @@
-"""The ram tier: segments of shared memory, and who may write where in them."""
+"""The ram tier: segments of shared memory and the rules for writing into them."""

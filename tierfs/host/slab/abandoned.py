@@ -1,7 +1,8 @@
-"""Folders of segments that no process uses: of other state directories of this user, or of one that is gone.
+"""Unused folders of segments: those of this user's other state directories, existing or removed.
 
-A folder says which state directory it belongs to, and is locked by those who use it. Memory stays taken after both are gone, so the
-next process of the user removes such folders. In doubt a folder stays, and `tierfs status` lists it.
+A folder records its state directory, and its users hold a lock on it. Its memory stays allocated after its
+users and its state directory are gone, so the next process of the user removes such a folder. A folder stays if
+it is not certain that its state directory was removed, and `tierfs status` lists it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class UnusedFolder(NamedTuple):
 
     Attributes:
         folder: Its path.
-        bytes: Memory that its files take.
-        state_directory: Whose it is; empty where it does not say.
+        bytes: Memory that its files occupy.
+        state_directory: The state directory that it belongs to; empty if unknown.
     """
 
     folder: str
@@ -42,19 +43,20 @@ class UnusedFolder(NamedTuple):
 
 
 def unused_folders(own: Path) -> list[UnusedFolder]:
-    """The folders of this user beside ``own`` that no process uses."""
+    """Return the folders of this user beside ``own`` that no process uses."""
     return [
         UnusedFolder(str(folder), _bytes_in(folder), str(said.get("directory", ""))) for folder, said in _unused(own)
     ]
 
 
 def remove_gone(own: Path) -> None:
-    """Remove the folders of this user beside ``own`` whose state directory was removed, with what was pending there."""
+    """Remove this user's unused folders beside ``own`` whose state directory was removed, with their pending data."""
     for folder, said in _unused(own):
         if _is_gone(said):
             size = _bytes_in(folder)
             with contextlib.suppress(OSError):
-                # The lock goes last: who waits for it sees that the file has no name any more.
+                # Remove the lock file last: a process that waits for the lock then finds that the file has no
+                # name.
                 for entry in sorted(entries_of(folder), key=lambda entry: entry.name == STATE_FILE):
                     os.unlink(entry.path)
                 folder.rmdir()
@@ -67,9 +69,9 @@ def remove_gone(own: Path) -> None:
 
 
 def drop_copies(own: Path) -> None:
-    """Remove segments that hold only copies, or nothing, from the folders of this user beside ``own`` that no process uses.
+    """Remove segments without dirty data from this user's unused folders beside ``own``.
 
-    What is dirty there stays, for whoever opens that state directory again.
+    Dirty segments stay for the next process that opens that state directory.
     """
     for folder, _ in _unused(own):
         with contextlib.suppress(OSError):
@@ -79,9 +81,9 @@ def drop_copies(own: Path) -> None:
 
 
 def _unused(own: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Each such folder, locked until the next one is asked for, and what it says of itself."""
+    """Yield each unused folder with its recorded description. It is locked until the next one is requested."""
     siblings: list[os.DirEntry[str]] = []
-    with contextlib.suppress(ReadOnlyError):  # where nobody may list what all share
+    with contextlib.suppress(ReadOnlyError):  # if this user may not list the shared directory
         siblings = entries_of(own.parent)
     user = os.geteuid()
     for sibling in siblings:
@@ -103,10 +105,11 @@ def _unused(own: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _is_gone(said: Mapping[str, Any]) -> bool:
-    """Whether the state directory that a folder names was certainly removed, and is not merely out of sight.
+    """Return whether the state directory that a folder names was certainly removed, and is not merely invisible.
 
-    What is not mounted, or lies in another container, is out of sight. So the nearest directory above it that is there has to be
-    the one that was there when the folder was made, on the filesystem that the state directory was on.
+    A state directory that is not mounted, or lies in another container, is invisible. So its nearest existing
+    parent must be the directory that was there when the folder was made, on the filesystem of the state
+    directory.
     """
     directory, above = said.get("directory"), said.get("above")
     if not isinstance(directory, str) or not isinstance(above, list) or said.get("host") != os.uname().nodename:
@@ -133,7 +136,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _is_worthless(entry: os.DirEntry[str]) -> bool:
-    """Whether a file in a folder that nobody uses holds only copies, or nothing."""
+    """Return whether a file in an unused folder holds no dirty data."""
     name = FileName.parse(entry.name)
     if name is None or name.suffix != "slab":
         return name is not None
@@ -142,7 +145,7 @@ def _is_worthless(entry: os.DirEntry[str]) -> bool:
     except OldSegmentError:
         return True
     except (TierfsError, OSError, MemoryError):
-        return False  # may be another version's, and dirty
+        return False  # it may be a dirty segment of another version
     try:
         return not segment.is_dirty()
     finally:

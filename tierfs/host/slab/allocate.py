@@ -1,7 +1,7 @@
-"""Memory for a file in shared memory: reserved as a whole, and mapped, so that the first copy into it is as fast as any.
+"""Allocate and map the memory of a file in shared memory, so that the first copy into it is as fast as later ones.
 
-In huge pages where the kernel has them: it clears one in a fraction of the time that its 512 small pages take, and who copies into it, or
-has the disk write it, looks up one address and not 512.
+Uses huge pages if the kernel has them. The kernel clears a huge page several times faster than 512 small ones.
+A copy into it, or a direct disk write from it, looks up one address instead of 512.
 """
 
 from __future__ import annotations
@@ -23,43 +23,45 @@ from tierfs.host.ground import PAGE_BYTES
 
 __all__ = ["allocate", "give_up", "map_shared", "populate"]
 
-# madvise(2), Linux 5.14: gets the pages that are missing and maps all, as fallocate and a touch of each would, in one pass.
+# madvise(2), Linux 5.14: allocates missing pages and maps all of them in one pass. It replaces fallocate and a
+# touch of each page.
 MADV_POPULATE_WRITE = 23
-# Linux 6.1: has one huge page take the place of small ones, whatever /sys/kernel/mm/transparent_hugepage says, which is for those who
-# touch memory and do not ask. What lies there stays.
+# Linux 6.1: replaces small pages by a huge page and keeps their content. It ignores the setting in
+# /sys/kernel/mm/transparent_hugepage, which applies to page faults.
 MADV_COLLAPSE = 25
-HUGE_BYTES = 2 << 20  # where small pages have 4 KiB; elsewhere it is refused, or covers more
-MAP_FIXED = 0x10  # mmap(2); Python has no name for it
+HUGE_BYTES = 2 << 20  # if small pages have 4 KiB; otherwise the kernel refuses it, or the range covers more
+MAP_FIXED = 0x10  # mmap(2); the mmap module lacks it
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
-# Both calls hold up whoever wants the process to stop, and fallocate is undone and begun anew when a signal comes in between,
-# so a profiler's timer must not outrun it. Also, what is being reserved can be discarded after each piece.
+# A signal to the process waits until madvise returns, and interrupts fallocate, which then starts over. With
+# pieces of this size a profiler's timer does not outrun fallocate. The reservation can also be stopped after
+# each piece.
 PIECE_BYTES = 4 << 20
 _logger = logging.getLogger("tierfs.local")
-# Zeroing pages is bound by memory: more threads than this gain nothing.
+# Zeroing pages is bound by memory bandwidth: more threads than this gain nothing.
 THREADS_MAX = 4
 
 
 def allocate(
     fd: int, size: int, path: str, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
 ) -> memoryview | None:
-    """Reserve the memory of a file as a whole, so that writing to it later cannot fail, and map it. Releases the GIL.
+    """Reserve all the memory of a file, so that later writes cannot fail, and map it. Releases the GIL.
 
     Args:
-        fd: The file, empty and of that size.
-        size: In bytes.
-        path: What errors call it.
-        threads: On how many; by default as many as help.
-        stopped: Asked now and then.
+        fd: The file, empty and of this size.
+        size: Size in bytes.
+        path: Name of the file in errors.
+        threads: Maximum number of threads; by default `THREADS_MAX`. Never more than processors.
+        stopped: Called after each piece of 4 MiB.
 
     Returns:
-        The file, shared and writable; None if ``stopped`` said so meanwhile.
+        The file, shared and writable; None if ``stopped`` returned True.
 
     Raises:
-        CapacityError: There is not so much memory.
+        CapacityError: There is not enough memory.
         StoreError: The kernel refused for another reason.
     """
     memory = map_shared(fd, size)
-    pieces = iter(range(0, size, PIECE_BYTES))  # every thread takes the next one
+    pieces = iter(range(0, size, PIECE_BYTES))  # shared by the threads
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -70,14 +72,15 @@ def allocate(
                 length = min(PIECE_BYTES, size - at)
                 _have_huge(memory, at, length)
                 if not populate(memory, at, length):
-                    # It does not say why; this does, and it is all that an older kernel has.
+                    # madvise does not say why it failed. posix_fallocate does, and is the only way on an older
+                    # kernel.
                     os.posix_fallocate(fd, at, length)
         except BaseException as error:  # noqa: BLE001 - raised when all threads have ended, an interrupt too
             failures.append(error)
 
     count = min(threads or THREADS_MAX, len(os.sched_getaffinity(0)), -(-size // PIECE_BYTES))
     helpers = [threading.Thread(target=work, name="tierfs-allocate", daemon=True) for _ in range(count - 1)]
-    with contextlib.suppress(RuntimeError):  # at the end of the interpreter there are no new threads
+    with contextlib.suppress(RuntimeError):  # no new thread starts while the interpreter shuts down
         for helper in helpers:
             helper.start()
     work()
@@ -93,24 +96,24 @@ def allocate(
 
 
 def _have_huge(memory: memoryview, at: int, length: int) -> None:
-    """Get huge pages for as much of a part of a mapping as whole ones fit into, if there are any. Does not hold the GIL."""
+    """Back the whole huge pages of a range with huge pages, as far as there are any. Releases the GIL."""
     whole = length // HUGE_BYTES * HUGE_BYTES
-    # Of an empty file nothing is made huge, only of what has one page at least.
+    # The kernel collapses only ranges with at least one page in them.
     has_pages = all(populate(memory, begin, PAGE_BYTES) for begin in range(at, at + whole, HUGE_BYTES))
     if whole and has_pages and (number := _collapse(_address(memory) + at, whole)):
         _say_small(number)
 
 
 def _collapse(begin: int, length: int) -> int:
-    """The number of the error."""
+    """Return the errno; 0 for success."""
     return ctypes.get_errno() if _libc.madvise(begin, length, MADV_COLLAPSE) else 0
 
 
 def populate(memory: memoryview, at: int, length: int) -> bool:
-    """Get and map the pages of a part of a mapping, on page boundaries. Does not hold the GIL.
+    """Allocate and map the pages of a range on page boundaries. Releases the GIL.
 
     Returns:
-        False where the kernel has no memory for it, or cannot do this.
+        False if the kernel has no memory for it, or does not support this.
     """
     if _libc.madvise(_address(memory) + at, length, MADV_POPULATE_WRITE) == 0:
         return True
@@ -133,9 +136,9 @@ def _say_small(number: int) -> None:
 
 
 def map_shared(fd: int, length: int, *, writable: bool = True) -> memoryview:
-    """Map the beginning of a segment, shared, where huge pages may begin. Unmapped when nobody refers to it any more.
+    """Map the beginning of a segment, shared, at a huge-page boundary. Unmapped when the last reference is gone.
 
-    The mapping keeps no descriptor, as one that Python makes of ``fd`` would.
+    The mapping keeps no descriptor, unlike one that Python makes of ``fd``.
 
     Raises:
         StoreError: The kernel refused, or the file is shorter.
@@ -144,7 +147,8 @@ def map_shared(fd: int, length: int, *, writable: bool = True) -> memoryview:
     try:
         if os.fstat(fd).st_size < length:
             raise OSError(errno.EINVAL, "its file is shorter")
-        # A mapping of nothing, which Python unmaps in the end, and the file in its place: mmap(2), MAP_FIXED.
+        # Map anonymous memory, which Python unmaps in the end, then map the file in its place: mmap(2),
+        # MAP_FIXED.
         room = mmap.mmap(
             -1, length + (HUGE_BYTES if length >= HUGE_BYTES else 0), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot
         )
@@ -164,10 +168,10 @@ def _address(memory: memoryview | mmap.mmap) -> int:
 
 
 def give_up(fd: int, begin: int, end: int) -> None:
-    """Give the memory of a part of a file back, in whole pages. It reads as zeros, and writing to it takes memory anew.
+    """Release the memory of a range of a file, in whole pages. It then reads as zeros; a write allocates memory again.
 
     Raises:
-        StoreError: The filesystem does not do that.
+        StoreError: The filesystem does not support this.
     """
     if _libc.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, begin, end - begin):
         number = ctypes.get_errno()

@@ -1,8 +1,9 @@
-"""What the host's processes have of the ram budget, as the files in its folders of segments say.
+"""The host's ram budget, and how much of it the files in the host's folders of segments take.
 
-Every segment, of whatever process and store, is there with its size from before it has memory: so the sum of the sizes, less
-what was given back of them, is what is taken, and who looks and makes a file under the host's lock cannot take more than
-there is. A process that waits for room marks the segments of those who have more than their share, so that they give these back.
+The file of a segment exists with its full size before it has memory, whatever process and store it belongs to.
+So the taken budget is the sum of the sizes, less the memory that was released. A process that sums and creates
+a file under the host's lock cannot exceed the budget. A process that waits for room claims segments of the
+processes that have more than their share, and their owners release these.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentErro
 __all__ = ["LOCK", "RamBudget", "SegmentFile"]
 
 LOCK = "ram"
-"""What the host's lock on the folders goes by."""
+"""Name of the host's lock on the folders."""
 
-# Of the disk that the state directory is on, segments leave the smaller of these free: one part in so many, and so many bytes.
+# Segments leave the smaller of these free on the disk of the state directory: a sixteenth, or 1 GiB.
 DISK_SPARED = 16
 DISK_SPARED_BYTES_MAX = 1 << 30
 
-# A process that took and sealed nothing for so long has no use for its share while others wait.
+# A process that allocated and sealed nothing for this long has no share while others wait.
 IDLE_S = 2.0
 _logger = logging.getLogger("tierfs.local")
 
@@ -39,10 +40,10 @@ class SegmentFile(NamedTuple):
     """A file that counts against the budget.
 
     Attributes:
-        name: What its name says.
-        path: Where it is.
-        size: Bytes that are taken, table included, or will be.
-        missing: How many of them have no memory yet.
+        name: Its parsed name.
+        path: Its path.
+        size: Bytes that it takes of the budget, table included.
+        missing: Bytes that have no memory yet; 0 unless the memory is being reserved.
     """
 
     name: FileName
@@ -52,14 +53,14 @@ class SegmentFile(NamedTuple):
 
 
 class RamBudget:
-    """The host's folders of segments. Safe for use by many threads.
+    """The host's folders of segments. Thread-safe.
 
     Args:
-        host: Whose.
+        host: The host.
 
     Attributes:
-        directory: The first of them, in shared memory where there is one.
-        folders: All, in the order in which they are tried.
+        directory: The first folder; in shared memory if possible.
+        folders: All folders, in the order in which they are tried.
     """
 
     def __init__(self, host: Host) -> None:
@@ -72,7 +73,7 @@ class RamBudget:
         return f"RamBudget({str(self.directory)!r})"
 
     def files(self) -> list[SegmentFile]:
-        """All that count, in the order of their names."""
+        """Return all files that count, sorted by name."""
         found = []
         for name, entry in self._entries():
             with contextlib.suppress(FileNotFoundError):
@@ -83,32 +84,32 @@ class RamBudget:
         return found
 
     def paths(self) -> list[tuple[FileName, Path]]:
-        """The names of all that count, and where they are."""
+        """Return the names and paths of all files that count, sorted by name."""
         return [(name, Path(entry.path)) for name, entry in self._entries()]
 
     def stamps(self) -> list[int]:
-        """When each folder was changed last, in nanoseconds; 0 of one that is not there."""
+        """Return when each folder last changed, in nanoseconds; 0 for a missing folder."""
         return [_changed_ns(folder) for folder in self.folders]
 
     def free_bytes(self, folder: Path, files: Iterable[SegmentFile]) -> int:
-        """What the filesystem of one of the folders has for segments, less what was promised to others."""
+        """Return the bytes that a folder's filesystem has left for segments, less the memory that is being reserved."""
         status = os.statvfs(folder)
         free = status.f_bavail * status.f_frsize - sum(file.missing for file in files if file.path.parent == folder)
         if folder != self._host.fallback:
             return free
-        # The disk of the state directory has other uses, the nvme tier's index for one.
+        # The state directory's disk has other uses, such as the index of the nvme tier.
         return free - min(status.f_blocks * status.f_frsize // DISK_SPARED, DISK_SPARED_BYTES_MAX)
 
     def sweep(self) -> None:
-        """Remove what the dead left that nobody can use. Under the host's lock."""
+        """Remove the unfinished files of dead processes. Call it under the host's lock."""
         for file in self.files():
             if file.name.suffix == "slab.new" and not self._host.is_alive(file.name.owner):
                 file.path.unlink(missing_ok=True)
 
     def orphans(self) -> list[Segment]:
-        """The segments, of any store, whose owner is dead and in which nothing is dirty. Under the host's lock.
+        """Return the segments, of any store, whose owner is dead and that hold no dirty data.
 
-        Of those in which something is, the rest is given back.
+        Shed the other segments of dead owners. Call it under the host's lock.
         """
         found = []
         for segment in self._segments():
@@ -122,10 +123,10 @@ class RamBudget:
         return found
 
     def claim(self, budget_bytes: int, now_s: float) -> None:
-        """Have the other live processes give back what they have beyond their share of so many bytes. Under the host's lock.
+        """Claim the segments of other live processes that exceed their equal share of ``budget_bytes``.
 
-        Their owners put nothing more into those segments, and remove them once nothing in them is needed. A process that
-        took and sealed nothing for some seconds has no share.
+        The owners put nothing more into claimed segments, and remove each once nothing in it is needed. A
+        process that allocated and sealed nothing for `IDLE_S` has no share. Call it under the host's lock.
         """
         others: dict[str, list[Segment]] = {}
         for segment in self._segments():
@@ -134,7 +135,7 @@ class RamBudget:
         for segments in others.values():
             is_idle = all(segment.is_idle(now_s - IDLE_S) for segment in segments)
             share = 0 if is_idle else budget_bytes // (len(others) + 1)
-            # What can still be written into comes first.
+            # The segments that their owner can still write into count first, so that it keeps these.
             segments.sort(key=lambda segment: (segment.retired, segment.memory_bytes))
             for segment, bytes_ in zip(
                 segments, itertools.accumulate(one.memory_bytes for one in segments), strict=True
@@ -143,9 +144,9 @@ class RamBudget:
                     segment.claim()
 
     def _segments(self) -> Iterator[Segment]:
-        """All that can be opened, of any store. Under the host's lock.
+        """Yield all segments that can be opened, of any store. The caller holds the host's lock.
 
-        Those that an earlier run of the kernel left are removed: memory does not outlive that, though a file may.
+        Segments of earlier boots are removed: their memory is lost, even if a file on a disk is not.
         """
         for file in self.files():
             if file.name.suffix != "slab":
@@ -156,7 +157,8 @@ class RamBudget:
                 if not self._host.is_alive(file.name.owner):
                     file.path.unlink(missing_ok=True)
             except (TierfsError, OSError, MemoryError) as error:
-                # What cannot be read may be another version's, and dirty: it stays, and is in the way.
+                # An unreadable segment may be a dirty one of another version: it stays, and counts against the
+                # budget.
                 _logger.debug("%s is left alone: %s", file.path, error)
 
     def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:

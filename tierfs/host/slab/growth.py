@@ -1,4 +1,4 @@
-"""How large the next segment of a process is. Pure."""
+"""The size of a process's next segment. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from tierfs.host.slab.table.table import Layout
 
 __all__ = ["CHUNKS_BUDGET_BYTES", "FIRST_DATA_BYTES", "TRANSIT_BYTES", "largest", "next_layout", "wished_layout"]
 
-# A store that holds a few small files takes this much shared memory.
+# A store with a few small files takes this much shared memory.
 FIRST_DATA_BYTES = 2 << 20
 
-# Whole chunks, of which nobody knows how many follow, begin with so much, because each segment has its descriptors.
+# The first segment for whole chunks, if their number is unknown. Not smaller, because each segment needs
+# descriptors.
 CHUNKS_DATA_BYTES = 64 << 20
 
-# Not worth a file of its own, unless somebody asks for just that much. A segment that whole chunks fill has so much more, for what
-# comes with them: a shard file's header would need another segment.
+# A smaller segment is made only if a caller needs exactly that much. A segment for whole chunks is larger by
+# this for small slots: otherwise a shard file's header would need another segment.
 SMALL_BYTES = 1 << 20
 
-# The least budget for files of any length: for a chunk, and something small.
+# The least budget for files of any length: a chunk and something small.
 CHUNKS_BUDGET_BYTES = Layout.for_data(CHUNK_BYTES + SMALL_BYTES).size
 
-# The budget of a process that hands chunks on while the ram tier is off: nothing stays there.
+# The budget of a process that only passes chunks to the flusher, because the ram tier is off.
 TRANSIT_BYTES = 128 << 20
 
 
 def wished_layout(length: int, *, held: int, data_bytes_max: int, known: int = 0) -> Layout:
-    """The next segment where the budget allows it: as much as the process has already, so that its memory doubles.
+    """Return the next segment's layout if the budget allows it: as much data as ``held``, so that memory doubles.
 
     Args:
-        length: Of the slot that it must hold at least.
+        length: Bytes of the slot that must fit.
         held: Data bytes of the process's segments.
-        data_bytes_max: The most data that a segment holds, beside the mebibyte for what is small.
-        known: What is wanted now, where it is known that there is more than that slot: then no more than that is made, or an eighth
-            of what the process has. Without that eighth, memory that grows little by little would come in very many segments.
+        data_bytes_max: The most data in a segment, apart from 1 MiB for small slots.
+        known: Bytes wanted now in all, if that is known to be more than the one slot. Then the segment holds no
+            more than that, or an eighth of ``held`` if that is larger. Without the eighth, memory that grows in
+            small steps would need very many segments.
     """
     wanted = max(length, known)
     if wanted >= CHUNK_BYTES:
@@ -43,16 +45,18 @@ def wished_layout(length: int, *, held: int, data_bytes_max: int, known: int = 0
 
 
 def next_layout(length: int, *, wish: Layout, room: int, data_bytes_max: int) -> Layout | None:
-    """The next segment: as wished, but at most half of what is left, so that other processes find room, too.
+    """Return the next segment's layout: the wish, but at most half of the remaining budget.
+
+    The other half is for other processes. A small segment may take more.
 
     Args:
-        length: Of the slot that it must hold at least.
-        wish: See `wished_layout`.
-        room: What is left of the budget, in bytes.
+        length: Bytes of the slot that must fit.
+        wish: The result of `wished_layout`.
+        room: Remaining budget, in bytes.
         data_bytes_max: See `wished_layout`.
 
     Returns:
-        None if there is not room enough.
+        None if there is not enough room.
     """
     least = Layout.for_data(max(length, 1))
     small = Layout.for_data(min(SMALL_BYTES, data_bytes_max))
@@ -66,11 +70,11 @@ def next_layout(length: int, *, wish: Layout, room: int, data_bytes_max: int) ->
 
 
 def _roomy(data_bytes: int) -> Layout:
-    """For whole chunks and something small, if there is a chunk in it: nothing longer is left over behind the last."""
+    """Return a layout for the whole chunks in this length and 1 MiB for small slots: no larger rest stays unused."""
     chunks = data_bytes // CHUNK_BYTES * CHUNK_BYTES
     return Layout.for_data(chunks + SMALL_BYTES if chunks else data_bytes)
 
 
 def largest(budget_bytes: int, data_bytes_max: int) -> int:
-    """The longest slot that any segment can hold."""
+    """Return the bytes of the longest slot that any segment can hold."""
     return max(min(Layout.for_size(budget_bytes).data_bytes, data_bytes_max), 0)

@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's, or what its control groups allow."""
+"""The memory that this process may use: that of the machine, or less if its control groups limit it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AVAILABLE = re.compile(r"^MemAvailable:\s*([0-9]+) kB$", re.MULTILINE)
 _INACTIVE = re.compile(r"^(?:total_)?inactive_file ([0-9]+)$", re.MULTILINE)
 
 
-# What is used, beside what is allowed: in version 2 of control groups, and in version 1.
+# The file of current usage for each file of a limit, in version 2 and in version 1 of control groups.
 _USAGE_FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
@@ -24,20 +24,20 @@ def memory_limit(
     membership: Path = Path("/proc/self/cgroup"),
     cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> int:
-    """Bytes of memory beyond which this process cannot count on any: the least of all limits on it.
+    """Return the memory that this process may use, in bytes: the smallest of all limits on it.
 
-    A control group is bounded by each one above it, so those count as well. In a container, the path that the kernel names
-    may not exist, since only the container's own groups are mounted: then those that do exist count.
+    The limits of all parent control groups apply as well. In a container, the path that the kernel names may
+    not exist, because only the container's own groups are mounted. Then the groups that exist count.
 
     Args:
         meminfo: The machine's memory, as in proc(5).
-        membership: The control groups that the process is in, as in cgroups(7).
-        cgroups: Where control groups are mounted, of version 2 or 1, or both.
+        membership: The control groups of the process, as in cgroups(7).
+        cgroups: Mount point of the control groups, of version 2 or 1, or both.
     """
     limits = [_total(meminfo)]
     for file in _limit_files(membership, cgroups):
         text = _read(file).strip()
-        if text.isdecimal():  # "max" is no limit
+        if text.isdecimal():  # "max" means no limit
             limits.append(int(text))
     return min(limits)
 
@@ -48,12 +48,9 @@ def memory_available(
     membership: Path = Path("/proc/self/cgroup"),
     cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> int:
-    """Bytes that can be taken now before somebody is killed for want of memory: the least of what all limits leave.
+    """Return the bytes that can be allocated before the kernel kills a process: the least that any limit leaves.
 
-    Args:
-        meminfo: See `memory_limit`.
-        membership: See there.
-        cgroups: See there.
+    The arguments are those of `memory_limit`.
     """
     match = _AVAILABLE.search(_read(meminfo))
     left = [int(match[1]) * 1024 if match else _total(meminfo)]
@@ -61,7 +58,7 @@ def memory_available(
         limit = _read(file).strip()
         used = _read(file.with_name(_USAGE_FILES[file.name])).strip()
         if limit.isdecimal() and used.isdecimal():
-            # Cached file pages that nobody looks at are dropped before anybody is killed.
+            # The kernel drops inactive file pages before it kills a process.
             cached = _INACTIVE.search(_read(file.with_name("memory.stat")))
             left.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
     return max(0, min(left))
@@ -82,14 +79,14 @@ def _limit_files(membership: Path, cgroups: Path) -> Iterator[Path]:
             roots, file = [cgroups / "memory"], "memory.limit_in_bytes"
         else:
             continue
-        # Seen from another namespace, a path may begin with "..": that is out of sight.
+        # Seen from another namespace, a path may begin with "..": those parent groups are not visible.
         path = PurePosixPath(*(part for part in name.split("/") if part not in {"", ".."}))
         for root in roots:
             yield from (root / at / file for at in (path, *path.parents))
 
 
 def _read(path: Path) -> str:
-    """What the file says; nothing if there is none, since each kernel and container has some of these only."""
+    """Return the text of a file; "" if it cannot be read. No kernel or container has all of these files."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""How a process comes by a segment of its own: it makes one, or takes over that of a process that is dead."""
+"""Create a segment for this process, or adopt the segment of a dead process."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ __all__ = ["adopt", "make_header", "make_in"]
 UUID_DIGITS = 32
 OWNER_DIGITS = 16
 
-# A fault maps the pages around it too, 64 KiB unless the host was told otherwise; but only those that were in use.
+# A page fault maps the neighbouring pages as well (64 KiB by default), but only those with memory.
 FAULT_AROUND_BYTES = 64 << 10
 TOUCH_BYTES = 64 << 20
 
 
 def make_header(layout: Layout, *, store: str, owner: str, number: int) -> SegmentHeader:
-    """The header of a new segment.
+    """Return the header of a new segment.
 
     Args:
-        layout: Where its parts will lie.
+        layout: Layout of the segment.
         store: The uuid of the store, with or without dashes.
         owner: The id of this process.
-        number: Which of its segments; not used before.
+        number: A number that no other segment of this process had.
 
     Raises:
-        InvalidInputError: It is too small to hold anything, or an id is none.
+        InvalidInputError: The segment has no room for data, or an id is invalid.
     """
     store = store.replace("-", "")
     if layout.data_bytes <= 0:
@@ -50,21 +50,21 @@ def make_header(layout: Layout, *, store: str, owner: str, number: int) -> Segme
 def make_in(
     reservation: Reservation, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
 ) -> Segment | None:
-    """Make a segment of a file that was reserved, which is to be finished after that.
+    """Make a segment of a reserved file. The caller then calls `Reservation.finish`.
 
-    Its memory is reserved as a whole, which takes a second or two per GiB.
+    All its memory is allocated now, which takes a second or two per GiB.
 
     Args:
         reservation: The file.
-        threads: On how many its memory is got; by default as many as help.
-        stopped: Asked now and then.
+        threads: Maximum number of threads that allocate memory; see `allocate`.
+        stopped: Called after each piece of memory.
 
     Returns:
-        None if ``stopped`` said so meanwhile; then, and when it fails, the file is gone.
+        None if ``stopped`` returned True. Then, and on an error, the file is removed.
 
     Raises:
-        CapacityError: There is not so much memory, or so much room in the folder.
-        StoreError: It cannot be made.
+        CapacityError: There is not enough memory, or not enough room in the folder.
+        StoreError: The segment cannot be made.
     """
     try:
         fd, header = reservation.fd, reservation.header
@@ -79,9 +79,9 @@ def make_in(
 
 
 def adopt(path: Path, owner: str) -> Segment:
-    """Become the owner of a segment whose owner is dead; the caller keeps others from doing so at the same time.
+    """Become the owner of a segment whose owner is dead. The caller keeps other processes from doing so concurrently.
 
-    What was being filled is freed; the rest stays as it is. Its memory is warm.
+    Slots that were being filled are freed; the others stay as they are. The memory is allocated already.
 
     Raises:
         CorruptionError: Its table contradicts itself. Otherwise as `Segment.attach`.
@@ -108,7 +108,7 @@ def _begin(fd: OwnedFd, header: SegmentHeader, path: Path, memory: memoryview) -
 
 
 def _map_pages(segment: Segment) -> None:
-    """Have the kernel map all pages, which are there already, so that the first copy is as fast as any; without the GIL."""
+    """Map all pages, which exist already, so that the first copy is as fast as later ones. Releases the GIL."""
     pages = np.ndarray((segment.size,), np.uint8, buffer=segment._map)
     for at in range(0, segment.size, TOUCH_BYTES):
         pages[at : at + TOUCH_BYTES : FAULT_AROUND_BYTES].max()

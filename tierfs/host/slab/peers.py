@@ -1,4 +1,4 @@
-"""The segments of other processes, as one process finds them in the host's folders."""
+"""The segments of other processes in the host's folders."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from tierfs.host.slab.segment_file import OldSegmentError
 
 __all__ = ["PeerSegments"]
 
-# The kernel stamps a folder with a clock that may stand still for some milliseconds: a change that follows
-# that soon upon another leaves no trace.
+# The kernel's clock for a folder's timestamp may stand still for some milliseconds: a second change within that
+# time does not move the timestamp.
 SETTLED_NS = 50_000_000
-# What the operating system has none left of, to this process or to all, until somebody gives some back.
+# Resources that the system lacks for now, for this process or for all, until a process releases some.
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _logger = logging.getLogger("tierfs.local")
 
 
 class PeerSegments:
-    """What others wrote. Safe for use by many threads.
+    """The segments of one store that other processes write. Thread-safe.
 
-    A segment that is gone is not closed, since a reader may be in it: it closes when nobody refers to it any more.
+    A segment whose file is gone is not closed, because a thread may be reading it. It closes when the last
+    reference is gone.
 
     Args:
         ram_budget: The host's folders.
-        store: Whose segments, 32 hex digits.
-        own: Says which segments are this process's own.
+        store: The uuid of the store, 32 hex digits.
+        own: Returns the segments of this process.
 
     Attributes:
-        unread: Names of those of its segments that could not be opened, for want of descriptors or memory: as of then, and at
-            each look it is tried again. Nobody knows what is in them.
-        why_unread: What came up with the last of these.
-        damaged: What is wrong with each file that has the name of one of its segments and is none, by name. What was in it is
-            lost as far as anybody can tell, but to a process that has it open.
+        unread: Names of segments that could not be opened at the last look, for lack of descriptors or memory.
+            Their content is unknown. Each look tries again.
+        why_unread: The error of the last of these.
+        damaged: The error for each file that is named like a segment of the store and is not one, by name. Its
+            content is lost, except to a process that has it open.
     """
 
     def __init__(self, ram_budget: RamBudget, store: str, own: Callable[[], Collection[Segment]]) -> None:
@@ -51,7 +52,7 @@ class PeerSegments:
         self._own = own
         self._lock = threading.Lock()
         self._files: dict[str, Segment] = {}
-        self._removed: dict[str, Segment] = {}  # by id: somebody removed their files while something in them was dirty
+        self._removed: dict[str, Segment] = {}  # by id: their files were removed while they held dirty data
         self._passed_over: dict[tuple[str, int], Exception] = {}
         self._seen_ns: list[int] = []
 
@@ -59,22 +60,21 @@ class PeerSegments:
         return f"PeerSegments({len(self._files)} segments)"
 
     def segments(self) -> list[Segment]:
-        """All of them. Looks into the folder if that changed."""
+        """Return all of them. Lists the folders if one changed."""
         with self._lock:
             self._look()
-            # One of our own may have been found in the moment before it became our own.
+            # A segment of this process may have been found before the process added it to its own.
             ids = {segment.id for segment in self._own()}
             return [segment for segment in (*self._files.values(), *self._removed.values()) if segment.id not in ids]
 
     def drop(self, segment: Segment) -> None:
-        """Remove one; its owner is dead. Its memory goes when the last slot or view of it does."""
+        """Remove a segment whose owner is dead. Its memory is released with the last slot or view of it."""
         segment.unlink()
         with self._lock:
             self._files.pop(segment.path.name, None)
             self._removed.pop(segment.id, None)
 
     def close(self) -> None:
-        """Release all."""
         with self._lock:
             segments = [*self._files.values(), *self._removed.values()]
             for known in (self._files, self._removed):
@@ -93,7 +93,8 @@ class PeerSegments:
         self._removed = {ident: segment for ident, segment in self._removed.items() if segment.is_dirty()}
         for name in [name for name in self._files if name not in names]:
             segment = self._files.pop(name)
-            # Who removes one in good order does so when nothing is dirty in it; of any other, this is what is left.
+            # An orderly removal happens only when nothing is dirty. After any other, only open descriptors keep
+            # the dirty data.
             if name not in own and segment.is_dirty():
                 self._removed.setdefault(segment.id, segment)
         new = [path for name, path in sorted(names.items()) if name not in self._files]
@@ -104,7 +105,7 @@ class PeerSegments:
         self._seen_ns = stamps if now_ns - max(stamps) > SETTLED_NS else []
 
     def _attach(self, path: Path) -> bool:
-        """Look into a segment. Returns whether that is done with: false where it has to be tried again."""
+        """Open a segment. Return False if that must be tried again."""
         key = path.name, 0
         try:
             key = path.name, path.stat().st_ino
@@ -114,7 +115,7 @@ class PeerSegments:
         except FileNotFoundError:
             return True
         except OldSegmentError:
-            path.unlink(missing_ok=True)  # nobody has it since, and on a disk it would stay
+            path.unlink(missing_ok=True)  # no process uses it since that boot, and on a disk it would stay
             return True
         except (TierfsError, OSError, MemoryError) as error:
             if not _is_for_now(error):

@@ -1,12 +1,13 @@
-"""One segment: a region of shared memory with a table of its slots in it, written by one process, read by all.
+"""A segment: a region of shared memory with a table of its slots, written by one process and read by all.
 
-The state byte of a slot is the only commit point: everything else of a slot is written before it becomes SEALED, and it
-becomes FREE before anything else of it is given to somebody else. So a process that is killed leaves a whole slot or none.
+The state byte of a slot is its only commit point. Everything else of a slot is written before it becomes
+SEALED, and it becomes FREE before any part of it is reused. So a killed process leaves a complete slot or none.
 
-Readers take no lock. They look the slot up, copy its bytes, verify them against the digests that they know, and where it
-matters ask `Segment.is_still`. Those who change the table (the owner; whoever marks) hold its lock for the few bytes
-concerned, and move its counter of changes: a look during which it moved does not count, and one that counts may be
-kept for as long as the counter stays. How segments come to be is told in `tierfs.host.slab.new_segment`.
+Readers take no lock. They look the slot up, copy its bytes, verify them against known digests, and call
+`Segment.is_still` where it matters. Processes that change the table (the owner, or one that marks a slot) hold
+its lock for the few bytes concerned, and increment its counter of changes. A copy of the table is valid only if
+the counter did not move meanwhile, and stays valid until it does. `tierfs.host.slab.new_segment` creates
+segments.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ class Slot:
     """One slot as it was when it was looked up. Keeps its segment open, but not its contents.
 
     Attributes:
-        segment: Where it is.
-        index: Its place in the table.
-        serial: Which use of that place: never repeated in a segment.
-        kind: What it holds.
-        state: What it was worth.
-        name: Opaque, at most 33 bytes; empty while it is being filled.
-        offset: Of its data in the segment, in bytes; a multiple of 4096.
-        length: Of its data, in bytes.
-        stamp_ns: When it was sealed, on the host's monotonic clock.
-        hidden: Whether it is kept from those who look for its name.
+        segment: The segment that holds the slot.
+        index: Its index in the table.
+        serial: Number of this use of the table entry; never repeated in a segment.
+        kind: Kind of content.
+        state: State at the time of the lookup.
+        name: Opaque, at most 33 bytes; empty while the slot is being filled.
+        offset: Offset of its data in the segment, in bytes; a multiple of 4096.
+        length: Length of its data, in bytes.
+        stamp_ns: Time of sealing, on the host's monotonic clock.
+        hidden: Whether lookups by name pass over the slot.
     """
 
     segment: Segment
@@ -85,22 +86,22 @@ class Slot:
 
 
 class Segment:
-    """A segment as one process has it. Safe for use by many threads.
+    """A segment as one process has it open. Thread-safe.
 
-    Nothing is found in a segment that was closed, and for a forked child it is closed.
+    After `close`, and in a forked child, the segment is empty.
 
     Args:
         fd: An open file of the segment; not kept.
-        header: What the segment says of itself.
+        header: The segment's header.
         path: Its file.
-        memory: All of it, mapped, if we are its owner. Then `start` follows.
+        memory: The whole segment, mapped, if this process is its owner. The owner calls `start` next.
 
     Attributes:
         id: Random; hex.
         store: The uuid of its store, 32 hex digits.
-        size: Of the whole segment, in bytes.
-        data_bytes: Room for data.
-        path: Its file. It may have been removed since.
+        size: Size of the whole segment, in bytes.
+        data_bytes: Capacity for data, in bytes.
+        path: Its file, which may have been removed since.
     """
 
     def __init__(self, fd: OwnedFd, header: SegmentHeader, path: Path, *, memory: memoryview | None = None) -> None:
@@ -110,7 +111,7 @@ class Segment:
         self.size = header.layout.size
         self.data_bytes = header.layout.data_bytes
         self.path = path
-        # An open file of our own: those who share one share its lock, too.
+        # An open file description of its own: file descriptors that share one share its flock, too.
         self._fd: OwnedFd | None = OwnedFd(reopened(fd.number))
         self._map = map_shared(fd.number, header.layout.data_at) if memory is None else memory
         self._mapped_whole = memory is not None
@@ -131,62 +132,62 @@ class Segment:
         """Open a segment that another process made.
 
         Raises:
-            NotFoundError: It is gone.
-            CorruptionError: Its header is damaged.
-            FormatError: It is of another version, or was left by a run of the kernel before this one.
+            NotFoundError: The file does not exist.
+            CorruptionError: Its header is damaged, or its size is wrong.
+            FormatError: The file is not a segment, has another version, or is left over from an earlier boot.
             StoreError: It cannot be opened.
         """
         fd, header = open_segment(path)
         return cls(fd, header, path)
 
     def start(self, allocator: SlotAllocator) -> None:
-        """Be its owner from now on."""
+        """Become the owner of this segment."""
         self._allocator = allocator
 
     @property
     def owner(self) -> str:
-        """The process that may take slots in it: 16 hex digits; zeros once that has released it."""
+        """Id of the process that may allocate slots in it: 16 hex digits; zeros once that process has released it."""
         return f"{int(self._table.owner[0]):016x}"
 
     @property
     def owned(self) -> bool:
-        """Whether that is us."""
+        """Whether this process is the owner."""
         return self._allocator is not None
 
     @property
     def retired(self) -> bool:
-        """Whether no slots of it are given away any more."""
+        """Whether no more slots may be allocated in it."""
         return bool(self._table.retired[0])
 
     @property
     def memory_bytes(self) -> int:
-        """What it takes now: `size`, less what `shed` gave back; 0 once it is closed."""
+        """Memory that the segment occupies: `size`, less the bytes that `shed` released; 0 once it is closed."""
         fd = self._fd
         return 0 if fd is None else min(os.fstat(fd.number).st_blocks * SECTOR_BYTES, self.size)
 
     @property
     def changes(self) -> int:
-        """A number that moves whenever a slot is taken, sealed, marked, hidden or freed, by whomever."""
+        """A counter that moves whenever any process allocates, seals, marks, hides or frees a slot."""
         return int(self._table.changes[0])
 
     def is_known_full(self, runs: Sequence[Sequence[int]]) -> bool:
-        """Whether so little as the least of these runs was refused since something was freed. Raises as `take_runs` does."""
+        """Return whether even the smallest of these runs is known not to fit. Raises as `take_runs` does."""
         return all(map(self._own().is_known_full, runs))
 
     def take_runs(self, kind: SlotKind, runs: Sequence[Sequence[int]]) -> list[list[Slot] | None]:
-        """Take runs of slots, to be filled: they lie side by side in the memory, each from a whole page on.
+        """Allocate runs of slots to be filled. The slots of a run are adjacent in memory, each on a page boundary.
 
-        In everything else they are slots of their own. By the owner only.
+        In every other respect they are independent slots. Only the owner may call this.
 
         Args:
-            kind: What they will hold.
-            runs: For each how many bytes its slots will hold.
+            kind: Kind of content.
+            runs: For each run the lengths of its slots, in bytes.
 
         Returns:
-            For each run its slots; None for one that does not fit, whether those behind it do or not.
+            For each run its slots, or None if it does not fit. A later run may fit nevertheless.
 
         Raises:
-            ReadOnlyError: We are not the owner.
+            ReadOnlyError: This process is not the owner.
         """
         now_s = int(time.monotonic()) & _U32
         with self._lock.held():
@@ -215,10 +216,10 @@ class Segment:
         return taken
 
     def view(self, slot: Slot, last: Slot | None = None) -> memoryview:
-        """The bytes of a slot, or from there to the end of the last one of a run, as plain memory that needs no copy.
+        """Return the bytes of a slot, or of a run from ``slot`` to ``last``, without a copy.
 
-        For the owner of a slot that is being filled, writable. For everybody else to be read, and as with `read` it may
-        change meanwhile. Keeps the memory for as long as it is referred to.
+        The view is writable for the owner while the slot is being filled, and read-only otherwise. As with
+        `read`, the bytes may change while they are read. The view keeps the memory mapped.
 
         Raises:
             NotFoundError: The segment was closed.
@@ -232,7 +233,7 @@ class Segment:
         return bytes_ if self.owned and slot.state is SlotState.FILLING else bytes_.toreadonly()
 
     def whole(self) -> memoryview:
-        """All of the segment as plain memory, for the owner to register it with a device. Writable; keeps the memory.
+        """Return the whole segment as writable memory, for the owner to register it with a device. Keeps it mapped.
 
         Raises:
             NotFoundError: The segment was closed.
@@ -253,19 +254,19 @@ class Segment:
         state: SlotState = SlotState.SEALED,
         stamp_ns: int,
     ) -> Slot:
-        """Make a slot that was filled readable by all. By the owner only.
+        """Make a filled slot readable for all processes. Only the owner may call this.
 
         Args:
-            slot: As `take_runs` gave it.
+            slot: A slot that `take_runs` returned.
             name: At most 33 bytes.
             meta: At most 900 bytes.
-            length: How many bytes it holds, if fewer than were taken; the rest is given back.
-            state: SEALED (dirty), or CLEAN if another tier has it.
-            stamp_ns: Now, on the host's monotonic clock.
+            length: Bytes that it holds, if fewer than were allocated; the rest is released.
+            state: SEALED (dirty), or CLEAN if another tier has the content.
+            stamp_ns: The current time, on the host's monotonic clock.
 
         Raises:
-            ReadOnlyError: We are not the owner.
-            InvalidInputError: The slot is not being filled, or something is too long.
+            ReadOnlyError: This process is not the owner.
+            InvalidInputError: The slot is not being filled, an argument is too long, or `state` is another one.
         """
         length = slot.length if length is None else length
         if not 0 <= length <= slot.length or len(name) > NAME_BYTES_MAX or len(meta) > META_BYTES_MAX:
@@ -278,7 +279,8 @@ class Segment:
         with self._lock.held():
             self._check_filling(slot)
             table.describe(index, name, meta, length=length, stamp_ns=stamp_ns, used_s=used_s)
-        # A system call lies in between, which keeps any processor from showing others the state before the rest.
+        # The system calls in between act as a memory barrier: no processor shows the new state before the rest
+        # of the slot.
         with self._lock.held():
             self._check_filling(slot)
             with changing(table):
@@ -287,17 +289,17 @@ class Segment:
         return replace(slot, state=state, name=name, length=length, stamp_ns=stamp_ns)
 
     def give(self, slot: Slot, *, only_clean: bool = False) -> bool:
-        """Free a slot. By the owner only.
+        """Free a slot. Only the owner may call this.
 
         Args:
-            slot: Which; nothing happens if it is another by now.
-            only_clean: Leave it if it is not CLEAN (any more).
+            slot: The slot. Nothing happens if its table entry has been reused since.
+            only_clean: Leave the slot alone unless it is CLEAN.
 
         Returns:
             Whether it was freed.
 
         Raises:
-            ReadOnlyError: We are not the owner.
+            ReadOnlyError: This process is not the owner.
         """
         with self._lock.held():
             allocator = self._own()
@@ -309,13 +311,13 @@ class Segment:
         return True
 
     def retire(self, *, although_needed: bool = False) -> bool:
-        """Give no more slots away, unless one is dirty or being filled. By the owner only.
+        """Stop allocating slots, unless a slot is dirty or being filled. Only the owner may call this.
 
         Args:
-            although_needed: Also if one is.
+            although_needed: Stop also if one is.
 
         Returns:
-            Whether nothing is in it that may not go.
+            Whether no slot is dirty or being filled.
         """
         with self._lock.held():
             self._own()
@@ -325,21 +327,25 @@ class Segment:
             return not is_needed
 
     def claim(self) -> None:
-        """Have its owner put nothing more into it, and remove it once nothing in it is needed: another process waits for room."""
+        """Ask the owner to stop allocating here and to remove the segment once nothing in it is needed.
+
+        Another process, which waits for room, calls this.
+        """
         with self._lock.held():
             self._table.retired[0] = 1
 
     def is_idle(self, since_s: float) -> bool:
-        """Whether no slot was taken or sealed since then, in seconds of the host's monotonic clock."""
+        """Return whether no slot was allocated or sealed since then, in seconds of the host's monotonic clock."""
         table = self._table
         taken_s = table.used_s[table.state == SlotState.FILLING]
         return int(taken_s.max(initial=0)) <= since_s and int(table.stamp_ns.max(initial=0)) <= since_s * 1e9
 
     def shed(self) -> None:
-        """Give back the memory of all that is not dirty or being filled, and no more slots away: there is no memory for them.
+        """Free the clean slots, release all memory that is not dirty or being filled, and stop allocating slots.
 
-        By the owner; or where that is dead, by who keeps others from becoming it. Not while it is registered with a device.
-        Where the filesystem cannot do that, it stays as it is.
+        Only the owner may call this, or, if the owner is dead, a process that keeps others from adopting the
+        segment. The segment must not be registered with a device. If the filesystem cannot punch holes, the
+        memory stays allocated.
         """
         table = self._table
         with self._lock.held():
@@ -358,17 +364,19 @@ class Segment:
             self._shed_at = int(table.changes[0])
 
     def disown(self) -> None:
-        """Release it: from now on it is as if its owner were dead. By the owner only."""
+        """Release ownership: other processes treat the owner as dead from now on. Only the owner may call this."""
         with self._lock.held():
             self._own()
             self._allocator = None
             self._table.owner[0] = _NOBODY
 
     def free_unneeded(self, needed: Collection[int]) -> int:
-        """Free what the death of the owner left useless; the caller sees to it that the owner is dead, and stays so.
+        """Free the slots that a dead owner left unsealed, and its sealed chunks that no draft needs.
+
+        The caller makes sure that the owner is dead, and that no process adopts the segment meanwhile.
 
         Args:
-            needed: The slots (indices) of chunks that some draft still needs.
+            needed: Indices of the slots of chunks that a draft still needs.
 
         Returns:
             Bytes freed.
@@ -385,19 +393,22 @@ class Segment:
         return freed
 
     def slots(self, *, kind: SlotKind | None = None, states: Collection[SlotState] | None = None) -> list[Slot]:
-        """The slots that are not free, or those of a kind, or in these states, in the order of the table."""
+        """Return the slots that are not free, or those of this kind and in these states, in table order."""
         with self._view_lock:
             rows = self._current_view().select(kind, states)
         return [self._slot(index, row) for index, row in rows]
 
     def slot(self, index: int) -> Slot | None:
-        """The slot at this place in the table; None if it is free."""
+        """Return the slot at this index; None if it is free."""
         with self._view_lock:
             row = self._current_view().rows.get(index)
         return None if row is None else self._slot(index, row)
 
     def take_changed_drafts(self) -> dict[int, Slot | None]:
-        """The slots of drafts that changed since the last call, by index; ``None`` where no draft is now. For one caller."""
+        """Return the draft slots that changed since the last call, by index; None for one that holds no draft now.
+
+        Only one consumer per `Segment` may call this.
+        """
         with self._view_lock:
             view, nothing_changed = self._current_view(), set[int]()
             rows = {index: view.rows.get(index) for index in view.changed_drafts}
@@ -405,39 +416,43 @@ class Segment:
                 index: self._slot(index, row) if row is not None and row.kind == SlotKind.DRAFT else None
                 for index, row in rows.items()
             }
-            view.changed_drafts = nothing_changed  # last: if memory runs out before, no change is lost
+            view.changed_drafts = nothing_changed  # last, so that no change is lost if memory runs out before
         return slots
 
     def put_back_changed_drafts(self, indices: Iterable[int]) -> None:
-        """Undo `take_changed_drafts` for these: its caller did not get to them."""
+        """Undo `take_changed_drafts` for these slots, which its caller did not process."""
         with self._view_lock:
             self._view.changed_drafts.update(indices)
 
     def find(self, name: bytes) -> Slot | None:
-        """The chunk of this name that was sealed last and is not hidden. Costs microseconds while nothing changes."""
+        """Return the chunk of this name that is sealed and not hidden. If there are several, the most recently noted.
+
+        Takes microseconds while the table does not change.
+        """
         with self._view_lock:
             found = self._current_view().find(name)
         return self._slot(*found) if found else None
 
     def meta(self, slot: Slot) -> bytes:
-        """The metadata of a slot, to be verified by the caller like its data; empty if it is another by now."""
+        """Return the metadata of a slot, empty if the slot was reused. The caller verifies it like the data."""
         if not self._is(slot, {*DATA_STATES}):
             return b""
         return self._table.meta(slot.index)
 
     def read(self, slot: Slot, start: int, out: memoryview) -> None:
-        """Copy bytes of a slot into ``out``. If it was reused meanwhile they are others': verify them.
+        """Copy bytes of a slot into ``out``. If the slot was reused meanwhile, they are other bytes: verify them.
 
-        Reads through the descriptor, so that no page is mapped and nothing that happens to the file can kill us.
+        Reads through the descriptor and not through a mapping, so that no page is mapped, and a truncated file
+        cannot kill this process by SIGBUS.
 
         Args:
-            slot: From where.
+            slot: The slot to read.
             start: The first byte, from the slot's beginning.
-            out: Writable and contiguous; filled as a whole. Borrowed for the call only.
+            out: Writable and contiguous; filled completely. Borrowed for the call only.
 
         Raises:
-            InvalidInputError: The slot has not so many bytes.
-            CorruptionError: The file was cut short.
+            InvalidInputError: The range exceeds the slot.
+            CorruptionError: The file was truncated.
             NotFoundError: The segment was closed.
         """
         out = out.cast("B")
@@ -451,20 +466,20 @@ class Segment:
             done += count
 
     def read_all(self, slot: Slot) -> bytes | None:
-        """The bytes of a slot; None if it is another by now. Raises as `read` does."""
+        """Return the bytes of a slot; None if the slot was reused. Raises as `read` does."""
         data = bytearray(slot.length)
         self.read(slot, 0, memoryview(data))
         return bytes(data) if self.is_still(slot) else None
 
     def is_still(self, slot: Slot) -> bool:
-        """Whether the slot holds what it held when it was looked up: what was read before was its own bytes."""
+        """Return whether the slot has not been reused since its lookup. If so, bytes read before are its own."""
         return self._is(slot, DATA_STATES)
 
     def mark(self, slot: Slot, state: SlotState) -> bool:
-        """Say what a sealed slot is worth now: SEALED becomes CLEAN or CONFLICT, CONFLICT becomes CLEAN or SEALED.
+        """Change the state of a sealed slot: SEALED to CLEAN or CONFLICT, CONFLICT to CLEAN or SEALED.
 
         Returns:
-            False if that is no change it can make, or the slot is another by now: nothing was done.
+            False, with nothing changed, if the slot cannot change to that state or was reused.
         """
         before = {old for old, new in _MARKS.items() if state in new}
         with self._lock.held():
@@ -475,10 +490,10 @@ class Segment:
         return True
 
     def hide(self, slot: Slot) -> bool:
-        """Keep a slot from those who look for its name; once it is clean it is reused before others. Dirty, it is kept.
+        """Exclude a slot from lookups by name. Once it is clean, it is evicted before others; while dirty, it is kept.
 
         Returns:
-            False if it is another by now.
+            False if the slot was reused.
         """
         with self._lock.held():
             if not self._is(slot, DATA_STATES):
@@ -488,43 +503,42 @@ class Segment:
         return True
 
     def touch(self, slot: Slot) -> None:
-        """Note that a slot is used now. A hint: takes no lock."""
+        """Record that a slot is used now. Best effort: takes no lock."""
         if self._is(slot, DATA_STATES):
             self._table.used_s[slot.index] = int(time.monotonic()) & _U32
 
     def used_s(self, slot: Slot) -> int:
-        """When a slot was last used, in seconds of the host's monotonic clock; as of now."""
+        """Return when the slot at this index was last used, in seconds of the host's monotonic clock."""
         return int(self._table.used_s[slot.index]) if slot.index < self._table.layout.slots else 0
 
     def sums(self) -> Sums:
-        """How many bytes are taken, and for what."""
         return self._table.sums()
 
     def is_dirty(self) -> bool:
-        """Whether a slot is SEALED or CONFLICT."""
+        """Return whether a slot is SEALED or CONFLICT."""
         return self._table.has(DIRTY_STATES)
 
     def awaits(self, kept: int = 0) -> bool:
-        """Whether more than so many bytes are being filled, or a slot is SEALED: on its way to being free."""
+        """Return whether more than ``kept`` bytes are FILLING, or a slot is SEALED: these may soon be free."""
         return self._table.has({SlotState.SEALED}) or self._table.sums().filling > kept
 
     def is_removed(self) -> bool:
-        """Whether its file was removed: no other process finds it any more."""
+        """Return whether its file was removed, so that no other process can open it."""
         fd = self._fd
         return fd is not None and os.fstat(fd.number).st_nlink == 0
 
     def unlink(self) -> None:
-        """Remove the file. Who has the segment open keeps it."""
+        """Remove the file. Processes that have the segment open keep it."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release the memory: nothing is found here any more. What `view` gave stays valid, and keeps the memory."""
+        """Release the memory; the segment is empty from now on. Views stay valid, and keep the memory mapped."""
         with self._view_lock, self._lock.held():
             self._fd = self._allocator = None
             self._lock.close()
             self._table = Table.nothing()
             self._view = TableView(self._table.layout)
-            # Where a view or another thread has the mapping in use, it goes when they are done with it.
+            # The mapping is unmapped when the last view or thread that uses it is done.
             self._map = memoryview(b"")
 
     def _open(self) -> OwnedFd:
@@ -545,21 +559,21 @@ class Segment:
             raise InvalidInputError(f"slot {slot.index} of {self} is not being filled")
 
     def _is(self, slot: Slot, states: Collection[int]) -> bool:
-        """Whether the slot is in the same use, and in one of these states."""
+        """Return whether the slot has not been reused and is in one of these states."""
         table = self._table
         if slot.index >= table.layout.slots:
             return False
-        # The state first: if the serial is the same after that, then the state was this use's.
+        # Read the state first: if the serial is unchanged after that, the state belongs to this use of the
+        # slot.
         return int(table.state[slot.index]) in states and int(table.serial[slot.index]) == slot.serial
 
     def _current_view(self) -> TableView:
-        """What is in the table, as of now."""
         view, table = self._view, self._table
         if view.changes == table.changes[0]:
             return view
         if not any(view.update(table, stable=False) for _ in range(VIEWS_MAX)):
             with self._lock.held():
-                if int(table.changes[0]) % 2:  # whoever made it odd was killed
+                if int(table.changes[0]) % 2:  # the process that made it odd was killed
                     with changing(table):
                         pass
                 view.update(table, stable=True)
@@ -573,7 +587,7 @@ class Segment:
         return Slot(self, index, row.serial, kind, state, row.name, row.offset, row.length, row.stamp_ns, hidden)
 
     def _renew(self) -> None:
-        """After a fork: all of it is the parent's. The lock belongs to the open file, which a child must not keep open."""
+        """In a forked child: drop all state, which is the parent's. A child must not prolong the parent's lock."""
         fd, self._fd, self._allocator = self._fd, None, None
         if fd is not None:
             fd.leave_to_parent()

@@ -1,12 +1,12 @@
-"""A segment as a file: its name, its header, and how it comes to be.
+"""The file of a segment: its name, its header, and how it is created.
 
-In the host's folder of segments, the name says whose a file is and what for::
+The name of a file in the host's folder of segments says which store and process it belongs to::
 
     <8 hex digits of the store's uuid>-<id of the process that made it>-<number>.slab       a segment
                                                                         .slab.new   one whose memory is being reserved
 
-The size of each counts against the budget from the moment it is there; of a ``.slab``, what it has memory for. It gets that name
-when that is reserved and its header written.
+A ``.slab.new`` counts against the budget with its full size from its creation. A ``.slab`` counts with the
+memory that it occupies. A file is renamed to ``.slab`` when its memory is reserved and its header is written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 MAGIC = b"TFSSLAB1"
-SECTOR_BYTES = 512  # what stat(2) counts memory in
+SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)
 VERSION = 1
 _FIXED = struct.Struct("<8sIIQQQQ16s16s16sQ")
 _CHECKSUM_BYTES = 16
@@ -49,11 +49,11 @@ assert _FIXED.size + _CHECKSUM_BYTES <= CHANGES_AT
 
 
 class OldSegmentError(FormatError):
-    """The segment was left by a run of the kernel before this one."""
+    """The segment is left over from an earlier boot."""
 
 
 class FileName(NamedTuple):
-    """What the name of a file in the folder of segments says."""
+    """The parts of the name of a file in the folder of segments."""
 
     store: str
     owner: str
@@ -65,13 +65,13 @@ class FileName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> FileName | None:
-        """Take a name apart; None if it is not one of ours."""
+        """Split a name into its parts; None if it is not the name of a segment."""
         match = _NAME.fullmatch(name)
         return cls(match[1], match[2], int(match[3]), match[4]) if match else None
 
 
 class OwnedFd:
-    """A descriptor that is closed when nobody refers to it any more, so that no thread can use it after that."""
+    """A descriptor that is closed when the last reference to it is gone, so that no thread uses it after that."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -80,12 +80,12 @@ class OwnedFd:
         close(self.number)
 
     def write(self, data: bytes) -> None:
-        """Write at the beginning."""
+        """Write at offset 0."""
         written = os.pwrite(self.number, data, 0)
         assert written == len(data)
 
     def leave_to_parent(self) -> None:
-        """After a fork, in the child: have another file by this number, since a lock on the parent's outlives it here."""
+        """In a forked child: replace the open file, so that the child does not prolong the parent's lock on it."""
         fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.dup2(fd, self.number, inheritable=False)
@@ -95,15 +95,16 @@ class OwnedFd:
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What a segment says of itself and never changes.
+    """The part of a segment's header that never changes.
 
     Attributes:
-        layout: Where its parts lie.
+        layout: Layout of the segment.
         id: Random; hex.
         store: The uuid of its store, 32 hex digits.
-        boot: Of which run of the kernel it is: memory does not outlive that, whatever a file does. Hex.
-        creator: The process that made it.
-        number: Which of the segments that this process made.
+        boot: Boot id of the kernel that the segment was made under, hex. The memory does not outlive that boot,
+            even if a file does.
+        creator: Id of the process that made it, 16 hex digits.
+        number: Number of the segment among those that its creator made.
     """
 
     layout: Layout
@@ -119,7 +120,7 @@ class SegmentHeader:
         return FileName(self.store[:8], self.creator, self.number, "slab")
 
     def encode(self) -> bytes:
-        """The fixed part of the header page, with its checksum."""
+        """Return the fixed part of the header page, with its checksum."""
         fixed = _FIXED.pack(
             MAGIC,
             VERSION,
@@ -137,11 +138,11 @@ class SegmentHeader:
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> SegmentHeader:
-        """Read and check the header page.
+        """Decode and check the header page.
 
         Raises:
-            FormatError: Not a segment, or of another version.
-            CorruptionError: It is damaged.
+            FormatError: The file is not a segment, or has another version.
+            CorruptionError: The header is damaged.
         """
         if not data.startswith(MAGIC):
             raise FormatError(f"{path} is no segment of tierfs", path=path, tier="ram")
@@ -165,8 +166,8 @@ def read_header(fd: int, path: str) -> SegmentHeader:
     """Read and check the header of an open segment.
 
     Raises:
-        FormatError: Not a segment, or of another version.
-        CorruptionError: It is damaged, or the file is cut short.
+        FormatError: The file is not a segment, or has another version.
+        CorruptionError: The header is damaged, or the file does not have the size that the header says.
     """
     header = SegmentHeader.decode(os.pread(fd, PAGE_BYTES, 0), path)
     if os.fstat(fd).st_size != header.layout.size:
@@ -180,10 +181,10 @@ def open_segment(path: Path) -> tuple[OwnedFd, SegmentHeader]:
     """Open a segment and check its header.
 
     Raises:
-        NotFoundError: It is gone.
-        CorruptionError: Its header is damaged.
-        FormatError: It is of another version, or was left by a run of the kernel before this one.
-        StoreError: It cannot be opened.
+        NotFoundError: The file does not exist.
+        CorruptionError: Its header is damaged, or its size is wrong.
+        FormatError: The file is not a segment, has another version, or is left over from an earlier boot.
+        StoreError: It cannot be opened or read.
     """
     name = str(path)
     try:
@@ -199,14 +200,14 @@ def open_segment(path: Path) -> tuple[OwnedFd, SegmentHeader]:
 
 
 class Reservation:
-    """A file of the size of a segment to be: it counts against the budget, and has no memory yet.
+    """A file of the size of a future segment. It counts against the budget, and has no memory yet.
 
     Args:
         directory: The host's folder of segments.
-        header: What the segment will say of itself.
+        header: Header of the future segment.
 
     Raises:
-        CapacityError, ReadOnlyError, StoreError: The file cannot be made.
+        CapacityError, ReadOnlyError, StoreError: The file cannot be created.
     """
 
     def __init__(self, directory: Path, header: SegmentHeader) -> None:
@@ -215,24 +216,25 @@ class Reservation:
         self.fd = OwnedFd(make_file(self.path, header.layout.size))
 
     def finish(self) -> Path:
-        """Give the file the name of a segment; returns its path.
+        """Rename the file to the name of a segment, and return its path.
 
-        Under the host's lock, where others count: who lists a folder while a file in it is renamed may not see it at all.
+        Call it under the host's lock, which processes that count segments hold: a process that lists a folder
+        while a file in it is renamed may miss that file.
         """
         path = self.path.with_name(str(self.header.name))
         os.rename(self.path, path)
         return path
 
     def cancel(self) -> None:
-        """Give it up."""
+        """Remove the file."""
         self.path.unlink(missing_ok=True)
 
 
 def make_file(path: Path, size: int) -> int:
-    """Make an empty file of this size, as yet without memory, and open it.
+    """Create and open a file of this size, in bytes, without memory. Return its descriptor.
 
     Raises:
-        CapacityError, ReadOnlyError, StoreError: It cannot be made.
+        CapacityError, ReadOnlyError, StoreError: It cannot be created.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -248,5 +250,5 @@ def make_file(path: Path, size: int) -> int:
 
 
 def reopened(fd: int) -> int:
-    """Another open file of the same inode: locks on it are its own."""
+    """Open the same inode again, as an open file description with locks of its own. Return the descriptor."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,1 +1,1 @@
-"""The table of a segment: its bytes, who may change them, what one process saw, and which slots are free."""
+"""The slot table of a segment: its byte layout, its lock, a cached view of it, and the allocator of free slots."""

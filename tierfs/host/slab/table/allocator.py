@@ -1,4 +1,7 @@
-"""The owner's own record of its segment: which slots and which bytes are free. The table says the same, less handily."""
+"""The owner's record of the free slots and free bytes of its segment.
+
+The shared table holds the same information; this form is faster to search.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ __all__ = ["SlotAllocator"]
 
 
 class SlotAllocator:
-    """The free slots and extents of one segment. Not safe for use by many threads.
+    """The free slots and extents of one segment. Not thread-safe.
 
     Args:
-        layout: Of the segment, which is taken to be empty.
+        layout: Layout of the segment, which is assumed to be empty.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -29,14 +32,14 @@ class SlotAllocator:
         self._free = list(range(layout.slots))
         self._capacity: dict[int, int] = {}
         self._serial = 0
-        self._refused_bytes: float = math.inf  # the least for which there was no room since something was freed
+        self._refused_bytes: float = math.inf  # bytes of the smallest request refused since something was freed
 
     @classmethod
     def of(cls, table: Table, path: str) -> SlotAllocator:
-        """What a table says that somebody else filled; what was being filled counts as free.
+        """Rebuild the allocator from a table that another process filled. FILLING slots count as free.
 
         Raises:
-            CorruptionError: It contradicts itself.
+            CorruptionError: The table contradicts itself.
         """
         allocator = cls(table.layout)
         free = set(allocator._free)
@@ -52,23 +55,23 @@ class SlotAllocator:
             allocator._capacity[index] = capacity
             free.discard(index)
         allocator._free = sorted(free)
-        # In the table lies the highest serial ever given, since a slot that is freed keeps its own.
+        # The highest serial ever assigned is in the table, because a freed slot keeps its serial.
         allocator._serial = int(table.serial.max())
         return allocator
 
     def is_known_full(self, lengths: Sequence[int]) -> bool:
-        """Whether so little as this was refused since something was freed last. Any thread may ask."""
+        """Return whether a request of this size or a smaller one failed since something was last freed. Thread-safe."""
         return sum(padded(max(length, 1)) for length in lengths) >= self._refused_bytes
 
     def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
-        """Take slots of so many bytes that lie side by side, each from a whole page on.
+        """Allocate adjacent slots of these lengths in bytes. Each starts on a page boundary.
 
         Returns:
-            For each the slot's index, a new serial and the offset in the segment; None if there is no room.
+            Index, new serial and offset in the segment of each slot; None if there is no room.
         """
         sizes = [padded(max(length, 1)) for length in lengths]
         length = sum(sizes)
-        # What is much smaller than a chunk lies at the end, where it leaves room for whole chunks in one piece.
+        # Allocate small slots at the end of the segment, so that whole chunks find contiguous room.
         if len(self._free) < len(sizes):
             return None
         at = self._extents.take(length, last=length < CHUNK_BYTES // 2)
@@ -85,7 +88,7 @@ class SlotAllocator:
         return places
 
     def shrink(self, index: int, offset: int, length: int) -> None:
-        """Free what a slot does not need any more."""
+        """Release the pages behind the first ``length`` bytes of a slot."""
         kept, capacity = padded(max(length, 1)), self._capacity[index]
         if kept < capacity:
             self._extents.give(offset - self._data_at + kept, capacity - kept)

@@ -1,7 +1,8 @@
-"""Who may change the table of a segment: one thread of one process at a time.
+"""The lock on the table of a segment: one thread of one process may change the table at a time.
 
-Threads are kept apart by a lock of ours, processes by ``flock`` on an open file that no other process has. The counter
-of changes is made odd before a change and even after it, so that those who look without a lock can tell.
+A `threading.Lock` excludes other threads. ``flock`` on an open file that no other process shares excludes other
+processes. A writer makes the counter of changes odd before a change and even after it, so that readers without
+the lock detect the change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class TableLock:
     """The lock of one segment in one process.
 
     Args:
-        fd: An open file of our own; ``None`` if it is closed.
+        fd: An open file description that only this object locks; None if the segment is closed.
     """
 
     def __init__(self, fd: OwnedFd | None) -> None:
@@ -33,7 +34,7 @@ class TableLock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other thread and process out; once it is closed, threads only."""
+        """Exclude every other thread and process. After `close`, exclude threads only."""
         with self._threads:
             fd = self._fd
             if fd is None:
@@ -46,13 +47,16 @@ class TableLock:
                 fcntl.flock(fd.number, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Release the open file."""
+        """Drop the reference to the open file."""
         self._fd = None
 
 
 @contextlib.contextmanager
 def changing(table: Table) -> Iterator[None]:
-    """Tell those who look that the table changes. Under the lock. The counter is odd already if somebody died in here."""
+    """Mark the table as changing for readers that hold no lock. The caller holds the lock.
+
+    If a process died in here, the counter is odd already.
+    """
     odd = (int(table.changes[0]) + 1) | 1
     table.changes[0] = odd
     try:

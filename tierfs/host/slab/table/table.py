@@ -1,8 +1,8 @@
-"""The table of slots in a segment: where its fields lie and what they mean.
+"""The byte layout of the slot table in a segment, and the meaning of its fields.
 
-A segment is a header page, then the *heads* of all slots side by side (so that looking at all of them touches little
-memory), then their metadata, then the data. The table is shared by processes that write to it at the same time, under
-the rules that `tierfs.host.slab.segment` keeps: here are only the bytes.
+A segment is a header page, then the *heads* of all slots side by side (so that a scan of all slots touches
+little memory), then the metadata of the slots, then the data. Several processes write to the table
+concurrently, under the rules of `tierfs.host.slab.segment`. This module only reads and writes the bytes.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ SLOT_BYTES = 1024
 NAME_BYTES_MAX = 33
 META_BYTES_MAX = 900
 
-CHANGES_AT = 512  # in the header page, after the part that never changes
+CHANGES_AT = 512  # in the header page, behind the part that never changes
 OWNER_AT = 520
 RETIRED_AT = 528
 
-# One slot for so much of a segment: smaller files lie in their manifests, so this is about what the smallest slots take
-# together with their drafts.
+# One slot for each 64 KiB of a segment. Files up to 64 KiB lie in their manifests, so this is about the size of
+# the smallest chunk slot with its draft.
 BYTES_PER_SLOT = 64 << 10
 SLOTS_MIN = 64
 SLOTS_MAX = 8192
 
 
 class SlotState(enum.IntEnum):
-    """What a slot is worth."""
+    """Whether the content of a slot is complete, and whether another tier has it."""
 
     FREE = 0
     FILLING = 1
-    """Taken; its bytes are on their way and nobody reads them."""
+    """Allocated and being written. No process reads it."""
     SEALED = 2
-    """Whole, and no other tier is known to have it: dirty."""
+    """Dirty: complete, and not known to be in another tier."""
     CLEAN = 3
-    """Whole, and safe elsewhere: may go at any time."""
+    """Complete, and safe in another tier. May be evicted at any time."""
     CONFLICT = 4
-    """Whole, and refused by the object tier: kept until the user decides."""
+    """Complete, and refused by the object tier. Kept until the user decides."""
 
 
 class SlotKind(enum.IntEnum):
-    """What a slot holds."""
+    """The kind of content of a slot."""
 
     CHUNK = 1
     DRAFT = 2
@@ -114,7 +114,7 @@ class SlotRow(NamedTuple):
         return self.name_padded[: self.name_length]
 
     def is_sound(self, layout: Layout) -> bool:
-        """Whether what it says can be."""
+        """Return whether the fields are possible values within this layout."""
         return (
             self.state <= SlotState.CONFLICT
             and self.kind in {SlotKind.CHUNK, SlotKind.DRAFT}
@@ -127,47 +127,47 @@ class SlotRow(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the parts of a segment lie, in bytes from its start."""
+    """Size of a segment in bytes and number of its slots; the offsets of its parts follow from these."""
 
     size: int
     slots: int
 
     @property
     def heads_at(self) -> int:
-        """The heads of the slots."""
+        """Offset of the slots' heads, in bytes."""
         return PAGE_BYTES
 
     @property
     def metas_at(self) -> int:
-        """The metadata of the slots."""
+        """Offset of the slots' metadata, in bytes."""
         return self.heads_at + padded(self.slots * HEAD_BYTES)
 
     @property
     def data_at(self) -> int:
-        """The data; it goes to the end."""
+        """Offset of the data, in bytes. The data extends to the end of the segment."""
         return self.metas_at + padded(self.slots * (SLOT_BYTES - HEAD_BYTES))
 
     @property
     def data_bytes(self) -> int:
-        """How many bytes of data there is room for."""
+        """Capacity for data, in bytes."""
         return self.size - self.data_at
 
     @classmethod
     def for_data(cls, data_bytes: int, *, slots: int | None = None) -> Layout:
-        """The layout of a segment that holds so many bytes of data (rounded up to whole pages)."""
+        """Return the layout of a segment with this capacity for data, rounded up to whole pages."""
         if slots is None:
             slots = min(max(data_bytes // BYTES_PER_SLOT, SLOTS_MIN), SLOTS_MAX)
         return cls(cls(0, slots).data_at + padded(data_bytes), slots)
 
     @classmethod
     def for_size(cls, size: int) -> Layout:
-        """The layout of a segment that is so large as a whole, table included (rounded down to whole pages)."""
+        """Return the layout of a segment of this total size, table included, rounded down to whole pages."""
         slots = min(max(size // BYTES_PER_SLOT, SLOTS_MIN), SLOTS_MAX)
         return cls(size // PAGE_BYTES * PAGE_BYTES, slots)
 
 
 class Sums(NamedTuple):
-    """Bytes of a segment by what they are worth, each slot rounded up to whole pages."""
+    """Bytes of a segment by slot state, each slot rounded up to whole pages."""
 
     filling: int
     dirty: int
@@ -175,11 +175,11 @@ class Sums(NamedTuple):
 
 
 class Table:
-    """The slots of one segment, in memory that other processes change meanwhile. Fields are plain arrays.
+    """The slots of one segment, in memory that other processes change concurrently. Fields are NumPy arrays.
 
     Args:
         memory: The segment, or its beginning up to ``layout.data_at``.
-        layout: Where the parts lie.
+        layout: Layout of the segment.
     """
 
     def __init__(self, memory: memoryview | bytearray, layout: Layout) -> None:
@@ -201,21 +201,21 @@ class Table:
 
     @classmethod
     def nothing(cls) -> Table:
-        """A table without slots: what is left of a segment that was closed."""
+        """Return a table without slots, for a segment that was closed."""
         layout = Layout(PAGE_BYTES, 0)
         return cls(bytearray(PAGE_BYTES), layout)
 
     def row(self, index: int) -> SlotRow:
-        """The head of a slot as it is now."""
+        """Return the current head of a slot."""
         return SlotRow._make(self.heads[index].tolist())
 
     def begin(self, index: int, *, kind: SlotKind, serial: int, offset: int, length: int, used_s: int) -> None:
-        """Make a free slot one that is being filled."""
+        """Turn a free slot into one that is being filled."""
         self.heads[index] = (SlotState.FREE, kind, 0, 0, 0, serial, offset, length, 0, used_s, b"")
         self.state[index] = SlotState.FILLING
 
     def describe(self, index: int, name: bytes, meta: bytes, *, length: int, stamp_ns: int, used_s: int) -> None:
-        """Write what is known of a slot when it has been filled."""
+        """Write the head fields and the metadata of a slot that has been filled. Its state does not change."""
         head = self.heads[index : index + 1]
         head["name"] = np.void(name.ljust(NAME_BYTES_MAX, b"\0"))
         head["name_length"] = len(name)
@@ -226,12 +226,11 @@ class Table:
         self._metas[index, : len(meta)] = np.frombuffer(meta, np.uint8)
 
     def meta(self, index: int) -> bytes:
-        """The metadata of a slot."""
         length = min(int(self.heads["meta_length"][index]), META_BYTES_MAX)
         return self._metas[index, :length].tobytes()
 
     def sums(self) -> Sums:
-        """How many bytes are taken, and for what. As of about now."""
+        """Return the allocated bytes by state. Approximate while other processes change the table."""
         states = self.state.copy()
         pages = (self.length.astype(np.int64) + (PAGE_BYTES - 1)) // PAGE_BYTES
 
@@ -241,7 +240,7 @@ class Table:
         return Sums(total([SlotState.FILLING]), total(DIRTY_STATES), total([SlotState.CLEAN]))
 
     def unused(self) -> list[tuple[int, int]]:
-        """Where the pages begin and end in which nothing lies but what belongs to free slots; nowhere if a slot is damaged."""
+        """Return (begin, end) of the page ranges that only free slots use; an empty list if a slot is damaged."""
         layout = self.layout
         used = [(0, layout.metas_at)]
         for index in np.nonzero(self.state)[0].tolist():
@@ -258,10 +257,9 @@ class Table:
         return found
 
     def has(self, states: Iterable[int]) -> bool:
-        """Whether a slot is in one of these states."""
         return any(bool((self.state == state).any()) for state in states)
 
 
 def padded(length: int) -> int:
-    """Rounded up to whole pages."""
+    """Return a length rounded up to whole pages."""
     return -(-length // PAGE_BYTES) * PAGE_BYTES

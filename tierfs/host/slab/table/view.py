@@ -1,4 +1,4 @@
-"""What one process last saw in the table of a segment, kept for as long as the table does not change."""
+"""A process's copy of a segment's table, valid for as long as the table does not change."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _TAKEN = frozenset(SlotState) - {SlotState.FREE}
 
 
 class TableView:
-    """What one process saw in a table when it last looked. Not thread-safe.
+    """One process's last consistent copy of a table. Not thread-safe.
 
     Attributes:
-        changes: The table's counter of changes at that time; -1 before the first look.
-        rows: The slots that are not free and make sense, by index.
-        unsound: How many slots did not make sense.
-        changed_drafts: Slots that hold a draft, or did, and changed since somebody emptied this set.
+        changes: The table's counter of changes when it was copied; -1 before the first copy.
+        rows: The slots that are not free and pass `SlotRow.is_sound`, by index.
+        unsound: The slots that fail `SlotRow.is_sound`, by index.
+        changed_drafts: Slots that hold or held a draft, and changed since a caller last emptied this set.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -35,14 +35,15 @@ class TableView:
         self._serial = np.zeros(layout.slots, np.uint64)
 
     def update(self, table: Table, *, stable: bool) -> bool:
-        """Look again at what changed.
+        """Copy the slots that changed.
 
         Args:
-            table: Where to look.
-            stable: Whether nobody can change it meanwhile; else what was seen counts only if nobody did.
+            table: The table to copy from.
+            stable: Whether the caller keeps other processes from changing the table. If not, the copy counts
+                only if the counter of changes is even and did not move meanwhile.
 
         Returns:
-            Whether the look is good: taken while nobody changed anything.
+            Whether the copy is consistent.
         """
         before = int(table.changes[0])
         if before % 2 and not stable:
@@ -60,12 +61,12 @@ class TableView:
         return True
 
     def find(self, name: bytes) -> tuple[int, SlotRow] | None:
-        """The chunk of this name that was sealed last."""
+        """Return the most recently noted chunk of this name that is not hidden."""
         indices = self._names.get(name)
         return (indices[-1], self.rows[indices[-1]]) if indices else None
 
     def select(self, kind: int | None, states: Collection[int] | None) -> list[tuple[int, SlotRow]]:
-        """The slots of a kind and in one of these states, in the order of the table."""
+        """Return the slots of this kind and in these states, in table order. None means any that is not free."""
         wanted = np.zeros(self._layout.slots, np.bool_)
         for state in _TAKEN if states is None else states:
             wanted |= self._state == state
