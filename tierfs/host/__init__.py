@@ -1,1 +1,1 @@
-"""The host's own tiers, what is pending on it, and how its processes talk to the flusher."""
+"""The host's local tiers, its pending changes, and the messages between its processes and the flusher."""

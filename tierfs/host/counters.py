@@ -1,4 +1,4 @@
-"""One process's counters of its use of a store's local tiers, and messages that it logs once and not each time."""
+"""Counters of a process's use of a store's local tiers, and log messages that appear once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 class Counters(Counter[str]):
-    """How often something happened, or how many bytes of it, by name; 0 of what did not. For use by many threads."""
+    """Event counts and byte counts by name; 0 for an absent name. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,8 +23,8 @@ class Counters(Counter[str]):
         self.say(what, text, *arguments)
 
     def say(self, what: str, text: str, *arguments: object) -> None:
-        """Log something the first time."""
+        """Log a warning the first time that it is called with this ``what``."""
         ours = object()
-        # In one step, so that no lock is needed which a fork could leave held.
+        # setdefault is atomic, so no lock is needed that a fork could leave held.
         if self._said.setdefault(what, ours) is ours:
             _logger.warning(text, *arguments)

@@ -1,4 +1,4 @@
-"""Which parts of a region are taken: the bookkeeping behind a segment and the arena. Pure; stores nothing itself."""
+"""Allocation of parts of a region, for segments and the arena. Pure bookkeeping; stores nothing itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["Extents"]
 
 
 class Extents:
-    """The free and taken parts of a region, in units of ``align``. First fit, or last. Not safe for use by many threads.
+    """The free and allocated parts of a region, in units of ``align``. First fit or last fit. Not thread-safe.
 
-    Lengths are rounded up to whole units everywhere, so whoever took a length gives the same length back.
+    All lengths are rounded up to whole units. A caller frees with the length that it allocated.
 
     Args:
-        size: The region's in bytes; the rest behind the last whole unit is not used.
+        size: Size of the region in bytes; a rest behind the last whole unit is not used.
         align: Bytes of one unit.
     """
 
@@ -22,7 +22,7 @@ class Extents:
             raise ValueError(f"a region of {size} bytes in units of {align}")
         self._align = align
         self._size = self._free_bytes = size - size % align
-        # The free parts, in order; no two of them touch.
+        # The free parts, in ascending order; no two of them touch.
         self._starts = [0] if self._size else []
         self._ends = [self._size] if self._size else []
 
@@ -31,16 +31,16 @@ class Extents:
 
     @property
     def size(self) -> int:
-        """Bytes that can be taken or are: whole units."""
+        """Capacity in bytes: the whole units of the region."""
         return self._size
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are taken."""
+        """Bytes that are allocated."""
         return self._size - self._free_bytes
 
     def take(self, length: int, *, last: bool = False) -> int | None:
-        """Take the first part that is free and long enough; with ``last`` the last one, at its end.
+        """Allocate the first free part that is long enough, at its start; with ``last`` the last one, at its end.
 
         Returns:
             Its offset, a multiple of ``align``; None if there is no such part.
@@ -59,10 +59,11 @@ class Extents:
         return None
 
     def take_at(self, offset: int, length: int) -> bool:
-        """Take this part, as it is known from elsewhere to be in use.
+        """Allocate this part, which the caller knows to be in use.
 
         Returns:
-            False, with nothing taken, if some of it is taken or out of bounds, or if it begins within a unit.
+            False, with nothing changed, if any of it is allocated already or out of bounds, or if the offset is
+            not a multiple of ``align``.
 
         Raises:
             ValueError: The length is not positive.
@@ -75,13 +76,14 @@ class Extents:
         return True
 
     def give(self, offset: int, length: int) -> None:
-        """Free what was taken, or a part of it.
+        """Free an allocated part, or a piece of one.
 
         Raises:
-            ValueError: Some of it is not taken, or it begins within a unit, or its length is not positive. Nothing is changed.
+            ValueError: Some of it is not allocated, the offset is not a multiple of ``align``, or the length is
+                not positive. Nothing is changed.
         """
         end = offset + self._rounded(length)
-        index = bisect_right(self._starts, offset)  # of the free part behind it
+        index = bisect_right(self._starts, offset)  # index of the next free part
         before = self._ends[index - 1] if index else 0
         behind = self._starts[index] if index < len(self._starts) else self._size
         if offset % self._align or offset < before or end > behind:
@@ -94,7 +96,7 @@ class Extents:
         return length + -length % self._align
 
     def _cut(self, index: int, start: int, end: int) -> None:
-        """Take a stretch out of one free part."""
+        """Remove a range from one free part."""
         first, last = self._starts[index], self._ends[index]
         left = [(first, start)] * (first < start) + [(end, last)] * (end < last)
         self._starts[index : index + 1] = [start for start, _ in left]
@@ -102,7 +104,7 @@ class Extents:
         self._free_bytes -= end - start
 
     def _add(self, index: int, start: int, end: int) -> None:
-        """Free a stretch that lies before the free part ``index``, and join it with those it touches."""
+        """Add a free range before the free part ``index``, and merge it with the parts that it touches."""
         self._free_bytes += end - start
         first, last = index, index
         if index > 0 and self._ends[index - 1] == start:

@@ -1,8 +1,9 @@
-"""The host as its processes share it: the state directory, who is alive, and locks between processes.
+"""The host that processes share: the state directory, liveness of processes, and locks between them.
 
-A host is a state directory. Each process that owns something has a lock file in it and holds its ``flock``: that is what
-being alive means here, never a process id, which may be somebody else's by now. A lock belongs to an open file, which
-a forked child shares; so a child closes its parent's at once, and is somebody else with an id of its own.
+A host is a state directory. Each process that owns something holds the ``flock`` of its own lock file in it. A
+process is alive while it holds this lock; a process id proves nothing, because the kernel reuses it. A lock
+belongs to an open file description, which a forked child shares. So a child closes its parent's at once, and
+gets an id of its own.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ _logger = logging.getLogger("tierfs.local")
 
 
 def state_directory(given: str | None = None) -> Path:
-    """Where this host keeps what it knows.
+    """Return the path of this host's state directory.
 
     Args:
-        given: Its path, where ``~`` is the user's home; ``TIERFS_STATE_DIR`` by default, else ``tierfs`` in the user's state
-            directory.
+        given: Its path; ``~`` is the user's home. By default ``TIERFS_STATE_DIR``, else ``tierfs`` in the
+            user's state directory (``XDG_STATE_HOME``, else ``~/.local/state``).
 
     Raises:
-        InvalidInputError: It is a relative path: programs started in two directories would be two hosts, and neither would
-            see what the other has pending.
+        InvalidInputError: The path is relative. Programs started in two directories would be two hosts, and
+            neither would see the pending changes of the other.
     """
     given = given or os.environ.get("TIERFS_STATE_DIR")
     if not given:
         users = os.path.expanduser(os.environ.get("XDG_STATE_HOME", ""))
-        # Its specification says to ignore a relative one.
+        # The XDG specification says to ignore a relative path.
         given = os.path.join(users if os.path.isabs(users) else "~/.local/state", "tierfs")
     directory = Path(os.path.expanduser(given))
     if not directory.is_absolute():
@@ -65,13 +66,13 @@ def state_directory(given: str | None = None) -> Path:
 
 
 class ExclusiveLock:
-    """A lock on a file, between processes and between threads: one holder, until it releases it or dies.
+    """A lock on a file, between processes and between threads. One holder has it until it releases the lock or dies.
 
-    A forked child does not hold what its parent holds, and does not keep it held. The file stays: removing it is never
-    needed, and does no harm.
+    A forked child neither holds its parent's lock nor prolongs it. The file stays: removing it is unnecessary
+    and harmless.
 
     Args:
-        path: The file; made (mode 600) where it is missing.
+        path: The file; created with mode 0600 if missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,23 +84,23 @@ class ExclusiveLock:
         return f"ExclusiveLock({str(self.path)!r}, held={self._held})"
 
     def __del__(self) -> None:
-        # At the end of the interpreter the guard may be gone already, and the operating system releases it by itself.
+        # At interpreter exit `_guard` may be None already; then the kernel releases the lock.
         if self._fd is not None and _guard is not None:
             self.release()
 
     @property
     def held(self) -> bool:
-        """Whether this process holds it through this object."""
+        """Whether this process holds the lock through this object."""
         return self._held
 
     def acquire(self, *, blocking: bool = False) -> bool:
-        """Take the lock, unless this object holds it. To be called by one thread at a time.
+        """Acquire the lock, which this object must not hold already. Not thread-safe.
 
         Args:
-            blocking: Wait for as long as somebody else holds it.
+            blocking: Wait for as long as another holder has it.
 
         Returns:
-            Whether it was taken.
+            Whether it was acquired.
         """
         assert self._fd is None, f"{self.path} is locked through this object"
         mode = fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB)
@@ -115,22 +116,23 @@ class ExclusiveLock:
                     self.release()
             if self._held:
                 return True
-            # Somebody removed the file while we waited: what is there now is another one.
+            # Another process removed the file while this one waited: the path now names another file, or none.
 
     def release(self) -> None:
-        """Release it. Nothing happens where this process does not hold it."""
+        """Release the lock. Does nothing if this process does not hold it."""
         with _guard:
             if self._fd is not None:
-                # Closing is not enough: a child that is about to execute another program has the open file, too.
+                # Closing is not enough: a child that has forked and not yet executed its program has the open
+                # file, too.
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
                 self._close()
 
     def _open(self) -> int:
-        # Noted before it is locked, so that no child that is forked meanwhile keeps a lock it does not know of.
+        # Register it before locking, so that a child forked meanwhile closes it and does not prolong the lock.
         with _guard:
             try:
                 self._fd = self._open_file()
-            except FileNotFoundError as error:  # it would have been made
+            except FileNotFoundError as error:  # O_CREAT creates a missing file, so its directory is missing
                 raise StoreError(
                     f"{self.path} cannot be locked: the state directory was removed while it is in use, and what was pending "
                     "there is lost: start this program again",
@@ -147,7 +149,7 @@ class ExclusiveLock:
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-        # A disk that failed is made read-only by the kernel, and locks are not written.
+        # The kernel makes a failed disk read-only. flock works without write access.
         return os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def _close(self) -> None:
@@ -158,22 +160,25 @@ class ExclusiveLock:
 
 
 class Host:
-    """The state that processes of one user on one host share. Safe for use by many threads.
+    """The state that one user's processes on one host share. Thread-safe.
 
     Args:
-        directory: The state directory; made, for its owner alone, where it is missing.
-        shm: Where segments of shared memory live: ``TIERFS_SHM_DIR`` where it is not given, else ``/dev/shm``.
+        directory: The state directory. Created with mode 0700 if missing.
+        shm: Directory for segments of shared memory; by default ``TIERFS_SHM_DIR``, else ``/dev/shm``.
         mountinfo: The mounts, as in proc(5); for tests.
 
     Attributes:
         directory: The state directory, absolute.
-        segments: The host's folder of segments: in shared memory, or where that cannot be used, which is logged, `fallback`.
-        fallback: The one in the state directory, for what does not fit into shared memory.
+        segments: The host's folder of segments: in shared memory, or `fallback` (with a warning) if that cannot
+            be used.
+        fallback: The folder in the state directory, for segments that do not fit into shared memory.
 
     Raises:
-        ReadOnlyError: The directory, or the folder of segments that its processes use, belongs to somebody else or is open to others.
-        InvalidInputError: It lies on a network filesystem, or ``TIERFS_SHM_DIR`` is not named from the root.
-        CapacityError, StoreError: It cannot be made, or processes use it whose segments this one cannot see.
+        ReadOnlyError: The directory, or the folder of segments that the host uses, belongs to another user or
+            is open to others.
+        InvalidInputError: The directory lies on a network filesystem, or ``TIERFS_SHM_DIR`` is a relative path.
+        CapacityError, StoreError: The directory cannot be created, or other processes use a folder of segments
+            that this one cannot see.
     """
 
     def __init__(self, directory: Path, shm: Path | None = None, *, mountinfo: str | None = None) -> None:
@@ -196,7 +201,7 @@ class Host:
             )
         with self.locked("segments"):
             folder = SegmentFolder(self.directory, shm)
-        # Held for as long as this object lives, and by forked children, who use the folder as well.
+        # The locks are held while this object lives, and by forked children, which use the folder as well.
         weakref.finalize(self, folder.close).atexit = False
         self.segments = folder.path
         self.fallback = self.directory / FALLBACK
@@ -208,11 +213,11 @@ class Host:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where segments are, in the order in which they are tried."""
+        """The folders of segments, in the order in which they are tried."""
         return (self.segments,) if self.segments == self.fallback else (self.segments, self.fallback)
 
     def name(self) -> str:
-        """Tells this host, as long as it runs, from all others: 16 hex digits."""
+        """Return an id that distinguishes this host from all others until the machine restarts: 16 hex digits."""
         status = self.directory.stat()
         return xxhash.xxh3_64_hexdigest(f"{boot_id()} {status.st_dev} {status.st_ino} {self.directory}".encode())
 
@@ -221,7 +226,7 @@ class Host:
         return self.directory / "processes"
 
     def store_directory(self, uuid: str) -> Path:
-        """Where the host keeps what belongs to one store. Made, for its owner alone, where it is missing."""
+        """Return the host's directory for one store. Created with mode 0700 if missing."""
         assert _NAME.fullmatch(uuid), uuid
         directory = self.directory / "stores" / uuid
         make_private(directory.parent)
@@ -229,13 +234,13 @@ class Host:
         return directory
 
     def owner(self) -> str:
-        """The id of this process: 16 hex digits, never used before. It is alive from now on until the process ends.
+        """Return the id of this process: 16 hex digits, never used before.
 
-        A forked child has another id than its parent.
+        The id is alive from the first call until the process ends. A forked child has another id than its parent.
         """
         own = self._own
         if own is None or not own.held:
-            # Keeps other threads out, too. And nobody takes a file for dead that has been made but not locked yet.
+            # This also excludes other threads. And no process takes a new file for dead before it is locked.
             with self.locked("processes"):
                 own = self._own
                 if own is None or not own.held:
@@ -247,7 +252,7 @@ class Host:
         return own.path.stem
 
     def is_alive(self, owner: str) -> bool:
-        """Whether the process with this id still runs. Once it does not, it never will again."""
+        """Return whether the process with this id still runs. Once False, it stays False."""
         own = self._own
         if own is not None and own.held and own.path.stem == owner:
             return True
@@ -260,7 +265,8 @@ class Host:
         except OSError as error:
             raise refused(error, self._lock_file(owner), "cannot be opened") from error
         try:
-            # Shared, so that two who ask at the same time do not take each other for the owner.
+            # A shared lock, so that two processes that check at the same time do not mistake each other for the
+            # owner.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -269,14 +275,14 @@ class Host:
         return False
 
     def bury(self, owner: str) -> None:
-        """Remove the lock file of a process that is dead. Nothing happens to one that is alive."""
+        """Remove the lock file of a dead process. Does nothing if the process is alive."""
         if _OWNER.fullmatch(owner) and not self.is_alive(owner):
-            # Without its lock: the dead stay dead, and an id is never used again.
+            # No lock is needed: a dead id stays dead, and an id is never used again.
             self._lock_file(owner).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Keep every other process and thread of the host out of what goes by this name; waits. Not reentrant."""
+        """Hold the host's lock of this name; wait for it. Excludes all other processes and threads. Not reentrant."""
         assert _NAME.fullmatch(name), name
         lock = ExclusiveLock(self.directory / f"{name}.lock")
         lock.acquire(blocking=True)
@@ -300,8 +306,8 @@ def _is_at(fd: int, path: Path) -> bool:
     return False
 
 
-# Forks wait for it, so that a child sees every descriptor that a lock has opened. Reentrant, since a lock may be collected,
-# or a signal handled, while its thread is in here.
+# A fork waits for this lock, so that the child sees every descriptor that a lock has opened. Reentrant, because
+# garbage collection of a lock, or a signal handler, may run while its thread holds this.
 _guard = threading.RLock()
 _locks: weakref.WeakSet[ExclusiveLock] = weakref.WeakSet()
 
@@ -309,7 +315,7 @@ _locks: weakref.WeakSet[ExclusiveLock] = weakref.WeakSet()
 def _forget_in_child() -> None:
     try:
         for lock in list(_locks):
-            lock._close()  # not released: the lock is the parent's, and so stays with it
+            lock._close()  # close without unlocking: the parent keeps its lock
     finally:
         _guard.release()
 

@@ -1,4 +1,4 @@
-"""Whose local tiers those of a host are: the store's where it lies, not those of a copy of it, which has its id."""
+"""The identity of local tiers: they belong to the store at one place, not to a copy of it with the same id."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _logger = logging.getLogger("tierfs.local")
 
 
 class DamagedPlaceError(StoreError):
-    """The file that says whose local tiers these are cannot be read."""
+    """The file that says which store the local tiers belong to cannot be read."""
 
 
 def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool = False) -> Path:
-    """The directory of a store's local tiers, if they are those of the store that is there.
+    """Return the directory of a store's local tiers, if they belong to the store at this place.
 
-    What is pending in them is to get to the store that it was saved to. The first one of this id that is opened on the host
-    has them from then on.
+    Pending changes must reach the store that they were saved to. The first store of an id that is opened on a
+    host gets the local tiers.
 
     Args:
-        host: Whose tiers.
-        uuid: The store's.
+        host: The host.
+        uuid: The uuid of the store.
         places: See `ObjectTier.places`.
-        url: For errors.
-        anew: Whether to replace what says whose they are. Nothing may be pending in them then.
+        url: URL of the store, for errors.
+        anew: Whether to replace the recorded place. Nothing may be pending in the tiers then.
 
     Raises:
-        InvalidInputError: They belong to another one.
-        DamagedPlaceError: It cannot be told whose they are.
+        InvalidInputError: They belong to another store.
+        DamagedPlaceError: The recorded place cannot be read.
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     directory = host.store_directory(uuid)
@@ -52,7 +52,7 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool 
     with host.locked("places"):
         is_known = check(directory, names, url)
         try:
-            _write(path, names)  # by one of them it was known, and the others may have changed
+            _write(path, names)  # one of the names matched, and the others may have changed
         except (StoreError, CapacityError, ReadOnlyError) as error:
             if not is_known:
                 raise
@@ -61,9 +61,9 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool 
 
 
 def check(directory: Path, places: Sequence[str], url: str) -> bool:
-    """See that local tiers are those of the store that is there, and leave what says so as it is: see `claim`.
+    """Check that local tiers belong to the store at these places, without recording them. Raises as `claim` does.
 
-    Returns whether something says so.
+    Returns whether a place is recorded.
     """
     path = directory / PLACE_FILE
     known = places_in(path)
@@ -78,10 +78,10 @@ def check(directory: Path, places: Sequence[str], url: str) -> bool:
 
 
 def places_in(path: Path) -> list[str]:
-    """The places of the store whose local tiers these are; none where nothing says so.
+    """Return the recorded places of the store that the local tiers belong to; an empty list if there is no record.
 
     Raises:
-        DamagedPlaceError: It cannot be read.
+        DamagedPlaceError: The record cannot be read.
     """
     try:
         text = path.read_bytes()
@@ -100,14 +100,14 @@ def places_in(path: Path) -> list[str]:
 
 
 def _write(path: Path, names: list[str]) -> None:
-    temporary = path.with_suffix(".new")  # nobody else writes one: the lock is held
+    temporary = path.with_suffix(".new")  # no other process writes it: the lock is held
     try:
         temporary.unlink(missing_ok=True)
         temporary.touch(0o600)
         with temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps(names))
             file.flush()
-            os.fsync(file.fileno())  # what is pending there outlives the host's power, and so must this
+            os.fsync(file.fileno())  # pending changes survive a power failure of the host, so this record must, too
         temporary.replace(path)
         flush_directory(path.parent)
     except OSError as error:

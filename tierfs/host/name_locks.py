@@ -19,9 +19,9 @@ from tierfs.errors import StoreError
 
 __all__ = ["NameLocks"]
 
-# Longer than a chunk takes that is slow to come, so that only what has stopped is fetched twice.
+# Longer than a slow fetch of a chunk, so that only a stopped fetch is repeated.
 PATIENCE_S = 20.0
-# Waiting is a little longer than the fetch at most: by a fifth, and by no more than the longest pause.
+# A waiter overshoots the fetch by at most a fifth of its wait, and by at most the longest pause.
 _PAUSE_S_MIN = 0.0005
 _PAUSE_S_MAX = 0.005
 _OFFSETS = 1 << 40
@@ -29,10 +29,10 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 class NameLocks:
-    """One lock for each name: among threads by a table, among processes by one byte of a file.
+    """One lock for each name: a table excludes other threads, a lock on one byte of a file excludes other processes.
 
-    Two names that share a byte wait for each other for nothing, which happens once in 10^12 pairs. Nobody waits for good:
-    who holds a lock may be stopped, by a signal or with its container.
+    Two names may share a byte, with a probability of 10^-12; then one waits needlessly. Every wait has a time
+    limit, because a holder may be stopped by a signal or with its container.
 
     Args:
         path: The file whose bytes are locked. It stays empty.
@@ -53,9 +53,10 @@ class NameLocks:
 
     @contextlib.contextmanager
     def single_flight(self, name: bytes) -> Iterator[None]:
-        """Hold the name of a chunk while it is fetched, or find out in `PATIENCE_S` that somebody else goes on holding it. Then the lock only saves work.
+        """Hold the name of a chunk while it is fetched, but wait at most `PATIENCE_S` for it.
 
-        What was wanted may be there by now: somebody else may have held it until just then.
+        After that, go on without the lock, which only saves work. The chunk may be in a local tier by then,
+        because the previous holder fetched it.
         """
         with self._held(name, PATIENCE_S) as is_held:
             if not is_held:
@@ -71,11 +72,11 @@ class NameLocks:
 
     @contextlib.contextmanager
     def alone(self, name: bytes, *, timeout_s: float) -> Iterator[None]:
-        """Hold a name, which is waited for.
+        """Hold a name; wait for it.
 
         Raises:
-            StoreError: Somebody else held it for so long; it is transient.
-            OSError: The file cannot be opened, or locked.
+            StoreError: Another holder had it for the whole timeout; transient.
+            OSError: The file cannot be opened or locked.
         """
         with self._held(name, timeout_s) as is_held:
             if not is_held:
@@ -93,11 +94,11 @@ class NameLocks:
             if fd is not None:
                 with self._lock:
                     self._busy.discard(offset)
-                    if fd == self._fd:  # closing the file released it
+                    if fd == self._fd:  # otherwise closing the file has released it
                         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
 
     def _wait(self, offset: int, deadline_s: float) -> int | None:
-        """The descriptor by which a byte is locked, or ``None`` where it was waited for in vain."""
+        """Return the descriptor through which the byte is locked, or None after the deadline."""
         pause_s = _PAUSE_S_MIN
         while (fd := self._try(offset)) is None:
             if self._clock.monotonic() >= deadline_s:
@@ -119,14 +120,14 @@ class NameLocks:
             return fd
 
     def close(self) -> None:
-        """Close the file. What is held meanwhile is released."""
+        """Close the file, which releases all names that are held."""
         with self._lock:
             fd, self._fd = self._fd, None
             if fd is not None:
                 os.close(fd)
 
     def _renew(self) -> None:
-        """In a forked child: its locks belong to the open file, which a child must not keep open."""
+        """In a forked child: close the open file, which the parent's locks belong to."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -138,8 +139,8 @@ class NameLocks:
 
 
 def _byte(kind: int, offset: int) -> bytes:
-    """One byte of a file as fcntl(2) wants it, for locks of the open file.
+    """Return one byte of a file as a struct flock for fcntl(2), for open file description locks.
 
-    Locks of the process would see deadlocks among its threads where there are none.
+    Locks of the process would report deadlocks among its threads where there are none.
     """
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, 1, 0)

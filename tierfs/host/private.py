@@ -1,4 +1,4 @@
-"""A host's directories for its owner alone: making, listing, and the operating system's errors as ours."""
+"""Directories with mode 0700: creation and listing; translation of the operating system's errors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NO_RIGHTS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def make_private(directory: Path, *, follow_links: bool = True) -> None:
-    """Make a directory for its owner alone where it is missing, and see that it is one.
+    """Create a directory with mode 0700 if missing, and check its owner and mode.
 
     Args:
-        directory: The directory; its parents are made, too.
-        follow_links: Whether a link to such a directory will do.
+        directory: The directory; missing parents are created, too.
+        follow_links: Whether a symbolic link to such a directory is allowed.
 
     Raises:
-        ReadOnlyError: It belongs to somebody else, or is open to others, or may not be made.
+        ReadOnlyError: It belongs to another user, is open to others, or must not be created.
         CapacityError: There is no room for it.
-        StoreError: It cannot be made for another reason.
+        StoreError: It cannot be created for another reason.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -39,10 +39,10 @@ def make_private(directory: Path, *, follow_links: bool = True) -> None:
 
 
 def entries_of(directory: Path) -> list[os.DirEntry[str]]:
-    """The entries of a directory; none where there is none.
+    """Return the entries of a directory; an empty list if it does not exist.
 
     Raises:
-        ReadOnlyError: This user may not.
+        ReadOnlyError: This user may not list it.
         StoreError: It cannot be listed for another reason.
     """
     try:
@@ -55,10 +55,10 @@ def entries_of(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def refused(error: OSError, path: Path, what: str, *, tier: str | None = None) -> TierfsError:
-    """The error of ours that says what the operating system refused.
+    """Translate an error of the operating system into one of tierfs.
 
     Args:
-        error: The operating system's.
+        error: The operating system's error.
         path: The file or directory concerned.
         what: The failed action, as ``cannot be made``.
         tier: The tier concerned.
@@ -76,7 +76,7 @@ def refused(error: OSError, path: Path, what: str, *, tier: str | None = None) -
 
 
 def explain(error: OSError) -> str:
-    """The operating system's words, and the next step where that is known."""
+    """Return the operating system's message, with the next step if it is known."""
     problem = error.strerror or str(error)
     if error.errno == errno.EMFILE:
         return f"{problem}: this process has as many as it may, which `ulimit -n` raises"

@@ -1,6 +1,7 @@
-"""Where a host's folder of segments is: a link in the state directory leads there, so that all its processes have the same one.
+"""The location of a host's folder of segments: all processes follow a link in the state directory to the same folder.
 
-Two processes with two folders would not see what the other has pending, and take what was there before for the newest.
+Two processes with two folders would not see each other's pending changes, and would take older content for the
+newest.
 """
 
 from __future__ import annotations
@@ -25,33 +26,36 @@ __all__ = ["FALLBACK", "STATE_FILE", "SegmentFolder", "said_of"]
 SEGMENT_FOLDERS_MAX = 16
 STATE_BYTES_MAX = 16384
 FALLBACK = "segments"
-"""The folder in the state directory."""
+"""Name of the folder in the state directory."""
 
 STATE_FILE = "state"
-"""Says of a folder whose it is; locked, shared, by those who use it."""
+"""File in a folder that records its state directory. All users of the folder hold a shared lock on it."""
 
 _logger = logging.getLogger("tierfs.local")
 
 
 class SegmentFolder:
-    """The folder of a host. To be made by one process at a time.
+    """The folder of segments of a host. One process at a time creates this object.
 
-    The link is ``segments-<boot id>-<device>``, where the device is that of the filesystem that the folder lies in. The first process
-    makes it, and all others follow it. All of them hold a shared lock on the state directory. When nobody does, the folder stays where
-    it was while segments are left in it, since something may be pending in them.
+    The link is ``segments-<boot id>-<device>``, with the device of the filesystem that holds the folder. The
+    first process creates it, and all others follow it. All of them hold a shared lock on the state directory.
+    When no process does, the folder stays where it is while it holds segments, because these may hold pending
+    changes.
 
     Args:
         directory: The state directory, absolute.
-        shm: Where the folder is to be.
+        shm: The preferred parent directory.
 
     Attributes:
-        path: The folder; where there can be none in ``shm``, the one in the state directory.
-        why_not: Why there is none in ``shm``, where that was tried.
-        locks: Open files that keep others from taking the folder for unused. The caller's to close.
+        path: The folder; the one in the state directory if there can be none in ``shm``.
+        why_not: Why there is none in ``shm``, if that was tried.
+        locks: Descriptors whose locks keep other processes from taking the folder for unused. The caller closes
+            them.
 
     Raises:
-        ReadOnlyError: The one that others use is somebody else's; or it, or the one that they used last, is open to others.
-        StoreError: Others use one that this process cannot see.
+        ReadOnlyError: The folder in use belongs to another user; or it, or the one used last, is open to
+            others.
+        StoreError: Other processes use a folder that this one cannot see.
         CapacityError: There is no room for the link.
     """
 
@@ -63,7 +67,8 @@ class SegmentFolder:
         try:
             self.path = self._find(shm)
         except BaseException as error:
-            # Closing is not enough: a child that was forked meanwhile has the open files, too, and would keep all others waiting.
+            # Closing is not enough: a child that was forked meanwhile has the open files, too, and would block
+            # all other processes.
             for fd in self.locks:
                 fcntl.flock(fd, fcntl.LOCK_UN)
             self.close()
@@ -75,7 +80,6 @@ class SegmentFolder:
         return f"SegmentFolder({str(self.path)!r})"
 
     def close(self) -> None:
-        """Close the locks."""
         while self.locks:
             os.close(self.locks.pop())
 
@@ -113,7 +117,7 @@ class SegmentFolder:
         ]
 
     def _point_to(self, folder: Path) -> None:
-        """Replace the link, and those of earlier runs of the kernel."""
+        """Replace the link, and remove links of earlier boots."""
         link = self._directory / f"{self._begin}{os.stat(folder.parent).st_dev}"
         is_inside = folder.parent == self._directory
         new = self._directory / "segments.new"
@@ -121,39 +125,40 @@ class SegmentFolder:
             new.unlink(missing_ok=True)
             new.symlink_to(FALLBACK if is_inside else folder)
             if link.is_dir() and not link.is_symlink():
-                # A copy of the state directory was made by following links.
+                # The state directory is a copy that was made by following links.
                 link.rename(self._directory / f"copied-{link.name}")
             new.replace(link)
             for old in self._links("segments-"):
                 if old != link:
                     old.unlink()
         except OSError as error:
-            # A disk that failed is made read-only by the kernel.
+            # The kernel makes a failed disk read-only.
             if error.errno != errno.EROFS:
                 raise refused(error, link, "cannot be made", tier="ram") from error
 
     def _follow(self, link: Path, shm: Path, *, is_used: bool) -> Path | None:
-        """The folder that a link leads to, if it is there; in ``shm`` it may go by another path than for others."""
+        """Return the folder that a link names, if it exists. Its path in ``shm`` may differ between processes."""
         device = link.name.removeprefix(self._begin)
         linked = self._directory / os.readlink(link)
         ours = shm / linked.name
         for folder in (linked, ours):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                # A folder that somebody removed is made again while others use it.
+                # A removed folder is created again if other processes use it.
                 place = os.stat(folder.parent if folder is linked else ours / STATE_FILE)
                 is_there = str(place.st_dev) == device
                 if is_there and not is_used and _is_foreign(folder):
-                    continue  # ours was removed, and anybody may take its name then: nothing of ours is in it
+                    # the host's folder was removed, and another user took its name
+                    continue
                 if is_there and self._claim(folder, is_new=False):
                     return folder
         return None
 
     def _choose(self, shm: Path) -> Path:
-        """A folder in ``shm`` that no other state directory uses, or else the one in the state directory.
+        """Return a folder in ``shm`` that no other state directory uses, or else the one in the state directory.
 
-        It is named after our path, so that it is found again when the state directory was made anew, as that of a
-        container that was restarted. But containers that share their host's memory each have a directory by that name:
-        so the folder says whose it is, and is locked by those who use it.
+        It is named after the path of the state directory, so that a recreated state directory finds it again,
+        as in a restarted container. Containers that share their host's memory may each have a state directory
+        at that path. So the folder records its state directory, and its users lock it.
         """
         name = f"tierfs-{os.geteuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(self._directory))}"
         try:
@@ -169,16 +174,20 @@ class SegmentFolder:
             return fallback
 
     def _claim(self, folder: Path, *, is_new: bool) -> bool:
-        """Whether a folder says that it is ours. It is made to where it says nothing, or a new one is wanted and nobody uses it."""
+        """Return whether a folder belongs to this state directory.
+
+        If no process uses the folder, record this state directory in it: always if ``is_new``, otherwise only
+        if it has no record.
+        """
         fd = _open_state(folder)
         is_ours = False
         try:
             if _is_alone(fd) and (is_new or not os.pread(fd, 1, 0)):
                 _write(fd, self._description())
-            # Changing to a shared lock may let somebody else in between: what counts is what it says when we have that.
+            # Conversion to a shared lock may let another process in between: the record read after that counts.
             fcntl.flock(fd, fcntl.LOCK_SH)
             if not os.fstat(fd).st_nlink:
-                return self._claim(folder, is_new=is_new)  # somebody removed it while we waited
+                return self._claim(folder, is_new=is_new)  # another process removed it while this one waited
             is_ours = said_of(fd).get("is") == _identity(self._directory)
         finally:
             if is_ours:
@@ -188,7 +197,7 @@ class SegmentFolder:
         return is_ours
 
     def _description(self) -> bytes:
-        """See `said_of`."""
+        """Return the record; see `said_of`."""
         said = {
             "is": _identity(self._directory),
             "directory": str(self._directory),
@@ -204,10 +213,10 @@ def _identity(path: Path) -> str:
 
 
 def said_of(fd: int) -> dict[str, Any]:
-    """What a folder says of the state directory that it belongs to; nothing where that cannot be read.
+    """Return a folder's record of the state directory that it belongs to; empty if it cannot be read.
 
-    ``is`` tells that directory from others, ``above`` those above it, from the nearest to the root, ``directory`` is its path, ``host`` the
-    machine or container.
+    ``is`` identifies that directory, and ``above`` its parents from the nearest to the root. ``directory`` is
+    its path, and ``host`` the name of the machine or container.
     """
     try:
         said = json.loads(os.pread(fd, STATE_BYTES_MAX, 0))
@@ -224,7 +233,7 @@ def _open_state(folder: Path) -> int:
 
 
 def _is_alone(fd: int) -> bool:
-    """Lock a file, unless others have."""
+    """Try to lock a file exclusively. Return whether no other process has it locked."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -233,7 +242,7 @@ def _is_alone(fd: int) -> bool:
 
 
 def _write(fd: int, data: bytes) -> None:
-    os.pwrite(fd, data, 0)  # over what it says, which needs no room
+    os.pwrite(fd, data, 0)  # overwrites the old record, which needs no room
     os.ftruncate(fd, len(data))
 
 

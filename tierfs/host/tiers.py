@@ -1,7 +1,8 @@
-"""The local tiers of one store as a process that uses them sees them: what is pending, chunks, and the flusher.
+"""The local tiers of one store, as seen by a process that uses them: pending drafts, chunks, and the flusher.
 
-Put together here: `PendingDrafts` knows what is pending, `SlabWriter` puts things into slabs, `ChunkReader` reads what is
-here, `ChunkCache` keeps copies of what is not. This file waits, which takes the first two and the flusher.
+This module combines four parts. `PendingDrafts` knows the pending changes. `SlabWriter` writes chunks and
+drafts into slabs. `ChunkReader` reads local chunks. `ChunkCache` keeps copies of remote chunks. Waiting for a
+level is implemented here, because it needs the drafts, the ram tier and the flusher.
 """
 
 from __future__ import annotations
@@ -28,36 +29,37 @@ from tierfs.units import format_bytes
 
 __all__ = ["Tiers"]
 
-ASK_AGAIN_S = 0.05  # a flusher that does not know of what is waited for
-ANSWER_S = 1.0  # in which the flusher says what it waited for, once the time is up
+ASK_AGAIN_S = 0.05  # pause before the next request to a flusher that did not know the draft
+ANSWER_S = 1.0  # extra time for the flusher to report what it waited for after the timeout
 
 
 class Tiers:
-    """One store's local tiers. Safe for use by many threads.
+    """One store's local tiers. Thread-safe.
 
     Args:
         ram: The ram tier.
-        nvme: The nvme tier; also where it is off, because something may be pending in it from before it was.
-        flusher: How to reach the flusher.
-        kind: The store's digests.
+        nvme: The nvme tier; also if it is off, because it may hold pending drafts from before.
+        flusher: Client of the flusher.
+        kind: The store's kind of digest.
         has_nvme: Whether the nvme tier is on.
-        gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a crash.
-        keeps_reads: Whether chunks that were read from the object tier are kept in the local ones: not where it is a
-            directory of this host.
+        gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a
+            crash.
+        keeps_reads: Whether to keep chunks read from the object tier in the local tiers. Off if the object
+            tier is a directory of this host.
         shares_reads: See `ChunkCache`.
-        passes_by: Whether a write that is to survive a crash of the host passes the local tiers by, because the object tier
-            is the next one down and a directory of this host.
-        clock: Where time comes from.
-        problems: Why this host cannot give a tier as it was asked for, by the tier's name.
+        passes_by: Whether a write for `Level.LOCAL` goes straight to the object tier, because that is the next
+            tier down and a directory of this host.
+        clock: Source of time.
+        problems: Why this host cannot provide a requested tier, by the tier's name.
 
     Attributes:
         ram: As given; so are ``nvme``, ``flusher``, ``has_nvme``, ``passes_by`` and ``problems``.
-        drafts: The pending ones.
-        writer: Puts chunks and drafts into slabs.
-        reader: Reads chunks that are here.
+        drafts: The pending drafts.
+        writer: Writes chunks and drafts into slabs.
+        reader: Reads local chunks.
         cache: Keeps and drops copies of chunks.
-        counters: This process's.
-        away_until_s: On the clock: the object tier did not answer, and is not asked before.
+        counters: Counters of this process.
+        away_until_s: Time on ``clock`` until which the object tier is not asked, because it did not answer.
     """
 
     def __init__(
@@ -113,16 +115,18 @@ class Tiers:
         return f"Tiers(ram={self.ram!r}, nvme={self.nvme!r})"
 
     def wait(self, path: str, level: Level, timeout_s: float | None = None, *, write_id: bytes | None = None) -> None:
-        """Wait until what is pending at or below ``path``, or the one draft named, has reached ``level``.
+        """Wait until the pending changes at or below ``path``, or the one of ``write_id``, have reached ``level``.
 
         Raises:
-            TimeoutError: It has not, in time; names what is pending, and says so if the flusher does not answer.
-            ConflictError: Somebody else changed the path; theirs stands.
-            TierfsError: The reason why it cannot get there.
+            TimeoutError: They did not in time. The message names what is pending, and says so if the flusher
+                does not answer.
+            ConflictError: Another writer changed the path; that change stands.
+            TierfsError: The reason why a change cannot reach the level.
         """
         if level <= Level.STAGED:
             return
-        # A flusher that runs knows better than a look at all that is pending; none is started for what is safe already.
+        # About one draft, a running flusher knows more than a look at all that is pending. If all is safe already,
+        # none is started.
         if (write_id is None or not self.flusher.is_running()) and self.drafts.is_settled(path):
             return
         awaited = self._below(level, path, write_id) if write_id is None else None
@@ -133,7 +137,7 @@ class Tiers:
         while True:
             left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
             self._fault("before wait")
-            # The flusher says what it waits for when time is up; one that says nothing is not waited for either.
+            # The flusher reports at the timeout. If it stays silent, stop waiting for its answer, too.
             patience_s = None if left is None else left + ANSWER_S
             try:
                 answer = self.flusher.request("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
@@ -143,7 +147,7 @@ class Tiers:
             self._fault("after wait")
             if write_id is not None and answer.get("known") is True:
                 return
-            # A flusher that did not know of a draft, however that came, would not have waited for it.
+            # A flusher that did not know a draft, for whatever reason, has not waited for it: check.
             still = self._below(level, path, write_id)
             awaited = still if awaited is None else {key: length for key, length in awaited.items() if key in still}
             if not awaited:
@@ -154,7 +158,7 @@ class Tiers:
             self._clock.sleep(ASK_AGAIN_S)
 
     def _check_removed(self, awaited: Collection[tuple[str, bytes]]) -> None:
-        """See that none of these drafts, which the flusher does not know of, lies in a segment whose file was removed.
+        """Check that none of these drafts, which the flusher does not know, lies in a segment whose file was removed.
 
         Raises:
             StoreError: One does, and no flusher will ever find it.
@@ -173,9 +177,9 @@ class Tiers:
                 )
 
     def _below(self, level: Level, path: str, write_id: bytes | None) -> dict[tuple[str, bytes], int]:
-        """Path and write id of what is pending at or below ``path``, or of the one draft named, and has not reached ``level``.
+        """Return the lengths of drafts at or below ``path`` that have not reached ``level``, by path and write id.
 
-        With the length of each.
+        With ``write_id``, consider only that draft.
         """
         if write_id is None:
             found = self.drafts.pending_below(path)
@@ -185,7 +189,7 @@ class Tiers:
         return {(name, one.draft.write_id): one.draft.length for name, one in found.items() if one.level < level}
 
     def report_damage(self, key: str) -> None:
-        """Tell the flusher, if one runs, that an object which is a chunk is damaged or missing: it may know it to be there."""
+        """Tell the flusher, if one runs, that a chunk object is damaged or missing: it may rely on it."""
         if self.flusher.is_running():
             try:
                 self.flusher.request("report_damage", {"key": key}, timeout_s=ANNOUNCE_S)
@@ -193,7 +197,7 @@ class Tiers:
                 self.counters.fall_back("kept_damage", "the flusher was not told of a damaged chunk: %s", error)
 
     def close(self) -> None:
-        """Release everything; what is pending stays for the next flusher."""
+        """Release everything. Pending changes stay for the next flusher."""
         self._ended.set()
         self.flusher.close()
         self.ram.close()
@@ -203,7 +207,7 @@ class Tiers:
 
 
 def _described(awaited: Mapping[tuple[str, bytes], int], path: str, level: Level) -> str:
-    """Files that have not reached a level, as far as it can be seen without the flusher; all of ``path`` where nothing can."""
+    """Describe files that have not reached a level, as seen without the flusher; if none is seen, describe ``path``."""
     if not awaited:
         return f"what is pending below {path!r} has not reached {level.label!r} yet"
     first = min(name for name, _ in awaited)

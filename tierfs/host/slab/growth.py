@@ -21,7 +21,7 @@ SMALL_BYTES = 1 << 20
 # The least budget for files of any length: a chunk and something small.
 CHUNKS_BUDGET_BYTES = Layout.for_data(CHUNK_BYTES + SMALL_BYTES).size
 
-# The budget of a process that only passes chunks to the flusher, because the ram tier is off.
+# The ram budget while the ram tier is off: chunks only pass through shared memory.
 TRANSIT_BYTES = 128 << 20
 
 

@@ -1,4 +1,4 @@
-"""The segments of one process: where it takes slots, how it comes by more and gives some back."""
+"""Allocate slots in the shared-memory segments of this process; add segments and release them."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from tierfs.units import format_bytes
 
 __all__ = ["SegmentPool", "give_back"]
 
-# Copies do not make room for others before the process has so much memory.
+# Eviction by watermark starts when the process's segments hold this much data.
 KEPT_BYTES = 64 << 20
-# A segment that the budget cuts shorter than this is made only where nothing can be evicted: each has its descriptors.
+# If the budget allows only a smaller segment, copies are evicted first: each segment needs descriptors.
 WORTHWHILE_BYTES = 32 << 20
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
 WORTHWHILE = 32
-# The part of memory, one in so many, that is never taken however large the budget is.
+# This fraction (1/16) of memory is never taken, however large the budget is.
 MEMORY_SPARED = 16
 _logger = logging.getLogger("tierfs.local")
 
 
 class SegmentPool:
-    """Where this process writes. Safe for use by many threads.
+    """The segments that this process writes into. Thread-safe.
 
     Args:
-        host: Where segments are.
+        host: Holds the folders of segments.
         store: The uuid of the store, 32 hex digits.
-        ram_budget: What the host's processes have.
-        budget_bytes: What all of them may take together.
-        data_bytes_max: The most data that one segment holds; see `next_layout`.
+        ram_budget: The host's ram budget.
+        budget_bytes: Maximum of all segments of the host together.
+        data_bytes_max: The most data in one segment; see `next_layout`.
         clock: For waiting.
 
     Attributes:
         own: The segments.
-        waits: How often somebody waited for room.
-        waited_s: For how long in all.
-        eviction: What frees slots that hold copies.
-        why_not: Why no file of a segment could be made when that was tried last; empty where one could.
+        waits: Number of runs that waited for room.
+        waited_s: Total time of these waits, in seconds.
+        eviction: Frees slots that hold copies.
+        why_not: Why the last attempt to create a segment's file failed; empty if it succeeded.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class SegmentPool:
         self._data_bytes_max = data_bytes_max
         self._worthwhile = min(WORTHWHILE_BYTES, budget_bytes // WORTHWHILE)
         self._clock = clock
-        self._lock = threading.Lock()  # for the fields below; never held for long
+        self._lock = threading.Lock()  # protects the fields below; never held for long
         self.own: tuple[Segment, ...] = ()
         self._ahead: threading.Thread | None = None
         self._closed = False
-        self._is_claimed = False  # whether others claimed a segment since somebody took a slot here
+        self._is_claimed = False  # whether a process claimed a segment since this one last allocated a slot
         self._small_said = self._removed_said = False
         self.waits = 0
         self.waited_s = 0.0
@@ -95,17 +95,18 @@ class SegmentPool:
         on_wait: Callable[[], None] | None,
         spares_copies: bool,
     ) -> list[list[Slot] | None]:
-        """Take runs of slots; see `RamTier.take_runs`.
+        """Allocate runs of slots; see `RamTier.take_runs`.
 
         Args:
-            kind: What they will hold.
-            runs: For each how many bytes its slots will hold.
-            timeout_s: How long to wait for room for a run; None for as long as it takes.
-            on_wait: Called once for each for which it comes to that.
+            kind: Kind of content.
+            runs: For each run the lengths of its slots, in bytes.
+            timeout_s: How long to wait for room for each run, in seconds; None for no limit.
+            on_wait: Called once for each run that has to wait.
             spares_copies: See `RamTier.take`.
 
         Returns:
-            For each its slots; None from the first on for which there was no room in that time.
+            One list of slots for each run. If a run finds no room before the timeout, its entry is None, and
+            so is that of each later run that did not fit at once.
         """
         found: list[list[Slot] | None] = [None] * len(runs)
         asked_s = self._clock.monotonic()
@@ -135,10 +136,10 @@ class SegmentPool:
         return found
 
     def grow_ahead(self) -> None:
-        """Begin to get memory for a second save like the last one, on a thread, if what cannot be evicted leaves no room for it.
+        """Start a thread that allocates memory for another save like the last, if dirty data leaves no room for one.
 
-        The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed. More
-        than two saves' memory is got when somebody asks for it.
+        Touching new memory is several times slower than copying into it, so this happens before the next save
+        needs it. Memory beyond that of two saves is allocated on demand.
         """
         if self._is_claimed:
             return
@@ -150,19 +151,19 @@ class SegmentPool:
         with self._lock:
             if self._closed or (self._ahead is not None and self._ahead.is_alive()):
                 return
-            # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
+            # A daemon thread: a process that exits does not wait for it, and another process removes the
+            # unfinished segment.
             self._ahead = start_daemon(self._grow_quietly, missing, name="ram-ahead")
 
     def evict_ahead(self) -> None:
-        """See `Eviction.ahead`."""
         self.eviction.ahead(self._in_use())
 
     def removed(self) -> list[Segment]:
-        """The own segments whose file somebody removed while something in them is needed."""
+        """Return the own segments whose file was removed while they hold dirty data or slots being filled."""
         return [segment for segment in self.own if segment.is_removed() and _is_needed(segment)]
 
     def _leave_removed(self, segment: Segment) -> None:
-        """Put nothing more into a segment whose file somebody removed: no other process would find it."""
+        """Retire a segment whose file was removed: no other process could open it."""
         if segment.is_removed() and not segment.retired:
             segment.retire(although_needed=True)
             if not self._removed_said:
@@ -180,9 +181,9 @@ class SegmentPool:
         return sum(map(self._give_back, claimed))
 
     def _give_back(self, segment: Segment) -> int:
-        """Remove an own segment; or if something is dirty in it, give back the rest. Returns the bytes that are free by that."""
+        """Remove an own segment, or shed it if a slot is dirty or being filled. Return the bytes released."""
         before = segment.memory_bytes
-        with contextlib.suppress(ReadOnlyError):  # closed meanwhile
+        with contextlib.suppress(ReadOnlyError):  # another thread closed it
             if segment.retire():
                 self._drop(segment)
                 return before
@@ -191,9 +192,9 @@ class SegmentPool:
         return 0
 
     def close(self) -> None:
-        """Release all. What is dirty stays for the flusher; memory that only holds copies is given back.
+        """Release all segments. Dirty data stays for the flusher; the memory of copies is released.
 
-        A process that ends without this leaves its copies to whoever comes after it, until room is needed.
+        If a process ends without this call, its segments stay as a cache until another process needs the room.
         """
         with self._lock:
             self._closed = True
@@ -202,7 +203,7 @@ class SegmentPool:
             ahead.join()
         with self._growing:
             for segment in self.own:
-                # Under the host's lock, since from then on others may adopt it.
+                # Under the host's lock, because other processes may adopt the segment from then on.
                 with self._host.locked(LOCK):
                     if not segment.is_dirty():
                         self._drop(segment)
@@ -218,12 +219,12 @@ class SegmentPool:
         return found[0]
 
     def _fit_all(self, kind: SlotKind, runs: Sequence[Sequence[int]], found: list[list[Slot] | None]) -> None:
-        """Take what fits into the segments as they are. The lock of each is taken once, however many runs there are."""
+        """Allocate the runs that fit into the segments as they are. Locks each segment at most once."""
         for segment in self.own:
             left = [number for number, slots in enumerate(found) if slots is None]
             if not left:
                 break
-            with contextlib.suppress(ReadOnlyError):  # dropped meanwhile
+            with contextlib.suppress(ReadOnlyError):  # another thread dropped it
                 if segment.is_known_full([runs[number] for number in left]):
                     continue
                 self._leave_removed(segment)
@@ -234,7 +235,7 @@ class SegmentPool:
     def _make_room(
         self, kind: SlotKind, lengths: Sequence[int], known: int = 0, *, spares_copies: bool = False
     ) -> list[Slot] | None:
-        """Take slots where it takes some effort, but no waiting. ``known`` bytes are wanted in all."""
+        """Allocate slots by evicting or by adding a segment, without waiting. ``known`` bytes are wanted in all."""
         self.give_back_claimed()
         if not spares_copies and self._held() >= min(KEPT_BYTES, self._budget_bytes // 2):
             self.eviction.to_watermark(self._in_use())
@@ -244,11 +245,12 @@ class SegmentPool:
         if slots is not None:
             return slots
         with self._growing:
-            slots = self._fit(kind, lengths)  # another thread was first
+            slots = self._fit(kind, lengths)  # another thread may have added a segment
             if slots is None and self._grow(_size(lengths), known, least=self._worthwhile):
                 slots = self._fit(kind, lengths)
         if slots is None and spares_copies:
-            self.eviction.to_watermark(self._in_use())  # room for several, so that not each of them asks for a segment
+            # room for several slots, so that not each of them asks for a segment
+            self.eviction.to_watermark(self._in_use())
             slots = self._fit(kind, lengths)
         slots = slots or self._evict_until(kind, lengths, known)
         if slots is not None:
@@ -287,14 +289,16 @@ class SegmentPool:
         return None
 
     def _may_come(self, length: int, held: Mapping[Segment, int]) -> bool:
-        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or discarded.
+        """Return whether waiting may bring room for this many bytes.
+
+        Another process may release some, or data of this process may be published or discarded.
 
         Args:
-            length: How many.
-            held: What who waits has taken in each segment for the same: that stays.
+            length: Bytes wanted.
+            held: Bytes in each segment that the waiting thread allocated for the same request: these stay.
         """
         own = self.own
-        # Of what no conflict keeps, something may be free at this moment, and another thread's in the next.
+        # Bytes that no conflict keeps may be free now, and taken by another thread the next moment.
         for one in own:
             kept = held.get(one, 0)
             if one.awaits(kept) or (not one.retired and one.data_bytes - one.sums().dirty - kept >= length):
@@ -303,15 +307,14 @@ class SegmentPool:
         files = self._ram_budget.files()
         if any(str(file.name._replace(suffix="slab")) not in names for file in files):
             return True
-        # Nothing is in the way but the budget, and what else the machine's memory is used for.
+        # Only the budget, and other use of the machine's memory, can be in the way now.
         return self._budget_bytes - sum(file.size for file in files) >= Layout.for_data(length).size
 
     def _in_use(self) -> list[Segment]:
-        """Those into which something may still be put."""
+        """Return the segments that are not retired."""
         return [segment for segment in self.own if not segment.retired]
 
     def _held(self) -> int:
-        """Data bytes of the own segments."""
         return sum(segment.data_bytes for segment in self.own)
 
     def _evict_until(
@@ -333,22 +336,22 @@ class SegmentPool:
                 length = min(missing, CHUNK_BYTES, self._data_bytes_max)
                 self._grow(length, missing, least=self._worthwhile, ahead=True)
             except (TierfsError, OSError) as error:
-                # Whoever needs the room tries again, and hears of it.
+                # A later request for the room tries again and reports the error.
                 _logger.debug("no segment was made ahead: %s", error)
 
     def _grow(self, length: int, known: int = 0, *, least: int = 0, ahead: bool = False) -> bool:
-        """Have one more segment, if the budget allows for one of ``least`` bytes, or for all that is wished for.
+        """Add a segment if the budget allows one with ``least`` bytes of data, or with all the data wished for.
 
-        Ahead of its use, nothing is taken from anybody for it.
+        With ``ahead``, no segment is adopted or removed for it. Returns whether a segment was added.
 
         Raises:
             InvalidInputError: The tier was closed.
-            StoreError: None can be made.
+            StoreError: No segment can be made.
         """
         with self._host.locked(LOCK):
             if self._closed:
                 raise InvalidInputError("the ram tier was closed", tier="ram")
-            make_private(self._ram_budget.directory)  # which somebody may have removed
+            make_private(self._ram_budget.directory)  # another process may have removed it
             least = min(least, self._wish(length, known).data_bytes)
             layout = self._plan(length, known)
             if not ahead and (layout is None or layout.data_bytes < least):
@@ -361,7 +364,7 @@ class SegmentPool:
                 return False
             header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
             reservation = self._reserve(header, self._ram_budget.folders)
-        # Nobody waits for what is made ahead, and training wants the processors.
+        # No thread waits for memory that is allocated ahead, and training wants the processors.
         threads = 1 if ahead else None
         while reservation is not None:
             try:
@@ -380,17 +383,18 @@ class SegmentPool:
         return False
 
     def _reserve(self, header: SegmentHeader, folders: Sequence[Path]) -> Reservation | None:
-        """A file for a segment, in the first of these folders that has room. Under the host's lock."""
+        """Create a segment's file in the first of these folders that has room. The caller holds the host's lock."""
         files = self._ram_budget.files()
         for folder in folders:
             try:
-                make_private(folder)  # which somebody may have removed
+                make_private(folder)  # another process may have removed it
                 if header.layout.size > self._ram_budget.free_bytes(folder, files):
                     self.why_not = f"{folder} has no room for a segment of {format_bytes(header.layout.size)}"
                     continue
                 reservation = Reservation(folder, header)
             except CapacityError as error:
-                # No file can be made there, not even one that counts: room is waited for, as with memory.
+                # Not even a file without memory can be made there. The pool waits for room, as it does for
+                # memory.
                 self.why_not = str(error)
                 continue
             if folder != self._ram_budget.folders[0] and not self._small_said:
@@ -402,7 +406,7 @@ class SegmentPool:
 
     def _plan(self, length: int, known: int = 0) -> Layout | None:
         files = self._ram_budget.files()
-        # Reserved is not used yet, but promised; and what is left over keeps the machine alive.
+        # Reserved memory is not in use yet, but promised. The spared part keeps the machine from running out.
         promised = sum(file.missing for file in files)
         spare = memory_available() - promised - memory_limit() // MEMORY_SPARED
         room = min(self._budget_bytes - sum(file.size for file in files), spare)
@@ -412,21 +416,28 @@ class SegmentPool:
         return wished_layout(length, held=self._held(), data_bytes_max=self._data_bytes_max, known=known)
 
     def _plan_instead(self, length: int) -> Layout | None:
-        """A segment that takes the place of own ones which are too small for what is wanted, or of what no conflict keeps there."""
+        """Release own segments that are too small for this length, then plan one.
+
+        Of a segment with a conflict, only the clean part is released.
+        """
         for segment in self.own:
-            # What is filled or flushed now is about to be free, and its memory is warm.
+            # Slots that are being filled or flushed are soon free, and their memory is mapped already.
             if segment.data_bytes < length and not segment.awaits():
                 self._give_back(segment)
         return self._plan(length)
 
     def _begin(self, segment: Segment) -> bool:
-        """Write into this segment from now on."""
+        """Add a segment to the own ones."""
         with self._lock:
             self.own = (*self.own, segment)
         return True
 
     def _adopt_or_reap(self, length: int) -> bool:
-        """Take over what a dead process of this store left, its memory warm; else remove what the dead left."""
+        """Adopt a segment that a dead process of this store left, because its memory is allocated already.
+
+        If none is suitable, remove segments of dead processes until a new one fits. Return whether one was
+        adopted.
+        """
         orphans = self._ram_budget.orphans()
         for orphan in orphans:
             is_whole = orphan.memory_bytes == orphan.size
@@ -447,7 +458,7 @@ class SegmentPool:
         return self._closed
 
     def _drop(self, segment: Segment) -> None:
-        """Remove a segment. Its memory goes when the last slot or view of it does."""
+        """Remove a segment. Its memory is released with the last slot or view of it."""
         segment.unlink()
         self._forget(segment)
 
@@ -462,15 +473,16 @@ def _is_needed(segment: Segment) -> bool:
 
 
 def _size(lengths: Iterable[int]) -> int:
-    """Bytes of memory that slots of these lengths take."""
+    """Return the bytes of memory that slots of these lengths take."""
     return sum(map(padded, lengths))
 
 
 def give_back(runs: Iterable[Iterable[Slot] | None]) -> None:
-    """Free slots that were taken and not filled."""
+    """Free slots that were allocated and not filled."""
     for slot in itertools.chain.from_iterable(filter(None, runs)):
         slot.segment.give(slot)
 
 
-# Of the segments that this process makes, whatever the store; also after a fork, when they are another process's.
+# Numbers of the segments that this process makes, for any store. A forked child has another id, and may go on
+# counting.
 _numbers = itertools.count(1)

@@ -1,8 +1,8 @@
-"""The host's ram tier as one process sees it, for one store.
+"""The host's ram tier for one store, as seen by one process.
 
-Each process writes into segments of its own, and evicts from those only. Before it makes another it sees to it, under
-the host's lock, that the segments of all processes and stores stay within the budget. It finds what others wrote
-in their segments.
+Each process writes into its own segments and evicts only from these. Before it adds a segment, it checks under
+the host's lock that the segments of all processes and stores stay within the budget. It reads the segments of
+other processes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ HOLDERS_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class RamUsage:
-    """What the ram tier holds, in bytes.
+    """Usage of the ram tier, in bytes.
 
     Attributes:
-        budget_bytes: What all segments of the host may take.
-        host_bytes: What they take, of all processes and stores.
-        store_bytes: What those of this store take, as far as this process has them.
-        used_bytes: What is taken in these.
-        dirty_bytes: Of that, what no other tier is known to have.
-        clean_bytes: Of that, what may go.
-        segments: How many of this store there are.
-        disk_segments: How many of them are files in the state directory, because shared memory is too small.
-        waits: How often this process waited for room.
-        waited_s: For how long in all.
-        evicted_bytes: What this process evicted.
+        budget_bytes: Maximum of all segments of the host.
+        host_bytes: Bytes that the segments of all processes and stores take.
+        store_bytes: Bytes that this store's segments take, as far as this process has them open.
+        used_bytes: Bytes of allocated slots in these.
+        dirty_bytes: Used bytes that are not known to be in another tier.
+        clean_bytes: Used bytes that may be evicted.
+        segments: Number of segments of this store.
+        disk_segments: Number of these that are files in the state directory, because shared memory is too
+            small.
+        waits: Number of times that this process waited for room.
+        waited_s: Total time of these waits, in seconds.
+        evicted_bytes: Bytes that this process evicted.
     """
 
     budget_bytes: int
@@ -60,14 +61,14 @@ class RamUsage:
 
 
 class RamTier:
-    """Segments of this process, and those of others. Safe for use by many threads.
+    """The ram tier of one store: this process's segments and those of other processes. Thread-safe.
 
     Args:
-        host: Where segments are.
+        host: Holds the folders of segments.
         store: The uuid of the store.
-        budget_bytes: What all segments of the host may take together.
+        budget_bytes: Maximum of all segments of the host together.
         clock: For waiting.
-        segment_bytes_max: The most data that one segment holds.
+        segment_bytes_max: The most data in one segment; see `next_layout`.
 
     Attributes:
         host: As given.
@@ -96,7 +97,7 @@ class RamTier:
             data_bytes_max=segment_bytes_max,
             clock=clock,
         )
-        pool = self._pool  # no reference to ourselves, so that what nobody uses any more is closed at once
+        pool = self._pool  # no reference to this object, so that it is closed as soon as it is unused
         self._peers = PeerSegments(self._ram_budget, self.store, lambda: pool.own)
 
     def __repr__(self) -> str:
@@ -105,7 +106,7 @@ class RamTier:
 
     @property
     def holds_chunks(self) -> bool:
-        """Whether the budget is enough for files of any length: for a whole chunk, and what comes with it."""
+        """Whether the budget suffices for files of any length: for a whole chunk and its draft."""
         return self.budget_bytes >= self.chunks_budget_bytes
 
     def take(
@@ -117,18 +118,19 @@ class RamTier:
         on_wait: Callable[[], None] | None = None,
         spares_copies: bool = False,
     ) -> Slot:
-        """Take a slot in a segment of this process, to be filled and sealed or given back there.
+        """Allocate a slot in a segment of this process. The caller fills it, then seals or frees it in its segment.
 
         Args:
-            kind: What it will hold.
-            length: Of that, in bytes.
-            timeout_s: How long to wait for room while everything is dirty; None for as long as it takes.
-            on_wait: Called once when it comes to that.
-            spares_copies: Evict clean copies only when the budget is (all but) used up: for what is one of them. What is written rather
-                takes the place of what was written before, in memory that is warm.
+            kind: Kind of content.
+            length: Length of the content in bytes.
+            timeout_s: How long to wait for room while everything is dirty, in seconds; None for no limit.
+            on_wait: Called once if the call has to wait.
+            spares_copies: Add a segment before evicting clean copies, as long as the budget allows it. For
+                content that is itself a copy. Without it, new data replaces old copies, in memory that is
+                mapped already.
 
         Raises:
-            CapacityError: There was no room in that time; or there never will be, which is said at once.
+            CapacityError: There was no room before the timeout, or waiting cannot bring any (raised at once).
             InvalidInputError: The tier was closed.
         """
         ((slot,),) = self.take_runs(kind, [[length]], timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies)
@@ -143,7 +145,10 @@ class RamTier:
         on_wait: Callable[[], None] | None = None,
         spares_copies: bool = False,
     ) -> list[list[Slot]]:
-        """Take runs: slots that lie side by side in one segment, each from a whole page on. All of them or none; see `take`."""
+        """Allocate all these runs or none; see `take`.
+
+        The slots of a run are adjacent in one segment, each on a page boundary.
+        """
         longest = max((sum(map(padded, lengths)) for lengths in runs), default=0)
         if longest > self._length_max:
             raise CapacityError(
@@ -162,61 +167,64 @@ class RamTier:
         return taken
 
     def grow_ahead(self) -> None:
-        """Begin to get memory for a second save like the last one: see `SegmentPool.grow_ahead`."""
+        """Start to allocate memory for a second save like the last one; see `SegmentPool.grow_ahead`."""
         self._pool.grow_ahead()
 
     def evict_ahead(self) -> None:
-        """Evict copies that are older than what was saved last, until there is room for a save like it."""
+        """Evict copies that are older than the last save, until a save of its size fits."""
         self._pool.evict_ahead()
 
     def own_segments(self) -> list[Segment]:
-        """The segments that this process writes into."""
+        """Return the segments that this process writes into."""
         return list(self._pool.own)
 
     def removed_segments(self) -> list[Segment]:
-        """Those whose file somebody removed while something in them is needed: no process finds it that did not have it open."""
+        """Return the own segments whose file was removed while something in them is needed.
+
+        Only processes that have such a segment open can read it.
+        """
         return self._pool.removed()
 
     def give_back_claimed(self) -> int:
-        """Give back the segments of this process that others claimed while they waited for room: see `RamBudget.claim`.
+        """Release segments of this process that other processes claimed; see `RamBudget.claim`.
 
-        Happens with every `take` that needs room; a process that takes nothing for long does it from time to time.
+        Each `take` that needs room does this. A process that allocates nothing for long calls it periodically.
 
         Returns:
-            Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call. Where there is
-            something dirty in a segment, what is not goes alone.
+            Bytes released. A segment with dirty data stays: its other memory is released, nothing more is put
+            into it, and a later call removes it.
         """
         return self._pool.give_back_claimed()
 
     def segments(self) -> list[Segment]:
-        """All segments of this store on this host: our own first."""
+        """Return all segments of this store on this host, those of this process first."""
         return [*self._pool.own, *self._peers.segments()]
 
     def unread(self) -> frozenset[str]:
-        """Names of this store's segments that could not be opened just now. What is in them, nobody may count as absent."""
+        """Return names of this store's segments that cannot be opened now. Callers must not take their content as absent."""
         self._peers.segments()
         return self._peers.unread
 
     def damaged(self) -> dict[str, Exception]:
-        """What is wrong with each file that has the name of one of this store's segments and is none, by name."""
+        """Return the error for each file that is named like a segment of this store and is not one, by name."""
         self._peers.segments()
         return self._peers.damaged
 
     def is_blind(self) -> bool:
-        """Whether there may be drafts in this store's segments that nobody can see, `unread` or `damaged`: they may need anything."""
+        """Return whether segments are `unread` or `damaged`: these may hold drafts that need any chunk."""
         return bool(self.unread() or self.damaged())
 
     @property
     def why_unread(self) -> BaseException | None:
-        """What came up when the last of them was opened."""
+        """The error of the last segment that could not be opened."""
         return self._peers.why_unread
 
     def segment(self, ident: str) -> Segment | None:
-        """The segment with this id."""
+        """Return the segment with this id."""
         return next((segment for segment in self.segments() if segment.id == ident), None)
 
     def find(self, name: bytes) -> Slot | None:
-        """A chunk of this name, in our own segments or in others'."""
+        """Return a chunk of this name, from this process's segments first."""
         for segment in self.segments():
             slot = segment.find(name)
             if slot is not None:
@@ -224,16 +232,16 @@ class RamTier:
         return None
 
     def drafts(self, states: Collection[SlotState] = (SlotState.SEALED,)) -> list[Slot]:
-        """The drafts in these states, as they were sealed."""
+        """Return the drafts in these states, in the order of sealing."""
         found = [slot for segment in self.segments() for slot in segment.slots(kind=SlotKind.DRAFT, states=states)]
         return sorted(found, key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
 
     def reclaim(self, needed: Callable[[Segment], Collection[int]]) -> int:
-        """Free what dead processes left unsealed, or sealed without a draft that needs it. For the flusher.
+        """Free slots that dead processes left unsealed, or sealed without a draft that needs them. For the flusher.
 
         Args:
-            needed: Says which slots (indices) of chunks in a segment are needed. Asked when its owner is dead, so no
-                draft comes to be after that.
+            needed: Returns the indices of the slots of needed chunks in a segment. Called when its owner is
+                dead, so that no draft is added after that.
 
         Returns:
             Bytes freed.
@@ -245,17 +253,17 @@ class RamTier:
             kept = needed(segment)
             with self.host.locked(LOCK):
                 if self.host.is_alive(segment.owner):
-                    continue  # adopted meanwhile
+                    continue  # another process adopted it
                 freed += segment.free_unneeded(kept)
-                # What is clean in a segment whose file was removed is of no use to others; and who released one in good
-                # order has left only what had to be flushed.
+                # Other processes cannot use clean data in a segment whose file was removed. An owner that
+                # released its segment left only data to flush.
                 left = segment.is_removed() or not int(segment.owner, 16)
                 if not any(segment.sums()) or (left and not segment.is_dirty()):
                     self._peers.drop(segment)
         return freed
 
     def reap(self) -> int:
-        """Give back the memory that dead processes left and that only holds copies. Returns the bytes of these."""
+        """Remove segments of dead processes that hold only copies. Return the bytes of these copies."""
         freed = 0
         for segment in self._peers.segments():
             with self.host.locked(LOCK):
@@ -266,7 +274,7 @@ class RamTier:
         return freed
 
     def usage(self) -> RamUsage:
-        """What the tier holds now."""
+        """Return the current usage."""
         segments = self.segments()
         sums = [segment.sums() for segment in segments]
         dirty, clean = sum(item.dirty for item in sums), sum(item.clean for item in sums)
@@ -285,12 +293,12 @@ class RamTier:
         )
 
     def close(self) -> None:
-        """Release everything. Of own segments those stay in which something is dirty, until it is flushed."""
+        """Release everything. Own segments with dirty data stay until that is flushed."""
         self._pool.close()
         self._peers.close()
 
     def holders(self) -> str:
-        """What the segments of this host take of the budget, and which stores (their uuids) have most of it. For people."""
+        """Describe, for people, how much of the budget is taken, and by which stores (their uuids) most of it."""
         files = self._ram_budget.files()
         sizes: Counter[str] = Counter()
         for file in files:
