@@ -1,8 +1,8 @@
-"""The way to the flusher: finds it, starts it where there is none, replaces one that is older, and asks it.
+"""The client of the flusher: finds it, starts it if none runs, replaces an older one, and sends it requests.
 
-A request waits on a connection of its own, and a few connections are kept for the next requests; so threads do not
-wait for one another. All requests may be repeated, and one whose connection broke before the answer came is: by the
-flusher that is there then.
+Each request uses a connection of its own, and a few idle connections are kept for the next requests. So threads
+do not wait for each other. All requests may be repeated. If a connection breaks before the answer, the client
+repeats the request to the flusher that runs then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["FlusherClient", "NoAnswerError", "is_flusher_running"]
 
 START_TIMEOUT_S = 30.0
 IDLE_MAX = 4
-REPEATS_MAX = 1  # when it crashes: the request may be why
+REPEATS_MAX = 1  # repeats after a crash of the flusher, because the request may be its cause
 ATTEMPTS_MAX = 20
 _LAUNCH_LOCK_NAME = "launch.lock"
 _UNWATCHED_S = 1.0
@@ -36,19 +36,22 @@ _PAUSE_S_MIN, _PAUSE_S_MAX = 0.002, 0.02
 
 
 class NoAnswerError(TimeoutError):
-    """The flusher did not answer in time: it is stopped, hangs, or cannot be started. Its own answers are no such error."""
+    """The flusher did not answer in time: it is stopped, hangs, or cannot be started.
+
+    A timeout that the flusher itself reports is a plain TimeoutError.
+    """
 
 
 class _BrokenError(Exception):
-    """The connection ended before the answer came."""
+    """The connection ended before the answer."""
 
 
 class _EndedError(_BrokenError):
-    """The same, but it is certain that the flusher ended in good order, or was never asked."""
+    """The connection ended because the flusher ended in order, or the flusher never received the request."""
 
 
 def is_flusher_running(directory: Path) -> bool:
-    """Whether a flusher of the store with this directory of the host runs now: somebody holds its lock."""
+    """Return whether a process holds the lock of the flusher of the store with this directory on the host."""
     if not (directory / LOCK_NAME).exists():
         return False
     lock = ExclusiveLock(directory / LOCK_NAME)
@@ -59,15 +62,15 @@ def is_flusher_running(directory: Path) -> bool:
 
 
 class FlusherClient:
-    """Asks the flusher of one store on this host. Safe for use by many threads.
+    """Sends requests to the flusher of one store on this host. Thread-safe.
 
     Args:
         directory: The store's directory on this host, absolute.
-        launch: Starts a flusher for it. Called while nobody else does the same. Returns the process, so that its end
-            is noticed; None where there is none to watch, as when a thread is started.
-        version: This tierfs's.
-        hello: The first message of each connection, credentials included, as JSON.
-        start_timeout_s: How long to wait for a flusher to answer at all.
+        launch: Starts a flusher. Only one process at a time calls it. Returns the process, so that the client
+            notices its end; None if there is no process to watch, for example for a thread.
+        version: Version of this tierfs.
+        hello: Returns the first message of each connection, as JSON values; it contains credentials.
+        start_timeout_s: How long to wait for any answer from a flusher, in seconds.
     """
 
     def __init__(
@@ -88,8 +91,8 @@ class FlusherClient:
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle: list[socket.socket] = []
-        self._open: set[socket.socket] = set()  # idle or not
-        self._outdated: set[socket.socket] = set()  # of these, those that began with another hello
+        self._open: set[socket.socket] = set()  # all connections, idle or not
+        self._outdated: set[socket.socket] = set()  # open connections that began with an older hello
         self._finalizer = weakref.finalize(self, _close_all, self._open)
         renew_in_children(self)
 
@@ -103,19 +106,19 @@ class FlusherClient:
         self.close()
 
     def close(self) -> None:
-        """Hang up the connections that are not in use; those in use are when they are not any more."""
+        """Close the idle connections. A connection in use is closed after its request."""
         with self._lock:
             self._is_closed = True
         self._forget_idle()
 
     def greet_again(self) -> None:
-        """Begin each request with a new hello, because what that says has changed."""
+        """Open new connections for all further requests, because the content of the hello has changed."""
         with self._lock:
             self._outdated = set(self._open)
         self._forget_idle()
 
     def is_running(self) -> bool:
-        """Whether a flusher runs now: somebody holds its lock."""
+        """Return whether a flusher of the store runs."""
         return is_flusher_running(self._directory)
 
     def request(
@@ -125,20 +128,22 @@ class FlusherClient:
         *,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Ask the flusher, and wait for its answer.
+        """Send a request to the flusher, and wait for its answer.
 
         Args:
-            do: The request; must be one that may be done twice.
-            arguments: JSON values, within a message.
-            timeout_s: For all of it. When it is over the flusher sees this client hang up.
+            do: Name of the request, which must be idempotent.
+            arguments: JSON values that fit into one message.
+            timeout_s: Limit for the whole call, in seconds. The client then closes the connection, and the
+                flusher notices.
 
         Raises:
-            TierfsError: As the flusher raised it.
+            TierfsError: The flusher raised it.
             NoAnswerError: There was no answer in time.
-            TimeoutError: As the flusher raised it.
-            StoreError: No flusher could be started, or it ended each time it was asked. Names its log.
+            TimeoutError: The flusher raised it.
+            StoreError: No flusher could be started, or each one ended during the request. The message names the
+                log.
             InvalidInputError: The request is too large.
-            ReadOnlyError: Somebody else's process listens where the flusher should.
+            ReadOnlyError: A process of another user listens in place of the flusher.
         """
         ends = None if timeout_s is None else time.monotonic() + timeout_s
         request = {"do": do, "arguments": dict(arguments or {})}
@@ -152,7 +157,7 @@ class FlusherClient:
                 answer = self._ask(connection, request, ends)
             except _BrokenError as error:
                 self._discard(connection)
-                self._forget_idle()  # they led to the same flusher
+                self._forget_idle()  # the idle connections lead to the same flusher
                 connection = None
                 attempts += 1
                 crashes += is_fresh and not isinstance(error, _EndedError)
@@ -170,11 +175,11 @@ class FlusherClient:
                 return _outcome(answer)
 
     def _ask(self, connection: socket.socket, request: Mapping[str, Any], ends: float | None) -> dict[str, Any]:
-        """Send one request and wait for the answer to it.
+        """Send one request on this connection and wait for its answer.
 
         Raises:
-            _BrokenError: There is none.
-            TimeoutError: There is none by ``ends``.
+            _BrokenError: The connection ended before the answer.
+            TimeoutError: There was no answer before ``ends``.
         """
         number = next(self._numbers)
         packet = wire.encode({"id": number, **request})
@@ -184,7 +189,7 @@ class FlusherClient:
             connection.settimeout(_seconds_until(ends))
             answer = wire.receive(connection)
         except BrokenPipeError as error:
-            raise _EndedError from error  # raised by sending alone
+            raise _EndedError from error  # only sending raises it
         except ConnectionError as error:
             raise _BrokenError from error
         except TimeoutError:
@@ -215,7 +220,7 @@ class FlusherClient:
     def _discard(self, connection: socket.socket) -> None:
         self._open.discard(connection)
         self._outdated.discard(connection)
-        # Closing is not enough where another thread is starting a process just now, which has a copy.
+        # Closing is not enough: a process that another thread is starting may have a copy of the descriptor.
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
         connection.close()
@@ -227,7 +232,7 @@ class FlusherClient:
             self._discard(connection)
 
     def _connect(self, request_ends: float | None, do: str) -> socket.socket:
-        """Connect to a flusher that is not older than we are, starting one where needed, and say hello."""
+        """Connect to a flusher that is not older than this client, and send the hello. Start a flusher if needed."""
         ends = time.monotonic() + self._start_timeout_s
         ends = ends if request_ends is None else min(ends, request_ends)
         pause_s = _PAUSE_S_MIN
@@ -254,24 +259,28 @@ class FlusherClient:
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _start(self, ends: float, *, older: socket.socket | None = None) -> socket.socket | None:
-        """Start a flusher, in place of an older one if need be, and connect to it. None: look again in a moment."""
+        """Start a flusher, in place of ``older`` if given, and connect to it. None: the caller must try again."""
         launching = ExclusiveLock(self._directory / _LAUNCH_LOCK_NAME)
         if not launching.acquire():
-            return None  # somebody else is at it
+            return None  # another process is starting one
         try:
-            # Kept until ours listens: clients as old as that flusher would start another one like it.
+            # Held until the new flusher listens: otherwise a client as old as that flusher starts another old
+            # one.
             if older is not None and not self._retire(older, ends):
                 return None
             running = ExclusiveLock(self._directory / LOCK_NAME)
             if not running.acquire():
-                return None  # there is one that is about to listen, or about to end
+                return None  # a flusher is about to listen, or about to end
             running.release()
             return self._launch_and_dial(ends)
         finally:
             launching.release()
 
     def _retire(self, older: socket.socket, ends: float) -> bool:
-        """Have a flusher retire, and wait until it has."""
+        """Ask a flusher to retire, and wait until it has ended.
+
+        Return False if it did not end in time, or another one has replaced it.
+        """
         before = wire.identity_of(self._directory)
         try:
             _outcome(self._ask(older, {"do": "retire"}, ends))
@@ -280,7 +289,7 @@ class FlusherClient:
         running = ExclusiveLock(self._directory / LOCK_NAME)
         while not running.acquire():
             if time.monotonic() >= ends or wire.identity_of(self._directory) not in {before, None}:
-                return False  # a service manager was faster
+                return False  # a service manager has started another one
             time.sleep(_PAUSE_S_MIN)
         running.release()
         return True
@@ -288,11 +297,11 @@ class FlusherClient:
     def _launch_and_dial(self, ends: float) -> socket.socket | None:
         launched = self._launch()
         if launched is None:
-            # It may have come and, since others found it, gone: then there would be nothing to wait for.
+            # It may have started, served other clients and ended again: then there is nothing to wait for.
             ends = min(ends, time.monotonic() + _UNWATCHED_S)
         pause_s = _PAUSE_S_MIN
         while time.monotonic() < ends:
-            # Asked before it is dialled: who has ended by then cannot begin to listen.
+            # Read the status before connecting: a process that has ended by then cannot start to listen.
             status = None if launched is None else launched.status()
             connection = self._dial(ends)
             if connection is not None:
@@ -304,7 +313,7 @@ class FlusherClient:
                     path=str(launched.log),
                 )
             if status == 0:
-                return None  # another had the lock, or others found it and it has gone again
+                return None  # another flusher had the lock, or this one served other clients and ended
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _PAUSE_S_MAX)
         return None
@@ -316,12 +325,13 @@ class FlusherClient:
         return connection
 
     def _greet(self, connection: socket.socket, ends: float) -> tuple[int, ...] | None:
-        """Say hello, and learn the flusher's version. None where the connection leads nowhere: then it is closed."""
+        """Send the hello and return the flusher's version. If there is no answer, disconnect and return None."""
         try:
             hello = {"do": "hello", "arguments": {**self._hello(), "version": self._version}}
             return wire.version_of(_outcome(self._ask(connection, hello, ends)).get("version"))
         except (_BrokenError, TimeoutError):
-            self._discard(connection)  # it ended meanwhile, or does not answer: trying again is a question of time
+            # the flusher ended meanwhile, or does not answer: the caller tries again until the timeout
+            self._discard(connection)
             return None
         except BaseException:
             self._discard(connection)
@@ -344,12 +354,12 @@ class FlusherClient:
         )
 
     def _renew(self) -> None:
-        """In a forked child: its parent's connections are closed, so that the flusher sees when the parent hangs up."""
+        """In a forked child: close the parent's connections, so that the flusher notices when the parent does."""
         _close_all(self._open)
 
 
 def _outcome(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of an answer. Raises the error that it describes."""
+    """Return the content of an answer, or raise the error that it describes."""
     outcome = answer.get("ok")
     if isinstance(outcome, dict):
         return outcome
@@ -357,7 +367,7 @@ def _outcome(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seconds_until(ends: float | None) -> float | None:
-    # Never 0, which would mean not to wait, and raise something else.
+    # Never 0, which would mean a non-blocking socket, and raise another error.
     return None if ends is None else max(ends - time.monotonic(), 0.001)
 
 

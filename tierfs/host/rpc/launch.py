@@ -1,8 +1,9 @@
-"""Starting the flusher's process, so that it outlives who started it.
+"""Starts the flusher's process so that it outlives the process that starts it.
 
-It gets its own session (torchrun kills process groups), ``/`` as its directory (so that nothing stays mounted for it)
-and a log file for what it says. It keeps its starter's umask, by which files in a store on a directory are made. Its task,
-credentials above all, travels over its socket, never here.
+The flusher gets its own session, because torchrun kills process groups. Its working directory is ``/``, so that
+it keeps no filesystem mounted. Its output goes to a log file. It inherits the umask, which determines the mode
+of files in a store on a directory. Clients send its task, and credentials above all, over its socket and never
+here.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _TAIL_LINES = 12
 
 
 class Launched:
-    """A process that was started, until it ends.
+    """A started process.
 
     Attributes:
-        pid: Its id.
-        log: Its stdout and stderr, after those of earlier ones.
+        pid: Its process id.
+        log: File of its stdout and stderr, behind the output of earlier flushers.
     """
 
     def __init__(self, pid: int, log: Path, log_start: int) -> None:
@@ -46,24 +47,24 @@ class Launched:
         return f"Launched(pid={self.pid}, log={str(self.log)!r})"
 
     def status(self) -> int | None:
-        """None while it runs, then what it exited with; -N where signal N ended it."""
+        """Return None while it runs, then its exit status; -N if signal N ended it, 0 if the status is unknown."""
         if not self._is_waited_for:
             self._reap(os.WNOHANG)
         return self._status if self._ended.is_set() else None
 
     def last_words(self) -> str:
-        """The last lines that it logged."""
+        """Return the last lines of its log."""
         return tail(self.log, self._log_start)
 
     def _begin_waiting(self) -> None:
-        # If there can be none, because Python is about to end, a zombie is not ours for long.
+        # If no thread can start, because Python is about to exit, the zombie does not last long.
         self._is_waited_for = start_daemon(self._reap, name="reaper") is not None
 
     def _reap(self, flags: int = 0) -> None:
         try:
             pid, status = os.waitpid(self.pid, flags)
         except ChildProcessError:
-            # The program ignores SIGCHLD, or waits for whatever child it has: nobody tells us the status.
+            # The program ignores SIGCHLD, or another thread waits for any child: the status is unknown.
             self._ended.set()
             return
         if pid:
@@ -75,9 +76,9 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
     """Start ``argv`` as a process of its own.
 
     Args:
-        argv: The program and its arguments. Anybody on the host can read them: no credentials.
-        log: Appended to, with what both its streams say. Readable by this user only; over `LOG_BYTES_MAX` it is moved
-            to ``<log>.1`` first. Hold a lock: two at once would move it twice.
+        argv: The program and its arguments. Every user of the host can read them: no credentials.
+        log: Receives stdout and stderr, appended. Created with mode 0600. If it is over `LOG_BYTES_MAX`, it is
+            first renamed to ``<log>.1``. The caller holds a lock: two concurrent calls would rename it twice.
 
     Raises:
         StoreError: The program or the log cannot be opened.
@@ -93,15 +94,15 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
                 stderr=descriptor,
                 cwd="/",
                 start_new_session=True,
-                # glibc keeps a heap a thread otherwise, each as large as that thread ever needed. NumPy starts a thread for each
-                # processor, for linear algebra, of which a flusher does none.
+                # By default, glibc keeps one heap for each thread, as large as that thread ever needed. NumPy
+                # starts a thread for each processor, for linear algebra that a flusher does not do.
                 env={"MALLOC_ARENA_MAX": HEAPS, "OPENBLAS_NUM_THREADS": "1", **os.environ},
             )
         finally:
             os.close(descriptor)
     except OSError as error:
         raise StoreError(f"the flusher cannot be started: {error}", path=str(log)) from error
-    # It may outlive us, which Popen takes for an oversight: from here on it is a process id, reaped by our own thread.
+    # Popen warns about a process that outlives it. From here on, a thread of this module reaps the process id.
     process.returncode = 0
     launched = Launched(process.pid, log, log_start)
     launched._begin_waiting()
@@ -116,7 +117,7 @@ def _open_log(log: Path) -> int:
 
 
 def tail(log: Path, start: int = 0) -> str:
-    """The last lines of ``log`` that lie after byte ``start``; "" where there are none, though room for them."""
+    """Return the last lines of ``log`` behind byte ``start``; "" if there are none. Reports a full disk."""
     try:
         with open(log, "rb") as file:
             file.seek(max(start, os.fstat(file.fileno()).st_size - _TAIL_BYTES))

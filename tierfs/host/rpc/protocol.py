@@ -1,7 +1,8 @@
 """The protocol between a client and the flusher: messages over a Unix socket, and errors as messages.
 
-A message is one packet of a ``SOCK_SEQPACKET`` socket, a bounded JSON object, so nobody waits for the second half of one. Both ends ask the kernel who the other is; only processes of the same user are talked to.
-What the messages say is the business of `tierfs.flusher.server` and `tierfs.host.rpc.client`.
+A message is one packet of a ``SOCK_SEQPACKET`` socket: a JSON object of limited size. So no reader waits for
+the second half of a message. Both ends ask the kernel for the other's user id, and accept only their own.
+`tierfs.flusher.server` and `tierfs.host.rpc.client` define the content of the messages.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ _KINDS: dict[str, type[TierfsError]] = {
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Turn ``message`` into the bytes of one packet.
+    """Encode ``message`` as one packet.
 
     Raises:
-        InvalidInputError: It holds what JSON does not, or is too long.
+        InvalidInputError: It holds values that JSON cannot represent, or is too long.
     """
     try:
-        # Not-ASCII is escaped, so that names which are no valid Unicode travel too.
+        # Non-ASCII text is escaped, so that names that are no valid Unicode can be sent.
         data = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"this cannot be sent to the flusher: {error}") from error
@@ -69,7 +70,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Read one packet.
+    """Decode one packet.
 
     Raises:
         FormatError: It is not one JSON object.
@@ -88,18 +89,18 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def send(sock: socket.socket, packet: bytes, *, flags: int = 0) -> None:
-    """Send what `encode` gave. Raises `OSError` as the socket does: the other end is gone, or slow."""
+    """Send a packet from `encode`. Raises the socket's `OSError` if the other end is gone or slow."""
     sock.send(packet, flags | socket.MSG_NOSIGNAL)
 
 
 def receive(sock: socket.socket) -> dict[str, Any] | None:
-    """Wait for one message. None where the other end has closed the connection.
+    """Wait for one message. Return None if the other end has closed the connection.
 
     Raises:
-        FormatError: It is not a message, or over a limit.
-        OSError: As the socket raises it.
+        FormatError: It is not a message, or is too long.
+        OSError: The socket raised it.
     """
-    # Descriptors that come with it are closed by the kernel, for want of room for them.
+    # The kernel closes descriptors that are sent along, because there is no buffer for them.
     data, _, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX)
     if flags & socket.MSG_TRUNC:
         raise FormatError(f"not a message: over the limit of {MESSAGE_BYTES_MAX} bytes")
@@ -107,7 +108,7 @@ def receive(sock: socket.socket) -> dict[str, Any] | None:
 
 
 def describe_error(error: Exception) -> dict[str, Any]:
-    """The answer for ``error``; always short enough for one message."""
+    """Return the answer for ``error``, always short enough for one message."""
     text = str(error)[:_ERROR_TEXT_MAX]
     if isinstance(error, TimeoutError):
         return {"kind": "timeout", "message": text, "transient": True}
@@ -116,12 +117,12 @@ def describe_error(error: Exception) -> dict[str, Any]:
     described: dict[str, Any] = {"kind": error.kind, "message": text}
     described |= {name: getattr(error, name, False) for name in ("transient", "refused")}
     where = {"path": error.path, "tier": error.tier}
-    # Better none than one cut short.
+    # An absent text is better than a truncated one.
     return described | {name: value for name, value in where.items() if value and len(value) <= _ERROR_TEXT_MAX}
 
 
 def error_from(described: object) -> Exception:
-    """The error that an answer describes: of tierfs's tree, or the builtin TimeoutError."""
+    """Return the error that an answer describes: one of tierfs, or the builtin TimeoutError."""
     if not isinstance(described, dict):
         return FormatError("the flusher's answer says neither what came out nor what went wrong")
     message, kind = str(described.get("message", "")), described.get("kind")
@@ -133,13 +134,16 @@ def error_from(described: object) -> Exception:
         return ReadOnlyError(message, refused=refused, path=path, tier=tier)
     if isinstance(kind, str) and kind in _KINDS:
         return _KINDS[kind](message, path=path, tier=tier)
-    # Kinds that only a newer flusher knows included.
+    # This includes kinds that only a newer flusher knows.
     transient = described.get("transient") is True
     return StoreError(message, transient=transient, refused=refused, path=path, tier=tier)
 
 
 def version_of(text: object) -> tuple[int, ...]:
-    """The numbers that a version starts with, to be compared: (0, 1) of "0.1.0rc1". () of anything else."""
+    """Return the leading numbers of a version, for comparison: (0, 1) for "0.1.0rc1". () for anything else.
+
+    Trailing zeros are dropped.
+    """
     found = re.match(r"\d{1,9}(\.\d{1,9}){0,5}", text) if isinstance(text, str) else None
     numbers = [int(number) for number in found[0].split(".")] if found else []
     while numbers and not numbers[-1]:
@@ -148,17 +152,19 @@ def version_of(text: object) -> tuple[int, ...]:
 
 
 def credentials_of(sock: socket.socket) -> tuple[int, int]:
-    """Process id and user id of who is at the other end. The id of a process in another PID namespace is 0."""
+    """Return the process id and user id of the other end. The process id is 0 for one in another PID namespace."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
 
 def listen(directory: Path) -> socket.socket:
-    """Listen in ``directory``, for this user only. The socket of an earlier flusher is replaced: hold its lock.
+    """Listen in ``directory``, for this user only. The caller holds the flusher's lock.
+
+    The socket replaces that of an earlier flusher.
 
     Raises:
-        StoreError: Nothing can be made there.
+        StoreError: The socket cannot be created.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -166,7 +172,7 @@ def listen(directory: Path) -> socket.socket:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(address)
             sock.bind(address)
-            os.chmod(address, 0o600)  # nobody can connect before it listens
+            os.chmod(address, 0o600)  # no client can connect before it listens
         sock.listen(BACKLOG)
         sock.settimeout(0)
     except BaseException as error:
@@ -180,7 +186,7 @@ def listen(directory: Path) -> socket.socket:
 
 
 def identity_of(directory: Path) -> tuple[int, int] | None:
-    """The identity of the socket that is in ``directory`` now; None where there is none."""
+    """Return device and inode of the socket in ``directory``; None if there is none."""
     try:
         with _address(directory) as address:
             status = os.stat(address)
@@ -190,16 +196,16 @@ def identity_of(directory: Path) -> tuple[int, int] | None:
 
 
 def unlink(directory: Path) -> None:
-    """Take the socket's file away: from now on nobody connects."""
+    """Remove the socket's file, so that no more clients connect."""
     with _address(directory) as address:
         os.unlink(address)
 
 
 def connect(directory: Path, timeout_s: float | None) -> socket.socket | None:
-    """Connect to who listens in ``directory``; None where nobody does, or not at the moment.
+    """Connect to the flusher in ``directory``. Return None if none listens, or none accepts in time.
 
     Raises:
-        ReadOnlyError: It is somebody else's process that listens there.
+        ReadOnlyError: A process of another user listens there.
         StoreError: The address cannot be used.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -214,7 +220,7 @@ def connect(directory: Path, timeout_s: float | None) -> socket.socket | None:
                 f"{os.geteuid()}: they do not talk. Set TIERFS_STATE_DIR to a directory of your own"
             )
     except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError):
-        sock.close()  # absent, stale, or its backlog is full
+        sock.close()  # the socket is missing or stale, or its backlog is full
         return None
     except BaseException as error:
         sock.close()
@@ -228,7 +234,7 @@ def connect(directory: Path, timeout_s: float | None) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _address(directory: Path) -> Iterator[str]:
-    """The socket's address, also where its path is longer than an address may be."""
+    """Yield the socket's address, also if its path is longer than an address may be."""
     path = str(directory / SOCKET_NAME)
     if len(os.fsencode(path)) <= _ADDRESS_BYTES_MAX:
         yield path

@@ -1,4 +1,4 @@
-"""Asking a flusher to end, without starting one to ask."""
+"""Stops a flusher, without starting one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class _NobodyError(Exception):
 
 
 def stop_flusher(directory: Path, version: str, *, timeout_s: float) -> bool:
-    """Have the flusher of one store end after the steps that are under way, and wait until it has.
+    """Stop the flusher of one store after the steps that are in progress, and wait until it has ended.
 
-    What is pending stays where it is, for the next flusher.
+    Pending changes stay where they are, for the next flusher.
 
     Args:
         directory: The store's directory on this host, absolute.
-        version: This tierfs's.
-        timeout_s: How long to wait.
+        version: Version of this tierfs.
+        timeout_s: How long to wait, in seconds.
 
     Returns:
-        Whether there was one.
+        Whether a flusher ran.
 
     Raises:
         TimeoutError: It has not ended yet, but will.
@@ -41,7 +41,7 @@ def stop_flusher(directory: Path, version: str, *, timeout_s: float) -> bool:
         try:
             client.request("stop", timeout_s=timeout_s)
         except _NobodyError:
-            return True  # it ended meanwhile
+            return True  # the flusher ended meanwhile
     while client.is_running():
         if time.monotonic() >= ends:
             raise TimeoutError(f"the flusher has not ended within {timeout_s:g} s: a step is still under way")
