@@ -1,4 +1,4 @@
-"""Has what was read from afar copied to the nvme tier, behind the reader's back."""
+"""Copies remotely read chunks to the nvme tier in the background."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 class Backfill:
-    """A queue of clean chunks in slabs, and a thread that has the flusher take them down, alive while there are any.
+    """A queue of clean chunks in slabs, and a thread that asks the flusher to copy them while there are any.
 
-    It is a cache that is being filled: where it cannot keep up, chunks are left out.
+    Only fills a cache: if the thread cannot keep up, the oldest queued chunks are dropped.
 
     Args:
-        keep: Has the flusher copy chunks to the nvme tier.
+        keep: Asks the flusher to copy chunks to the nvme tier.
     """
 
     def __init__(self, keep: Callable[[Sequence[Slot]], None]) -> None:
@@ -38,7 +38,6 @@ class Backfill:
         return f"Backfill({len(self._queue)}/{QUEUE_MAX} queued, failures={self.failures})"
 
     def add(self, slot: Slot) -> None:
-        """Queue a chunk."""
         with self._lock:
             self._queue.append(slot)
             if not self._running:

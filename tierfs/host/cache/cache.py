@@ -1,4 +1,4 @@
-"""Clean copies of chunks in the host's own tiers: kept from what was read or prefetched, dropped when asked to."""
+"""Clean copies of chunks in the host's local tiers: kept after a read or prefetch, dropped on request."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["ChunkCache"]
 
 
 class ChunkCache:
-    """The local tiers as a cache of the object tier. Safe for use by many threads.
+    """The local tiers as a cache of the object tier. Thread-safe.
 
     Args:
         ram: The ram tier.
-        reader: Reads chunks that are here.
-        writer: Puts chunks into slabs.
-        flusher: How to reach the flusher.
-        counters: Where it is counted that there was no room.
-        kind: The store's digests.
+        reader: Reads local chunks.
+        writer: Writes chunks into slabs.
+        flusher: Client of the flusher.
+        counters: Count the fallbacks and refused copies.
+        kind: The store's kind of digest.
         has_nvme: Whether the nvme tier is on.
-        keeps_reads: Whether chunks that were read from the object tier are kept.
-        shares_reads: Whether they are about to be wanted again, perhaps by other processes of this host. Then each is kept until
-            the ram tier's budget is used up. Otherwise each takes the place of one before it soon, since new memory takes longer
-            than a copy.
+        keeps_reads: Whether to keep chunks that were read from the object tier.
+        shares_reads: Whether the chunks will be read again soon, perhaps by other processes of this host. If
+            so, each is kept until the ram tier's budget is used up. If not, a chunk soon replaces an earlier
+            one, because new memory takes longer than a copy.
 
     Attributes:
         keeps_reads: As given; may be changed.
@@ -81,32 +81,32 @@ class ChunkCache:
         flight: bytes | None = None,
         share: float = WHOLE_SHARE,
     ) -> None:
-        """Copy verified bytes of a chunk to where they are wanted: from the object tier where no local one has a good copy.
+        """Copy verified bytes of a chunk into ``parts``, from the object tier if no local tier has a good copy.
 
-        What is fetched then is kept here. A chunk of which ``share`` or more is wanted is fetched whole, and once for all
-        threads and processes of the host that want it meanwhile. Where that finds damage, what is
-        wanted is fetched alone, and not kept.
+        If ``share`` or more of the chunk is wanted, all of it is fetched and kept, once for all threads and
+        processes of the host that want it meanwhile. If that finds damage, only the wanted parts are fetched,
+        and not kept.
 
         Args:
             name: As for `ChunkReader.read`; so are ``raw_length`` and ``parts``.
             raw_length: See there.
             parts: See there.
-            fetch: Fills such parts with verified bytes from the object tier, and returns the digests of the blocks that it
-                touched, or nothing where there are none. Its errors are passed on. It may read through others, as long as
-                those never lead back to this ``flight``.
-            flight: Names what is fetched, for those who want it at once; ``name`` by default.
-            share: From which part of the chunk on it is fetched whole.
+            fetch: Fills such parts with verified bytes from the object tier. Returns the digests of the blocks
+                that it touched, or nothing if there are none. Its errors are passed on. It may read other
+                chunks through the cache, as long as these never lead back to this ``flight``.
+            flight: Name of the fetch among concurrent readers; by default ``name``.
+            share: Smallest wanted fraction of the chunk for which all of it is fetched.
         """
         if self._reader.read(name, raw_length, parts) is not None:
             return
         least = (raw_length - BLOCK_BYTES) * share
-        # Several are counted by what is fetched for them: whole blocks.
+        # Several parts count with the whole blocks that are fetched for them.
         wanted = len(parts[0][1]) if len(parts) == 1 else sum(map(len, block_runs(parts))) * BLOCK_BYTES
         if not self.keeps_reads or wanted < least:
             fetch(parts)
             return
         with self._fetching.single_flight(flight or name):
-            # Somebody may have fetched it since the first look, whether or not that had to be waited for.
+            # Another thread or process may have fetched it since the first look, even if the lock was free.
             if self._reader.holds(name, "ram") and self._reader.read(name, raw_length, parts) is not None:
                 return
             if len(parts) == 1 and len(parts[0][1]) == raw_length:
@@ -129,9 +129,11 @@ class ChunkCache:
     def insert(self, name: bytes, data: memoryview, digests: Sequence[bytes] = ()) -> Slot | None:
         """Keep a clean copy of a chunk in the ram tier, if there is room without waiting. See `ChunkBuffer.fill`.
 
-        Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
+        If a flusher runs, it is asked to copy the chunk to the nvme tier as well. None is started for that.
+        Returns None if there was no room.
         """
-        # Slots that only wait to be filled would have the ram tier make room for them all.
+        # Take a place before allocating: slots that only wait to be filled would make the ram tier find room
+        # for all.
         with processors().place():
             try:
                 slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self.shares_reads)
@@ -151,16 +153,20 @@ class ChunkCache:
         return slot
 
     def backfill(self, slots: Sequence[Slot]) -> None:
-        """Have the flusher copy clean chunks to the nvme tier, if that is on. Raises as `SlabWriter.ask_about` does."""
+        """Ask the flusher to copy clean chunks to the nvme tier, if that is on. Raises as `SlabWriter.ask_about`."""
         if self._has_nvme:
             self._writer.ask_about("backfill", slots)
 
     def evict(self, names: Sequence[bytes] | None, tier: str) -> int:
-        """Drop clean copies of these chunks, or of all, from ``"ram"`` or ``"nvme"``. Returns the bytes dropped."""
+        """Drop clean copies of these chunks, or of all, from ``"ram"`` or ``"nvme"``. Return the bytes dropped.
+
+        In the ram tier this hides the copies, so that their memory is reused before that of others. If all are
+        dropped, segments of dead processes without dirty data are removed as well.
+        """
         return self._evict_nvme(names) if tier == "nvme" else self._evict_ram(names)
 
     def close(self) -> None:
-        """Wait for nobody's fetch any more."""
+        """Close the lock file of fetches."""
         self._fetching.close()
 
     def _evict_nvme(self, names: Sequence[bytes] | None) -> int:

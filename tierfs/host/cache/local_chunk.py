@@ -1,4 +1,4 @@
-"""The metadata of a chunk in the local tiers: the envelope that it would have in the object tier, stored as it is."""
+"""The metadata of a chunk in the local tiers: the envelope that it would have in the object tier, unencoded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["check_block", "envelope_of"]
 
 
 def envelope_of(name: bytes, raw_length: int, meta: bytes, tier: str) -> Envelope:
-    """Read what a tier keeps with a chunk.
+    """Decode the metadata that a tier keeps with a chunk.
 
     Raises:
-        CorruptionError: It is damaged, or another chunk's.
+        CorruptionError: The metadata is damaged, or belongs to another chunk.
         FormatError: Another version of tierfs wrote it.
     """
     where = f"chunk {name.hex()} in the {tier} tier"
@@ -27,7 +27,7 @@ def check_block(envelope: Envelope, index: int, block: memoryview, tier: str) ->
     """Verify one block of a chunk.
 
     Raises:
-        CorruptionError: It is damaged.
+        CorruptionError: The block is damaged.
     """
     if digest.hash_bytes(envelope.digest_kind, block) != envelope.blocks[index].digest:
         raise CorruptionError(

@@ -1,7 +1,8 @@
-"""Reading chunks from the host's own tiers: the nearest copy whose bytes are what they should be.
+"""Reads chunks from the host's local tiers: the nearest copy whose bytes pass verification.
 
-Nothing is pinned. A slot or extent may be given to another chunk while it is being read; that, like a flipped bit, is
-found by the digests of its blocks, after which it is looked up once more and then left to the next tier.
+Readers pin nothing. A slot or extent may be reused for another chunk while a thread reads it. The digests of
+the blocks detect this, like a flipped bit. The reader then looks the chunk up once more, and after that goes to
+the next tier.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 class ChunkReader:
-    """Reads and verifies chunks of one store. Safe for use by many threads.
+    """Reads and verifies chunks of one store. Thread-safe.
 
     Args:
         ram: The ram tier.
         nvme: The nvme tier.
-        flusher: How to reach the flusher, which is told of damaged copies in the nvme tier.
-        counters: Where bytes read and copies put aside are counted.
+        flusher: Client of the flusher, which is told of damaged copies in the nvme tier.
+        counters: Count the bytes read and the copies quarantined.
     """
 
     def __init__(self, ram: RamTier, nvme: NvmeReader, flusher: FlusherClient, counters: Counters) -> None:
@@ -48,15 +49,15 @@ class ChunkReader:
         return f"ChunkReader({self._ram!r}, {self._nvme!r})"
 
     def read(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> str | None:
-        """Copy verified bytes of a chunk to where they are wanted, from the nearest local tier that has them.
+        """Copy verified bytes of a chunk into ``parts``, from the nearest local tier that has them.
 
         Args:
             name: The chunk's local name.
             raw_length: Bytes of the whole chunk.
-            parts: The wanted parts of it. The memory's content is undefined if no tier has them.
+            parts: The wanted parts. The content of their memory is undefined if no tier has them.
 
         Returns:
-            The tier: ``"ram"`` or ``"nvme"``; ``None`` if neither has a good copy.
+            The tier, ``"ram"`` or ``"nvme"``; None if neither has a good copy.
         """
         for tier, attempt in (("ram", self._read_ram), ("nvme", self._read_nvme)):
             for last in (False, True):
@@ -66,22 +67,22 @@ class ChunkReader:
                         return tier
                     break
                 except NotFoundError:
-                    continue  # its segment went away while it was being read
+                    continue  # its segment was closed while it was being read
                 except (CorruptionError, FormatError) as error:
-                    # The first time it may have been reused while it was read.
+                    # The first time, the slot or extent may have been reused during the read.
                     if last:
                         self._quarantine(tier, name, raw_length, error)
         return None
 
     def check_copy(self, tier: str, name: bytes, raw_length: int) -> str | None:
-        """Read the whole copy that ``"ram"`` or ``"nvme"`` has of a chunk, and put it aside if it is damaged.
+        """Read the whole copy of a chunk in ``"ram"`` or ``"nvme"``, and quarantine it if it is damaged.
 
         Returns:
-            What is wrong, in words; empty if it is right, ``None`` if there is none any more.
+            The error message; "" if the copy is intact, None if there is no copy any more.
         """
         attempt = self._read_ram if tier == "ram" else self._read_nvme
         problem: Exception | None = None
-        for _ in range(2):  # the first time it may have been reused while it was read
+        for _ in range(2):  # the first time, the slot or extent may have been reused
             try:
                 with buffers().lend(raw_length) as out:
                     return "" if attempt(name, raw_length, [(0, out)]) else None
@@ -94,7 +95,7 @@ class ChunkReader:
         return str(problem)
 
     def holds(self, name: bytes, tier: str) -> bool:
-        """Whether ``"ram"`` or ``"nvme"`` seems to have a chunk. The caller is about to want it: it counts as used."""
+        """Return whether ``"ram"`` or ``"nvme"`` seems to have a chunk. In the ram tier this counts as a use."""
         if tier == "nvme":
             return self._nvme.find(name) is not None
         slot = self._ram.find(name)
@@ -115,7 +116,7 @@ class ChunkReader:
             targets = BlockTargets(raw_length, parts, lambda length: lent.enter_context(buffers().lend(length)))
             for index in targets.blocks:
                 block = targets.view(index)
-                # Through the mapping: at the speed of a copy, where the system call takes twice as long.
+                # Copy through the mapping: the system call takes twice as long.
                 np.copyto(np.frombuffer(block, dtype=np.uint8), source[index * BLOCK_BYTES :][: len(block)])
                 check_block(envelope, index, block, "ram")
             targets.finish()
