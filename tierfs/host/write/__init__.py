@@ -1,1 +1,1 @@
-"""Writing into the ram tier: chunks and records are sealed, and the flusher is told."""
+"""Writes into the ram tier: seals chunks and drafts, and notifies the flusher."""

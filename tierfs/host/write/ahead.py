@@ -1,4 +1,4 @@
-"""Chunks of a large file are written to the nvme tier while the rest of it is being sealed. docs/decisions/0039."""
+"""Writes chunks of a large file to the nvme tier while the rest of it is being sealed. docs/decisions/0039."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from tierfs.threads import start_daemon
 __all__ = ["AHEAD_BYTES_MIN", "Ahead"]
 
 AHEAD_BYTES_MIN = 64 << 20
-"""So much of a file goes ahead of its draft at a time. Less is there before it would have been worth it."""
+"""Minimum bytes for one request. Fewer are not worth one: they arrive with the draft about as soon."""
 
 
 class Ahead:
-    """Has a file's chunks written before its draft names them. Safe for use by many threads.
+    """Asks for a file's chunks to be written before its draft names them. Thread-safe.
 
-    While those that the flusher was told of are written, more are sealed, which it is told of next. Nothing relies on any of it: what
-    is missing when the draft is sealed is written then.
+    While the flusher writes the chunks of one request, more are sealed, which the next request names. Nothing
+    relies on this: chunks that are missing when the draft is sealed are written then.
 
     Args:
-        tell: Has chunks written, of a file of which so many bytes are sealed; says whether more are to follow. May take long.
+        tell: Asks for chunks to be written, given their slots and the bytes of the file sealed so far. Returns
+            whether to ask again for further chunks. May take long.
     """
 
     def __init__(self, tell: Callable[[Sequence[Slot], int], bool]) -> None:
         self._tell = tell
         self._lock = threading.Lock()
-        self._sealed: list[Slot] = []  # and not told of
+        self._sealed: list[Slot] = []  # and not named in a request yet
         self._waiting_bytes = self._all_bytes = 0
         self._is_telling = self._is_over = False
 
@@ -35,7 +36,7 @@ class Ahead:
         return f"Ahead({self._all_bytes} bytes sealed, {self._waiting_bytes} not told of)"
 
     def add(self, slot: Slot) -> None:
-        """Take note of a chunk that was sealed."""
+        """Add a chunk that was sealed."""
         with self._lock:
             self._sealed.append(slot)
             self._waiting_bytes += slot.length
@@ -47,7 +48,7 @@ class Ahead:
             self.end()
 
     def end(self) -> None:
-        """Tell of nothing more: the draft does, or the file is discarded."""
+        """Make no further requests: the draft is being sealed, or the file is discarded."""
         with self._lock:
             self._is_over = True
             self._sealed = []

@@ -1,4 +1,4 @@
-"""A chunk on its way into a slab: filled without the GIL, then described by its digests."""
+"""A chunk that is being written into a slab: filled without the GIL, then described by its digests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["ChunkBuffer"]
 
 
 class ChunkBuffer:
-    """A chunk in a slab that is being filled. For one thread at a time.
+    """A chunk in a slab that is being filled. Not thread-safe.
 
     Args:
-        slot: Where it lies.
+        slot: The slot of the chunk.
         view: The slot's memory, writable.
-        kind: The store's digests.
-        faults: Called before and after each step, for tests to fail there.
+        kind: The store's kind of digest.
+        faults: Called before and after each step, so that tests can fail there.
     """
 
     def __init__(self, slot: Slot, view: memoryview, kind: DigestKind, faults: Faults = no_faults) -> None:
@@ -39,11 +39,11 @@ class ChunkBuffer:
 
     @property
     def room(self) -> int:
-        """Bytes that still fit in."""
+        """Bytes that still fit."""
         return len(self.view) - self.filled
 
     def append(self, data: memoryview) -> int:
-        """Copy what fits of ``data``, without the GIL, and return how much that was."""
+        """Copy as much of ``data`` as fits, without the GIL, and return the bytes copied."""
         count = min(self.room, len(data))
         source = np.frombuffer(data[:count], dtype=np.uint8)
         self._fault("before chunk.copy")
@@ -53,13 +53,14 @@ class ChunkBuffer:
         return count
 
     def fill(self, data: memoryview, digests: Sequence[bytes] = ()) -> None:
-        """Copy all that the chunk will hold.
+        """Copy all the content of the chunk.
 
-        Each block is hashed while it is in the processor's cache, once for memory; unless it is known what comes of that.
+        Unless the digests are given, each block is hashed right after its copy, while it is in the processor's
+        cache.
 
         Args:
-            data: Its bytes.
-            digests: Its blocks'. If they are wrong, the chunk is damaged, and a read will find that.
+            data: All bytes of the chunk.
+            digests: Digests of its blocks. If they are wrong, the chunk is damaged, and a read detects that.
         """
         source = np.frombuffer(data, dtype=np.uint8)
         self._fault("before chunk.copy")
@@ -75,12 +76,12 @@ class ChunkBuffer:
         self.filled = len(data)
 
     def accept(self) -> None:
-        """Take what somebody else wrote into the slot's memory for the whole chunk, and hash it."""
+        """Accept bytes that the caller wrote into all of the slot's memory, and hash them."""
         self.filled = len(self.view)
         self._digests, _ = digest.digests_of(self._kind, self.view)
 
     def envelope(self) -> Envelope:
-        """The chunk's digests, once it holds all it will."""
+        """Return the envelope with the chunk's digests. Call it once the chunk is complete."""
         pieces = [self.view[at : min(at + BLOCK_BYTES, self.filled)] for at in range(0, self.filled, BLOCK_BYTES)]
         digests = self._digests or [digest.hash_bytes(self._kind, piece) for piece in pieces]
         blocks = tuple(Block(block, STORE, len(piece)) for block, piece in zip(digests, pieces, strict=True))

@@ -1,4 +1,4 @@
-"""The thread of a process that writes: makes slabs and room in them ahead of need, and gives back what others claimed."""
+"""A thread of a process that writes: makes room in the ram tier ahead of need, and releases claimed memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HOUSEKEEPING_S = 1.0
 
 
 class Housekeeping:
-    """Looks after the ram tier for as long as that is in use.
+    """Maintains the ram tier while it is in use.
 
     Args:
-        ram: The ram tier.
-        ended: Set when there is nothing to look after any more.
+        ram: The ram tier; not kept alive by this object.
+        ended: Set when the thread must end.
     """
 
     def __init__(self, ram: RamTier, ended: threading.Event) -> None:
@@ -31,7 +31,7 @@ class Housekeeping:
         return f"Housekeeping(every {HOUSEKEEPING_S:g} s, running={self._is_running})"
 
     def begin(self) -> None:
-        """See that there is a thread that does it."""
+        """Start the thread unless it runs."""
         with self._lock:
             if self._is_running:
                 return

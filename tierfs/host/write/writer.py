@@ -1,7 +1,8 @@
-"""Writing into the host's ram tier: chunks and drafts are sealed in slabs, and the flusher is told.
+"""Writes into the host's ram tier: seals chunks and drafts in slabs, and notifies the flusher.
 
-What is sealed is safe by itself, and found by any flusher there will be. It is told so that it begins, and has to be asked
-where a file is to go through a ram tier that has no room for all of it.
+Sealed data is safe without a message, because any later flusher finds it. The message makes the flusher start.
+If a file does not fit into the ram tier as a whole, the writer must ask the flusher to move its first chunks
+down.
 """
 
 from __future__ import annotations
@@ -33,28 +34,30 @@ from tierfs.units import format_bytes
 
 __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
-# How long an answer without work may take. Starting a flusher may be part of it.
+# Timeout of a request without work. It may include the start of a flusher.
 ANNOUNCE_S = 10.0
-# The flusher is told at once of the first draft, and of those that follow this soon together: the messages of small files took as long
-# as the files. Who waits for a draft tells of it itself.
+# The flusher is notified at once of the first draft. Notifications of drafts within this time are combined: for
+# small files, the messages took as long as the files. A process that waits for a draft notifies the flusher
+# itself.
 NEWS_S = 0.02
-# In one message, which has to fit into a packet.
+# Maximum in one message, which must fit into a packet.
 NAMES_MAX = 500
-# A draft grows by this when it is closed.
+# Maximum growth of an encoded draft when its boot id and stamp are filled in.
 STAMP_BYTES = 64
-# For who seals a change of the same path, which takes a moment, unless that process was stopped amid it.
+# How long to wait for another process that seals a change of the same path. Sealing takes moments, unless that
+# process was stopped during it.
 SEAL_S = 30.0
 
 
 class SlabWriter:
-    """Writes into the slabs of this process. Safe for use by many threads.
+    """Writes into the slabs of this process. Thread-safe.
 
     Args:
         ram: The ram tier.
-        flusher: How to reach the flusher.
-        counters: Where fallbacks are counted.
-        kind: The store's digests.
-        clock: Where time comes from.
+        flusher: Client of the flusher.
+        counters: Count the fallbacks.
+        kind: The store's kind of digest.
+        clock: Source of time.
         ended: Set when the tiers are released.
     """
 
@@ -89,23 +92,25 @@ class SlabWriter:
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     def begin_chunk(self, length: int | None = None, *, timeout_s: float | None) -> ChunkBuffer:
-        """A chunk's room in a slab; seal it with `seal_chunk` or give it back with `drop`.
+        """Allocate room for a chunk in a slab. The caller passes it to `seal_chunk`, or its slot to `drop`.
 
         Args:
-            length: Its bytes at most; by default those of a chunk.
-            timeout_s: How long to wait for room; ``None`` for as long as it takes.
+            length: Maximum bytes of the chunk; by default `CHUNK_BYTES`.
+            timeout_s: How long to wait for room, in seconds; None for no limit.
 
         Raises:
-            CapacityError: There is none, and none came in time.
+            CapacityError: There was no room before the timeout.
         """
         ((chunk,),) = self.begin_runs([[length or CHUNK_BYTES]], timeout_s=timeout_s)
         return chunk
 
     def begin_runs(self, runs: Sequence[Sequence[int]], *, timeout_s: float | None) -> list[list[ChunkBuffer]]:
-        """The same for runs of chunks that lie side by side in memory; all but a run's last are of whole pages: without gaps.
+        """Allocate room for runs of chunks that are adjacent in memory; see `begin_chunk`.
+
+        A run has no gaps if all its chunks but the last have whole pages.
 
         Args:
-            runs: Of each the lengths of its chunks, in bytes, each at most a chunk's.
+            runs: For each run the lengths of its chunks, in bytes, each at most `CHUNK_BYTES`.
             timeout_s: See `begin_chunk`.
         """
         self._housekeeping.begin()
@@ -130,7 +135,7 @@ class SlabWriter:
         return slot
 
     def ahead(self) -> Ahead:
-        """For the chunks of one file, which may be written to the nvme tier before its draft is sealed."""
+        """Return an `Ahead` for the chunks of one file."""
         return Ahead(self._write_ahead)
 
     def _write_ahead(self, slots: Sequence[Slot], length: int) -> bool:
@@ -145,7 +150,7 @@ class SlabWriter:
         return True
 
     def ask_about(self, do: str, slots: Sequence[Slot], **arguments: Any) -> None:
-        """Ask the flusher to do something with chunks in slots, in as many messages as that takes.
+        """Ask the flusher to do something with chunks in slots, in as many messages as necessary.
 
         Raises:
             TierfsError, TimeoutError: See `FlusherClient.request`.
@@ -155,14 +160,14 @@ class SlabWriter:
             self._flusher.request(do, {**arguments, "slots": references})
 
     def drop(self, slot: Slot) -> None:
-        """Give a chunk's room back."""
+        """Free the slot of a chunk."""
         slot.segment.give(slot)
 
     def spill(self, holder: str, slots: Sequence[Slot], *, timeout_s: float | None) -> None:
-        """Have the flusher take chunks of an unfinished file down, in so many seconds, so that their room can be used again.
+        """Ask the flusher to move chunks of an unfinished file to a lower tier, so that their room can be reused.
 
         Raises:
-            TierfsError: It could not.
+            TierfsError: The flusher could not, or not within ``timeout_s`` seconds.
         """
         self._counters["spilled_bytes"] += sum(slot.length for slot in slots)
         self._counters.say("spill", "the ram tier has no room for a whole file: it goes through it in waves")
@@ -171,7 +176,7 @@ class SlabWriter:
         self._fault("after spill")
 
     def unhold(self, holder: str) -> None:
-        """Say that a file whose chunks were spilled is discarded. If that fails, they go when this process does."""
+        """Tell the flusher that a file is discarded. If that fails, its spilled chunks stay until this process ends."""
         try:
             self._flusher.request("unhold", {"holder": holder})
         except TierfsError as error:
@@ -182,18 +187,18 @@ class SlabWriter:
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def seal_draft(self, draft: Draft, *, timeout_s: float | None, check: Callable[[], None]) -> None:
-        """Seal a draft, waiting so long for room: from now on it is pending, and the host sees it.
+        """Seal a draft. From then on it is pending, and all processes of the host see it.
 
         Args:
             draft: The draft to seal.
-            timeout_s: How long to wait for room.
-            check: Raises if the path is not what the draft replaces any more. From then on until it is sealed, nobody else
-                of the host seals one of this path.
+            timeout_s: How long to wait for room, in seconds; None for no limit.
+            check: Raises if the path has changed since the version that the draft replaces. From its call until
+                the draft is sealed, no other thread or process of the host seals a draft of this path.
 
         Raises:
-            CapacityError: There is no room for it, and none came in time.
-            StoreError: The path cannot be locked, or a process that was stopped keeps it locked, or somebody removed the memory
-                that the file was staged in; the latter two are transient.
+            CapacityError: There was no room for it before the timeout.
+            StoreError: The path cannot be locked; or a stopped process keeps it locked, or shared memory that
+                the file was staged in was removed, both transient.
         """
         self._housekeeping.begin()
         room = len(draft.encode()) + STAMP_BYTES
@@ -210,7 +215,7 @@ class SlabWriter:
                 data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
                 slot.segment.view(slot)[: len(data)] = data
                 self._fault("before draft.seal")
-                # Its path again, apart from its data, to be known if that is damaged.
+                # The path also goes into the metadata, to identify a draft whose data is damaged.
                 where = draft.path.encode()
                 slot.segment.seal(
                     slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
@@ -218,10 +223,10 @@ class SlabWriter:
                 self._fault("after draft.seal")
 
     def _check_removed(self, draft: Draft, slot: Slot) -> None:
-        """See that others will find a draft and its chunks.
+        """Check that other processes can find a draft and its chunks.
 
         Raises:
-            StoreError: Somebody removed a segment that they lie in.
+            StoreError: A segment that holds one of them was removed.
         """
         removed = {segment.id for segment in self._ram.removed_segments()}
         for name in {slot.segment.id, *(reference.segment for reference in draft.slots if reference is not None)}:
@@ -235,7 +240,7 @@ class SlabWriter:
 
     @contextlib.contextmanager
     def _alone_at(self, path: str) -> Iterator[None]:
-        """While nobody else of the host seals a change of this path."""
+        """Keep other threads and processes of the host from sealing a change of this path."""
         with contextlib.ExitStack() as held:
             try:
                 held.enter_context(self._sealing.alone(path.encode(), timeout_s=SEAL_S))
@@ -252,18 +257,18 @@ class SlabWriter:
             yield
 
     def expect(self) -> None:
-        """Say that something is going to be sealed: a flusher is started meanwhile, where none runs."""
+        """Start a flusher in the background if none runs, because something will be sealed soon."""
         if not self._flusher.is_running():
             self._tell_soon()
 
     def announce(self, *, wait: bool = True) -> None:
-        """Tell the flusher that something was sealed; one is started where none runs.
+        """Notify the flusher that something was sealed; start one if none runs.
 
-        What is sealed is safe by itself, so a flusher that cannot be reached is no error, but logged and counted.
+        Sealed data is safe by itself. So an unreachable flusher is no error, but is logged and counted.
 
         Args:
-            wait: Whether to wait until it knows. That is waited for in any case if there is no flusher that knows the object
-                tier from us, so that one goes on whatever becomes of this process then.
+            wait: Whether to wait until the flusher knows. The call waits in any case if no running flusher
+                knows the object tier from this process, so that one goes on even if this process ends.
         """
         if wait or not self._has_told or not self._flusher.is_running():
             self._tell()
@@ -271,7 +276,7 @@ class SlabWriter:
             self._tell_soon()
 
     def close(self) -> None:
-        """Release the file that sealing locks."""
+        """Close the file that sealing locks."""
         self._sealing.close()
 
     def _tell_soon(self) -> None:
