@@ -201,7 +201,7 @@ class RamTier:
         return [*self._pool.own, *self._peers.segments()]
 
     def unread(self) -> frozenset[str]:
-        """Return names of this store's segments that cannot be opened now. Callers must not take their content as absent."""
+        """Return names of segments of this store that cannot be opened now. Their content must not count as absent."""
         self._peers.segments()
         return self._peers.unread
 
