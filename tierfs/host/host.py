@@ -68,11 +68,8 @@ def state_directory(given: str | None = None) -> Path:
 class ExclusiveLock:
     """A lock on a file, between processes and between threads. One holder has it until it releases the lock or dies.
 
-    A forked child neither holds its parent's lock nor prolongs it. The file stays: removing it is unnecessary
-    and harmless.
-
-    Args:
-        path: The file; created with mode 0600 if missing.
+    A forked child neither holds its parent's lock nor prolongs it. The file is created with mode 0600 if
+    missing, and stays: removing it is unnecessary and harmless.
     """
 
     def __init__(self, path: Path) -> None:

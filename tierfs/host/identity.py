@@ -24,21 +24,15 @@ class DamagedPlaceError(StoreError):
 
 
 def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool = False) -> Path:
-    """Return the directory of a store's local tiers, if they belong to the store at this place.
+    """Return the directory of a store's local tiers, if they belong to the store at these places.
 
     Pending changes must reach the store that they were saved to. The first store of an id that is opened on a
-    host gets the local tiers.
-
-    Args:
-        host: The host.
-        uuid: The uuid of the store.
-        places: See `ObjectTier.places`.
-        url: URL of the store, for errors.
-        anew: Whether to replace the recorded place. Nothing may be pending in the tiers then.
+    host gets the local tiers. With ``anew``, the recorded places are replaced; nothing may be pending in the
+    tiers then. For the places see `ObjectTier.places`.
 
     Raises:
         InvalidInputError: They belong to another store.
-        DamagedPlaceError: The recorded place cannot be read.
+        DamagedPlaceError: The recorded places cannot be read.
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     directory = host.store_directory(uuid)

@@ -31,12 +31,8 @@ _logger = logging.getLogger("tierfs.flush")
 class NameLocks:
     """One lock for each name: a table excludes other threads, a lock on one byte of a file excludes other processes.
 
-    Two names may share a byte, with a probability of 10^-12; then one waits needlessly. Every wait has a time
-    limit, because a holder may be stopped by a signal or with its container.
-
-    Args:
-        path: The file whose bytes are locked. It stays empty.
-        clock: Measures the waits.
+    The file stays empty. Two names may share a byte, with a probability of 10^-12; then one waits needlessly.
+    Every wait has a time limit, because a holder may be stopped by a signal or with its container.
     """
 
     def __init__(self, path: Path, *, clock: Clock | None = None) -> None:

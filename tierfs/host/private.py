@@ -16,11 +16,9 @@ NO_RIGHTS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def make_private(directory: Path, *, follow_links: bool = True) -> None:
-    """Create a directory with mode 0700 if missing, and check its owner and mode.
+    """Create a directory and its parents with mode 0700 if missing, and check its owner and mode.
 
-    Args:
-        directory: The directory; missing parents are created, too.
-        follow_links: Whether a symbolic link to such a directory is allowed.
+    With ``follow_links``, a symbolic link to such a directory is accepted.
 
     Raises:
         ReadOnlyError: It belongs to another user, is open to others, or must not be created.
@@ -55,14 +53,7 @@ def entries_of(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def refused(error: OSError, path: Path, what: str, *, tier: str | None = None) -> TierfsError:
-    """Translate an error of the operating system into one of tierfs.
-
-    Args:
-        error: The operating system's error.
-        path: The file or directory concerned.
-        what: The failed action, as ``cannot be made``.
-        tier: The tier concerned.
-    """
+    """Translate an OSError into an error of tierfs. ``what`` is the failed action, as ``cannot be made``."""
     problem = f"{path} {what}: {explain(error)}"
     if error.errno in NO_ROOM:
         return CapacityError(

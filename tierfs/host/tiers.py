@@ -44,8 +44,7 @@ class Tiers:
         has_nvme: Whether the nvme tier is on.
         gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a
             crash.
-        keeps_reads: Whether to keep chunks read from the object tier in the local tiers. Off if the object
-            tier is a directory of this host.
+        keeps_reads: Whether to keep chunks read from the object tier. Off if that is a directory of this host.
         shares_reads: See `ChunkCache`.
         passes_by: Whether a write for `Level.LOCAL` goes straight to the object tier, because that is the next
             tier down and a directory of this host.
@@ -53,12 +52,6 @@ class Tiers:
         problems: Why this host cannot provide a requested tier, by the tier's name.
 
     Attributes:
-        ram: As given; so are ``nvme``, ``flusher``, ``has_nvme``, ``passes_by`` and ``problems``.
-        drafts: The pending drafts.
-        writer: Writes chunks and drafts into slabs.
-        reader: Reads local chunks.
-        cache: Keeps and drops copies of chunks.
-        counters: Counters of this process.
         away_until_s: Time on ``clock`` until which the object tier is not asked, because it did not answer.
     """
 

@@ -19,12 +19,10 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 class Backfill:
-    """A queue of clean chunks in slabs, and a thread that asks the flusher to copy them while there are any.
+    """A queue of clean chunks in slabs, and a thread that calls ``keep`` with them while there are any.
 
-    Only fills a cache: if the thread cannot keep up, the oldest queued chunks are dropped.
-
-    Args:
-        keep: Asks the flusher to copy chunks to the nvme tier.
+    ``keep`` asks the flusher to copy them to the nvme tier. Only a cache is filled: if the thread cannot keep
+    up, the oldest queued chunks are dropped.
     """
 
     def __init__(self, keep: Callable[[Sequence[Slot]], None]) -> None:

@@ -25,22 +25,11 @@ __all__ = ["ChunkCache"]
 class ChunkCache:
     """The local tiers as a cache of the object tier. Thread-safe.
 
-    Args:
-        ram: The ram tier.
-        reader: Reads local chunks.
-        writer: Writes chunks into slabs.
-        flusher: Client of the flusher.
-        counters: Count the fallbacks and refused copies.
-        kind: The store's kind of digest.
-        has_nvme: Whether the nvme tier is on.
-        keeps_reads: Whether to keep chunks that were read from the object tier.
+    Attributes:
+        keeps_reads: Whether to keep chunks that were read from the object tier. May be changed.
         shares_reads: Whether the chunks will be read again soon, perhaps by other processes of this host. If
             so, each is kept until the ram tier's budget is used up. If not, a chunk soon replaces an earlier
-            one, because new memory takes longer than a copy.
-
-    Attributes:
-        keeps_reads: As given; may be changed.
-        shares_reads: As given; may be changed.
+            one, because new memory takes longer than a copy. May be changed.
     """
 
     def __init__(

@@ -30,14 +30,7 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 class ChunkReader:
-    """Reads and verifies chunks of one store. Thread-safe.
-
-    Args:
-        ram: The ram tier.
-        nvme: The nvme tier.
-        flusher: Client of the flusher, which is told of damaged copies in the nvme tier.
-        counters: Count the bytes read and the copies quarantined.
-    """
+    """Reads and verifies chunks of one store. Thread-safe. Reports damaged copies in the nvme tier to the flusher."""
 
     def __init__(self, ram: RamTier, nvme: NvmeReader, flusher: FlusherClient, counters: Counters) -> None:
         self._ram = ram

@@ -18,17 +18,9 @@ class _NobodyError(Exception):
 
 
 def stop_flusher(directory: Path, version: str, *, timeout_s: float) -> bool:
-    """Stop the flusher of one store after the steps that are in progress, and wait until it has ended.
+    """Stop the flusher of one store after the steps in progress, and wait until it has ended. Return whether one ran.
 
     Pending changes stay where they are, for the next flusher.
-
-    Args:
-        directory: The store's directory on this host, absolute.
-        version: Version of this tierfs.
-        timeout_s: How long to wait, in seconds.
-
-    Returns:
-        Whether a flusher ran.
 
     Raises:
         TimeoutError: It has not ended yet, but will.

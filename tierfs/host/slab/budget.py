@@ -55,9 +55,6 @@ class SegmentFile(NamedTuple):
 class RamBudget:
     """The host's folders of segments. Thread-safe.
 
-    Args:
-        host: The host.
-
     Attributes:
         directory: The first folder; in shared memory if possible.
         folders: All folders, in the order in which they are tried.

@@ -28,13 +28,7 @@ TOUCH_BYTES = 64 << 20
 
 
 def make_header(layout: Layout, *, store: str, owner: str, number: int) -> SegmentHeader:
-    """Return the header of a new segment.
-
-    Args:
-        layout: Layout of the segment.
-        store: The uuid of the store, with or without dashes.
-        owner: The id of this process.
-        number: A number that no other segment of this process had.
+    """Return the header of a new segment. No other segment of the process ``owner`` may have had this number.
 
     Raises:
         InvalidInputError: The segment has no room for data, or an id is invalid.

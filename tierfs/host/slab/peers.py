@@ -27,13 +27,8 @@ _logger = logging.getLogger("tierfs.local")
 class PeerSegments:
     """The segments of one store that other processes write. Thread-safe.
 
-    A segment whose file is gone is not closed, because a thread may be reading it. It closes when the last
-    reference is gone.
-
-    Args:
-        ram_budget: The host's folders.
-        store: The uuid of the store, 32 hex digits.
-        own: Returns the segments of this process.
+    ``own`` returns the segments of this process. A segment whose file is gone is not closed, because a thread
+    may be reading it. It closes when the last reference is gone.
 
     Attributes:
         unread: Names of segments that could not be opened at the last look, for lack of descriptors or memory.

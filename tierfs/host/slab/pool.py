@@ -45,14 +45,6 @@ _logger = logging.getLogger("tierfs.local")
 class SegmentPool:
     """The segments that this process writes into. Thread-safe.
 
-    Args:
-        host: Holds the folders of segments.
-        store: The uuid of the store, 32 hex digits.
-        ram_budget: The host's ram budget.
-        budget_bytes: Maximum of all segments of the host together.
-        data_bytes_max: The most data in one segment; see `next_layout`.
-        clock: For waiting.
-
     Attributes:
         own: The segments.
         waits: Number of runs that waited for room.
@@ -95,18 +87,11 @@ class SegmentPool:
         on_wait: Callable[[], None] | None,
         spares_copies: bool,
     ) -> list[list[Slot] | None]:
-        """Allocate runs of slots; see `RamTier.take_runs`.
-
-        Args:
-            kind: Kind of content.
-            runs: For each run the lengths of its slots, in bytes.
-            timeout_s: How long to wait for room for each run, in seconds; None for no limit.
-            on_wait: Called once for each run that has to wait.
-            spares_copies: See `RamTier.take`.
+        """Allocate runs of slots; see `RamTier.take_runs`. The timeout applies to each run, and so does ``on_wait``.
 
         Returns:
-            One list of slots for each run. If a run finds no room before the timeout, its entry is None, and
-            so is that of each later run that did not fit at once.
+            One list of slots for each run. If a run finds no room before the timeout, its entry is None, and so
+            is that of each later run that did not fit at once.
         """
         found: list[list[Slot] | None] = [None] * len(runs)
         asked_s = self._clock.monotonic()

@@ -71,9 +71,7 @@ class RamTier:
         segment_bytes_max: The most data in one segment; see `next_layout`.
 
     Attributes:
-        host: As given.
         store: The uuid, 32 hex digits.
-        budget_bytes: As given.
         chunks_budget_bytes: The least budget for files of any length.
     """
 
@@ -106,7 +104,7 @@ class RamTier:
 
     @property
     def holds_chunks(self) -> bool:
-        """Whether the budget suffices for files of any length: for a whole chunk and its draft."""
+        """Whether the budget suffices for files of any length: for a whole chunk and something small."""
         return self.budget_bytes >= self.chunks_budget_bytes
 
     def take(
@@ -167,15 +165,12 @@ class RamTier:
         return taken
 
     def grow_ahead(self) -> None:
-        """Start to allocate memory for a second save like the last one; see `SegmentPool.grow_ahead`."""
         self._pool.grow_ahead()
 
     def evict_ahead(self) -> None:
-        """Evict copies that are older than the last save, until a save of its size fits."""
         self._pool.evict_ahead()
 
     def own_segments(self) -> list[Segment]:
-        """Return the segments that this process writes into."""
         return list(self._pool.own)
 
     def removed_segments(self) -> list[Segment]:
@@ -220,7 +215,6 @@ class RamTier:
         return self._peers.why_unread
 
     def segment(self, ident: str) -> Segment | None:
-        """Return the segment with this id."""
         return next((segment for segment in self.segments() if segment.id == ident), None)
 
     def find(self, name: bytes) -> Slot | None:
@@ -263,7 +257,7 @@ class RamTier:
         return freed
 
     def reap(self) -> int:
-        """Remove segments of dead processes that hold only copies. Return the bytes of these copies."""
+        """Remove segments of dead processes without dirty data. Return the bytes of the copies in them."""
         freed = 0
         for segment in self._peers.segments():
             with self.host.locked(LOCK):
@@ -274,7 +268,6 @@ class RamTier:
         return freed
 
     def usage(self) -> RamUsage:
-        """Return the current usage."""
         segments = self.segments()
         sums = [segment.sums() for segment in segments]
         dirty, clean = sum(item.dirty for item in sums), sum(item.clean for item in sums)

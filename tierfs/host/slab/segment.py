@@ -3,11 +3,11 @@
 The state byte of a slot is its only commit point. Everything else of a slot is written before it becomes
 SEALED, and it becomes FREE before any part of it is reused. So a killed process leaves a complete slot or none.
 
-Readers take no lock. They look the slot up, copy its bytes, verify them against known digests, and call
-`Segment.is_still` where it matters. Processes that change the table (the owner, or one that marks a slot) hold
-its lock for the few bytes concerned, and increment its counter of changes. A copy of the table is valid only if
-the counter did not move meanwhile, and stays valid until it does. `tierfs.host.slab.new_segment` creates
-segments.
+Readers look a slot up, copy its bytes, verify them against known digests, and call `Segment.is_still` where it
+matters. They take no lock, unless the table keeps changing while they copy it. Processes that change the table
+(the owner, or one that marks a slot) hold its lock for the few bytes concerned, and increment its counter of
+changes. A copy of the table is valid only if the counter did not move meanwhile, and stays valid until it does.
+`tierfs.host.slab.new_segment` creates segments.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class Segment:
 
         Raises:
             ReadOnlyError: This process is not the owner.
-            InvalidInputError: The slot is not being filled, an argument is too long, or `state` is another one.
+            InvalidInputError: The slot is not being filled, an argument is too long, or `state` is invalid.
         """
         length = slot.length if length is None else length
         if not 0 <= length <= slot.length or len(name) > NAME_BYTES_MAX or len(meta) > META_BYTES_MAX:
@@ -289,14 +289,10 @@ class Segment:
         return replace(slot, state=state, name=name, length=length, stamp_ns=stamp_ns)
 
     def give(self, slot: Slot, *, only_clean: bool = False) -> bool:
-        """Free a slot. Only the owner may call this.
-
-        Args:
-            slot: The slot. Nothing happens if its table entry has been reused since.
-            only_clean: Leave the slot alone unless it is CLEAN.
+        """Free a slot; with ``only_clean`` only if it is CLEAN. Only the owner may call this.
 
         Returns:
-            Whether it was freed.
+            Whether it was freed. False also if its table entry has been reused since.
 
         Raises:
             ReadOnlyError: This process is not the owner.
@@ -311,10 +307,9 @@ class Segment:
         return True
 
     def retire(self, *, although_needed: bool = False) -> bool:
-        """Stop allocating slots, unless a slot is dirty or being filled. Only the owner may call this.
+        """Stop allocating slots, unless a slot is dirty or being filled; with ``although_needed`` even then.
 
-        Args:
-            although_needed: Stop also if one is.
+        Only the owner may call this.
 
         Returns:
             Whether no slot is dirty or being filled.
@@ -563,8 +558,7 @@ class Segment:
         table = self._table
         if slot.index >= table.layout.slots:
             return False
-        # Read the state first: if the serial is unchanged after that, the state belongs to this use of the
-        # slot.
+        # Read the state first: if the serial is unchanged after that, the state belongs to this use of the slot
         return int(table.state[slot.index]) in states and int(table.serial[slot.index]) == slot.serial
 
     def _current_view(self) -> TableView:

@@ -202,10 +202,6 @@ def open_segment(path: Path) -> tuple[OwnedFd, SegmentHeader]:
 class Reservation:
     """A file of the size of a future segment. It counts against the budget, and has no memory yet.
 
-    Args:
-        directory: The host's folder of segments.
-        header: Header of the future segment.
-
     Raises:
         CapacityError, ReadOnlyError, StoreError: The file cannot be created.
     """

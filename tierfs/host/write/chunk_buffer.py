@@ -16,14 +16,7 @@ __all__ = ["ChunkBuffer"]
 
 
 class ChunkBuffer:
-    """A chunk in a slab that is being filled. Not thread-safe.
-
-    Args:
-        slot: The slot of the chunk.
-        view: The slot's memory, writable.
-        kind: The store's kind of digest.
-        faults: Called before and after each step, so that tests can fail there.
-    """
+    """A chunk in a slab that is being filled, with the slot's writable memory. Not thread-safe."""
 
     def __init__(self, slot: Slot, view: memoryview, kind: DigestKind, faults: Faults = no_faults) -> None:
         self.slot = slot

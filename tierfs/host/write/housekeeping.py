@@ -14,12 +14,7 @@ HOUSEKEEPING_S = 1.0
 
 
 class Housekeeping:
-    """Maintains the ram tier while it is in use.
-
-    Args:
-        ram: The ram tier; not kept alive by this object.
-        ended: Set when the thread must end.
-    """
+    """Maintains the ram tier until ``ended`` is set or the tier is garbage-collected."""
 
     def __init__(self, ram: RamTier, ended: threading.Event) -> None:
         self._ram = weakref.ref(ram)

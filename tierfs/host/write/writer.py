@@ -50,16 +50,7 @@ SEAL_S = 30.0
 
 
 class SlabWriter:
-    """Writes into the slabs of this process. Thread-safe.
-
-    Args:
-        ram: The ram tier.
-        flusher: Client of the flusher.
-        counters: Count the fallbacks.
-        kind: The store's kind of digest.
-        clock: Source of time.
-        ended: Set when the tiers are released.
-    """
+    """Writes into the slabs of this process. Thread-safe. ``ended`` is set when the tiers are released."""
 
     def __init__(
         self,
@@ -107,11 +98,8 @@ class SlabWriter:
     def begin_runs(self, runs: Sequence[Sequence[int]], *, timeout_s: float | None) -> list[list[ChunkBuffer]]:
         """Allocate room for runs of chunks that are adjacent in memory; see `begin_chunk`.
 
-        A run has no gaps if all its chunks but the last have whole pages.
-
-        Args:
-            runs: For each run the lengths of its chunks, in bytes, each at most `CHUNK_BYTES`.
-            timeout_s: See `begin_chunk`.
+        ``runs`` has for each run the lengths of its chunks in bytes, each at most `CHUNK_BYTES`. A run has no
+        gaps if all its chunks but the last have whole pages.
         """
         self._housekeeping.begin()
         self._fault("before chunk.take")

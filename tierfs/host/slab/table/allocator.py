@@ -20,11 +20,7 @@ __all__ = ["SlotAllocator"]
 
 
 class SlotAllocator:
-    """The free slots and extents of one segment. Not thread-safe.
-
-    Args:
-        layout: Layout of the segment, which is assumed to be empty.
-    """
+    """The free slots and extents of a segment, which is assumed to be empty at first. Not thread-safe."""
 
     def __init__(self, layout: Layout) -> None:
         self._data_at = layout.data_at

@@ -177,9 +177,7 @@ class Sums(NamedTuple):
 class Table:
     """The slots of one segment, in memory that other processes change concurrently. Fields are NumPy arrays.
 
-    Args:
-        memory: The segment, or its beginning up to ``layout.data_at``.
-        layout: Layout of the segment.
+    ``memory`` is the segment, or its beginning up to ``layout.data_at``.
     """
 
     def __init__(self, memory: memoryview | bytearray, layout: Layout) -> None:
