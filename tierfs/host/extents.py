@@ -62,8 +62,8 @@ class Extents:
         """Allocate this part, which the caller knows to be in use.
 
         Returns:
-            False, with nothing changed, if any of it is allocated already or out of bounds, or if the offset is
-            not a multiple of ``align``.
+            False, with nothing changed, if any of it is allocated already or out of bounds, or if the offset is not a
+            multiple of ``align``.
 
         Raises:
             ValueError: The length is not positive.
@@ -79,8 +79,8 @@ class Extents:
         """Free an allocated part, or a piece of one.
 
         Raises:
-            ValueError: Some of it is not allocated, the offset is not a multiple of ``align``, or the length is
-                not positive. Nothing is changed.
+            ValueError: Some of it is not allocated, the offset is not a multiple of ``align``, or the length is not
+                positive. Nothing is changed.
         """
         end = offset + self._rounded(length)
         index = bisect_right(self._starts, offset)  # index of the next free part

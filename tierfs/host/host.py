@@ -1,9 +1,8 @@
 """The host that processes share: the state directory, liveness of processes, and locks between them.
 
-A host is a state directory. Each process that owns something holds the ``flock`` of its own lock file in it. A
-process is alive while it holds this lock; a process id proves nothing, because the kernel reuses it. A lock
-belongs to an open file description, which a forked child shares. So a child closes its parent's at once, and
-gets an id of its own.
+A host is a state directory. Each process that owns something holds the ``flock`` of its own lock file in it. A process
+is alive while it holds this lock; a process id proves nothing, because the kernel reuses it. A lock belongs to an open
+file description, which a forked child shares. So a child closes its parent's at once, and gets an id of its own.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ def state_directory(given: str | None = None) -> Path:
     """Return the path of this host's state directory.
 
     Args:
-        given: Its path; ``~`` is the user's home. By default ``TIERFS_STATE_DIR``, else ``tierfs`` in the
-            user's state directory (``XDG_STATE_HOME``, else ``~/.local/state``).
+        given: Its path; ``~`` is the user's home. By default ``TIERFS_STATE_DIR``, else ``tierfs`` in the user's state
+            directory (``XDG_STATE_HOME``, else ``~/.local/state``).
 
     Raises:
-        InvalidInputError: The path is relative. Programs started in two directories would be two hosts, and
-            neither would see the pending changes of the other.
+        InvalidInputError: The path is relative. Programs started in two directories would be two hosts, and neither
+            would see the pending changes of the other.
     """
     given = given or os.environ.get("TIERFS_STATE_DIR")
     if not given:
@@ -68,8 +67,8 @@ def state_directory(given: str | None = None) -> Path:
 class ExclusiveLock:
     """A lock on a file, between processes and between threads. One holder has it until it releases the lock or dies.
 
-    A forked child neither holds its parent's lock nor prolongs it. The file is created with mode 0600 if
-    missing, and stays: removing it is unnecessary and harmless.
+    A forked child neither holds its parent's lock nor prolongs it. The file is created with mode 0600 if missing, and
+    stays: removing it is unnecessary and harmless.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,8 +118,8 @@ class ExclusiveLock:
         """Release the lock. Does nothing if this process does not hold it."""
         with _guard:
             if self._fd is not None:
-                # Closing is not enough: a child that has forked and not yet executed its program has the open
-                # file, too.
+                # Closing is not enough: a child that has forked and not yet executed its program has the open file,
+                # too.
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
                 self._close()
 
@@ -166,16 +165,16 @@ class Host:
 
     Attributes:
         directory: The state directory, absolute.
-        segments: The host's folder of segments: in shared memory, or `fallback` (with a warning) if that cannot
-            be used.
+        segments: The host's folder of segments: in shared memory, or `fallback` (with a warning) if that cannot be
+            used.
         fallback: The folder in the state directory, for segments that do not fit into shared memory.
 
     Raises:
-        ReadOnlyError: The directory, or the folder of segments that the host uses, belongs to another user or
-            is open to others.
+        ReadOnlyError: The directory, or the folder of segments that the host uses, belongs to another user or is open
+            to others.
         InvalidInputError: The directory lies on a network filesystem, or ``TIERFS_SHM_DIR`` is a relative path.
-        CapacityError, StoreError: The directory cannot be created, or other processes use a folder of segments
-            that this one cannot see.
+        CapacityError, StoreError: The directory cannot be created, or other processes use a folder of segments that
+            this one cannot see.
     """
 
     def __init__(self, directory: Path, shm: Path | None = None, *, mountinfo: str | None = None) -> None:
@@ -262,8 +261,7 @@ class Host:
         except OSError as error:
             raise refused(error, self._lock_file(owner), "cannot be opened") from error
         try:
-            # A shared lock, so that two processes that check at the same time do not mistake each other for the
-            # owner.
+            # A shared lock, so that two processes that check at the same time do not mistake each other for the owner.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -303,8 +301,8 @@ def _is_at(fd: int, path: Path) -> bool:
     return False
 
 
-# A fork waits for this lock, so that the child sees every descriptor that a lock has opened. Reentrant, because
-# garbage collection of a lock, or a signal handler, may run while its thread holds this.
+# A fork waits for this lock, so that the child sees every descriptor that a lock has opened. Reentrant, because garbage
+# collection of a lock, or a signal handler, may run while its thread holds this.
 _guard = threading.RLock()
 _locks: weakref.WeakSet[ExclusiveLock] = weakref.WeakSet()
 

@@ -26,9 +26,9 @@ class DamagedPlaceError(StoreError):
 def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool = False) -> Path:
     """Return the directory of a store's local tiers, if they belong to the store at these places.
 
-    Pending changes must reach the store that they were saved to. The first store of an id that is opened on a
-    host gets the local tiers. With ``anew``, the recorded places are replaced; nothing may be pending in the
-    tiers then. For the places see `ObjectTier.places`.
+    Pending changes must reach the store that they were saved to. The first store of an id that is opened on a host gets
+    the local tiers. With ``anew``, the recorded places are replaced; nothing may be pending in the tiers then. For the
+    places see `ObjectTier.places`.
 
     Raises:
         InvalidInputError: They belong to another store.

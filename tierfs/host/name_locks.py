@@ -51,8 +51,8 @@ class NameLocks:
     def single_flight(self, name: bytes) -> Iterator[None]:
         """Hold the name of a chunk while it is fetched, but wait at most `PATIENCE_S` for it.
 
-        After that, go on without the lock, which only saves work. The chunk may be in a local tier by then,
-        because the previous holder fetched it.
+        After that, go on without the lock, which only saves work. The chunk may be in a local tier by then, because the
+        previous holder fetched it.
         """
         with self._held(name, PATIENCE_S) as is_held:
             if not is_held:

@@ -1,7 +1,6 @@
 """The location of a host's folder of segments: all processes follow a link in the state directory to the same folder.
 
-Two processes with two folders would not see each other's pending changes, and would take older content for the
-newest.
+Two processes with two folders would not see each other's pending changes, and would take older content for the newest.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ _logger = logging.getLogger("tierfs.local")
 class SegmentFolder:
     """The folder of segments of a host. One process at a time creates this object.
 
-    The link is ``segments-<boot id>-<device>``, with the device of the filesystem that holds the folder. The
-    first process creates it, and all others follow it. All of them hold a shared lock on the state directory.
-    When no process does, the folder stays where it is while it holds segments, because these may hold pending
-    changes.
+    The link is ``segments-<boot id>-<device>``, with the device of the filesystem that holds the folder. The first
+    process creates it, and all others follow it. All of them hold a shared lock on the state directory. When no process
+    does, the folder stays where it is while it holds segments, because these may hold pending changes.
 
     Args:
         directory: The state directory, absolute.
@@ -49,12 +47,10 @@ class SegmentFolder:
     Attributes:
         path: The folder; the one in the state directory if there can be none in ``shm``.
         why_not: Why there is none in ``shm``, if that was tried.
-        locks: Descriptors whose locks keep other processes from taking the folder for unused. The caller closes
-            them.
+        locks: Descriptors whose locks keep other processes from taking the folder for unused. The caller closes them.
 
     Raises:
-        ReadOnlyError: The folder in use belongs to another user; or it, or the one used last, is open to
-            others.
+        ReadOnlyError: The folder in use belongs to another user; or it, or the one used last, is open to others.
         StoreError: Other processes use a folder that this one cannot see.
         CapacityError: There is no room for the link.
     """
@@ -67,8 +63,8 @@ class SegmentFolder:
         try:
             self.path = self._find(shm)
         except BaseException as error:
-            # Closing is not enough: a child that was forked meanwhile has the open files, too, and would block
-            # all other processes.
+            # Closing is not enough: a child that was forked meanwhile has the open files, too, and would block all
+            # other processes.
             for fd in self.locks:
                 fcntl.flock(fd, fcntl.LOCK_UN)
             self.close()
@@ -156,9 +152,9 @@ class SegmentFolder:
     def _choose(self, shm: Path) -> Path:
         """Return a folder in ``shm`` that no other state directory uses, or else the one in the state directory.
 
-        It is named after the path of the state directory, so that a recreated state directory finds it again,
-        as in a restarted container. Containers that share their host's memory may each have a state directory
-        at that path. So the folder records its state directory, and its users lock it.
+        It is named after the path of the state directory, so that a recreated state directory finds it again, as in a
+        restarted container. Containers that share their host's memory may each have a state directory at that path. So
+        the folder records its state directory, and its users lock it.
         """
         name = f"tierfs-{os.geteuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(self._directory))}"
         try:
@@ -176,8 +172,8 @@ class SegmentFolder:
     def _claim(self, folder: Path, *, is_new: bool) -> bool:
         """Return whether a folder belongs to this state directory.
 
-        If no process uses the folder, record this state directory in it: always if ``is_new``, otherwise only
-        if it has no record.
+        If no process uses the folder, record this state directory in it: always if ``is_new``, otherwise only if it has
+        no record.
         """
         fd = _open_state(folder)
         is_ours = False

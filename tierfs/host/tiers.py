@@ -1,8 +1,8 @@
 """The local tiers of one store, as seen by a process that uses them: pending drafts, chunks, and the flusher.
 
-This module combines four parts. `PendingDrafts` knows the pending changes. `SlabWriter` writes chunks and
-drafts into slabs. `ChunkReader` reads local chunks. `ChunkCache` keeps copies of remote chunks. Waiting for a
-level is implemented here, because it needs the drafts, the ram tier and the flusher.
+This module combines four parts. `PendingDrafts` knows the pending changes. `SlabWriter` writes chunks and drafts into
+slabs. `ChunkReader` reads local chunks. `ChunkCache` keeps copies of remote chunks. Waiting for a level is implemented
+here, because it needs the drafts, the ram tier and the flusher.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ class Tiers:
         flusher: Client of the flusher.
         kind: The store's kind of digest.
         has_nvme: Whether the nvme tier is on.
-        gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a
-            crash.
+        gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a crash.
         keeps_reads: Whether to keep chunks read from the object tier. Off if that is a directory of this host.
         shares_reads: See `ChunkCache`.
-        passes_by: Whether a write for `Level.LOCAL` goes straight to the object tier, because that is the next
-            tier down and a directory of this host.
+        passes_by: Whether a write for `Level.LOCAL` goes straight to the object tier, because that is the next tier
+            down and a directory of this host.
         clock: Source of time.
         problems: Why this host cannot provide a requested tier, by the tier's name.
 
@@ -111,15 +110,15 @@ class Tiers:
         """Wait until the pending changes at or below ``path``, or the one of ``write_id``, have reached ``level``.
 
         Raises:
-            TimeoutError: They did not in time. The message names what is pending, and says so if the flusher
-                does not answer.
+            TimeoutError: They did not in time. The message names what is pending, and says so if the flusher does not
+                answer.
             ConflictError: Another writer changed the path; that change stands.
             TierfsError: The reason why a change cannot reach the level.
         """
         if level <= Level.STAGED:
             return
-        # About one draft, a running flusher knows more than a look at all that is pending. If all is safe already,
-        # none is started.
+        # About one draft, a running flusher knows more than a look at all that is pending. If all is safe already, none
+        # is started.
         if (write_id is None or not self.flusher.is_running()) and self.drafts.is_settled(path):
             return
         awaited = self._below(level, path, write_id) if write_id is None else None

@@ -27,9 +27,9 @@ class ChunkCache:
 
     Attributes:
         keeps_reads: Whether to keep chunks that were read from the object tier. May be changed.
-        shares_reads: Whether the chunks will be read again soon, perhaps by other processes of this host. If
-            so, each is kept until the ram tier's budget is used up. If not, a chunk soon replaces an earlier
-            one, because new memory takes longer than a copy. May be changed.
+        shares_reads: Whether the chunks will be read again soon, perhaps by other processes of this host. If so, each
+            is kept until the ram tier's budget is used up. If not, a chunk soon replaces an earlier one, because new
+            memory takes longer than a copy. May be changed.
     """
 
     def __init__(
@@ -72,17 +72,16 @@ class ChunkCache:
     ) -> None:
         """Copy verified bytes of a chunk into ``parts``, from the object tier if no local tier has a good copy.
 
-        If ``share`` or more of the chunk is wanted, all of it is fetched and kept, once for all threads and
-        processes of the host that want it meanwhile. If that finds damage, only the wanted parts are fetched,
-        and not kept.
+        If ``share`` or more of the chunk is wanted, all of it is fetched and kept, once for all threads and processes
+        of the host that want it meanwhile. If that finds damage, only the wanted parts are fetched, and not kept.
 
         Args:
             name: As for `ChunkReader.read`; so are ``raw_length`` and ``parts``.
             raw_length: See there.
             parts: See there.
-            fetch: Fills such parts with verified bytes from the object tier. Returns the digests of the blocks
-                that it touched, or nothing if there are none. Its errors are passed on. It may read other
-                chunks through the cache, as long as these never lead back to this ``flight``.
+            fetch: Fills such parts with verified bytes from the object tier. Returns the digests of the blocks that it
+                touched, or nothing if there are none. Its errors are passed on. It may read other chunks through the
+                cache, as long as these never lead back to this ``flight``.
             flight: Name of the fetch among concurrent readers; by default ``name``.
             share: Smallest wanted fraction of the chunk for which all of it is fetched.
         """
@@ -121,8 +120,7 @@ class ChunkCache:
         If a flusher runs, it is asked to copy the chunk to the nvme tier as well. None is started for that.
         Returns None if there was no room.
         """
-        # Take a place before allocating: slots that only wait to be filled would make the ram tier find room
-        # for all.
+        # Take a place before allocating: slots that only wait to be filled would make the ram tier find room for all.
         with processors().place():
             try:
                 slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self.shares_reads)
@@ -149,8 +147,8 @@ class ChunkCache:
     def evict(self, names: Sequence[bytes] | None, tier: str) -> int:
         """Drop clean copies of these chunks, or of all, from ``"ram"`` or ``"nvme"``. Return the bytes dropped.
 
-        In the ram tier this hides the copies, so that their memory is reused before that of others. If all are
-        dropped, segments of dead processes without dirty data are removed as well.
+        In the ram tier this hides the copies, so that their memory is reused before that of others. If all are dropped,
+        segments of dead processes without dirty data are removed as well.
         """
         return self._evict_nvme(names) if tier == "nvme" else self._evict_ram(names)
 

@@ -1,8 +1,7 @@
 """Reads chunks from the host's local tiers: the nearest copy whose bytes pass verification.
 
-Readers pin nothing. A slot or extent may be reused for another chunk while a thread reads it. The digests of
-the blocks detect this, like a flipped bit. The reader then looks the chunk up once more, and after that goes to
-the next tier.
+Readers pin nothing. A slot or extent may be reused for another chunk while a thread reads it. The digests of the blocks
+detect this, like a flipped bit. The reader then looks the chunk up once more, and after that goes to the next tier.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The client of the flusher: finds it, starts it if none runs, replaces an older one, and sends it requests.
 
-Each request uses a connection of its own, and a few idle connections are kept for the next requests. So threads
-do not wait for each other. All requests may be repeated. If a connection breaks before the answer, the client
-repeats the request to the flusher that runs then.
+Each request uses a connection of its own, and a few idle connections are kept for the next requests. So threads do not
+wait for each other. All requests may be repeated. If a connection breaks before the answer, the client repeats the
+request to the flusher that runs then.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class FlusherClient:
 
     Args:
         directory: The store's directory on this host, absolute.
-        launch: Starts a flusher. Only one process at a time calls it. Returns the process, so that the client
-            notices its end; None if there is no process to watch, for example for a thread.
+        launch: Starts a flusher. Only one process at a time calls it. Returns the process, so that the client notices
+            its end; None if there is no process to watch, for example for a thread.
         version: Version of this tierfs.
         hello: Returns the first message of each connection, as JSON values; it contains credentials.
         start_timeout_s: How long to wait for any answer from a flusher, in seconds.
@@ -133,15 +133,14 @@ class FlusherClient:
         Args:
             do: Name of the request, which must be idempotent.
             arguments: JSON values that fit into one message.
-            timeout_s: Limit for the whole call, in seconds. The client then closes the connection, and the
-                flusher notices.
+            timeout_s: Limit for the whole call, in seconds. The client then closes the connection, and the flusher
+                notices.
 
         Raises:
             TierfsError: The flusher raised it.
             NoAnswerError: There was no answer in time.
             TimeoutError: The flusher raised it.
-            StoreError: No flusher could be started, or each one ended during the request. The message names the
-                log.
+            StoreError: No flusher could be started, or each one ended during the request. The message names the log.
             InvalidInputError: The request is too large.
             ReadOnlyError: A process of another user listens in place of the flusher.
         """
@@ -264,8 +263,7 @@ class FlusherClient:
         if not launching.acquire():
             return None  # another process is starting one
         try:
-            # Held until the new flusher listens: otherwise a client as old as that flusher starts another old
-            # one.
+            # Held until the new flusher listens: otherwise a client as old as that flusher starts another old one.
             if older is not None and not self._retire(older, ends):
                 return None
             running = ExclusiveLock(self._directory / LOCK_NAME)

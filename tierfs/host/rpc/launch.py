@@ -1,9 +1,8 @@
 """Starts the flusher's process so that it outlives the process that starts it.
 
-The flusher gets its own session, because torchrun kills process groups. Its working directory is ``/``, so that
-it keeps no filesystem mounted. Its output goes to a log file. It inherits the umask, which determines the mode
-of files in a store on a directory. Clients send its task, and credentials above all, over its socket and never
-here.
+The flusher gets its own session, because torchrun kills process groups. Its working directory is ``/``, so that it
+keeps no filesystem mounted. Its output goes to a log file. It inherits the umask, which determines the mode of files in
+a store on a directory. Clients send its task, and credentials above all, over its socket and never here.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
 
     Args:
         argv: The program and its arguments. Every user of the host can read them: no credentials.
-        log: Receives stdout and stderr, appended. Created with mode 0600. If it is over `LOG_BYTES_MAX`, it is
-            first renamed to ``<log>.1``. The caller holds a lock: two concurrent calls would rename it twice.
+        log: Receives stdout and stderr, appended. Created with mode 0600. If it is over `LOG_BYTES_MAX`, it is first
+            renamed to ``<log>.1``. The caller holds a lock: two concurrent calls would rename it twice.
 
     Raises:
         StoreError: The program or the log cannot be opened.
@@ -94,8 +93,8 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
                 stderr=descriptor,
                 cwd="/",
                 start_new_session=True,
-                # By default, glibc keeps one heap for each thread, as large as that thread ever needed. NumPy
-                # starts a thread for each processor, for linear algebra that a flusher does not do.
+                # By default, glibc keeps one heap for each thread, as large as that thread ever needed. NumPy starts a
+                # thread for each processor, for linear algebra that a flusher does not do.
                 env={"MALLOC_ARENA_MAX": HEAPS, "OPENBLAS_NUM_THREADS": "1", **os.environ},
             )
         finally:

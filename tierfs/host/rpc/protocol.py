@@ -1,8 +1,8 @@
 """The protocol between a client and the flusher: messages over a Unix socket, and errors as messages.
 
-A message is one packet of a ``SOCK_SEQPACKET`` socket: a JSON object of limited size. So no reader waits for
-the second half of a message. Both ends ask the kernel for the other's user id, and accept only their own.
-`tierfs.flusher.server` and `tierfs.host.rpc.client` define the content of the messages.
+A message is one packet of a ``SOCK_SEQPACKET`` socket: a JSON object of limited size. So no reader waits for the second
+half of a message. Both ends ask the kernel for the other's user id, and accept only their own. `tierfs.flusher.server`
+and `tierfs.host.rpc.client` define the content of the messages.
 """
 
 from __future__ import annotations

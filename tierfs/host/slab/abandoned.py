@@ -1,8 +1,8 @@
 """Unused folders of segments: those of this user's other state directories, existing or removed.
 
-A folder records its state directory, and its users hold a lock on it. Its memory stays allocated after its
-users and its state directory are gone, so the next process of the user removes such a folder. A folder stays if
-it is not certain that its state directory was removed, and `tierfs status` lists it.
+A folder records its state directory, and its users hold a lock on it. Its memory stays allocated after its users and
+its state directory are gone, so the next process of the user removes such a folder. A folder stays if it is not certain
+that its state directory was removed, and `tierfs status` lists it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def remove_gone(own: Path) -> None:
         if _is_gone(said):
             size = _bytes_in(folder)
             with contextlib.suppress(OSError):
-                # Remove the lock file last: a process that waits for the lock then finds that the file has no
-                # name.
+                # Remove the lock file last: a process that waits for the lock then finds that the file has no name.
                 for entry in sorted(entries_of(folder), key=lambda entry: entry.name == STATE_FILE):
                     os.unlink(entry.path)
                 folder.rmdir()
@@ -107,9 +106,8 @@ def _unused(own: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _is_gone(said: Mapping[str, Any]) -> bool:
     """Return whether the state directory that a folder names was certainly removed, and is not merely invisible.
 
-    A state directory that is not mounted, or lies in another container, is invisible. So its nearest existing
-    parent must be the directory that was there when the folder was made, on the filesystem of the state
-    directory.
+    A state directory that is not mounted, or lies in another container, is invisible. So its nearest existing parent
+    must be the directory that was there when the folder was made, on the filesystem of the state directory.
     """
     directory, above = said.get("directory"), said.get("above")
     if not isinstance(directory, str) or not isinstance(above, list) or said.get("host") != os.uname().nodename:

@@ -23,8 +23,8 @@ from tierfs.host.ground import PAGE_BYTES
 
 __all__ = ["allocate", "give_up", "map_shared", "populate"]
 
-# madvise(2), Linux 5.14: allocates missing pages and maps all of them in one pass. It replaces fallocate and a
-# touch of each page.
+# madvise(2), Linux 5.14: allocates missing pages and maps all of them in one pass. It replaces fallocate and a touch of
+# each page.
 MADV_POPULATE_WRITE = 23
 # Linux 6.1: replaces small pages by a huge page and keeps their content. It ignores the setting in
 # /sys/kernel/mm/transparent_hugepage, which applies to page faults.
@@ -32,9 +32,8 @@ MADV_COLLAPSE = 25
 HUGE_BYTES = 2 << 20  # if small pages have 4 KiB; otherwise the kernel refuses it, or the range covers more
 MAP_FIXED = 0x10  # mmap(2); the mmap module lacks it
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
-# A signal to the process waits until madvise returns, and interrupts fallocate, which then starts over. With
-# pieces of this size a profiler's timer does not outrun fallocate. The reservation can also be stopped after
-# each piece.
+# A signal to the process waits until madvise returns, and interrupts fallocate, which then starts over. With pieces of
+# this size a profiler's timer does not outrun fallocate. The reservation can also be stopped after each piece.
 PIECE_BYTES = 4 << 20
 _logger = logging.getLogger("tierfs.local")
 # Zeroing pages is bound by memory bandwidth: more threads than this gain nothing.
@@ -72,8 +71,7 @@ def allocate(
                 length = min(PIECE_BYTES, size - at)
                 _have_huge(memory, at, length)
                 if not populate(memory, at, length):
-                    # madvise does not say why it failed. posix_fallocate does, and is the only way on an older
-                    # kernel.
+                    # madvise does not say why it failed. posix_fallocate does, and is the only way on an older kernel.
                     os.posix_fallocate(fd, at, length)
         except BaseException as error:  # noqa: BLE001 - raised when all threads have ended, an interrupt too
             failures.append(error)
@@ -147,8 +145,7 @@ def map_shared(fd: int, length: int, *, writable: bool = True) -> memoryview:
     try:
         if os.fstat(fd).st_size < length:
             raise OSError(errno.EINVAL, "its file is shorter")
-        # Map anonymous memory, which Python unmaps in the end, then map the file in its place: mmap(2),
-        # MAP_FIXED.
+        # Map anonymous memory, which Python unmaps in the end, then map the file in its place: mmap(2), MAP_FIXED.
         room = mmap.mmap(
             -1, length + (HUGE_BYTES if length >= HUGE_BYTES else 0), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot
         )

@@ -1,9 +1,9 @@
 """The host's ram budget, and how much of it the files in the host's folders of segments take.
 
-The file of a segment exists with its full size before it has memory, whatever process and store it belongs to.
-So the taken budget is the sum of the sizes, less the memory that was released. A process that sums and creates
-a file under the host's lock cannot exceed the budget. A process that waits for room claims segments of the
-processes that have more than their share, and their owners release these.
+The file of a segment exists with its full size before it has memory, whatever process and store it belongs to. So the
+taken budget is the sum of the sizes, less the memory that was released. A process that sums and creates a file under
+the host's lock cannot exceed the budget. A process that waits for room claims segments of the processes that have more
+than their share, and their owners release these.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class RamBudget:
     def claim(self, budget_bytes: int, now_s: float) -> None:
         """Claim the segments of other live processes that exceed their equal share of ``budget_bytes``.
 
-        The owners put nothing more into claimed segments, and remove each once nothing in it is needed. A
-        process that allocated and sealed nothing for `IDLE_S` has no share. Call it under the host's lock.
+        The owners put nothing more into claimed segments, and remove each once nothing in it is needed. A process that
+        allocated and sealed nothing for `IDLE_S` has no share. Call it under the host's lock.
         """
         others: dict[str, list[Segment]] = {}
         for segment in self._segments():
@@ -154,8 +154,7 @@ class RamBudget:
                 if not self._host.is_alive(file.name.owner):
                     file.path.unlink(missing_ok=True)
             except (TierfsError, OSError, MemoryError) as error:
-                # An unreadable segment may be a dirty one of another version: it stays, and counts against the
-                # budget.
+                # An unreadable segment may be a dirty one of another version: it stays, and counts against the budget.
                 _logger.debug("%s is left alone: %s", file.path, error)
 
     def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:

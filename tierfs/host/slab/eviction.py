@@ -29,8 +29,7 @@ class Eviction:
 
     def __init__(self) -> None:
         self._alone = threading.Lock()
-        # The segments and their counters of changes at the last call of `ahead`. By id, so as not to keep their
-        # memory.
+        # The segments and their counters of changes at the last call of `ahead`. By id, so as not to keep their memory.
         self._tried: list[tuple[str, int]] = []
         self.bytes = 0
         self.last_save_bytes, self.last_save_s = 0, 0.0

@@ -10,12 +10,11 @@ __all__ = ["CHUNKS_BUDGET_BYTES", "FIRST_DATA_BYTES", "TRANSIT_BYTES", "largest"
 # A store with a few small files takes this much shared memory.
 FIRST_DATA_BYTES = 2 << 20
 
-# The first segment for whole chunks, if their number is unknown. Not smaller, because each segment needs
-# descriptors.
+# The first segment for whole chunks, if their number is unknown. Not smaller, because each segment needs descriptors.
 CHUNKS_DATA_BYTES = 64 << 20
 
-# A smaller segment is made only if a caller needs exactly that much. A segment for whole chunks is larger by
-# this for small slots: otherwise a shard file's header would need another segment.
+# A smaller segment is made only if a caller needs exactly that much. A segment for whole chunks is larger by this for
+# small slots: otherwise a shard file's header would need another segment.
 SMALL_BYTES = 1 << 20
 
 # The least budget for files of any length: a chunk and something small.
@@ -32,9 +31,9 @@ def wished_layout(length: int, *, held: int, data_bytes_max: int, known: int = 0
         length: Bytes of the slot that must fit.
         held: Data bytes of the process's segments.
         data_bytes_max: The most data in a segment, apart from 1 MiB for small slots.
-        known: Bytes wanted now in all, if that is known to be more than the one slot. Then the segment holds no
-            more than that, or an eighth of ``held`` if that is larger. Without the eighth, memory that grows in
-            small steps would need very many segments.
+        known: Bytes wanted now in all, if that is known to be more than the one slot. Then the segment holds no more
+            than that, or an eighth of ``held`` if that is larger. Without the eighth, memory that grows in small steps
+            would need very many segments.
     """
     wanted = max(length, known)
     if wanted >= CHUNK_BYTES:

@@ -26,8 +26,8 @@ def memory_limit(
 ) -> int:
     """Return the memory that this process may use, in bytes: the smallest of all limits on it.
 
-    The limits of all parent control groups apply as well. In a container, the path that the kernel names may
-    not exist, because only the container's own groups are mounted. Then the groups that exist count.
+    The limits of all parent control groups apply as well. In a container, the path that the kernel names may not exist,
+    because only the container's own groups are mounted. Then the groups that exist count.
 
     Args:
         meminfo: The machine's memory, as in proc(5).

@@ -16,8 +16,8 @@ from tierfs.host.slab.segment_file import OldSegmentError
 
 __all__ = ["PeerSegments"]
 
-# The kernel's clock for a folder's timestamp may stand still for some milliseconds: a second change within that
-# time does not move the timestamp.
+# The kernel's clock for a folder's timestamp may stand still for some milliseconds: a second change within that time
+# does not move the timestamp.
 SETTLED_NS = 50_000_000
 # Resources that the system lacks for now, for this process or for all, until a process releases some.
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
@@ -34,8 +34,8 @@ class PeerSegments:
         unread: Names of segments that could not be opened at the last look, for lack of descriptors or memory.
             Their content is unknown. Each look tries again.
         why_unread: The error of the last of these.
-        damaged: The error for each file that is named like a segment of the store and is not one, by name. Its
-            content is lost, except to a process that has it open.
+        damaged: The error for each file that is named like a segment of the store and is not one, by name. Its content
+            is lost, except to a process that has it open.
     """
 
     def __init__(self, ram_budget: RamBudget, store: str, own: Callable[[], Collection[Segment]]) -> None:
@@ -88,8 +88,8 @@ class PeerSegments:
         self._removed = {ident: segment for ident, segment in self._removed.items() if segment.is_dirty()}
         for name in [name for name in self._files if name not in names]:
             segment = self._files.pop(name)
-            # An orderly removal happens only when nothing is dirty. After any other, only open descriptors keep
-            # the dirty data.
+            # An orderly removal happens only when nothing is dirty. After any other, only open descriptors keep the
+            # dirty data.
             if name not in own and segment.is_dirty():
                 self._removed.setdefault(segment.id, segment)
         new = [path for name, path in sorted(names.items()) if name not in self._files]

@@ -90,8 +90,8 @@ class SegmentPool:
         """Allocate runs of slots; see `RamTier.take_runs`. The timeout applies to each run, and so does ``on_wait``.
 
         Returns:
-            One list of slots for each run. If a run finds no room before the timeout, its entry is None, and so
-            is that of each later run that did not fit at once.
+            One list of slots for each run. If a run finds no room before the timeout, its entry is None, and so is that
+            of each later run that did not fit at once.
         """
         found: list[list[Slot] | None] = [None] * len(runs)
         asked_s = self._clock.monotonic()
@@ -123,8 +123,8 @@ class SegmentPool:
     def grow_ahead(self) -> None:
         """Start a thread that allocates memory for another save like the last, if dirty data leaves no room for one.
 
-        Touching new memory is several times slower than copying into it, so this happens before the next save
-        needs it. Memory beyond that of two saves is allocated on demand.
+        Touching new memory is several times slower than copying into it, so this happens before the next save needs it.
+        Memory beyond that of two saves is allocated on demand.
         """
         if self._is_claimed:
             return
@@ -136,8 +136,8 @@ class SegmentPool:
         with self._lock:
             if self._closed or (self._ahead is not None and self._ahead.is_alive()):
                 return
-            # A daemon thread: a process that exits does not wait for it, and another process removes the
-            # unfinished segment.
+            # A daemon thread: a process that exits does not wait for it, and another process removes the unfinished
+            # segment.
             self._ahead = start_daemon(self._grow_quietly, missing, name="ram-ahead")
 
     def evict_ahead(self) -> None:
@@ -378,8 +378,7 @@ class SegmentPool:
                     continue
                 reservation = Reservation(folder, header)
             except CapacityError as error:
-                # Not even a file without memory can be made there. The pool waits for room, as it does for
-                # memory.
+                # Not even a file without memory can be made there. The pool waits for room, as it does for memory.
                 self.why_not = str(error)
                 continue
             if folder != self._ram_budget.folders[0] and not self._small_said:
@@ -420,8 +419,7 @@ class SegmentPool:
     def _adopt_or_reap(self, length: int) -> bool:
         """Adopt a segment that a dead process of this store left, because its memory is allocated already.
 
-        If none is suitable, remove segments of dead processes until a new one fits. Return whether one was
-        adopted.
+        If none is suitable, remove segments of dead processes until a new one fits. Return whether one was adopted.
         """
         orphans = self._ram_budget.orphans()
         for orphan in orphans:
@@ -468,6 +466,5 @@ def give_back(runs: Iterable[Iterable[Slot] | None]) -> None:
         slot.segment.give(slot)
 
 
-# Numbers of the segments that this process makes, for any store. A forked child has another id, and may go on
-# counting.
+# Numbers of the segments that this process makes, for any store. A forked child has another id, and may go on counting.
 _numbers = itertools.count(1)

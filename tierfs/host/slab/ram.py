@@ -1,8 +1,8 @@
 """The host's ram tier for one store, as seen by one process.
 
-Each process writes into its own segments and evicts only from these. Before it adds a segment, it checks under
-the host's lock that the segments of all processes and stores stay within the budget. It reads the segments of
-other processes.
+Each process writes into its own segments and evicts only from these. Before it adds a segment, it checks under the
+host's lock that the segments of all processes and stores stay within the budget. It reads the segments of other
+processes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class RamUsage:
         dirty_bytes: Used bytes that are not known to be in another tier.
         clean_bytes: Used bytes that may be evicted.
         segments: Number of segments of this store.
-        disk_segments: Number of these that are files in the state directory, because shared memory is too
-            small.
+        disk_segments: Number of these that are files in the state directory, because shared memory is too small.
         waits: Number of times that this process waited for room.
         waited_s: Total time of these waits, in seconds.
         evicted_bytes: Bytes that this process evicted.
@@ -123,9 +122,8 @@ class RamTier:
             length: Length of the content in bytes.
             timeout_s: How long to wait for room while everything is dirty, in seconds; None for no limit.
             on_wait: Called once if the call has to wait.
-            spares_copies: Add a segment before evicting clean copies, as long as the budget allows it. For
-                content that is itself a copy. Without it, new data replaces old copies, in memory that is
-                mapped already.
+            spares_copies: Add a segment before evicting clean copies, as long as the budget allows it. For content that
+                is itself a copy. Without it, new data replaces old copies, in memory that is mapped already.
 
         Raises:
             CapacityError: There was no room before the timeout, or waiting cannot bring any (raised at once).
@@ -234,8 +232,8 @@ class RamTier:
         """Free slots that dead processes left unsealed, or sealed without a draft that needs them. For the flusher.
 
         Args:
-            needed: Returns the indices of the slots of needed chunks in a segment. Called when its owner is
-                dead, so that no draft is added after that.
+            needed: Returns the indices of the slots of needed chunks in a segment. Called when its owner is dead, so
+                that no draft is added after that.
 
         Returns:
             Bytes freed.
@@ -249,8 +247,8 @@ class RamTier:
                 if self.host.is_alive(segment.owner):
                     continue  # another process adopted it
                 freed += segment.free_unneeded(kept)
-                # Other processes cannot use clean data in a segment whose file was removed. An owner that
-                # released its segment left only data to flush.
+                # Other processes cannot use clean data in a segment whose file was removed. An owner that released its
+                # segment left only data to flush.
                 left = segment.is_removed() or not int(segment.owner, 16)
                 if not any(segment.sums()) or (left and not segment.is_dirty()):
                     self._peers.drop(segment)

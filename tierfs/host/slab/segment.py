@@ -1,13 +1,13 @@
 """A segment: a region of shared memory with a table of its slots, written by one process and read by all.
 
-The state byte of a slot is its only commit point. Everything else of a slot is written before it becomes
-SEALED, and it becomes FREE before any part of it is reused. So a killed process leaves a complete slot or none.
+The state byte of a slot is its only commit point. Everything else of a slot is written before it becomes SEALED, and it
+becomes FREE before any part of it is reused. So a killed process leaves a complete slot or none.
 
-Readers look a slot up, copy its bytes, verify them against known digests, and call `Segment.is_still` where it
-matters. They take no lock, unless the table keeps changing while they copy it. Processes that change the table
-(the owner, or one that marks a slot) hold its lock for the few bytes concerned, and increment its counter of
-changes. A copy of the table is valid only if the counter did not move meanwhile, and stays valid until it does.
-`tierfs.host.slab.new_segment` creates segments.
+Readers look a slot up, copy its bytes, verify them against known digests, and call `Segment.is_still` where it matters.
+They take no lock, unless the table keeps changing while they copy it. Processes that change the table (the owner, or
+one that marks a slot) hold its lock for the few bytes concerned, and increment its counter of changes. A copy of the
+table is valid only if the counter did not move meanwhile, and stays valid until it does. `tierfs.host.slab.new_segment`
+creates segments.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class Segment:
     def view(self, slot: Slot, last: Slot | None = None) -> memoryview:
         """Return the bytes of a slot, or of a run from ``slot`` to ``last``, without a copy.
 
-        The view is writable for the owner while the slot is being filled, and read-only otherwise. As with
-        `read`, the bytes may change while they are read. The view keeps the memory mapped.
+        The view is writable for the owner while the slot is being filled, and read-only otherwise. As with `read`, the
+        bytes may change while they are read. The view keeps the memory mapped.
 
         Raises:
             NotFoundError: The segment was closed.
@@ -279,8 +279,8 @@ class Segment:
         with self._lock.held():
             self._check_filling(slot)
             table.describe(index, name, meta, length=length, stamp_ns=stamp_ns, used_s=used_s)
-        # The system calls in between act as a memory barrier: no processor shows the new state before the rest
-        # of the slot.
+        # The system calls in between act as a memory barrier: no processor shows the new state before the rest of the
+        # slot.
         with self._lock.held():
             self._check_filling(slot)
             with changing(table):
@@ -338,9 +338,9 @@ class Segment:
     def shed(self) -> None:
         """Free the clean slots, release all memory that is not dirty or being filled, and stop allocating slots.
 
-        Only the owner may call this, or, if the owner is dead, a process that keeps others from adopting the
-        segment. The segment must not be registered with a device. If the filesystem cannot punch holes, the
-        memory stays allocated.
+        Only the owner may call this, or, if the owner is dead, a process that keeps others from adopting the segment.
+        The segment must not be registered with a device. If the filesystem cannot punch holes, the memory stays
+        allocated.
         """
         table = self._table
         with self._lock.held():
@@ -437,8 +437,8 @@ class Segment:
     def read(self, slot: Slot, start: int, out: memoryview) -> None:
         """Copy bytes of a slot into ``out``. If the slot was reused meanwhile, they are other bytes: verify them.
 
-        Reads through the descriptor and not through a mapping, so that no page is mapped, and a truncated file
-        cannot kill this process by SIGBUS.
+        Reads through the descriptor and not through a mapping, so that no page is mapped, and a truncated file cannot
+        kill this process by SIGBUS.
 
         Args:
             slot: The slot to read.

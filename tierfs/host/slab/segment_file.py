@@ -5,8 +5,8 @@ The name of a file in the host's folder of segments says which store and process
     <8 hex digits of the store's uuid>-<id of the process that made it>-<number>.slab       a segment
                                                                         .slab.new   one whose memory is being reserved
 
-A ``.slab.new`` counts against the budget with its full size from its creation. A ``.slab`` counts with the
-memory that it occupies. A file is renamed to ``.slab`` when its memory is reserved and its header is written.
+A ``.slab.new`` counts against the budget with its full size from its creation. A ``.slab`` counts with the memory that
+it occupies. A file is renamed to ``.slab`` when its memory is reserved and its header is written.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class SegmentHeader:
         layout: Layout of the segment.
         id: Random; hex.
         store: The uuid of its store, 32 hex digits.
-        boot: Boot id of the kernel that the segment was made under, hex. The memory does not outlive that boot,
-            even if a file does.
+        boot: Boot id of the kernel that the segment was made under, hex. The memory does not outlive that boot, even if
+            a file does.
         creator: Id of the process that made it, 16 hex digits.
         number: Number of the segment among those that its creator made.
     """
@@ -214,8 +214,8 @@ class Reservation:
     def finish(self) -> Path:
         """Rename the file to the name of a segment, and return its path.
 
-        Call it under the host's lock, which processes that count segments hold: a process that lists a folder
-        while a file in it is renamed may miss that file.
+        Call it under the host's lock, which processes that count segments hold: a process that lists a folder while a
+        file in it is renamed may miss that file.
         """
         path = self.path.with_name(str(self.header.name))
         os.rename(self.path, path)

@@ -17,12 +17,12 @@ AHEAD_BYTES_MIN = 64 << 20
 class Ahead:
     """Asks for a file's chunks to be written before its draft names them. Thread-safe.
 
-    While the flusher writes the chunks of one request, more are sealed, which the next request names. Nothing
-    relies on this: chunks that are missing when the draft is sealed are written then.
+    While the flusher writes the chunks of one request, more are sealed, which the next request names. Nothing relies on
+    this: chunks that are missing when the draft is sealed are written then.
 
     Args:
-        tell: Asks for chunks to be written, given their slots and the bytes of the file sealed so far. Returns
-            whether to ask again for further chunks. May take long.
+        tell: Asks for chunks to be written, given their slots and the bytes of the file sealed so far. Returns whether
+            to ask again for further chunks. May take long.
     """
 
     def __init__(self, tell: Callable[[Sequence[Slot], int], bool]) -> None:

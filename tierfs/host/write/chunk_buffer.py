@@ -48,8 +48,7 @@ class ChunkBuffer:
     def fill(self, data: memoryview, digests: Sequence[bytes] = ()) -> None:
         """Copy all the content of the chunk.
 
-        Unless the digests are given, each block is hashed right after its copy, while it is in the processor's
-        cache.
+        Unless the digests are given, each block is hashed right after its copy, while it is in the processor's cache.
 
         Args:
             data: All bytes of the chunk.

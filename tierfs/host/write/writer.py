@@ -1,8 +1,7 @@
 """Writes into the host's ram tier: seals chunks and drafts in slabs, and notifies the flusher.
 
-Sealed data is safe without a message, because any later flusher finds it. The message makes the flusher start.
-If a file does not fit into the ram tier as a whole, the writer must ask the flusher to move its first chunks
-down.
+Sealed data is safe without a message, because any later flusher finds it. The message makes the flusher start. If a
+file does not fit into the ram tier as a whole, the writer must ask the flusher to move its first chunks down.
 """
 
 from __future__ import annotations
@@ -36,16 +35,15 @@ __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
 # Timeout of a request without work. It may include the start of a flusher.
 ANNOUNCE_S = 10.0
-# The flusher is notified at once of the first draft. Notifications of drafts within this time are combined: for
-# small files, the messages took as long as the files. A process that waits for a draft notifies the flusher
-# itself.
+# The flusher is notified at once of the first draft. Notifications of drafts within this time are combined: for small
+# files, the messages took as long as the files. A process that waits for a draft notifies the flusher itself.
 NEWS_S = 0.02
 # Maximum in one message, which must fit into a packet.
 NAMES_MAX = 500
 # Maximum growth of an encoded draft when its boot id and stamp are filled in.
 STAMP_BYTES = 64
-# How long to wait for another process that seals a change of the same path. Sealing takes moments, unless that
-# process was stopped during it.
+# How long to wait for another process that seals a change of the same path. Sealing takes moments, unless that process
+# was stopped during it.
 SEAL_S = 30.0
 
 
@@ -180,13 +178,13 @@ class SlabWriter:
         Args:
             draft: The draft to seal.
             timeout_s: How long to wait for room, in seconds; None for no limit.
-            check: Raises if the path has changed since the version that the draft replaces. From its call until
-                the draft is sealed, no other thread or process of the host seals a draft of this path.
+            check: Raises if the path has changed since the version that the draft replaces. From its call until the
+                draft is sealed, no other thread or process of the host seals a draft of this path.
 
         Raises:
             CapacityError: There was no room for it before the timeout.
-            StoreError: The path cannot be locked; or a stopped process keeps it locked, or shared memory that
-                the file was staged in was removed, both transient.
+            StoreError: The path cannot be locked; or a stopped process keeps it locked, or shared memory that the file
+                was staged in was removed, both transient.
         """
         self._housekeeping.begin()
         room = len(draft.encode()) + STAMP_BYTES
@@ -255,8 +253,8 @@ class SlabWriter:
         Sealed data is safe by itself. So an unreachable flusher is no error, but is logged and counted.
 
         Args:
-            wait: Whether to wait until the flusher knows. The call waits in any case if no running flusher
-                knows the object tier from this process, so that one goes on even if this process ends.
+            wait: Whether to wait until the flusher knows. The call waits in any case if no running flusher knows the
+                object tier from this process, so that one goes on even if this process ends.
         """
         if wait or not self._has_told or not self._flusher.is_running():
             self._tell()

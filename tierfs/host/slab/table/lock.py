@@ -1,8 +1,8 @@
 """The lock on the table of a segment: one thread of one process may change the table at a time.
 
 A `threading.Lock` excludes other threads. ``flock`` on an open file that no other process shares excludes other
-processes. A writer makes the counter of changes odd before a change and even after it, so that readers without
-the lock detect the change.
+processes. A writer makes the counter of changes odd before a change and even after it, so that readers without the lock
+detect the change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The byte layout of the slot table in a segment, and the meaning of its fields.
 
-A segment is a header page, then the *heads* of all slots side by side (so that a scan of all slots touches
-little memory), then the metadata of the slots, then the data. Several processes write to the table
-concurrently, under the rules of `tierfs.host.slab.segment`. This module only reads and writes the bytes.
+A segment is a header page, then the *heads* of all slots side by side (so that a scan of all slots touches little
+memory), then the metadata of the slots, then the data. Several processes write to the table concurrently, under the
+rules of `tierfs.host.slab.segment`. This module only reads and writes the bytes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CHANGES_AT = 512  # in the header page, behind the part that never changes
 OWNER_AT = 520
 RETIRED_AT = 528
 
-# One slot for each 64 KiB of a segment. Files up to 64 KiB lie in their manifests, so this is about the size of
-# the smallest chunk slot with its draft.
+# One slot for each 64 KiB of a segment. Files up to 64 KiB lie in their manifests, so this is about the size of the
+# smallest chunk slot with its draft.
 BYTES_PER_SLOT = 64 << 10
 SLOTS_MIN = 64
 SLOTS_MAX = 8192

@@ -39,8 +39,8 @@ class TableView:
 
         Args:
             table: The table to copy from.
-            stable: Whether the caller keeps other processes from changing the table. If not, the copy counts
-                only if the counter of changes is even and did not move meanwhile.
+            stable: Whether the caller keeps other processes from changing the table. If not, the copy counts only if
+                the counter of changes is even and did not move meanwhile.
 
         Returns:
             Whether the copy is consistent.
