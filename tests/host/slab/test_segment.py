@@ -228,7 +228,7 @@ def test_a_view_is_plain_memory_for_the_owner_and_read_only_for_everybody_else(s
     ("steps", "done"),
     [
         ([SlotState.CLEAN], [True]),
-        ([SlotState.CONFLICT, SlotState.SEALED, SlotState.CLEAN], [True, True, True]),
+        ([SlotState.CONFLICT, SlotState.SEALED, SlotState.CLEAN], [True, False, True]),
         ([SlotState.CONFLICT, SlotState.CLEAN], [True, True]),
         ([SlotState.CLEAN, SlotState.SEALED], [True, False]),
         ([SlotState.SEALED], [False]),

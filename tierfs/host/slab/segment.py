@@ -51,7 +51,7 @@ _NOBODY = 0
 
 _MARKS = {
     SlotState.SEALED: {SlotState.CLEAN, SlotState.CONFLICT},
-    SlotState.CONFLICT: {SlotState.CLEAN, SlotState.SEALED},
+    SlotState.CONFLICT: {SlotState.CLEAN},
 }
 _logger = logging.getLogger("tierfs.local")
 
@@ -232,18 +232,6 @@ class Segment:
             bytes_ = self._map[slot.offset : end.offset + end.length]
         return bytes_ if self.owned and slot.state is SlotState.FILLING else bytes_.toreadonly()
 
-    def whole(self) -> memoryview:
-        """Return the whole segment as writable memory, for the owner to register it with a device. Keeps it mapped.
-
-        Raises:
-            NotFoundError: The segment was closed.
-        """
-        with self._view_lock:
-            fd = self._open()
-            if not self._mapped_whole:
-                self._map, self._mapped_whole = map_shared(fd.number, self.size), True
-            return self._map
-
     def seal(
         self,
         slot: Slot,
@@ -339,8 +327,7 @@ class Segment:
         """Free the clean slots, release all memory that is not dirty or being filled, and stop allocating slots.
 
         Only the owner may call this, or, if the owner is dead, a process that keeps others from adopting the segment.
-        The segment must not be registered with a device. If the filesystem cannot punch holes, the memory stays
-        allocated.
+        If the filesystem cannot punch holes, the memory stays allocated.
         """
         table = self._table
         with self._lock.held():
@@ -471,7 +458,7 @@ class Segment:
         return self._is(slot, DATA_STATES)
 
     def mark(self, slot: Slot, state: SlotState) -> bool:
-        """Change the state of a sealed slot: SEALED to CLEAN or CONFLICT, CONFLICT to CLEAN or SEALED.
+        """Change the state of a sealed slot: SEALED to CLEAN or CONFLICT, CONFLICT to CLEAN.
 
         Returns:
             False, with nothing changed, if the slot cannot change to that state or was reused.
