@@ -1,4 +1,4 @@
-"""Stores: one verb per file, over an object tier."""
+"""The operations on a store over an object tier, one module each."""
 
 from tierfs.repeats import drop_repeats
 from tierfs.store.read.prefetch import evict, prefetch

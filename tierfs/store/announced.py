@@ -1,6 +1,6 @@
-"""The saves of a checkpoint that were announced and are not published yet, and the files that each names.
+"""The announced saves of a checkpoint that are not published yet, and the files that each save names.
 
-docs/reference/checkpoint-format.md, "Commit". `tierfs.store.commit` says when one of them is published.
+docs/reference/checkpoint-format.md, "Commit". `tierfs.store.commit` decides when a save is published.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tierfs.store.tree.walk import live_records
 __all__ = ["PENDING", "AnnouncedSaves", "Waiting"]
 
 PENDING = ".pending"
-"""The directory in a checkpoint's where its announced saves lie."""
+"""Name of the subdirectory of a checkpoint that holds its announced saves."""
 NAMED_MAX = 3  # in a message
 DOCUMENTS_MAX = 8
 DOCUMENT_BYTES_MAX = 1 << 30
@@ -31,13 +31,14 @@ _logger = logging.getLogger("tierfs.store")
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A save that was announced and is not published yet.
+    """A save that is announced and not published yet.
 
     Attributes:
-        mark: Which.
+        mark: The save's id and sequence.
         missing: Names of the files that are not in the object tier, sorted.
-        files: How many it consists of.
-        problem: Why it cannot be told what it consists of; it can never be published then.
+        files: Number of files in the save.
+        problem: Why the list of its files cannot be read. Such a save is never published. Empty if there is
+            no problem.
     """
 
     mark: SaveMark
@@ -53,26 +54,25 @@ class Waiting:
 
 
 class AnnouncedSaves:
-    """The announced saves of one store. Safe for use by many threads.
-
-    Args:
-        store: The store.
-    """
+    """The announced saves of one store. Safe for use by many threads."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._named: OrderedDict[bytes, frozenset[str]] = OrderedDict()  # by write id: what was announced never changes
+        self._named: OrderedDict[bytes, frozenset[str]] = OrderedDict()  # by write id: an announcement never changes
 
     def is_any(self, directory: str) -> bool:
-        """Whether a save to this directory is announced; one request.
+        """Return whether a save to this directory is announced. Takes one request.
 
         Raises:
-            StoreError, ReadOnlyError: It cannot be told.
+            StoreError, ReadOnlyError: The object tier failed.
         """
         return any(True for _ in live_records(self._store, inside(directory, PENDING)))
 
     def find(self, directory: str) -> list[tuple[SaveMark, Observed]]:
-        """The announced saves, the newest first: each lies under its save's id. Other files there are somebody's own."""
+        """Return the announced saves with their records, newest first.
+
+        The name of an announced save's file is its save id. Other files in that directory are ignored.
+        """
         found = []
         for path, info in live_records(self._store, inside(directory, PENDING), deep=False):
             try:
@@ -88,10 +88,11 @@ class AnnouncedSaves:
         return sorted(found, key=lambda pair: pair[0], reverse=True)
 
     def files(self, found: Observed) -> frozenset[str]:
-        """Names of the files that a save consists of, by its metadata.
+        """Return the names of the files in a save, read from its metadata document.
 
         Raises:
-            CorruptionError, FormatError: The document is damaged, too long, or no checkpoint's metadata.
+            CorruptionError, FormatError: The document is damaged, too long, or not the metadata of a
+                checkpoint.
             StoreError, ReadOnlyError: The object tier failed.
         """
         manifest = found.manifest
@@ -111,10 +112,10 @@ class AnnouncedSaves:
         return known
 
     def waited_for(self, directory: str) -> set[str]:
-        """Names of the files of all announced saves of a directory. Raises as `files` does."""
+        """Return the names of the files of all announced saves of a directory. Raises as `files` does."""
         return set().union(*(self.files(found) for _, found in self.find(directory)))
 
     def forget(self, found: Observed) -> None:
-        """Take back what was announced, because it is published or superseded."""
-        with suppress(ConflictError, NotFoundError):  # somebody else did
+        """Delete an announcement, because its save is published or superseded."""
+        with suppress(ConflictError, NotFoundError):  # another client deleted it
             bury(self._store, found)

@@ -1,4 +1,4 @@
-"""Put one chunk into the object tier. Identical bytes travel once, others encoded as the caller has them encoded."""
+"""Put one chunk into the object tier, encoded as its caller chooses. Identical bytes are sent once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ _logger = logging.getLogger("tierfs.store")
 
 
 class ChunkSend:
-    """One chunk on its way to the object tier: here without the flusher, encoded by itself.
+    """Encodes and sends one chunk. This class serves writers without the flusher: it uses no base chunks.
 
     Args:
-        store: The store.
-        context: The facts about it.
+        context: Facts about the chunk that guide its encoding.
     """
 
     def __init__(self, store: Store, context: ChunkContext = NO_CONTEXT) -> None:
@@ -43,18 +42,19 @@ class ChunkSend:
         self._context = context
 
     def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
-        """Encode it.
+        """Encode the chunk.
 
         Args:
-            raw: The chunk. Borrowed; blocks that are stored as they are lie in it afterwards.
-            digest: Its own.
-            into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself where the chunk may be overwritten.
+            raw: The chunk. Borrowed. A block that is stored uncompressed may remain a view of this memory.
+            digest: The chunk's digest.
+            into: Memory for the encoded blocks, as long as the chunk. May be ``raw`` itself if the chunk may
+                be overwritten.
         """
         del digest
         return self._store.encoder.encode(raw, self._context, (), into=into, read=lambda *_: False, fetch=self._fetch)
 
     def putting(self, row: Row) -> AbstractContextManager[None]:
-        """Enter this around the request that sends the chunk."""
+        """Return a context manager to enter around the request that sends the chunk."""
         del row
         return self._store.encoder.sending()
 
@@ -70,17 +70,19 @@ def store_chunk(
     into: memoryview | None = None,
     unread: set[bytes] | None = None,
 ) -> Row:
-    """Make sure that the store holds these bytes, and say under which name. Identical bytes travel once.
+    """Make sure that the store holds these bytes, and return their row. Identical bytes are sent once.
 
-    Of what is in the store already, `tierfs.store.soundness` says how much is read back. What is damaged is stored again.
+    If a chunk is already stored, `tierfs.store.soundness` decides how much of it is read back. A damaged
+    chunk is stored again.
 
     Args:
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
-        sending: How to encode them, if they have to travel; by themselves unless it is given.
-        into: Memory for what they are encoded as, as long as they are: ``raw`` itself where the caller needs them no more.
-        unread: Digests of chunks of the file that is replaced, which are read back whatever was read of them before. Each is
-            taken out when that was done.
+        sending: Encodes the bytes if they must be sent. By default they are encoded without a base.
+        into: Memory for the encoded bytes, as long as ``raw``. May be ``raw`` itself if the caller no longer
+            needs its content. By default a buffer is borrowed.
+        unread: Digests of the chunks of the replaced file. Such a chunk is read back in full, even if this
+            process read it before. The call removes its digest from the set.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
@@ -103,16 +105,17 @@ def store_chunk(
 
 
 def _find_listed(store: Store, digest: bytes, raw_length: int) -> Row | None:
-    """The chunk that a manifest names for these bytes, if it is there, and what it is encoded against.
+    """Return the chunk that a manifest names for these bytes, if it and its bases are stored and sound.
 
-    A manifest tells what may be referred to, not that it was not lost since; and these bytes may be what heals it.
+    A manifest proves that a chunk may be referred to, not that the chunk still exists. These very bytes may
+    be needed to heal it.
     """
     listed = store.lease_cache.find_listed(digest)
     if listed is None:
         return None
     found = inspect(store, listed.name, raw_length)
     if found is None:
-        store.lease_cache.clear_damaged(listed.name)  # it is lost, and others may be encoded against it
+        store.lease_cache.clear_damaged(listed.name)  # it is lost, and other chunks may be encoded against it
         return None
     lost = [name for name in found.bases if not are_there(store, [name])]
     for name in [listed.name] if found is DAMAGED else lost:
@@ -160,10 +163,12 @@ def _find_or_put(
 
 
 def _look(store: Store, name: ChunkName, raw_length: int) -> Row | None:
-    """The object under a name, as known before anything is sent: see `inspect`."""
+    """Inspect the object under a name before anything is sent: see `inspect`. May skip the request and return None."""
     if _is_unusable(store, name):
         return DAMAGED
-    # Where a put does not say that it found something, there is nothing else; else one of little costs no more than a look.
+    # An endpoint without conditional create cannot report an existing object, so every name is inspected.
+    # Elsewhere a small chunk is put right away, because the put costs no more than an inspection. A large chunk is put
+    # right away if no look is left.
     looks = not store.objects.capabilities.conditional_create or (
         raw_length >= LOOK_BYTES_MIN and store.lease_cache.spend_look()
     )
@@ -171,14 +176,18 @@ def _look(store: Store, name: ChunkName, raw_length: int) -> Row | None:
 
 
 def _is_unusable(store: Store, name: ChunkName) -> bool:
-    """Whether nothing is to be put, or found, under a name. Where a damaged object was removed, what is put heals all that names it."""
+    """Return whether a name must be neither put nor used.
+
+    If a damaged object was removed since, its mark is cleared: a put under the same name then heals every
+    record that names it.
+    """
     if store.lease_cache.is_damaged(name) and not are_there(store, [name]):
         store.lease_cache.clear_damaged(name)
     return store.lease_cache.is_unusable(name)
 
 
 def _put(store: Store, row: Row, payload: list[Buffer], sending: ChunkSend) -> Row:
-    """Create a chunk object; return what stands there then, or `DAMAGED`."""
+    """Create a chunk object. Return the object that is stored afterwards, or `DAMAGED`."""
     checksum = checksum_for(store.objects.capabilities, payload)
     try:
         with sending.putting(row):
@@ -188,7 +197,7 @@ def _put(store: Store, row: Row, payload: list[Buffer], sending: ChunkSend) -> R
             store.lease_cache.earn_looks()
         if isinstance(error, StoreError) and not error.transient:
             raise
-        # Somebody else was faster, or it was our own put whose answer was lost: what counts is what stands there.
+        # Another writer was faster, or the answer to our own put was lost: the stored object decides.
         found = inspect(store, row.name, row.raw_length)
         if found is None:
             raise
@@ -197,7 +206,7 @@ def _put(store: Store, row: Row, payload: list[Buffer], sending: ChunkSend) -> R
         if isinstance(error, AlreadyExistsError):
             return found if is_sound(store, found) else DAMAGED
         if isinstance(store.objects, PromisedObjects) and store.objects.reads_back:
-            # An acknowledged chunk is read back, and nobody has read this one.
+            # The wrapper reads acknowledged puts back, and this put was not acknowledged.
             return _read_back(store, found)
         return found
     store.lease_cache.note_put(row.name)
@@ -205,7 +214,7 @@ def _put(store: Store, row: Row, payload: list[Buffer], sending: ChunkSend) -> R
 
 
 def _read_back(store: Store, row: Row) -> Row:
-    """A chunk object with all its bytes right; `DAMAGED`, reported, if they are not."""
+    """Return the row if all bytes of the object verify. Otherwise log the damage and return `DAMAGED`."""
     where = store.where(keys.chunk_key(row.name))
     try:
         with buffers().lend(row.raw_length) as out:
@@ -217,16 +226,16 @@ def _read_back(store: Store, row: Row) -> Row:
 
 
 def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> Row:
-    """Refer to a chunk that is not known to be safe any more: look again, and store it anew where it is condemned or gone.
+    """Make a chunk safe to name that may no longer be: inspect it, and store it again if it is condemned or missing.
 
     Args:
         store: The store.
         row: The chunk.
-        where: Its file, for errors.
-        read: Gets at it where it lies on this host.
+        where: The chunk's file, for errors.
+        read: Reads the chunk from a tier of this host, if one holds it. None reads from the object tier.
 
     Raises:
-        StoreError: It is gone, and with it the only copy: the caller has to write the file again.
+        StoreError: The last copy of the chunk is gone. The caller must write the file again.
     """
     with buffers().lend(row.raw_length) as raw:
         return _rescue(store, row, where, read, raw)
@@ -242,7 +251,7 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
                 store.lease_cache.learn(term, [found], named=True)
                 return found
             if row.bases:
-                store.report_damage(row.name)  # or it is found again below
+                store.report_damage(row.name)  # otherwise `store_chunk` below finds it again
         if read is None or not read(row, 0, raw) or digests_of(store.descriptor.digest_kind, raw)[1] != row.name.digest:
             fetch(store, row, [(0, raw)], where)
     except CorruptionError as error:

@@ -1,8 +1,9 @@
-"""Commit of a checkpoint whose files come from several hosts: announced first, published when all of them are there.
+"""Commit a checkpoint whose files come from several hosts: announce it, then publish it when all its files are there.
 
-No host knows when another's files have reached the object tier. So the metadata is put there under a name that nobody
-takes for a checkpoint's, and whoever sees that every file that it names is there publishes it: the flusher that
-published the last one, a reader, or a person. docs/reference/checkpoint-format.md, "Commit".
+No host knows when the files of another host have reached the object tier. So the metadata is first put under
+a name that no reader takes for a checkpoint. The client that finds all named files there publishes the
+checkpoint: the flusher that published the last file, a reader, or a person.
+docs/reference/checkpoint-format.md, "Commit".
 """
 
 from __future__ import annotations
@@ -38,22 +39,18 @@ from tierfs.store.write.writer import WriteMode, Writer
 
 __all__ = ["PART", "Commits", "part_of"]
 
-# In the manifest of a file that a checkpoint may wait for; and of one of which nobody is told before it is in the object tier:
-# then no checkpoint that names it waits for it.
+# Manifest metadata of a file that a checkpoint may have to wait for. "in place" marks a file that is in the object tier
+# before the coordinator is told of it, so that no checkpoint waits for it.
 PART: Mapping[str, object] = {"checkpoint_part": True}
 PART_IN_PLACE: Mapping[str, object] = {"checkpoint_part": "in place"}
 ATTEMPTS_MAX = 8
 POLL_S = 0.25
-LISTED_MAX = 1000  # what S3 gives at once
+LISTED_MAX = 1000  # the size of a page of an S3 listing
 _logger = logging.getLogger("tierfs.store")
 
 
 class Commits:
-    """The saves of one store that have been announced. Safe for use by many threads.
-
-    Args:
-        store: The store.
-    """
+    """Starts, announces and publishes the saves of one store. Safe for use by many threads."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -63,21 +60,21 @@ class Commits:
         return f"Commits({self._store.url!r})"
 
     def begin(self, path: str, save_id: str) -> tuple[SaveMark, bool]:
-        """Look once at where a save goes that begins now.
+        """Look once at the target of a new save, and choose the save's mark.
 
-        While the object tier is unreachable, what this host saw last of the checkpoint counts.
+        While the object tier is unreachable, the checkpoint that this host saw last counts.
 
         Args:
-            path: The checkpoint's metadata.
+            path: Path of the checkpoint's metadata.
             save_id: Hexadecimal digits, drawn at random.
 
         Returns:
-            The save's mark, greater than that of any that began before, as far as can be seen; and whether no record lies at the
-            path: see `publish`.
+            The save's mark, greater than the mark of every earlier save that can be seen, and whether no
+            record is at the path: see `publish`.
 
         Raises:
-            ReadOnlyError: Metadata that tierfs did not write lies there.
-            StoreError, CorruptionError, FormatError: It cannot be told, or there is no mark greater.
+            ReadOnlyError: The path holds metadata that tierfs did not write.
+            StoreError, CorruptionError, FormatError: The path cannot be read, or no greater mark exists.
         """
         before, is_new = self._seen(path)
         sequence = max([self._store.clock.now_ns(), *(mark.sequence + 1 for mark in before)])
@@ -88,7 +85,7 @@ class Commits:
         return SaveMark(sequence, save_id), is_new
 
     def _seen(self, path: str) -> tuple[list[SaveMark], bool]:
-        """`_look`, as far as can be seen in a moment."""
+        """Return the result of `_look`. If the object tier does not answer, use the state this host saw last."""
         store = self._store
         if store.tiers is None:
             return self._look(path)
@@ -101,10 +98,10 @@ class Commits:
             return _turns(there), False
 
     def _look(self, path: str) -> tuple[list[SaveMark], bool]:
-        """The saves that are published or announced at a path, and whether no record lies there."""
+        """Return the marks of the saves published or announced at a path, and whether no record is there."""
         store = self._store
         directory, _, name = path.rpartition("/")
-        there = observe_draft(store, path)  # before the object tier is asked: drafts move down
+        there = observe_draft(store, path)  # read before the object tier, because drafts move down
         listed = self._names(directory) if name == ROOT else None
         is_new = there is None and listed is not None and record_key(path) not in listed
         if there is None and not is_new:
@@ -119,20 +116,22 @@ class Commits:
         return before, is_new
 
     def _names(self, directory: str) -> set[str] | None:
-        """The keys in a directory; ``None`` where they are more than one request tells."""
+        """Return the keys in a directory. None if one request cannot list them all."""
         listed = self._store.objects.list(directory_prefix(directory), delimiter=True)
         found = {item.key for item in itertools.islice(listed, LISTED_MAX)}
         return found if len(found) < LISTED_MAX else None
 
     def publish(self, path: str, document: bytes, mark: SaveMark, *, is_new: bool = False) -> None:
-        """Write a checkpoint's metadata at the store's level, behind the files that this host closed before.
+        """Write a checkpoint's metadata at the store's level, after the files that this host closed before.
 
         Args:
-            path: The metadata's.
-            document: Its content.
-            mark: The save's.
-            is_new: No record lay at the path when the save began. Then it is not looked at again, unless the put, which is on
-                condition, finds something there; but where the flusher puts it, it is: for that a conflict is one for good.
+            path: Path of the metadata.
+            document: Content of the metadata.
+            mark: The save's mark.
+            is_new: No record was at the path when the save began. The first attempt then does not read the
+                path again, because its put is conditional. The path is read if the put finds a record. It is
+                always read if the flusher publishes the metadata, because a conflict of a pending file is
+                permanent.
 
         Raises:
             ConflictError: A save that began later is published already.
@@ -147,21 +146,22 @@ class Commits:
                 writer.commit()
             except BaseException as error:
                 writer.abort()
-                # One that began before may have been published in the meantime. What the flusher keeps is not written again.
+                # Retry: an earlier save may have been published since. A change that the flusher holds stays there.
                 if not isinstance(error, ConflictError) or writer.is_done or attempt + 1 == ATTEMPTS_MAX:
                     raise
             else:
                 return
 
     def announce(self, directory: str, document: bytes, mark: SaveMark) -> None:
-        """Put a checkpoint's metadata where it is found when every file that it names is there, then see if they are.
+        """Put a checkpoint's metadata under its announced name, then publish it if all its files are there.
 
-        From then on the save is committed when they are, even where this host cannot look now.
+        Once announced, the save is committed when its last file arrives, even if this host cannot check for
+        that now.
 
         Args:
-            directory: The checkpoint's.
-            document: The metadata.
-            mark: The save's.
+            directory: Directory of the checkpoint.
+            document: Content of the metadata.
+            mark: The save's mark.
 
         Raises:
             ConflictError: A save that began later is published already.
@@ -178,21 +178,21 @@ class Commits:
             _logger.warning("%s: whether the save is complete is seen later: %s", self._store.where(directory), error)
 
     def check_turn(self, path: str, mark: SaveMark) -> None:
-        """See that no save that began later than this one is published.
+        """Check that no save that began later than this one is published.
 
         Raises:
-            ConflictError: One is.
-            StoreError, CorruptionError, FormatError, ReadOnlyError: It cannot be told.
+            ConflictError: A later save is published.
+            StoreError, CorruptionError, FormatError, ReadOnlyError: The published record cannot be read.
         """
         self._check_turn(path, observe(self._store, path).manifest, mark)
 
     def check_stands(self, path: str, mark: SaveMark) -> None:
-        """See that a save that does not wait any more is the published one.
+        """Check that a save that is no longer announced is the published one.
 
         Raises:
-            ConflictError: One that began later is.
-            NotFoundError: It was removed.
-            StoreError, CorruptionError, FormatError, ReadOnlyError: It cannot be told.
+            ConflictError: A save that began later is published.
+            NotFoundError: The save was removed.
+            StoreError, CorruptionError, FormatError, ReadOnlyError: The published record cannot be read.
         """
         there = observe(self._store, path).manifest
         self._check_turn(path, there, mark)
@@ -213,21 +213,22 @@ class Commits:
             )
 
     def is_any(self, directory: str) -> bool:
-        """Whether a save to this directory is announced; one request.
+        """Return whether a save to this directory is announced. Takes one request.
 
         Raises:
-            StoreError, ReadOnlyError: It cannot be told.
+            StoreError, ReadOnlyError: The object tier failed.
         """
         return self._announced.is_any(directory)
 
     def advance(self, directory: str) -> list[Waiting]:
-        """Publish the newest save of a directory that is complete, and forget those that began before it.
+        """Publish the newest complete save of a directory, and delete the announcements of earlier saves.
 
         Returns:
-            Those that have to wait, the newest first.
+            The saves that still wait for files, newest first.
 
         Raises:
-            StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: It cannot be told or done.
+            StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: The state cannot be read,
+                or the publication failed.
         """
         announced = self._announced.find(directory)
         if not announced:
@@ -237,7 +238,7 @@ class Commits:
         waiting = []
         for mark, found in announced:
             if _is_over(mark, root):
-                # Over for good once the other one is in the object tier: until then it may be lost with this host.
+                # Superseded for certain only by a save in the object tier: a draft may be lost with this host.
                 if root.draft is None:
                     self._announced.forget(found)
                 continue
@@ -256,11 +257,12 @@ class Commits:
         return waiting
 
     def note_published(self, directory: str, names: Iterable[str] | None = None) -> None:
-        """Do what is due once a checkpoint's metadata is in the object tier: remove what it replaced, write its reference list.
+        """Delete replaced files and write the reference list, once a checkpoint's metadata is in the object tier.
 
         Args:
-            directory: Of the checkpoint.
-            names: All files in it, where this process wrote them into a new directory: then nothing has to be looked up.
+            directory: Directory of the checkpoint.
+            names: Names of all files in it, if this process wrote them into a new directory. Then nothing is
+                looked up, and there is nothing to delete.
         """
         if names is not None:
             write_references(self._store, directory, names)
@@ -282,20 +284,23 @@ class Commits:
         write_references(self._store, directory)
 
     def overtake(self, path: str, record: Manifest, rows: Sequence[Row]) -> bool:
-        """See that of two saves the later one stands, where another was published in the meantime.
+        """Make the later of two saves the published one, after another write of the metadata was published first.
 
         Returns:
-            Whether it does: not where what is there is of no save, or nothing, or this is none.
+            Whether the later save is published now. False if ``record`` is of no save, nothing is at the
+            path, or the metadata there was written later and is of no save. Also False if this host has a
+            pending draft of the path.
 
         Raises:
-            StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: It cannot be told or done.
+            StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: The state cannot be read,
+                or the publication failed.
         """
         mark, there = SaveMark.of(record.metadata), observe(self._store, path)
         turn = turn_of(there.manifest)
         if mark is None or turn is None:
             return False
         if turn > mark and turn.save_id:
-            # As a conflict that is kept it would hold up every later save of this host to the directory.
+            # Not kept as a conflict: that would block every later save of this host to the directory.
             _logger.warning(
                 "%s is of save %s, which began later: save %s of this host is superseded, and not published",
                 self._store.where(path),
@@ -306,12 +311,12 @@ class Commits:
         return turn == mark or (turn < mark and self._replace(path, mark, record, rows))
 
     def wait(self, directory: str, timeout_s: float | None, mark: SaveMark | None = None) -> None:
-        """Wait until a save that was announced in a directory does not have to wait any more; by default until none has.
+        """Wait until an announced save is published or superseded; by default until all saves of the directory are.
 
         Raises:
-            TimeoutError: It has, still; names what is missing.
-            CorruptionError: What it consists of cannot be read: it is never published.
-            StoreError, ReadOnlyError, CorruptionError, FormatError: As `advance`.
+            TimeoutError: A save still waits. The message names the missing files.
+            CorruptionError: The list of a save's files cannot be read, so the save is never published.
+            StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: As `advance`.
         """
         clock = self._store.clock
         deadline = None if timeout_s is None else clock.monotonic() + timeout_s
@@ -329,14 +334,14 @@ class Commits:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _there(self, directory: str) -> set[str]:
-        """Names of the files of a directory that are in the object tier."""
+        """Return the names of the files of a directory that are in the object tier."""
         return {path.rpartition("/")[2] for path, _ in live_records(self._store, directory, deep=False)}
 
     def _root(self, directory: str) -> Observed:
         return observe_to_replace(self._store, inside(directory, ROOT))
 
     def _publish(self, directory: str, mark: SaveMark, found: Observed) -> bool:
-        """Make a complete save the checkpoint, unless one that began later is. False if it cannot be done from here."""
+        """Publish a complete save, unless a later save is published. Return False if this host cannot do it now."""
         store, manifest = self._store, found.manifest
         assert manifest is not None
         record = replace(manifest, write_id=store.random_bytes(16))
@@ -349,7 +354,7 @@ class Commits:
         for attempt in range(ATTEMPTS_MAX):
             root = observe_to_replace(self._store, path)
             if root.draft is not None:
-                return False  # a save of this host alone is on its way: its flusher sees the end of that
+                return False  # a save of this host is pending: this host's flusher finishes it first
             if _is_over(mark, root):
                 return True
             table, indirect, term = ensure_chunks_durable(self._store, path, rows)
@@ -365,7 +370,7 @@ class Commits:
 
 
 def part_of(store: Store) -> Mapping[str, object]:
-    """The note in the manifest of a part that is saved at a store's level."""
+    """Return the metadata for the manifest of a part that is saved at a store's level."""
     return PART_IN_PLACE if store.ack is Level.OBJECT else PART
 
 
@@ -375,6 +380,6 @@ def _turns(manifest: Manifest | None) -> list[SaveMark]:
 
 
 def _is_over(mark: SaveMark, root: Observed) -> bool:
-    """Whether a save is published, or one that began later."""
+    """Return whether this save, or one that began later, is the published one."""
     there = turn_of(root.manifest)
     return there is not None and there >= mark

@@ -1,4 +1,4 @@
-"""Make a store: one conditional create, so that any number of hosts that do it at once make one."""
+"""Create a store with one conditional put, so that hosts that create it at the same time get the same store."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def read_descriptor(objects: ObjectTier, url: str) -> Descriptor:
-    """Read the descriptor of the store whose root ``objects`` is based at.
+    """Return the descriptor of the store at the base of ``objects``.
 
     Raises:
         NotFoundError: There is no store.
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
-        StoreError, ReadOnlyError: It failed.
+        StoreError, ReadOnlyError: The object tier failed.
     """
     data, _ = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
     return Descriptor.decode(data, f"{url}/{keys.DESCRIPTOR}")
@@ -42,24 +42,26 @@ def create_store(
     lease_s: int = LEASE_S,
     grace_s: int | None = None,
 ) -> tuple[Descriptor, bool]:
-    """Make a store at the base of ``objects``, or find the one that is there.
+    """Create a store at the base of ``objects``, or find the existing one.
 
     Args:
         objects: Based at the root.
-        url: How to name the root to a person.
-        digest: How contents are named.
-        random_bytes: 16 of them, for the store's id.
-        clock: Where time comes from.
-        lease_s: How long a lease of a writer lasts.
-        grace_s: How long what was replaced, deleted or condemned stays readable; by default an hour, or six leases.
+        url: The root's name in messages.
+        digest: Kind of digest that names contents.
+        random_bytes: 16 random bytes, for the store's id.
+        clock: Source of the creation time. By default the system's clock.
+        lease_s: Duration of a writer's lease, in seconds.
+        grace_s: Seconds for which replaced, deleted or condemned bytes stay readable. By default an hour, or
+            six leases if that is longer.
 
     Returns:
-        The descriptor that stands, and whether this call made it.
+        The descriptor in the object tier, and whether this call created it.
 
     Raises:
-        InvalidInputError: There is a store, with another kind of digest; or a lease and a grace that do not go together.
-        CorruptionError, FormatError: There is one, damaged or of another version.
-        StoreError, CapacityError, ReadOnlyError: It failed.
+        InvalidInputError: The store exists with another kind of digest, or the lease and the grace do not fit
+            together.
+        CorruptionError, FormatError: The existing descriptor is damaged, or of another version.
+        StoreError, CapacityError, ReadOnlyError: The object tier failed.
     """
     made = Descriptor(
         uuid=random_bytes.hex(),
@@ -88,10 +90,10 @@ def create_store(
 
 
 def check_times(lease_s: int, grace_s: int | None) -> int:
-    """The grace that goes with a lease.
+    """Return the grace to use with a lease, in seconds.
 
     Raises:
-        InvalidInputError: They do not go together.
+        InvalidInputError: The lease is out of range, or the grace does not fit it.
     """
     if not 1 <= lease_s <= LEASE_S_MAX:
         raise InvalidInputError(f"a lease of {lease_s} s: it lasts from 1 to {LEASE_S_MAX} s")
@@ -105,10 +107,10 @@ def check_times(lease_s: int, grace_s: int | None) -> int:
 
 
 def check_digests(found: Descriptor, digest: DigestKind, url: str) -> None:
-    """Check that a store has the kind of digests that is asked for.
+    """Check that a store has the requested kind of digest.
 
     Raises:
-        InvalidInputError: It has another one.
+        InvalidInputError: The store has another kind.
     """
     if found.digest_kind is not digest:
         raise InvalidInputError(
@@ -122,7 +124,7 @@ def _put(objects: ObjectTier, url: str, made: Descriptor) -> Descriptor:
     except (AlreadyExistsError, StoreError) as error:
         if isinstance(error, StoreError) and not error.transient:
             raise
-        # Another host was faster, or the answer to our own put was lost: what stands is the store.
+        # Another host was faster, or the answer to our own put was lost: the stored descriptor counts.
         try:
             return read_descriptor(objects, url)
         except NotFoundError:

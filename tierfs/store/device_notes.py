@@ -1,7 +1,7 @@
-"""Notes of this host's processes on their device tiers, for a store's status.
+"""Notes of this host's processes about their device tiers, for a store's status.
 
-GPU memory belongs to a process, and nobody else can look into it. So each process leaves a note, a small file in the store's
-directory, after every save. A note counts while the process that left it lives.
+No other process can inspect a process's GPU memory. So each process replaces its note, a small file in the
+store's directory, after every save. A note counts while the process that wrote it is alive.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def leave_note(store: Store, report: Mapping[str, Any]) -> None:
     """Replace this process's note.
 
     Args:
-        store: With local tiers.
-        report: Plain values: what `TierWriter.status` shows of the device tier.
+        store: A store with local tiers.
+        report: JSON values: the device tier as `TierWriter.status` shows it.
     """
     assert store.tiers is not None
     host = store.tiers.ram.host
@@ -54,7 +54,7 @@ def leave_note(store: Store, report: Mapping[str, Any]) -> None:
 
 
 def read_notes(store: Store) -> dict[str, Any] | None:
-    """The notes of all living processes, added up; ``None`` where there are none. Removes the notes of dead ones."""
+    """Return the sums over the notes of live processes, or None without any. Delete the notes of dead processes."""
     assert store.tiers is not None
     host = store.tiers.ram.host
     found: list[dict[str, Any]] = []

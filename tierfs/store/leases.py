@@ -1,12 +1,13 @@
-"""The writer's lease, and which chunks it knows to be in the store.
+"""The writer's lease, and the chunks that the writer knows to be in the store.
 
-FORMAT.md, "Leases and condemned chunks". Garbage collection condemns what it finds unreached and deletes it one grace
-later, if it is unreached still. A writer that would refer to a chunk it did not just store must not do so on
-knowledge older than that. So knowledge counts only within the continuous lease it was learned in (its *term*), each
-renewal reads the lists of condemned chunks, and a condemned chunk counts as absent.
+FORMAT.md, "Leases and condemned chunks". Garbage collection condemns unreached chunks, and deletes them one
+grace later if they are still unreached. A writer that refers to a chunk that it did not just store must not
+rely on knowledge older than that. So knowledge counts only within the continuous lease in which it was gained
+(its *term*). Each renewal reads the lists of condemned chunks, and a condemned chunk counts as absent.
 
-What a manifest names is safe from garbage collection, so it may be referred to. Whether it is there is another thing: an object may
-have been lost. So whoever brings bytes that a manifest names has them looked for first.
+A chunk that a manifest names is safe from garbage collection, so another manifest may refer to it. Its object
+may still have been lost. A writer that holds the bytes of such a chunk therefore checks first that the object
+exists.
 """
 
 from __future__ import annotations
@@ -41,14 +42,19 @@ _Value = TypeVar("_Value")
 
 
 class ChunkCheck(NamedTuple):
-    """When this writer last read a chunk object back and found it right, and whether it ever read all of it."""
+    """This writer's last read-back of a chunk object that found it intact.
+
+    Attributes:
+        at: Monotonic time of the store's clock, in seconds.
+        is_whole: Whether any read-back by this writer covered the whole object.
+    """
 
     at: float
     is_whole: bool
 
 
 class LeaseCache:
-    """One writer's knowledge of chunks in the store, and until when it counts. Safe for use by many threads."""
+    """One writer's lease and its knowledge of chunks in the store. Safe for use by many threads."""
 
     def __init__(
         self,
@@ -71,14 +77,14 @@ class LeaseCache:
         self._version: Version | None = None
         self._renew_at = self._valid_until = self._term_since = float("-inf")
         self._known: dict[bytes, Row] = {}
-        self._listed: dict[bytes, Row] = {}  # of manifests, not seen
-        self._named: dict[ChunkName, None] = {}  # what these and other rows need
+        self._listed: dict[bytes, Row] = {}  # named by manifests, not seen in the store
+        self._named: dict[ChunkName, None] = {}  # objects that listed rows name or need, and bases that were seen
         self._condemned: dict[str, tuple[Version, AbstractSet[ChunkName]]] = {}  # the lists, by their keys
-        self._few: frozenset[ChunkName] = frozenset()  # what the short ones name
-        self._many: list[AbstractSet[ChunkName]] = []  # the long ones
+        self._few: frozenset[ChunkName] = frozenset()  # names in the shortest lists, KNOWN_MAX together
+        self._many: list[AbstractSet[ChunkName]] = []  # the other lists
         self._damaged: set[ChunkName] = set()
         self._lost: dict[ChunkName, None] = {}
-        self._seen: dict[ChunkName, None] = {}  # at any time, by this writer
+        self._seen: dict[ChunkName, None] = {}  # by this writer, in any term
         self._own: dict[ChunkName, None] = {}  # put by this writer
         self._checks: dict[ChunkName, ChunkCheck] = {}
         self._looks = LOOKS_AT_FIRST
@@ -87,19 +93,19 @@ class LeaseCache:
         return f"LeaseCache({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned lists)"
 
     def ensure(self) -> int:
-        """Hold a lease that counts for at least half its duration from now; forget what an expired one taught.
+        """Renew the lease unless more than half of it is left. Forget what was learned in a lease that ran out.
 
         Returns:
-            The term: the number of the continuous lease. What is learned from now on is learned in it.
+            The term: the number of the continuous lease. Knowledge gained from now on belongs to it.
 
         Raises:
-            StoreError: It could not be renewed in time.
+            StoreError: The lease could not be renewed in time.
         """
         with self._lock:
             if self._clock.monotonic() < self._renew_at:
                 return self._term
-            # Time counts from before the request is sent, so the writer never believes in its lease for longer than
-            # the server's clock does.
+            # The duration counts from before the request is sent, so this writer's view of the lease ends no later than
+            # the server's.
             start = self._clock.monotonic()
             if start >= self._valid_until:
                 self._begin_term(start)
@@ -118,35 +124,37 @@ class LeaseCache:
             return self._term
 
     def is_valid(self, term: int) -> bool:
-        """Whether what was learned in a term counts still: asked right before a manifest is put."""
+        """Return whether knowledge gained in a term still counts. Call it right before putting a manifest."""
         with self._lock:
             return term == self._term and self._clock.monotonic() < self._valid_until
 
     def is_too_late(self) -> bool:
-        """Whether a manifest that was put just now may have come after its chunks were collected."""
+        """Return whether a manifest put just now may have arrived after its chunks were collected."""
         with self._lock:
             begun = self._valid_until - self._descriptor.lease_s
             return self._clock.monotonic() >= begun + self._descriptor.grace_s
 
     def find(self, digest: bytes) -> Row | None:
-        """The chunk with this digest, if it was seen in the store. Call `ensure` first."""
+        """Return the chunk with this digest, if it was seen in the store. Call `ensure` first."""
         with self._lock:
             return self._known.get(digest)
 
     def find_listed(self, digest: bytes) -> Row | None:
-        """The chunk with this digest that a manifest names, which says nothing of whether it is in the store still."""
+        """Return the chunk with this digest that a manifest names. The chunk may have been lost since."""
         with self._lock:
             return self._listed.get(digest)
 
     def add_listed(self, term: int, rows: Iterable[Row], *, since: float | None = None) -> None:
-        """Note that a manifest that was read since `ensure` returned ``term`` names these chunks: they may be referred to.
+        """Note that a manifest names these chunks, so that another manifest may refer to them.
 
-        Those that this writer itself put or saw once, whenever that was, are not looked for again.
+        The manifest was read after `ensure` returned ``term``, or at ``since``. Chunks that this writer put
+        or saw in any term count as known, without another look.
 
         Args:
-            term: See there.
+            term: The term that `ensure` returned.
             rows: The chunks.
-            since: When the manifest was read, if that was before `ensure` returned: it must not have been before the lease began.
+            since: Monotonic time at which the manifest was read, if that was before `ensure` returned. If it
+                was before the lease began, the chunks are ignored.
         """
         with self._lock:
             counts = term == self._term and (since is None or since >= self._term_since)
@@ -161,8 +169,15 @@ class LeaseCache:
             _trim(self._known)
 
     def add_verified(self, name: ChunkName, *, is_whole: bool = False) -> None:
-        """Note that this chunk object, or all of it, was read just now: if a manifest names it, it need not be looked for any more."""
-        # Readers wait for no lease: the lock is held while one is renewed.
+        """Note that this chunk object was just read. If a manifest names it, it then counts as known.
+
+        Does nothing while another thread holds the lock.
+
+        Args:
+            name: The chunk object.
+            is_whole: Whether all of the object was read.
+        """
+        # `ensure` holds the lock during a renewal, and a reader must not wait for that.
         if name.digest not in self._listed or not self._lock.acquire(blocking=False):
             return
         try:
@@ -176,12 +191,12 @@ class LeaseCache:
             self._lock.release()
 
     def learn(self, term: int, rows: Iterable[Row], *, named: bool = False) -> None:
-        """Note that these chunks were seen in the store, or put there, since `ensure` returned ``term``.
+        """Note that these chunks were seen in the store, or put there, after `ensure` returned ``term``.
 
         Args:
-            term: See there.
+            term: The term that `ensure` returned.
             rows: The chunks.
-            named: Whether what they are encoded against was seen, too.
+            named: Whether the chunks' bases were seen, too.
         """
         with self._lock:
             for row in rows:
@@ -197,50 +212,50 @@ class LeaseCache:
     def note_put(self, name: ChunkName) -> None:
         """Note that this writer has just put this chunk object."""
         with self._lock:
-            self._checks.pop(name, None)  # of one that was there before, and was removed
+            self._checks.pop(name, None)  # a check of an earlier object of this name, which was removed
             self._own[name] = None
             _trim(self._own)
 
     def is_own(self, name: ChunkName) -> bool:
-        """Whether this writer put this chunk object, at any time."""
+        """Return whether this writer put this chunk object, in any term."""
         with self._lock:
             return name in self._own
 
     def note_check(self, name: ChunkName, at: float, *, is_whole: bool) -> None:
-        """Note that this chunk object was read back at a time of the clock, and was right."""
+        """Note that this chunk object was read back at a monotonic time, and was intact."""
         with self._lock:
             self._note_check(name, at, is_whole=is_whole)
 
     def checked(self, name: ChunkName) -> ChunkCheck | None:
-        """This writer's read-back of this chunk object, if there was one."""
+        """Return this writer's last read-back of this chunk object, if there was one."""
         with self._lock:
             return self._checks.get(name)
 
     def is_unusable(self, name: ChunkName) -> bool:
-        """Whether this chunk object must not be referred to: it may be deleted at any time, or is known to be damaged."""
+        """Return whether this chunk object must not be referred to: it is condemned or known to be damaged."""
         with self._lock:
             return self._is_condemned(name) or name in self._damaged
 
     def mark_damaged(self, name: ChunkName) -> None:
-        """Note that this chunk object is damaged or missing, so that its bytes are stored again if they come by."""
+        """Note that this chunk object is damaged or missing, so that a later save of its bytes stores them again."""
         with self._lock:
             self._damaged.add(name)
             self._own.pop(name, None)
             self._checks.pop(name, None)
             self._forget({name})
-            # Another object with the same bytes is not looked for before this one, which may have been removed.
+            # Forget other objects with the same bytes, too. The next save then tries this name first, which may be free
+            # again because the damaged object was removed.
             self._known.pop(name.digest, None)
             self._listed.pop(name.digest, None)
             while len(self._damaged) > KNOWN_MAX:
                 self._damaged.pop()
 
     def is_damaged(self, name: ChunkName) -> bool:
-        """Whether this chunk object was found damaged or missing."""
         with self._lock:
             return name in self._damaged
 
     def clear_damaged(self, name: ChunkName) -> None:
-        """Take back what `mark_damaged` noted: the object is gone, or healed. It counts as lost until it is stored or seen again."""
+        """Undo `mark_damaged`: the object is gone or healed. It counts as lost until it is stored or seen again."""
         with self._lock:
             self._damaged.discard(name)
             self._seen.pop(name, None)
@@ -248,15 +263,20 @@ class LeaseCache:
             _trim(self._lost)
 
     def is_lost(self, name: ChunkName) -> bool:
-        """Whether this chunk object was removed and not stored again: what needs it waits for its bytes under this very name."""
+        """Return whether this chunk object was removed and not stored again.
+
+        Objects encoded against it are healed only if its bytes are stored under this very name, without a
+        base.
+        """
         with self._lock:
             return name in self._lost
 
     def spend_look(self) -> bool:
-        """Whether to look for a chunk that is not known to be there before it is sent.
+        """Return whether to look for a chunk before sending it, if it is not known to be stored. Uses up one look.
 
-        A look costs a request, and saves sending what is there. What changed is hardly ever there, and what did not
-        change comes in rows: so each find pays for more looks, and where nothing is found they come to an end.
+        A look costs a request, and saves sending a chunk that is stored. Changed chunks are rarely stored,
+        and unchanged chunks come in sequences. So each find earns more looks, and looks stop while nothing is
+        found.
         """
         with self._lock:
             if not self._looks:
@@ -265,12 +285,12 @@ class LeaseCache:
             return True
 
     def earn_looks(self) -> None:
-        """Note that a chunk was found that was about to be sent, or had been."""
+        """Note that a chunk was found in the store before or after it was sent."""
         with self._lock:
             self._looks = min(LOOKS_MAX, self._looks + LOOKS_EARNED)
 
     def unverified(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of ``rows`` that are not known to be in the store within this lease. Call `ensure` first."""
+        """Return the rows that are not known to be in the store within this lease. Call `ensure` first."""
         with self._lock:
             return [row for row in rows if not self._is_known(row)]
 
@@ -303,7 +323,7 @@ class LeaseCache:
             try:
                 self._put_lease(Update(self._version))
             except ConflictError:
-                # Somebody swept it as expired, or it was damaged: what was learned under it does not count any more.
+                # Another client deleted it as expired, or it was damaged: knowledge gained in it no longer counts.
                 self._version = None
                 self._begin_term(now)
             else:
@@ -312,9 +332,9 @@ class LeaseCache:
         self._sweep(self._put_lease(CREATE))
 
     def _sweep(self, mine: ObjectInfo) -> None:
-        """Delete leases that ran out more than a grace ago by the object tier's clock. gc does so too, where somebody runs it.
+        """Delete leases that ran out more than a grace ago by the object tier's clock. gc does so too.
 
-        Where that fails, for want of the right to delete for example, they lie there, and do no harm.
+        If that fails, for example because this client may not delete, the leases stay and do no harm.
         """
         oldest_ns = mine.modified_ns - (self._descriptor.lease_s + self._descriptor.grace_s) * 1_000_000_000
         try:
@@ -329,12 +349,12 @@ class LeaseCache:
         self._sequence += 1
         key = keys.lease_key(self._holder)
         lease = Lease(self._holder, self._sequence, self._descriptor.lease_s, self._host, self._clock.now_ns())
-        info = put_idempotent(self._objects, key, lease.encode(), mode=mode)  # the id is ours alone
+        info = put_idempotent(self._objects, key, lease.encode(), mode=mode)  # no other client uses this id
         self._version = info.version
         return info
 
     def _read_condemned(self) -> None:
-        """Read the lists that appeared since the last time; forget those that gc has finished with."""
+        """Read the condemned lists that are new, and drop the lists that gc has deleted."""
         current = {item.key: item for item in objects_below(self._objects, keys.GC)}
         lists: dict[str, tuple[Version, AbstractSet[ChunkName]]] = {}
         for key in sorted(filter(keys.is_condemned_key, current)):
@@ -367,7 +387,7 @@ class LeaseCache:
         self._forget({name for names in new for name in names if name in referred})
 
     def _forget(self, names: AbstractSet[ChunkName]) -> None:
-        """Know nothing any more of chunks that have one of these names, or need one. What else was learned counts on."""
+        """Forget chunks that have one of these names, or need one. Other knowledge stays."""
         for rows in (self._known, self._listed):
             gone = [row for row in rows.values() if row.name in names or not names.isdisjoint(row.bases)]
             for row in gone:
@@ -378,6 +398,6 @@ class LeaseCache:
 
 
 def _trim(known: dict[_Key, _Value]) -> None:
-    """Forget the oldest of what is too much to remember."""
+    """Drop the oldest entries beyond KNOWN_MAX."""
     while len(known) > KNOWN_MAX:
         del known[next(iter(known))]

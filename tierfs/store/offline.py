@@ -1,7 +1,8 @@
-"""An object tier that is unreachable: how long to ask it, and what the host knows without it.
+"""Bounded requests to an object tier that may be unreachable, and the descriptors that this host keeps for that case.
 
-A save that the flusher is to take down needs the object tier only to look at what it replaces. While that does not
-answer, what the host saw last has to do, and whoever asks is not to wait for it again and again.
+A save that the flusher publishes needs the object tier only to observe the version that it replaces. While
+the object tier does not answer, the version that this host saw last is used, and callers do not wait for each
+request anew.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
-    """Ask the object tier, and give up after so many seconds.
+    """Return the result of ``look``, which asks the object tier, or fail after this many seconds.
 
-    Asked on a thread of its own, which goes on for itself then: on one of those that move chunks it would keep saves from
-    going on, and this process from ending.
+    ``look`` runs on a thread of its own, which continues after a timeout. On a thread that transfers chunks
+    it would block saves and delay the exit of this process.
 
     Raises:
-        StoreError: There was no answer in time; it is transient.
+        StoreError: There was no answer in time. The error is transient.
         TierfsError: Raised by ``look``.
     """
     future: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
@@ -60,10 +61,14 @@ def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
 
 
 def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
-    """The same for a store with local tiers. One that did not answer is not asked again for half a minute.
+    """Return the result of ``look``, which asks the object tier of a store with local tiers, within LOOK_S seconds.
+
+    There is no time limit if the object tier is a directory of this host. After a transient failure, each
+    call fails at once for AWAY_S seconds.
 
     Raises:
-        StoreError: There was no answer in time, or none a moment ago; it is transient.
+        StoreError: There was no answer in time, or an earlier call failed less than AWAY_S seconds ago. The
+            error is transient.
         TierfsError: Raised by ``look``.
     """
     tiers = store.tiers
@@ -71,7 +76,7 @@ def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
     if store.clock.monotonic() < tiers.away_until_s:
         raise StoreError("the object tier did not answer a moment ago", transient=True, tier="object")
     try:
-        # A directory of this host is not unreachable, and looked into faster than a thread is started.
+        # A directory of this host is always reachable, and reading it takes less time than starting a thread.
         return look() if store.descriptor.endpoint.host_local else within(LOOK_S, look)
     except StoreError as error:
         if error.transient:
@@ -80,12 +85,12 @@ def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
 
 
 class KnownStores:
-    """The stores that this host has opened, so that they can be opened while their object tier is unreachable.
+    """The stores that this host has opened, so that it can open them while their object tier is unreachable.
 
     Args:
         directory: The state directory.
-        through: The options of the object tier's filesystem: the same URL is another store at another endpoint or account.
-            They may hold secrets, so no more of them is kept than a digest.
+        through: Options of the object tier's filesystem. The same URL names another store at another endpoint
+            or account. The options may hold secrets, so only a digest of them is kept.
     """
 
     def __init__(self, directory: Path, through: str = "") -> None:
@@ -96,7 +101,10 @@ class KnownStores:
         return f"KnownStores({str(self._directory)!r})"
 
     def remember(self, url: str, descriptor: Descriptor, places: Sequence[str]) -> None:
-        """Note what lies at a root, and where that is. Where it cannot be written the store cannot be opened while it is unreachable."""
+        """Keep the descriptor of the store at a root, and its places: see `ObjectTier.places`.
+
+        If they cannot be written, the store cannot be opened while it is unreachable.
+        """
         path = self._path(url)
         data = json.dumps({"descriptor": descriptor.encode().decode(), "places": list(places)}).encode()
         try:
@@ -112,7 +120,7 @@ class KnownStores:
             _logger.info("what %s is cannot be kept on this host: %s", url, error)
 
     def find(self, url: str) -> tuple[Descriptor, tuple[str, ...]] | None:
-        """The store at a root when this host looked last, and its places: see `ObjectTier.places`."""
+        """Return the descriptor and the places of the store that this host last saw at a root, if any."""
         path = self._path(url)
         try:
             kept = json.loads(path.read_bytes())

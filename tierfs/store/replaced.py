@@ -1,8 +1,9 @@
-"""Removes the shard files of saves that another save to the same directory replaced.
+"""Removes shard files of saves that another save to the same directory replaced.
 
-Every save writes files of its own and then replaces the checkpoint's metadata, so a directory that is saved to again and again
-would keep them all. A file that the metadata does not name goes one grace after it was first seen like that: until then a reader of the
-earlier checkpoint may need it. docs/reference/checkpoint-format.md, "Writing", step 4.
+Every save writes new files and then replaces the checkpoint's metadata, so repeated saves to one directory
+would accumulate files. A file that the metadata does not name is removed one grace after this process first
+saw it so, because readers of the earlier checkpoint may need it. docs/reference/checkpoint-format.md,
+"Writing", step 4.
 """
 
 from __future__ import annotations
@@ -26,21 +27,23 @@ _logger = logging.getLogger("tierfs.store")
 def remove_replaced(
     store: Store, directory: str, named: Container[str], part: Container[str], announced: Callable[[], Container[str]]
 ) -> int:
-    """Remove what a directory's checkpoint has not named for a grace, as far as this process saw.
+    """Remove files that a directory's checkpoint has not named for a grace, as far as this process saw.
 
     Args:
         store: The store.
-        directory: Where a checkpoint was published just now, in place of another one.
-        named: The names of its files.
-        part: The manifest of a shard file has metadata of one of these names: nobody else's file is touched.
-        announced: Names the files of saves that wait for others. Called if there is something to remove.
+        directory: Directory in which a checkpoint was just published in place of another.
+        named: Names of the files of the new checkpoint.
+        part: Keys that mark a shard file. A file without one of them in its manifest's metadata is not
+            touched.
+        announced: Returns the names of the files of announced saves. Called only if there is something to
+            remove.
 
     Returns:
-        How many files were removed.
+        The number of removed files.
 
     Raises:
         StoreError, ReadOnlyError: The directory cannot be listed.
-        CorruptionError, FormatError: As ``announced`` does.
+        CorruptionError, FormatError: Raised by ``announced``.
     """
     listed = live_records(store, directory, deep=False)
     others = {info.key: (path, info) for path, info in listed if path.rpartition("/")[2] not in named}
@@ -62,7 +65,7 @@ def _remove(store: Store, path: str, info: ObjectInfo, part: Container[str]) -> 
             return False
         bury(store, found)
     except (ConflictError, NotFoundError):
-        return False  # somebody else did
+        return False  # another client removed or changed it
     except TierfsError as error:
         _logger.info("%s was replaced, and stays until the next save: %s", store.where(path), error)
         return False

@@ -1,4 +1,4 @@
-"""Requests and fallbacks of an object tier, gathered from the wrappers around it."""
+"""Counts of an object tier's requests and fallbacks, collected from the wrappers around it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ __all__ = ["request_metrics"]
 
 
 def request_metrics(objects: ObjectTier) -> dict[str, Any]:
-    """The counts since the tier was made, as plain values.
+    """Return the counts since the tier was created, as plain values.
 
     Returns:
-        ``object_requests``: by method, of those that were used, ``requests``, ``errors``, ``bytes`` and ``seconds``; see
-        `MeasuredObjects`. ``object_fallbacks``: how often the endpoint asked for fewer requests (``throttled``), a
-        request was sent again (``retried``), and something else was stored than was sent (``stored_wrong``).
+        ``object_requests``: for each method that was called, ``requests``, ``errors``, ``bytes`` and
+        ``seconds``; see `MeasuredObjects`. ``object_fallbacks``: how often the endpoint asked for fewer
+        requests (``throttled``), a request was sent again (``retried``), and the stored bytes differed from
+        those sent (``stored_wrong``).
     """
     requests: dict[str, dict[str, int | float]] = {}
     fallbacks: dict[str, int] = {}

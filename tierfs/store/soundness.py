@@ -1,15 +1,19 @@
-"""Whether a chunk that the store holds already can be read. A save asks that before its manifest refers to the chunk.
+"""Whether a stored chunk can be read. A save checks that before its manifest refers to the chunk.
 
-A save that finds its bytes in the store sends none of them. It acknowledges an object that somebody stored at another
-time, and that object may have been damaged or removed since. So the save reads it back and checks its digests:
+A save whose bytes are already in the store does not send them. It relies on an object that was stored
+earlier, and which may have been damaged or removed since. So the save reads the object back and checks its
+digests:
 
-- all of it, the first time that this writer refers to the object, and
-- all of it, where the file that is replaced names the chunk: saving a file again is how a person heals it;
+- the whole object, the first time that this writer refers to it;
+- the whole object, if the replaced file names the chunk, because a person heals a file by saving it again;
 - else one block, drawn at random, once in the duration of a lease.
 
-Where a request crosses a network, an object that this writer put itself counts as read: the endpoint verified its checksum,
-or the writer read it back. One of its blocks is read once in the duration of a lease, as above. An object that others are
-encoded against is treated in the same way, but beyond a network only one block of it is read, and none of this writer's own.
+If the object tier is not a directory of this host, an object that this writer put counts as read, because the
+endpoint verified its checksum or the writer read it back. One of its blocks is still read once in the
+duration of a lease.
+
+The same rules hold for an object that is used as a base, if the object tier is a directory of this host.
+Elsewhere one block of a base is read, once, and none if this writer put the object.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def is_sound(store: Store, row: Row, *, reread: bool = False) -> bool:
-    """Whether a chunk object may be referred to, as far as this writer has to look. One that is not is marked as damaged.
+    """Return whether a manifest may refer to a chunk object. Read as much of it back as the rules demand.
+
+    A chunk object that cannot be read is marked as damaged.
 
     Args:
         store: The store.
         row: The chunk object.
-        reread: Read all of it, whatever was read of it before.
+        reread: Read all of it, even if it was read before.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -52,7 +58,7 @@ def is_sound(store: Store, row: Row, *, reread: bool = False) -> bool:
 
 
 def is_sound_base(store: Store, row: Row) -> bool:
-    """The same for a chunk object that another one is to be encoded against."""
+    """Return whether a chunk may be encoded against this chunk object. Raises as `is_sound` does."""
     if store.descriptor.endpoint.host_local:
         return is_sound(store, row)
     lease_cache = store.lease_cache
@@ -62,9 +68,10 @@ def is_sound_base(store: Store, row: Row) -> bool:
 
 
 def replaced_chunks(store: Store, path: str) -> set[bytes]:
-    """Digests of the chunks of the file at a path, if this process knows that file. Asks nobody.
+    """Return the digests of the chunks of the file at a path, if this process knows its record. Sends no request.
 
-    Of a file that it does not know it knows no chunks either, so it reads them back for that reason.
+    If it does not know the record, it has not read the chunks either, so `is_sound` reads them for that
+    reason.
     """
     known = store.records.get(keys.record_key(path))
     if known is None or not isinstance(known[1], Manifest) or known[1].indirect:
@@ -82,7 +89,7 @@ def _can_be_read(store: Store, row: Row, *, whole: bool) -> bool:
     now = store.clock.monotonic()
     try:
         with buffers().lend(stop - start) as out:
-            # Copies that this host has of what it is encoded against say nothing of the object tier.
+            # Without the local tiers: their copies of the bases would hide damage in the object tier.
             fetch(store.without_local_tiers(), row, [(start, out)], where, exact=True)
     except (CorruptionError, FormatError) as error:
         _logger.warning("a stored chunk cannot be read, so its bytes are stored again: %s", error)

@@ -1,4 +1,4 @@
-"""The status of a store on this host, for a person: the tiers, the queue, conflicts, errors."""
+"""The status of a store on this host, for people: tiers, queue, conflicts, errors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ LOG_SAYS = "flusher.log in the store's state directory says why"
 
 
 def status(store: Store) -> dict[str, Any]:
-    """Describe a store's tiers on this host, as plain values: what ``tierfs status --json`` prints.
+    """Describe a store's tiers on this host, as plain values: the output of ``tierfs status --json``.
 
-    Needs no flusher: where none runs, what is pending is counted in the tiers themselves.
+    No flusher is needed. If none runs, pending changes are counted in the tiers themselves.
     """
     tiers = store.tiers
     report: dict[str, Any] = {
@@ -101,7 +101,10 @@ def status(store: Store) -> dict[str, Any]:
 
 
 def _oldest_age_s(drafts: Iterable[Draft], now_s: float) -> float:
-    """How long ago the first was closed. The clock begins at boot: of an earlier run of the kernel, at least the time since then."""
+    """Return the seconds since the oldest draft was closed.
+
+    The clock starts at boot. A draft from an earlier boot counts as closed at this boot.
+    """
     boot = boot_id()
     ages_s = (now_s - draft.stamp_ns / 1e9 if draft.boot == boot else now_s for draft in drafts)
     return round(max(ages_s, default=0.0), 3)
@@ -117,7 +120,7 @@ def _ram_tier(ram: RamTier) -> dict[str, Any]:
 
 
 def _object_tier(store: Store) -> dict[str, Any]:
-    """The object tier: its level, and the requests of this process."""
+    """Describe the object tier, with the requests of this process."""
     local = store.descriptor.endpoint.host_local
     counted = request_metrics(store.objects)
     return {

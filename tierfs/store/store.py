@@ -1,4 +1,4 @@
-"""An open store: its object tier, its descriptor, and what this process knows of it."""
+"""An open store: its object tier, its descriptor, and this process's knowledge of it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Store"]
 
-# What a process keeps of the records that it saw: a share of the memory that it may use, for 800 bytes and more each.
+# Budget of the record cache: 1/RECORDS_SHARE of the memory that the process may use, within these bounds. A record
+# takes 800 bytes or more.
 RECORDS_SHARE = 32
 RECORDS_BYTES_MIN = 128 << 20
 RECORDS_BYTES_MAX = 4 << 30
-# Memory of a record, measured: so much with its fixed fields, which are encoded in so many bytes; inline bytes once; and
-# so many times the encoded length of rows and metadata.
+# Estimated memory of a record, from measurements: OVERHEAD_BYTES for the fixed fields, which take FIXED_BYTES when
+# encoded, plus the inline bytes, plus OBJECT_FACTOR times the encoded length of rows and metadata.
 OVERHEAD_BYTES = 800
 FIXED_BYTES = 120
 OBJECT_FACTOR = 6
@@ -46,23 +47,25 @@ OBJECT_FACTOR = 6
 class Store:
     """A prefix of an object tier with a descriptor. Safe for use by many threads, in the process that opened it.
 
-    In a forked child every use of its tiers is a `StoreError`: the fsspec filesystem, `TierReader` and `TierWriter` open it anew there.
+    In a forked child every use of its tiers raises `StoreError`. The fsspec filesystem, `TierReader` and
+    `TierWriter` open it anew there.
 
     Args:
         objects: The object tier, based at the store's root.
-        descriptor: What the store is.
-        url: How to name the store's root to a person.
-        clock: Where time comes from.
-        random_bytes: Where ids come from.
-        tiers: The local tiers; ``None`` where all are off, or are none of the caller's business.
-        hidden: Why there are none, where something may be pending in some nevertheless.
-        ack: The level at which a change is acknowledged unless it is asked for another.
-        timeout_s: How long that is waited for, and for room in the local tiers; ``None`` for as long as it takes.
-        state_dir: Where the host keeps what it knows.
-        codecs: What chunks may be encoded with.
-        device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU; 0 switches it off.
-        unused: Why there are no local tiers, where there were to be some.
-        hand_over: Has the flusher know the options that this store was opened with; see `Store.hand_over`.
+        descriptor: The store's descriptor.
+        url: The root's name in messages.
+        clock: Source of time. By default the system's clock.
+        random_bytes: Source of random ids.
+        tiers: The local tiers. None if all are off, or if the caller does not use them.
+        hidden: The error that keeps the local tiers from being used, if changes may be pending in them.
+        ack: The level at which a change is acknowledged by default.
+        timeout_s: Seconds to wait for that level, and for room in the local tiers. None waits without limit.
+        state_dir: Directory of this host's state. By default `state_directory`.
+        codecs: Codecs that chunks may be encoded with.
+        device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU. 0 switches
+            it off.
+        unused: Why there are no local tiers, if they were asked for.
+        hand_over: Tells the flusher the options of this store; see `Store.hand_over`.
     """
 
     def __init__(
@@ -103,10 +106,11 @@ class Store:
         self._checked_at = self.clock.monotonic()
         self._descriptor_version: Version | None = None
         self.records = RecordCache()
-        # By directory: keys of files that its checkpoint does not name, and since when. See `tierfs.store.replaced`.
+        # By directory: keys of files that its checkpoint does not name, and when each was first seen unnamed. See
+        # `tierfs.store.replaced`.
         self.replaced_lock = threading.Lock()
         self.replaced_since: dict[str, dict[str, float]] = {}
-        # Where the object tier is this host's own, looking a record up there costs no more than here.
+        # If the object tier is a directory of this host, a record is read there as fast as from this cache.
         local = descriptor.endpoint.host_local
         self.host_records = None if local else HostRecords(descriptor.uuid, state_dir or state_directory())
         self.lease_cache = LeaseCache(objects, descriptor, self.clock, random_bytes, host=socket.gethostname())
@@ -122,7 +126,7 @@ class Store:
 
     @property
     def tiers(self) -> Tiers | None:
-        """The local tiers; ``None`` where there are none. Raises `StoreError` in a forked child."""
+        """The local tiers, or None if there are none. Raises `StoreError` in a forked child."""
         self._check_process()
         return self._tiers
 
@@ -135,31 +139,32 @@ class Store:
 
     @property
     def encoder(self) -> Encoder:
-        """How chunks are encoded on their way to the object tier: one for all."""
+        """The encoder for chunks on their way to the object tier. All writers of this store share it."""
         with self._lock:
             if self._encoder is None:
-                from tierfs.store.encode.encoder import Encoder  # noqa: PLC0415 - brings numpy, which who only reads may do without
+                from tierfs.store.encode.encoder import Encoder  # noqa: PLC0415 - brings numpy
 
                 kind, is_near = self.descriptor.digest_kind, self.descriptor.endpoint.host_local
                 self._encoder = Encoder(kind, self._codecs, is_near=is_near)
             return self._encoder
 
     def hand_over(self, *, writes: bool) -> None:
-        """Have the flusher know the options that this store was opened with, and whether something is changed with them."""
+        """Tell the flusher the options of this store, and whether this process writes with them."""
         if self._hand_over is not None:
             self._hand_over(writes=writes)
 
     def check_before_writing(self) -> None:
-        """Have `is_current` look the next time that it is asked: this store was opened by what the host knew of it."""
+        """Make the next `is_current` ask the object tier, because this store was opened without asking it."""
         self._checked_at = float("-inf")
 
     def is_current(self) -> bool:
-        """Whether the root holds this store still, and has not been deleted or made anew.
+        """Return whether the root still holds this store, which was neither deleted nor replaced by a new one.
 
-        Looked up each time where the object tier is this host's own, elsewhere once in a lease.
+        Asks the object tier each time if it is a directory of this host, else once in the duration of a
+        lease. If a store with local tiers gets no answer, this is logged and counted, and the result is True.
 
         Raises:
-            StoreError, ReadOnlyError, CorruptionError, FormatError: It cannot be told.
+            StoreError, ReadOnlyError, CorruptionError, FormatError: The descriptor cannot be read.
         """
         now = self.clock.monotonic()
         if not self.descriptor.endpoint.host_local and now < self._checked_at + self.descriptor.lease_s:
@@ -181,7 +186,7 @@ class Store:
         return True
 
     def _look(self) -> Version | None:
-        """The version of the descriptor at the root; ``None`` if it is another store's."""
+        """Return the version of the descriptor at the root, or None if it is the descriptor of another store."""
         version = self.objects.head(keys.DESCRIPTOR).version
         if version != self._descriptor_version:
             data, info = self.objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
@@ -191,9 +196,9 @@ class Store:
         return version
 
     def without_local_tiers(self) -> Store:
-        """The same store as its object tier alone has it, for a caller that asks for the content of that tier.
+        """Return this store without its local tiers, for a caller that needs the content of the object tier.
 
-        It shares with this one all that this process knows of the store, and reports damage to the same flusher.
+        It shares this process's knowledge with this store, and reports damage to the same flusher.
         """
         if self.tiers is None:
             return self
@@ -203,24 +208,24 @@ class Store:
         return bare
 
     def report_damage(self, name: ChunkName) -> None:
-        """Note that a chunk object is damaged or missing: who of this host saves the same bytes next stores them anew."""
+        """Note that a chunk object is damaged or missing. The next save of its bytes on this host stores them again."""
         self._check_process()
         self.lease_cache.mark_damaged(name)
         if self._damage_told_to is not None:
             self._damage_told_to.report_damage(keys.chunk_key(name))
 
     def where(self, key: str) -> str:
-        """How to name one of the store's objects in an error."""
+        """Return the name of one of the store's objects, for messages."""
         return f"{self.url}/{key}"
 
 
 class RecordCache:
-    """Records of the tree that this process has seen, by key and version, the least recently used dropped first.
+    """Records of the tree that this process has seen, by key and version. The least recently used are dropped first.
 
-    A version never means two contents, so what is here needs no check but that of the version.
+    A version never has two contents, so an entry is valid if its version is.
 
     Args:
-        bytes_max: Room for so many bytes, by estimate; by default a share of the memory that this process may use.
+        bytes_max: Budget in bytes, by estimate. By default a share of the memory that this process may use.
     """
 
     def __init__(self, bytes_max: int | None = None) -> None:
@@ -235,12 +240,12 @@ class RecordCache:
         return f"RecordCache({len(self._entries)} records, {self._bytes}/{self.bytes_max} bytes)"
 
     def status(self) -> dict[str, int]:
-        """How many there are, their bytes by estimate, and the room for them."""
+        """Return the number of records, their estimated bytes, and the budget."""
         with self._lock:
             return {"count": len(self._entries), "bytes": self._bytes, "bytes_max": self.bytes_max}
 
     def get(self, key: str) -> tuple[Version, Record] | None:
-        """The newest version seen of this key, and its record."""
+        """Return the last version seen of this key, and its record."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -249,10 +254,11 @@ class RecordCache:
             return entry[0], entry[1]
 
     def find(self, infos: Iterable[ObjectInfo]) -> list[Record | None]:
-        """The record of each object in just this version, in order; ``None`` for one that was not seen, or in another version.
+        """Return the record of each object in exactly this version, in order. None if that version was not seen.
 
-        All are looked up before the next one is remembered. So a listing of more than there is room for finds as many as there is
-        room for, and does not drop each one just before it comes to it.
+        All objects are looked up before any record is added. So a listing larger than the cache finds as many
+        records as the cache holds. Adding records between the look-ups would evict each entry just before its
+        look-up.
         """
         with self._lock:
             entries = self._entries
@@ -262,7 +268,7 @@ class RecordCache:
             ]
 
     def remember(self, key: str, version: Version, record: Record, encoded_bytes: int) -> None:
-        """Note what this version of the key is, and how long its record is."""
+        """Keep the record of this version of the key. ``encoded_bytes`` is the length of the encoded record."""
         inline = len(record.inline or b"") if isinstance(record, Manifest) else 0
         size = OVERHEAD_BYTES + inline + OBJECT_FACTOR * max(0, encoded_bytes - inline - FIXED_BYTES)
         with self._lock:
@@ -273,7 +279,6 @@ class RecordCache:
                 self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:
-        """Forget everything."""
         with self._lock:
             self._entries.clear()
             self._bytes = 0

@@ -1,6 +1,6 @@
-"""Bounded threads for moving chunks; one set per process.
+"""Threads for moving chunks, bounded in number, one set per process.
 
-A task handed to these threads never hands another one to them and waits for it, so they cannot wait for each other.
+A task on these threads never submits another task to them and waits for it, so tasks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ WORKERS = 16
 
 
 class Errand(Generic[_In, _Out]):
-    """A task that is done once, by whoever comes first: one that no thread could be started for stays in their queue.
+    """A task that runs once, although two threads may try to run it.
+
+    If no thread can be started, the task stays in the executor's queue while the caller runs it.
 
     Attributes:
-        future: Its result.
+        future: The result of the task.
     """
 
     def __init__(self, task: Callable[[_In], _Out], argument: _In) -> None:
@@ -33,7 +35,7 @@ class Errand(Generic[_In, _Out]):
         self._todo = [(task, argument)]
 
     def run(self) -> None:
-        """Do it, unless somebody did."""
+        """Run the task, unless another thread has begun it."""
         try:
             task, argument = self._todo.pop()
         except IndexError:
@@ -43,11 +45,11 @@ class Errand(Generic[_In, _Out]):
                 self.future.set_result(task(argument))
         except BaseException as error:  # noqa: BLE001 - raised by who waits for the future
             self.future.set_exception(error)
-            # The error knows this frame, and the future the error: without this, memory that is only lent would be kept.
+            # The future refers to the error, and the error to this frame, which would keep borrowed memory alive.
             del self, task, argument
 
     def cancel(self) -> bool:
-        """Have nobody begin it, and forget what it was lent. Returns whether nobody had."""
+        """Cancel the task unless it has begun, and drop its references. Return whether it was cancelled."""
         is_cancelled = self.future.cancel()
         if is_cancelled:
             self._todo.clear()
@@ -58,14 +60,14 @@ class Transfers:
     """Threads for requests to the object tier.
 
     Args:
-        workers: Requests under way at once.
-        name: The threads'.
+        workers: Number of threads.
+        name: Prefix of the threads' names.
     """
 
     def __init__(self, workers: int = WORKERS, *, name: str = "tierfs-transfer") -> None:
         self.workers = workers
         self._name = name
-        # Garbage may be collected while it is held, and what is collected may end a file.
+        # Reentrant: garbage collection may run while this thread holds it, and finalize a file that submits tasks.
         self._lock = threading.RLock()
         self._places = threading.BoundedSemaphore(workers)
         self._executor: ThreadPoolExecutor | None = None
@@ -74,15 +76,15 @@ class Transfers:
         return f"Transfers(workers={self.workers})"
 
     def submit(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
-        """Start ``task(argument)`` on one of the threads; at the interpreter's end, when they take no more, do it here."""
+        """Start ``task(argument)`` on a thread. If none can take it, as at interpreter exit, run it here."""
         errand = Errand(task, argument)
         self._start(errand)
         return errand.future
 
     def send(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
-        """Start ``task(argument)``, waiting first while as many as there are threads are on their way.
+        """Start ``task(argument)`` once fewer sent tasks are unfinished than there are threads.
 
-        So however many files are written at once, what is on its way takes no more memory than that.
+        This bounds the memory of tasks in flight, however many files are written at once.
         """
         self._places.acquire()
         try:
@@ -96,8 +98,9 @@ class Transfers:
     def map(self, task: Callable[[_In], _Out], arguments: Iterable[_In]) -> list[_Out]:
         """Run ``task`` on every argument and return the results in order.
 
-        If it is interrupted, no further task is begun, and those that were have ended when this raises: what they were lent is
-        the caller's again. A request that hangs keeps the interrupt waiting for its timeout.
+        If the call is interrupted, it starts no further task and raises when the running tasks have ended.
+        The caller may then reuse memory that it lent to them. A request that hangs delays this until its
+        timeout.
 
         Raises:
             BaseException: The first error of a task, after every task has ended.

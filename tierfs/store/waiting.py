@@ -1,4 +1,4 @@
-"""Wait for what this host wrote to become safer, and say how safe it is."""
+"""Wait until this host's changes reach a level, tell the level of a file, and resolve conflicts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ __all__ = ["discard_conflict", "level_of", "open_conflict", "wait"]
 
 
 def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) -> None:
-    """Wait until what this host wrote at or below ``path`` so far has reached ``level``.
+    """Wait until this host's changes at or below ``path``, made before the call, have reached ``level``.
 
-    What was never written here, and what another host wrote, is in the object tier already, or is not there.
+    A path without such changes is not waited for: its file is in the object tier already, or does not exist.
 
     Raises:
-        TimeoutError: It has not, in time; names what is pending.
-        ConflictError: Somebody else changed a path before it was flushed; theirs stands, this one is kept.
-        TierfsError: The reason why it cannot get there.
+        TimeoutError: The level was not reached in time. The message names the pending changes.
+        ConflictError: Another writer changed a path before this host's change was flushed. That version
+            stands, and this change is kept as a conflict.
+        TierfsError: The reason why a change cannot reach the level.
     """
     tiers = _tiers_of(store)
     if tiers is not None:
@@ -34,10 +35,10 @@ def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) 
 
 
 def level_of(store: Store, path: str) -> Level:
-    """The level that the file at ``path``, as this host sees it, has reached.
+    """Return the level that the file at ``path``, as this host sees it, has reached.
 
     Raises:
-        NotFoundError: Nothing is there, or a directory.
+        NotFoundError: Nothing is at the path, or a directory.
         StoreError, CorruptionError: As `stat`.
     """
     tiers = _tiers_of(store)
@@ -48,10 +49,10 @@ def level_of(store: Store, path: str) -> Level:
 
 
 def _tiers_of(store: Store) -> Tiers | None:
-    """The local tiers of a store, if there are any.
+    """Return the local tiers of a store, if there are any.
 
     Raises:
-        TierfsError: There may be, but they cannot be used: whether something is pending cannot be told.
+        TierfsError: The local tiers cannot be used, and changes may be pending in them.
     """
     if store.tiers is None and store.hidden is not None:
         raise store.hidden.with_traceback(None)
@@ -59,10 +60,10 @@ def _tiers_of(store: Store) -> Tiers | None:
 
 
 def open_conflict(store: Store, path: str) -> Reader:
-    """Open what is kept of this host's own change of ``path`` that somebody else was faster than.
+    """Open this host's change of ``path`` that is kept as a conflict, because another writer changed the path first.
 
     Raises:
-        NotFoundError: Nothing is, or it was a removal.
+        NotFoundError: No such change is kept, or it was a removal.
     """
     draft = store.tiers.drafts.kept(path) if store.tiers is not None else None
     if draft is None or not isinstance(draft.record, Manifest):
@@ -73,10 +74,10 @@ def open_conflict(store: Store, path: str) -> Reader:
 
 
 def discard_conflict(store: Store, path: str) -> int:
-    """Give up what cannot be flushed of this host's changes of ``path``: somebody else was faster, or it is damaged.
+    """Discard this host's changes of ``path`` that cannot be flushed because of a conflict or damage.
 
     Returns:
-        How many changes were discarded, with those that were made on top of them.
+        The number of discarded changes, including changes that were based on them.
     """
     if store.tiers is None:
         return 0
