@@ -1,1 +1,1 @@
-"""The records of a store: listed, changed, counted."""
+"""The records of a store: list, change and count them."""

@@ -1,4 +1,4 @@
-"""Change the metadata of a file or directory; the content stays where it is."""
+"""Change the metadata of a file or directory without moving its content."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["annotate", "annotate_directory"]
 
 
 def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_id: bytes) -> Manifest:
-    """Give a file other metadata. One manifest is written.
+    """Replace a file's metadata by writing one manifest.
 
     Args:
         store: The store.
         path: The file.
-        metadata: JSON values; all that is kept with the file from now on.
-        write_id: The version's that the caller saw.
+        metadata: JSON values: the complete new metadata.
+        write_id: Write id of the version that the caller saw.
 
     Raises:
         NotFoundError: There is no file.
-        ReadOnlyError: tierfs did not write it.
-        ConflictError: It is another version by now; theirs stands.
-        StoreError: It failed; if it is transient, the metadata may be changed or not.
+        ReadOnlyError: tierfs did not write the file.
+        ConflictError: The path holds another version now. That version stands.
+        StoreError: The object tier failed. If the error is transient, the metadata may or may not be changed.
     """
     observed = observe(store, path)
     manifest = observed.manifest
@@ -43,7 +43,9 @@ def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_i
 
 
 def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) -> None:
-    """Add to the metadata of a directory, which is shown even while it is empty from then on.
+    """Add to the metadata of a directory. From then on the directory exists even while it is empty.
+
+    If the object tier is unreachable, a directory without a marker may be left as it is.
 
     Raises:
         ConflictError, StoreError, ReadOnlyError: As for any change of a record.
@@ -52,7 +54,7 @@ def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) 
     if observed.manifest is None:
         make_directory(store, path, exist_ok=True)
         observed = observe_marker(store, path)
-    if observed.manifest is None:  # the object tier is unreachable: the directory is there with the first file in it
+    if observed.manifest is None:  # the object tier is unreachable: the first file in the directory creates it
         return
     merged = {**observed.manifest.metadata, **metadata}
     record = replace(observed.manifest, write_id=store.random_bytes(16), previous=observed.previous, metadata=merged)

@@ -1,4 +1,4 @@
-"""Copy and rename: manifests move, data never does."""
+"""Copy and rename files by writing manifests. Data is copied only between stores, or from a foreign file."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ COPY_BYTES = 8 << 20
 
 
 def copy(store: Store, source: str, target: str) -> None:
-    """Make ``target`` hold what ``source`` holds, replacing what it held. One manifest is written.
+    """Copy the file ``source`` to ``target``, and replace the file there. One manifest is written.
 
-    A file that tierfs did not write is read and stored, since its bytes are not in the store yet.
+    If tierfs did not write the source, its bytes are read and stored.
 
     Raises:
         NotFoundError: There is no file at ``source``.
-        ReadOnlyError: tierfs did not write what lies at ``target``.
-        ConflictError: Somebody else changed ``target`` since this call looked at it; theirs stands.
-        StoreError: It failed; if it is transient, ``target`` may be written or not.
+        ReadOnlyError: ``target`` holds a file that tierfs did not write.
+        ConflictError: Another writer changed ``target`` after this call observed it. That version stands.
+        StoreError: The object tier failed. If the error is transient, ``target`` may or may not be written.
     """
-    # One look: a draft's rows are no published record's, which it may be by the next one.
+    # Observe once: a draft's rows differ from those of its published record, which a second look may find.
     observed = observe(store, source) if source else None
     if observed is None or observed.manifest is None:
         entry = stat_to_read(store, source)
@@ -51,23 +51,24 @@ def copy(store: Store, source: str, target: str) -> None:
 
 
 def rename(store: Store, source: str, target: str, *, overwrite: bool = True) -> None:
-    """Move a file: its manifest is written at ``target``, then a tombstone at ``source``.
+    """Move a file: write its manifest at ``target``, then a tombstone at ``source``.
 
-    A crash in between leaves both, each whole.
+    A crash in between leaves the file at both paths, each whole.
 
     Args:
         store: The store.
-        source: From where.
-        target: To where; what is there is replaced.
-        overwrite: Whether it may be.
+        source: The old path.
+        target: The new path.
+        overwrite: Whether a file at ``target`` may be replaced.
 
     Raises:
         NotFoundError: There is no file at ``source``.
-        AlreadyExistsError: There is one at ``target``, and ``overwrite`` is not set.
-        ReadOnlyError: tierfs did not write one of the two.
-        ConflictError: Somebody else changed one of the two since this call looked at it; theirs stands. If it was
-            the source, the target is written all the same.
-        StoreError: It failed; if it is transient, either record may be written or not.
+        AlreadyExistsError: There is a file at ``target``, and ``overwrite`` is not set.
+        ReadOnlyError: tierfs did not write one of the two files.
+        ConflictError: Another writer changed one of the paths after this call observed it. That version
+            stands. If the source was changed, the target is written all the same.
+        StoreError: The object tier failed. If the error is transient, either record may or may not be
+            written.
     """
     observed = observe(store, source)
     if observed.manifest is None:
@@ -83,20 +84,20 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
 
 
 def place(store: Store, source: Observed, target: Observed, **changes: Any) -> tuple[Manifest, bool]:
-    """Write a file's manifest, with some fields changed, at another path or in its own place.
+    """Write a file's manifest, with some fields changed, at another path or at its own.
 
     Args:
         store: The store.
         source: The file.
-        target: The path to write it at, as it was observed.
-        changes: Fields of the manifest, beside those that say which write it is and where its chunks are.
+        target: The path to write to, as observed.
+        changes: Fields of the manifest to change, other than the write id and the place of its chunks.
 
     Returns:
-        The manifest, and whether it is staged: then the flusher publishes it.
+        The manifest, and whether it is staged, so that the flusher publishes it.
 
     Raises:
-        ReadOnlyError: tierfs did not write what lies at ``target``.
-        ConflictError, StoreError: It failed.
+        ReadOnlyError: The target holds a file that tierfs did not write.
+        ConflictError, StoreError: The manifest could not be written.
     """
     manifest = source.manifest
     assert manifest is not None
@@ -104,7 +105,7 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
     if target.manifest is None:
         refuse_foreign(store, target.path, staged=staged)
     if staged:
-        # The flusher makes sure of the chunks when it comes to publishing this, after what it is a copy of.
+        # The flusher checks the chunks when it publishes this draft, which it does after the draft of the source.
         rows, indirect, term = expand_rows(store, manifest, source.path), False, None
     else:
         rows, indirect, term = ensure_chunks_durable(store, source.path, listed_rows(store, source))
@@ -121,14 +122,14 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
 
 
 def transfer(source: Store, source_path: str, target: Store, target_path: str, *, move: bool = False) -> None:
-    """Copy or move a file from one store to another: its bytes are read, verified and stored.
+    """Copy or move a file from one store to another: read, verify and store its bytes.
 
     Raises:
         NotFoundError: There is no file at ``source_path``.
-        ConflictError: Somebody else changed the target, or, moving, the source since this call looked at it; theirs
-            stands. If it was the source, the target is written all the same.
-        ReadOnlyError: tierfs did not write what lies at the target, or, moving, at the source.
-        StoreError, CapacityError, CorruptionError: It failed; the source is untouched.
+        ConflictError: Another writer changed the target, or the source of a move, after this call observed
+            it. That version stands. If the source was changed, the target is written all the same.
+        ReadOnlyError: tierfs did not write the file at the target, or the source of a move.
+        StoreError, CapacityError, CorruptionError: The copy failed. The source is untouched.
     """
     observed = observe(source, source_path)
     if observed.manifest is None and move:

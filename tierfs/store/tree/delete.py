@@ -1,4 +1,4 @@
-"""Delete a file: its record becomes a tombstone, on condition that it is still the one that was observed."""
+"""Delete a file: replace its record by a tombstone, if it is still the observed record."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["bury", "delete"]
 
 
 def delete(store: Store, path: str) -> None:
-    """Delete the file ``path``. Its chunks are left for garbage collection, one grace later at the earliest.
+    """Delete the file ``path``. Garbage collection deletes its chunks, one grace later at the earliest.
 
     Raises:
         NotFoundError: There is no file.
-        ReadOnlyError: tierfs did not write it.
-        ConflictError: Somebody else changed it since this call looked at it; theirs stands.
-        StoreError: It failed; if it is transient, the file may be gone or not.
+        ReadOnlyError: tierfs did not write the file.
+        ConflictError: Another writer changed the file after this call observed it. That version stands.
+        StoreError: The object tier failed. If the error is transient, the file may or may not be deleted.
     """
     observed = observe_to_replace(store, path)
     if observed.manifest is None and (observed.version is None or observed.record is not None):
@@ -29,12 +29,13 @@ def delete(store: Store, path: str) -> None:
 
 
 def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> None:
-    """Replace what was observed by a tombstone. Raises as `replace` does.
+    """Replace an observed record by a tombstone. Raises as `replace` does.
 
     Args:
         store: The store.
         observed: The version to delete.
-        after: Write id of a pending draft that has to be published before: of the file that it was moved to.
+        after: Write id of a pending draft to publish first, the draft at a rename's target. None if there is
+            none.
     """
     assert observed.version is not None or observed.draft is not None
     tombstone = Tombstone(store.random_bytes(16), store.clock.now_ns(), Tombstone.check_of(observed.version or ""))

@@ -1,4 +1,4 @@
-"""Directories that exist though nothing lies in them."""
+"""Directories that exist while they are empty."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ __all__ = ["make_directory", "new_marker", "remove_directory"]
 
 
 def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
-    """Make ``path`` a directory that is shown even while it is empty. Its parents are implied.
+    """Create a directory that exists even while it is empty. Its parents are implied.
+
+    If ``exist_ok`` is set and the object tier is unreachable, a store with local tiers creates no marker, and
+    counts that.
 
     Raises:
-        AlreadyExistsError: There is a file, or, unless ``exist_ok``, a directory.
+        AlreadyExistsError: There is a file, or a directory and ``exist_ok`` is not set.
         ConflictError, StoreError, ReadOnlyError: As for any change of a record.
     """
     if not path:
@@ -31,7 +34,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
     except StoreError as error:
         if not (exist_ok and error.transient) or store.tiers is None:
             raise
-        # A directory is there with the first file in it; only one that stays empty needs its marker.
+        # The first file in a directory creates it. Only a directory that stays empty needs its marker.
         store.tiers.counters.fall_back(
             "unmarked_directories", "the object tier is unreachable, so no directory is marked there: %s", error
         )
@@ -50,14 +53,14 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
     try:
         publish(store, observed, marker)
     except ConflictError:
-        # All ranks of a job make the directory they save into: whose marker it is does not matter.
+        # All ranks of a job create the directory that they save into: any rank's marker will do.
         if observe_marker(store, path).manifest is None:
             raise
         _refuse(store, path, exist_ok=exist_ok)
 
 
 def new_marker(store: Store, previous: str) -> Manifest:
-    """The record that says that a directory is there, to replace a version."""
+    """Return the marker record of a directory, to replace the version ``previous``."""
     now_ns = store.clock.now_ns()
     kind_of_digest = store.descriptor.digest_kind
     return Manifest(
@@ -83,7 +86,7 @@ def remove_directory(store: Store, path: str) -> None:
 
     Raises:
         NotFoundError: There is no directory.
-        StoreError: It is not empty.
+        StoreError: The directory is not empty.
         ConflictError, ReadOnlyError: As for any change of a record.
     """
     entry = stat(store, path)

@@ -1,9 +1,9 @@
-"""Records that any process of this host has seen, so that a listing costs no GET for them.
+"""Records that any process of this host has seen, so that a listing sends no GET for them.
 
-One SQLite file in the state directory, shared by all stores whose object tier lies elsewhere. It is a cache: a version
-never means two contents and every record carries its own checksum, so nothing in it is trusted further than that, and
-losing it costs requests only. It is kept without a write-ahead log, and a connection lives for one batch, so processes and forks
-share nothing but the file.
+All stores whose object tier is elsewhere share one SQLite file in the state directory. It is a cache: losing
+it costs requests only. A version never has two contents, and every record carries its own checksum, so a
+stale or damaged entry is detected. The file has no write-ahead log, and a connection lives for one batch, so
+processes and forks share only the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierfs.objects.protocol import ObjectInfo, Version
 __all__ = ["HostRecords"]
 
 FILE_BYTES_MAX = 1 << 30
-DROPPED_ROWS = 10_000  # at once, of those that came first
+DROPPED_ROWS = 10_000  # the oldest rows, deleted together
 RECORD_BYTES_MAX = 64 * 1024
 PENDING_MAX = 200
 QUERY_KEYS_MAX = 500
@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS records (
 )
 """
 
-# A record that somebody else saw later stays, unless the clock was set back since.
+# A record that another process saw later stays, unless the clock was set back since.
 _NOTE = """
 INSERT INTO records VALUES (?1, ?2, ?3, ?4, ?5)
 ON CONFLICT (store, key) DO UPDATE SET version = excluded.version, seen = excluded.seen, data = excluded.data
@@ -49,11 +49,12 @@ WHERE excluded.seen >= seen OR seen > ?6
 class HostRecords:
     """The host's records of one store. Safe for use by many threads.
 
-    If the file cannot be used, that is logged once, and records are fetched as if there were none.
+    If the file cannot be used, this is logged once, and this process fetches records as if there were no
+    file.
 
     Args:
-        uuid: The store's.
-        directory: The state directory; made, for its owner alone, where it is missing.
+        uuid: The store's uuid.
+        directory: The state directory. Created with mode 0700 if missing.
 
     Attributes:
         failures: How often the file could not be used.
@@ -63,7 +64,7 @@ class HostRecords:
         self._uuid = uuid
         self._path = directory / "records.sqlite"
         self._lock = threading.Lock()
-        self._pending: dict[str, tuple[int, Version, bytes]] = {}  # with the time at which it was seen
+        self._pending: dict[str, tuple[int, Version, bytes]] = {}  # with the time it was seen, in ns
         self._process = os.getpid()
         self.failures = 0
         atexit.register(self.flush)
@@ -72,7 +73,10 @@ class HostRecords:
         return f"HostRecords({str(self._path)!r}, failures={self.failures})"
 
     def add(self, key: str, version: Version, data: bytes) -> None:
-        """Note what this version of a record is. Written to disk in batches, and when the process ends."""
+        """Keep the record of this version of a key, unless it is longer than RECORD_BYTES_MAX.
+
+        Records are written to disk in batches, and at process exit.
+        """
         if len(data) > RECORD_BYTES_MAX:
             return
         with self._lock:
@@ -82,7 +86,7 @@ class HostRecords:
             self.flush()
 
     def find(self, infos: Iterable[ObjectInfo]) -> dict[str, bytes]:
-        """The records among these objects that the host has seen in just this version, by key."""
+        """Return, by key, the records of the objects that the host has seen in exactly this version."""
         versions = {info.key: info.version for info in infos}
         found: dict[str, bytes] = {}
         if not versions or self.failures or not self._path.exists():
@@ -101,7 +105,7 @@ class HostRecords:
         return found
 
     def newest(self, key: str) -> tuple[Version, bytes] | None:
-        """The version of a record that the host saw last, and the record."""
+        """Return the version of a record that the host saw last, and the record."""
         with self._lock:
             noted = self._pending.get(key)
         found: list[tuple[int, Version, bytes]] = [] if noted is None else [noted]
@@ -115,7 +119,7 @@ class HostRecords:
         return max(found)[1:] if found else None
 
     def flush(self) -> None:
-        """Write what was noted to disk. In a forked child nothing: what the parent noted is the parent's to write."""
+        """Write the added records to disk. A forked child writes none, because the parent writes its own."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -136,7 +140,7 @@ class HostRecords:
         self._use(write)
 
     def status(self) -> dict[str, int]:
-        """The bytes of the file of all stores, and the room for them."""
+        """Return the bytes in use in the file, which all stores share, and the budget."""
         used: list[int] = []
         if not self.failures and self._path.exists():
             self._use(lambda connection: used.append(self._used_bytes(connection)))
@@ -144,16 +148,16 @@ class HostRecords:
 
     @staticmethod
     def _used_bytes(connection: sqlite3.Connection) -> int:
-        """What is known without going through the rows."""
+        """Return the bytes in use, without a scan of the rows."""
         names = ("page_count", "freelist_count", "page_size")
         pages, free, size = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
         return (int(pages) - int(free)) * int(size)
 
     def _use(self, work: Callable[[sqlite3.Connection], None]) -> None:
-        """One transaction. An error with the file is logged, and ends its use by this process."""
+        """Run ``work`` in one transaction. An error is logged, and this process no longer uses the file."""
         try:
             make_private(self._path.parent)
-            # SQLite would make it by the umask. Its journal is as open as it is itself.
+            # SQLite would create the file with the umask's mode. Its journal gets the mode of the file.
             with contextlib.suppress(FileExistsError):
                 self._path.touch(0o600, exist_ok=False)
             with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S_MAX)) as connection, connection:
@@ -165,4 +169,4 @@ class HostRecords:
             _logger.warning("%s cannot be used, so records are fetched anew: %s", self._path, error)
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 with contextlib.suppress(OSError):
-                    self._path.unlink()  # damaged: the next process begins a new one
+                    self._path.unlink()  # damaged: the next process creates a new file

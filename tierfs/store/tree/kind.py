@@ -1,4 +1,4 @@
-"""The kind of thing at a path, also while the object tier is unreachable and saves go on without it."""
+"""Whether a path is a file or a directory, also while the object tier is unreachable."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Kind = Literal["file", "directory"]
 
 
 def kind_of(store: Store, path: str) -> Kind | None:
-    """The kind of ``path``; ``None`` for nothing.
+    """Return the kind of ``path``, or None if nothing is there.
 
-    Who saves below `Level.OBJECT` asks this before and after each save, and is not kept from it by an object tier that is
-    unreachable: then what is pending here counts, and else what this host last saw, which is logged and counted. A change that
-    it did not see is found out when the save is to be published, and the save kept as a conflict.
+    A process that saves below `Level.OBJECT` calls this before and after each save, so an unreachable object
+    tier must not fail it. The answer then comes from this host's pending changes, or else from the version
+    that this host saw last. That is logged and counted. If another host changed the path, the flusher finds
+    out when it publishes the save, and keeps the save as a conflict.
 
     Raises:
-        InvalidInputError: The path is no good.
-        CorruptionError, FormatError: Its record is damaged, or of another version.
+        InvalidInputError: The path is invalid.
+        CorruptionError, FormatError: The record is damaged, or of another version.
         StoreError, ReadOnlyError: The object tier failed.
     """
     if store.tiers is None or store.ack is Level.OBJECT:
@@ -46,10 +47,11 @@ def kind_of(store: Store, path: str) -> Kind | None:
 
 
 def is_directory_nearby(store: Store, path: str) -> bool:
-    """Whether a directory is at ``path``, where no file is, as far as that takes no request to a server.
+    """Return whether ``path``, where no file is, is a directory, as far as that takes no request to a server.
 
-    A bucket is not asked, because that would cost a request or two for each new file. There, as with any tool, a file
-    can get the name of a directory. The same goes for a directory that is not mounted just now.
+    A bucket is not asked, because that costs a request or two for each new file. So in a bucket a file can
+    get the name of a directory, as with any tool. The same holds if the directory of the object tier is not
+    mounted.
 
     Raises:
         CorruptionError, FormatError, StoreError, ReadOnlyError: The directory cannot be read.
@@ -77,7 +79,7 @@ def _look(store: Store, path: str) -> Kind | None:
 
 
 def _pending_kind(store: Store, path: str) -> Kind | None:
-    """The same as far as what is pending here tells."""
+    """Return the kind of ``path`` by this host's pending changes alone, or None if they do not tell."""
     pending = pending_at(store, path)
     if pending.get(path) is not None:
         return "file"

@@ -1,8 +1,8 @@
-"""Looking into a store: one path, one directory, or everything below one.
+"""Look-ups in a store: one path, one directory, or everything below a path.
 
-A directory is there while a live record lies below it, its own marker included, or a file that tierfs did not write.
-As in any object store, a path can be a file and have others below it: by itself it is the file then, and a listing has
-it twice, the file first.
+A directory exists while a live record is below it, its own marker included, or a file that tierfs did not
+write. As in any object store, a path can be a file and have other files below it. A look-up of the path finds
+the file. A listing returns the path twice, the file first.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = [
     "stat_to_read",
 ]
 
-# Up to so many directories are looked into one by one, a request each: about one round of requests side by side.
+# Up to this many directories are inspected one by one, with a request each: two rounds for the 16 transfer threads.
 LOOKS_MAX = 32
-# Names to go through for each directory before the rest are looked into one by one. A page of a bucket's listing has 1,000, and 16
-# directories are looked into side by side, so at worst the listing and the looks take as long as each other. A look into a directory of
-# this host takes as long as four names.
+# Names to list for each unknown directory before the rest are inspected one by one. A page of a bucket's listing has
+# 1,000 names, and 16 directories are inspected concurrently. So at worst the listing takes as long as the inspections.
+# Inspecting a directory of this host takes as long as listing four names.
 LOOK_NAMES = 64
 LOOK_NAMES_NEAR = 4
-# A listing beyond a network puts the collection of garbage off for no longer: it may wait for an endpoint that is down.
+# A listing over a network pauses garbage collection for at most this long, because its endpoint may be down.
 UNCOLLECTED_S_MAX = 10.0
 
 
@@ -57,10 +57,10 @@ class Entry:
     """A file or directory in a store.
 
     Attributes:
-        path: Relative to the store's root; empty for the root itself.
-        is_directory: Whether it is one.
-        manifest: Of a file that tierfs wrote, or a directory's marker; ``None`` where there is none or it was not
-            asked for.
+        path: Relative to the store's root. Empty for the root itself.
+        is_directory: Whether it is a directory.
+        manifest: The manifest of a file that tierfs wrote, or the marker of a directory. None if there is
+            none, or if it was not asked for.
         foreign: The object, for a file that tierfs did not write.
     """
 
@@ -71,19 +71,19 @@ class Entry:
 
     @property
     def length(self) -> int:
-        """Bytes of the file; 0 for a directory."""
+        """Length of the file in bytes, 0 for a directory."""
         if self.foreign is not None:
             return self.foreign.size
         return self.manifest.length if self.manifest is not None else 0
 
 
 def stat(store: Store, path: str) -> Entry:
-    """Describe one path; ``""`` is the root.
+    """Describe one path. ``""`` is the root.
 
     Raises:
         NotFoundError: Nothing is there.
-        CorruptionError, FormatError: Its record is damaged, or of another version.
-        InvalidInputError: The path is no good.
+        CorruptionError, FormatError: The record is damaged, or of another version.
+        InvalidInputError: The path is invalid.
         StoreError, ReadOnlyError: The object tier failed.
     """
     if not path:
@@ -102,11 +102,13 @@ def stat(store: Store, path: str) -> Entry:
 
 
 def stat_to_read(store: Store, path: str) -> Entry:
-    """The same for who wants to read what is there.
+    """Describe one path that the caller wants to read, and fail if its file may be hidden from this process.
 
     Raises:
-        CorruptionError: As `stat`; or nothing is seen there, and a segment of this host is damaged, which may hold it.
-        TierfsError: As `stat`; or nothing is seen there, and local tiers that may hold it cannot be used.
+        CorruptionError: As `stat`; or nothing is seen there, and a damaged segment of this host may hold the
+            file.
+        TierfsError: As `stat`; or nothing is seen there, and local tiers that cannot be used may hold the
+            file.
     """
     try:
         return stat(store, path)
@@ -116,11 +118,11 @@ def stat_to_read(store: Store, path: str) -> Entry:
 
 
 def check_hidden(store: Store, path: str) -> None:
-    """Check that nothing that this host wrote at a path is kept from being seen there.
+    """Check that no change of this host at a path can be hidden from this process.
 
     Raises:
-        CorruptionError: A segment of this host is damaged, which may hold it.
-        TierfsError: Local tiers that may hold it cannot be used.
+        CorruptionError: A damaged segment of this host may hold one.
+        TierfsError: Local tiers that cannot be used may hold one.
     """
     if store.tiers is not None:
         store.tiers.drafts.check_hidden(path)
@@ -129,7 +131,7 @@ def check_hidden(store: Store, path: str) -> None:
 
 
 def is_directory(store: Store, path: str) -> bool:
-    """Whether ``path`` is a directory. Raises as `stat` does, but for `NotFoundError`."""
+    """Return whether ``path`` is a directory. Raises as `stat` does, except `NotFoundError`."""
     try:
         return stat(store, path).is_directory
     except NotFoundError:
@@ -137,35 +139,35 @@ def is_directory(store: Store, path: str) -> bool:
 
 
 def has_below(store: Store, path: str, pending: Mapping[str, Manifest | None] | None = None) -> bool:
-    """Whether something lies below ``path``, its marker as a directory included. Raises as `stat` does.
+    """Return whether anything is below ``path``, including its marker. Raises as `stat` does.
 
     Args:
         store: The store.
-        path: A directory, perhaps.
-        pending: See `pending_at`, where that was looked up already.
+        path: The path to look below.
+        pending: The result of `pending_at`, if the caller has it already.
     """
     known = pending_at(store, path) if pending is None else pending
     return _has_live(store, path, known) or _has_foreign(store, path)
 
 
 def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
-    """The entries of a directory, sorted by name; for a file with nothing below it, the file.
+    """Return the entries of a directory, sorted by name. For a file with nothing below it, return the file.
 
     Args:
         store: The store.
-        path: The directory; ``""`` is the root.
-        detail: Whether to read the manifests. Without, no record is read and lengths are unknown (0).
+        path: The directory. ``""`` is the root.
+        detail: Whether to read the manifests. If not, no record is read, and published files have length 0.
 
     Raises:
         NotFoundError: Nothing is there.
-        StoreError, ReadOnlyError, CorruptionError, FormatError: It failed.
+        StoreError, ReadOnlyError, CorruptionError, FormatError: The directory cannot be read.
     """
     with _uncollected(store):
         return _list_directory(store, path, detail=detail)
 
 
 def _uncollected(store: Store) -> Uncollected:
-    """Nothing is collected while a listing makes its entries."""
+    """Return a context manager that pauses garbage collection while a listing creates its entries."""
     return Uncollected(None if store.descriptor.endpoint.host_local else UNCOLLECTED_S_MAX)
 
 
@@ -214,25 +216,25 @@ def _living(
     recorded: Sequence[str],
     foreign: Sequence[str],
 ) -> set[str]:
-    """The directories right below ``path`` in which something is.
+    """Return the directories right below ``path`` that are not empty.
 
     Args:
         store: The store.
         path: The directory above.
-        pending: This host's changes below that.
-        recorded: Those in which records are, perhaps all of removed files.
-        foreign: Those in which tierfs did not write something, perhaps nothing that can be shown.
+        pending: This host's pending changes below ``path``.
+        recorded: Directories that hold records, perhaps tombstones only.
+        foreign: Directories that hold objects that tierfs did not write, perhaps none with a valid name.
     """
     found = {keys.inside(path, name) for name in _child_directories(path, pending)}
     unknown = [name for name in recorded if name not in found]
-    # For many directories, one listing of all that is in them takes fewer requests than a listing of each.
+    # For many directories, one deep listing of ``path`` takes fewer requests than a listing of each.
     if len(unknown) > LOOKS_MAX:
         near = store.descriptor.endpoint.host_local
         wanted, left = set(unknown), (LOOK_NAMES_NEAR if near else LOOK_NAMES) * len(unknown)
         start = len(path) + 1 if path else 0
         for item in store.objects.list(keys.directory_prefix(path)):
             live = live_path(item) if isinstance(item, ObjectInfo) else None
-            # The slash that ends the root's own marker is behind no name.
+            # The root's own marker has a slash but no name before it.
             if live is not None and live not in pending and (end := live.find("/", start)) > start:
                 found.add(name := live[:end])
                 wanted.discard(name)
@@ -250,10 +252,12 @@ def _living(
 
 
 def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
-    """Every file and directory below ``path``, not ``path`` itself, sorted; of a file that nothing lies below, the file.
+    """Return every file and directory below ``path``, sorted, without ``path`` itself.
+
+    For a file with nothing below it, return the file. If nothing is at ``path``, return an empty list.
 
     Raises:
-        StoreError, ReadOnlyError, CorruptionError, FormatError: It failed. A path with nothing there is no error.
+        StoreError, ReadOnlyError, CorruptionError, FormatError: The listing or a record cannot be read.
     """
     with _uncollected(store):
         return _find(store, path, detail=detail)
@@ -296,9 +300,9 @@ def _sorted(entries: list[Entry]) -> list[Entry]:
 
 
 def directories_in(store: Store, path: str) -> list[str]:
-    """Names of the directories in a directory, sorted, however many there are: two listings, no look into each one.
+    """Return the names of the directories in a directory, sorted. Takes two listings and no request for each directory.
 
-    A directory of which all files were deleted may be among them, until garbage collection.
+    A directory whose files were all deleted may be included until garbage collection.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -322,9 +326,10 @@ def _read_all(store: Store, records: Sequence[tuple[str, ObjectInfo]], *, detail
 
 
 def pending_at(store: Store, path: str) -> dict[str, Manifest | None]:
-    """This host's pending changes at and below ``path``; ``None`` for a removal.
+    """Return this host's pending changes at and below ``path``. None stands for a removal.
 
-    To be looked up before the object tier is: drafts move down, so what is in neither place is not there.
+    Call this before asking the object tier. Drafts move down, so a change that is in neither place does not
+    exist.
     """
     if store.tiers is None:
         return {}
@@ -333,7 +338,7 @@ def pending_at(store: Store, path: str) -> dict[str, Manifest | None]:
 
 
 def _child_directories(path: str, pending: Mapping[str, Manifest | None]) -> list[str]:
-    """Names of directories right below ``path`` that something pending lies in."""
+    """Return the names of the directories right below ``path`` that hold pending files."""
     start = len(path) + 1 if path else 0
     below = [name[start:] for name, manifest in pending.items() if manifest is not None]
     return [name.partition("/")[0] for name in below if "/" in name]

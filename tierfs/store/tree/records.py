@@ -1,8 +1,8 @@
-"""The one mutable point: the record of a path, observed and then replaced on condition that it is still that one.
+"""The one mutable point: the record of a path, observed, then replaced if it has not changed.
 
 FORMAT.md, "Changing a record". Every put of a record is conditional on the version, or the absence, that the
-operation observed when it was asked for. A random write id in the record settles what happened to a put whose answer
-was lost. Nothing here ever replaces a record that was not observed.
+operation observed at its start. A random write id in the record tells whether a put took effect whose answer
+was lost. Nothing here replaces a record that was not observed.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _logger = logging.getLogger("tierfs.store")
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The content of a path when it was looked at.
+    """The content of a path when it was observed.
 
     Attributes:
-        path: The path, relative to the store; for a directory's marker it ends with ``/``.
-        key: Where its record lies.
-        record: The record, or ``None`` where there was none.
-        version: The record's in the object tier, or ``None`` where there was none.
-        draft: Write id of the draft of this host that the record is, or ``None`` where the object tier has it.
-        slots: That draft's: where slabs hold its chunks.
-        seen_s: Monotonic seconds before the object tier was asked, if it was; what was seen since then counts from there.
+        path: The path, relative to the store. The path of a directory's marker ends with ``/``.
+        key: Key of the record.
+        record: The record, or None if there was none.
+        version: Version of the record in the object tier, or None if there was none.
+        draft: Write id, if the record is a draft of this host. None if it is in the object tier.
+        slots: Slots of the draft's chunks in slabs.
+        seen_s: Monotonic seconds right before the object tier was asked. Minus infinity if it was not asked.
     """
 
     path: str
@@ -63,29 +63,29 @@ class Observed:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The record, unless it is absent or a tombstone."""
+        """The record, or None if it is absent or a tombstone."""
         return self.record if isinstance(self.record, Manifest) else None
 
     @property
     def previous(self) -> str:
-        """The note of the earlier version in a record that replaces this one."""
+        """The value for ``previous`` in a record that replaces this one."""
         return self.version or ""
 
 
 def nothing_at(path: str) -> Observed:
-    """The content of a path where no record is. Asks nobody.
+    """Return the observation that a path has no record. Sends no request.
 
     Raises:
-        InvalidInputError: The path is no good.
+        InvalidInputError: The path is invalid.
     """
     return Observed(path, keys.record_key(path), None, None)
 
 
 def observe(store: Store, path: str) -> Observed:
-    """Look at the record of a file: this host's newest draft of it, else what the object tier has.
+    """Return the record of a file: this host's newest draft, or else the record in the object tier.
 
     Raises:
-        InvalidInputError: The path is no good.
+        InvalidInputError: The path is invalid.
         CorruptionError, FormatError: The record is damaged, or of another version.
         StoreError, ReadOnlyError: The object tier failed.
     """
@@ -93,7 +93,7 @@ def observe(store: Store, path: str) -> Observed:
 
 
 def observe_draft(store: Store, path: str) -> Observed | None:
-    """This host's newest draft of a file; it needs nobody to be asked."""
+    """Return this host's newest draft of a file, if there is one. Sends no request."""
     pending = store.tiers.drafts.pending(path) if store.tiers is not None else None
     if pending is None:
         return None
@@ -102,15 +102,16 @@ def observe_draft(store: Store, path: str) -> Observed | None:
 
 
 def observe_to_replace(store: Store, path: str) -> Observed:
-    """The same for who is about to replace or delete the file whatever it holds.
+    """Observe a file that the caller replaces or deletes whatever its content is. Raises as `observe` does.
 
-    A damaged record is then no error but a warning: its file is lost already, and replacing it is what heals the path.
+    A damaged record is logged and is no error: its file is lost already, and replacing the record heals the
+    path.
     """
     return observe_draft(store, path) or observe_published(store, path)
 
 
 def observe_published(store: Store, path: str) -> Observed:
-    """The object tier's version, to be replaced."""
+    """Observe the record in the object tier, to replace it. A damaged record is logged and is no error."""
     key = keys.record_key(path)
     try:
         return _observe(store, path, key)
@@ -121,10 +122,10 @@ def observe_published(store: Store, path: str) -> Observed:
 
 
 def observe_to_stage(store: Store, path: str) -> Observed:
-    """The same for who leaves the change to the flusher, so that it can be made while the object tier is down.
+    """Observe a file whose change the caller leaves to the flusher, even while the object tier is unreachable.
 
-    Then what this process or this host last saw of the path counts. If it is something else by now, the change is
-    found out when it is to be published, and kept as a conflict.
+    The version that this process or this host saw last then counts. If the path has changed since, the
+    flusher finds out when it publishes, and keeps the change as a conflict.
     """
     draft = observe_draft(store, path)
     if draft is not None:
@@ -140,7 +141,10 @@ def observe_to_stage(store: Store, path: str) -> Observed:
 
 
 def blindly(store: Store, path: str, error: StoreError) -> Observed:
-    """The base of a write while the object tier cannot be asked; logged and counted. The store has local tiers."""
+    """Return the last seen version as the base of a write, because the object tier does not answer.
+
+    This is logged and counted. The store must have local tiers.
+    """
     assert store.tiers is not None
     store.tiers.counters.fall_back(
         "blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error
@@ -149,7 +153,7 @@ def blindly(store: Store, path: str, error: StoreError) -> Observed:
 
 
 def last_seen(store: Store, path: str) -> Observed:
-    """The version of a path that this process, or else this host, saw last in the object tier. Asks nobody."""
+    """Return the version in the object tier that this process, or else this host, saw last. Sends no request."""
     key = keys.record_key(path)
     seen = store.records.get(key)
     if seen is None and store.host_records is not None:
@@ -159,7 +163,7 @@ def last_seen(store: Store, path: str) -> Observed:
 
 
 def observe_marker(store: Store, path: str) -> Observed:
-    """Look at the marker of a directory. Raises as `observe` does."""
+    """Observe the marker of a directory. Raises as `observe` does."""
     return _observe(store, f"{path}/", keys.marker_key(path))
 
 
@@ -174,7 +178,7 @@ def _observe(store: Store, path: str, key: str) -> Observed:
 
 
 def observe_listed(store: Store, path: str, info: ObjectInfo) -> Observed:
-    """The same where a listing or HEAD has told the version already: no GET for a version seen before."""
+    """Observe a record whose version a listing or HEAD has returned. A version that was seen before costs no GET."""
     known = store.records.get(info.key)
     if known is not None and known[0] == info.version:
         return Observed(path, info.key, known[1], info.version)
@@ -182,7 +186,10 @@ def observe_listed(store: Store, path: str, info: ObjectInfo) -> Observed:
 
 
 def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> list[Record | None]:
-    """What other processes of this host have seen of these paths in just these versions, in order; ``None`` where nobody has."""
+    """Return the records that this host has seen of these paths in exactly these versions, in order, from its file.
+
+    The entry is None for a version that the host has not seen.
+    """
     kept = {} if store.host_records is None or not listed else store.host_records.find(info for _, info in listed)
     found: list[Record | None] = []
     for path, info in listed:
@@ -199,21 +206,23 @@ def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> list[Recor
 
 
 def publish(store: Store, observed: Observed, record: Record, *, term: int | None = None) -> Observed:
-    """Replace what was observed in the object tier by ``record``, if it is there still.
+    """Replace the observed record in the object tier by ``record``, if it has not changed.
 
     Args:
         store: The store.
-        observed: The replaced version.
-        record: The new one.
-        term: The lease in which its chunks were known to be in the store; ``None`` for a record without any.
+        observed: The version to replace.
+        record: The new record.
+        term: The lease in which the record's chunks were known to be in the store. None for a record without
+            chunks.
 
     Returns:
         The path as it is now.
 
     Raises:
-        ConflictError: Somebody else changed the path since; theirs stands.
-        StoreError: The object tier failed. If it is transient, the record may or may not have been replaced. Or the lease ran
-            out: nothing was changed then; or the put took so long that chunks were collected meanwhile.
+        ConflictError: Another writer changed the path since. That version stands.
+        StoreError: The object tier failed, and if the error is transient, the record may or may not be
+            replaced. Or the lease ran out, and nothing was changed. Or the put took so long that chunks were
+            collected meanwhile.
         CapacityError, ReadOnlyError: Nothing was changed.
     """
     assert observed.draft is None, "a draft is replaced by a draft"
@@ -250,7 +259,7 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
 
 
 def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
-    """After a put that took longer than a grace: whether garbage collection has left what the record names."""
+    """Check, after a put that took longer than a grace, that no chunk of the record was collected."""
     try:
         for name in dict.fromkeys(name for row in manifest.rows for name in (row.name, *row.bases)):
             store.objects.head(keys.chunk_key(name))
@@ -264,10 +273,11 @@ def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
 
 
 def _find_own(store: Store, observed: Observed, record: Record) -> Observed | None:
-    """The record that stands there now, if our own put made it. A damaged one is somebody else's.
+    """Return the current record if our own put wrote it. A damaged record counts as another writer's.
 
-    The replaced version does not count: repair keeps the write id of a record that names other chunks with the same bytes.
-    So the record that is found may differ from ours, too.
+    A record in the replaced version is not ours, even with our write id: repair keeps the write id of a
+    record when it names other chunks with the same bytes. For the same reason the record that is found may
+    differ from ours.
     """
     try:
         current = _read(store, observed.path, observed.key)

@@ -1,6 +1,6 @@
-"""Reference lists: written when a checkpoint is published, and made again by whoever finds that one is missing.
+"""Reference lists: written when a checkpoint is published, and rewritten by a client that finds one missing.
 
-FORMAT.md, "Reference list". A list is a saving and never the truth: nothing fails where it cannot be written.
+FORMAT.md, "Reference list". A list only saves requests: no operation fails because a list cannot be written.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def is_root(path: str) -> bool:
-    """Whether a file of this path makes its directory a checkpoint, which has a reference list."""
+    """Return whether a file at this path makes its directory a checkpoint, which has a reference list."""
     return path.rpartition("/")[2] == ROOT
 
 
 def names_of(store: Store, path: str, manifest: Manifest) -> Iterator[bytes]:
-    """The encoded names of all chunk objects that a file needs; one may come several times.
+    """Yield the encoded names of all chunk objects that a file needs. A name may occur several times.
 
     Raises:
-        CorruptionError, FormatError: Its table of chunks cannot be read.
+        CorruptionError, FormatError: The file's table of chunks cannot be read.
         StoreError, ReadOnlyError: The object tier failed.
     """
     if manifest.kind is not Kind.FILE:
@@ -46,7 +46,7 @@ def names_of(store: Store, path: str, manifest: Manifest) -> Iterator[bytes]:
 
 
 def owned_records(store: Store, directory: str) -> list[tuple[str, ObjectInfo]]:
-    """The live records that the list of a directory speaks for: all below it, but for those below another checkpoint in it."""
+    """Return the live records that a directory's list covers: all below it, except below another checkpoint."""
     listed = list(live_records(store, directory))
     inner = {path.rpartition("/")[0] for path, _ in listed if is_root(path)} - {directory}
     if not inner:
@@ -55,7 +55,7 @@ def owned_records(store: Store, directory: str) -> list[tuple[str, ObjectInfo]]:
 
 
 def parents_of(path: str, top: str) -> Iterator[str]:
-    """The directories that a file, or a marker, lies in, from the innermost on, without ``top`` and what is above that."""
+    """Yield the directories above a file or marker, innermost first. Excludes ``top`` and the directories above it."""
     parent = path.rstrip("/") if path.endswith("/") else path.rpartition("/")[0]
     while len(parent) > len(top):
         yield parent
@@ -63,13 +63,14 @@ def parents_of(path: str, top: str) -> Iterator[str]:
 
 
 def write_references(store: Store, directory: str, names: Iterable[str] | None = None) -> bool:
-    """Write the reference list of a checkpoint that was published just now.
+    """Write the reference list of a checkpoint that was just published. An error is logged, not raised.
 
-    That takes a put. Unless ``names`` are all the files in the directory, and this process knows their records because it wrote
-    them, it takes a listing and the records that this host does not know as well.
+    This takes one put if ``names`` are all files in the directory, and this process knows their records
+    because it wrote them. Otherwise it also takes a listing, and a request for each record that this host
+    does not know.
 
     Returns:
-        Whether it was done.
+        Whether the list was written.
     """
     try:
         found = None if names is None else _known(store, directory, names)
@@ -77,7 +78,7 @@ def write_references(store: Store, directory: str, names: Iterable[str] | None =
             listed = owned_records(store, directory)
             found = [(path, info.key, info.version, manifest) for path, info, manifest in read_manifests(store, listed)]
             if len(found) != len(listed):
-                return False  # it changes: whoever changes it writes the list
+                return False  # the checkpoint is changing: the client that changes it writes the list
         checks = [record_check(key, version) for _, key, version, _ in found]
         needed = {name for path, _, _, manifest in found for name in names_of(store, path, manifest)}
         return put_references(store, directory, checks, needed)
@@ -87,7 +88,7 @@ def write_references(store: Store, directory: str, names: Iterable[str] | None =
 
 
 def _known(store: Store, directory: str, names: Iterable[str]) -> list[_Record] | None:
-    """The records of these files as this process wrote or saw them last; ``None`` if it does not know one of them."""
+    """Return these files' records as this process last wrote or saw them, or None if it does not know them all."""
     found: list[_Record] = []
     for name in names:
         path = keys.inside(directory, name)
@@ -100,7 +101,7 @@ def _known(store: Store, directory: str, names: Iterable[str]) -> list[_Record] 
 
 
 def put_references(store: Store, directory: str, checks: Iterable[bytes], names: Iterable[bytes]) -> bool:
-    """Put a reference list. Returns whether it fits into one object.
+    """Put a reference list. Return False, without a put, if the list is too long for one object.
 
     Raises:
         StoreError, ReadOnlyError, CapacityError: The object tier failed.

@@ -1,7 +1,7 @@
-"""Bytes of files: their own, those of the objects they need, and how many of those something else needs too.
+"""The sizes of files: their own bytes, the bytes of the objects they need, and how many of those are shared.
 
-It is what the object tier holds: what this host has not published yet is not counted. A chunk object is counted once,
-whether a manifest names it as a chunk or as a base of one.
+Only the object tier is counted, not the changes that this host has not published yet. A chunk object counts
+once, whether manifests name it as a chunk or as a base.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tierfs.store.tree.walk import foreign_objects, live_records, read_manifests
 __all__ = ["Usage", "usage", "usages"]
 
 BATCH = 500
-# So many sizes are asked for one by one; for more, all chunks are listed, a thousand in each request.
+# Up to this many sizes take one request each. For more, all chunks are listed, a thousand in each request.
 HEADS_MAX = 1000
 _logger = logging.getLogger("tierfs.store")
 
@@ -39,17 +39,18 @@ class Usage:
     """Counts over a set of files.
 
     Attributes:
-        files: Files that tierfs wrote.
-        logical_bytes: Sum of their lengths.
-        stored_bytes: Bytes of the objects they need: each chunk object once, bases included, the manifests and
-            the reference lists of checkpoints.
-        shared_bytes: Of those, the bytes of chunk objects that something else in the store needs too; ``None`` where that was
-            not asked for.
-        freed_bytes: The bytes that deleting the files frees: all other stored bytes, and ``foreign_bytes``; ``None`` likewise.
-        deduplicated_bytes: Raw bytes that did not have to be stored because an identical chunk was there.
-        chunks: Chunk objects they need.
-        foreign_files: Files that tierfs did not write.
-        foreign_bytes: Sum of their lengths.
+        files: Number of files that tierfs wrote.
+        logical_bytes: Sum of the lengths of these files.
+        stored_bytes: Bytes of the objects that these files need: each chunk object once, bases included, the
+            manifests, and the reference lists of checkpoints.
+        shared_bytes: The part of ``stored_bytes`` in chunk objects that other files of the store need too.
+            None if not asked for.
+        freed_bytes: The bytes that deleting the files frees: ``stored_bytes`` without ``shared_bytes``, plus
+            ``foreign_bytes``. None if not asked for.
+        deduplicated_bytes: Raw bytes that were not stored because an identical chunk was.
+        chunks: Number of chunk objects that these files need.
+        foreign_files: Number of files that tierfs did not write.
+        foreign_bytes: Sum of the lengths of the foreign files.
     """
 
     files: int = 0
@@ -68,13 +69,14 @@ class _Group:
     """Files that are counted together.
 
     Attributes:
-        paths: Those that tierfs wrote.
-        logical_bytes: Sum of their lengths.
-        raw_bytes: Sum of their chunks' raw lengths.
-        record_bytes: The manifests' and reference lists'.
-        chunks: The chunk objects they need, each with its raw length; 0 for one that is needed as a base alone.
-        foreign: Sizes of files that tierfs did not write.
-        damage: Records that could not be read.
+        paths: Paths of the files that tierfs wrote.
+        logical_bytes: Sum of the lengths of these files.
+        raw_bytes: Sum of the raw lengths of their chunks.
+        record_bytes: Bytes of their manifests and reference lists.
+        chunks: The chunk objects that they need, with raw lengths. The length is 0 for an object that is only
+            a base.
+        foreign: Sizes of the files that tierfs did not write.
+        damage: Errors of the records that could not be read.
     """
 
     paths: set[str] = field(default_factory=set)
@@ -87,7 +89,7 @@ class _Group:
 
 
 def usage(store: Store, path: str = "", *, shared: bool = True) -> Usage:
-    """Count what a file, a directory or the whole store holds. As `usages`, but what is damaged there is an error.
+    """Count the bytes of a file, a directory or the whole store, as `usages` does. A damaged record is an error.
 
     Raises:
         NotFoundError: Nothing is at ``path``.
@@ -105,19 +107,21 @@ def usage(store: Store, path: str = "", *, shared: bool = True) -> Usage:
 
 
 def usages(store: Store, paths: Sequence[str], *, shared: bool = True) -> dict[str, Usage]:
-    """Count what each of several directories holds. Files of a directory inside another count for the inner.
+    """Count the bytes of each of several directories. A file in nested directories counts for the innermost.
 
-    That takes a listing of what holds them all, and a request for each record in them that this host does not know. With
-    ``shared`` all records of the store are listed and looked at instead. A base that none of these records names as a
-    chunk of its own costs a request for its size; where such are many, all chunks are listed.
+    This takes a listing of the directories' common parent, and a request for each record in them that this
+    host does not know. With ``shared``, all records of the store are listed and read instead. The size of a
+    base that no counted record names as a chunk takes one more request. For many such bases, all chunks are
+    listed.
 
     Args:
         store: The store.
-        paths: Relative to its root; one where nothing is holds nothing.
-        shared: Whether to find out what they share with everything else in the store, and what deleting each would free.
+        paths: Relative to the store's root. A path where nothing is has zero counts.
+        shared: Whether to count the bytes shared with all other files of the store, and the bytes that
+            deleting each would free.
 
     Raises:
-        StoreError, ReadOnlyError: The object tier failed. A damaged record is passed over with a warning.
+        StoreError, ReadOnlyError: The object tier failed. A damaged record is skipped with a warning.
     """
     counts = _Counts(store, paths, shared=shared)
     counts.warn()
@@ -125,7 +129,7 @@ def usages(store: Store, paths: Sequence[str], *, shared: bool = True) -> dict[s
 
 
 class _Counts:
-    """The chunks that each of several paths needs, and all else. Everything is asked for when it is made."""
+    """The objects that each of several paths needs, and the rest of the store. The constructor sends all requests."""
 
     def __init__(self, store: Store, paths: Sequence[str], *, shared: bool) -> None:
         self._store = store
@@ -155,7 +159,6 @@ class _Counts:
         self._sizes |= _ask_sizes(store, needed - self._sizes.keys())
 
     def usage(self, path: str) -> Usage:
-        """The usage of one of the paths."""
         group, needs = self.groups[path], self._needs
         stored = group.record_bytes + sum(map(self._sizes.__getitem__, group.chunks))
         foreign = sum(group.foreign)
@@ -173,13 +176,13 @@ class _Counts:
         )
 
     def warn(self) -> None:
-        """Say which records are damaged, so that what they need is not known."""
+        """Log the damaged records, whose files are not counted."""
         for group in (*self.groups.values(), self.others):
             for error in group.damage:
                 _logger.warning("a file is not counted: %s", error)
 
     def _add_lists(self) -> None:
-        """Count the reference lists of checkpoints as records: they go when these do."""
+        """Count the reference lists of checkpoints as records: they are deleted with the checkpoints."""
         owners = {
             keys.references_key(path.rpartition("/")[0]): group
             for group in self.groups.values()
@@ -191,7 +194,7 @@ class _Counts:
                 owners[item.key].record_bytes += item.size
 
     def _group(self, path: str) -> _Group:
-        """The innermost of the groups that a file is in."""
+        """Return the innermost group that contains a file."""
         while path and path not in self.groups:
             path = path.rpartition("/")[0]
         return self.groups.get(path, self.others)
@@ -218,7 +221,7 @@ class _Counts:
 
 
 def _listed(store: Store, path: str) -> Iterator[tuple[str, ObjectInfo]]:
-    """Path and object of every live record below a path, and of the path's own."""
+    """Yield path and object of the record at a path, if it exists, and of every live record below."""
     if path:
         with contextlib.suppress(NotFoundError):
             yield path, store.objects.head(keys.record_key(path))
@@ -226,7 +229,7 @@ def _listed(store: Store, path: str) -> Iterator[tuple[str, ObjectInfo]]:
 
 
 def _ask_sizes(store: Store, names: Collection[ChunkName]) -> dict[ChunkName, int]:
-    """Stored sizes of chunk objects; 0 for one that is not there."""
+    """Return the stored sizes of chunk objects, 0 for a missing one."""
 
     def head(name: ChunkName) -> tuple[ChunkName, int]:
         try:

@@ -1,7 +1,7 @@
-"""Walks listings of the object tier: finds live records and files that tierfs did not write, and reads those records.
+"""Walks listings of the object tier: finds live records and foreign files, and reads the records.
 
-Tombstones are told from live records by their size, so only live records that this process has not seen in this
-version cost a GET.
+A tombstone is told from a live record by its size. So a GET is sent only for a live record whose version this
+host has not seen.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tuple[str, ObjectInfo]]:
-    """Path and object of every live record below ``path`` in the object tier, unread; markers' paths end with ``/``.
+    """Yield path and object of every live record below ``path`` in the object tier. A marker's path ends with ``/``.
+
+    No record is read.
 
     Args:
         store: The store.
         path: A directory.
-        deep: Whether to go into the directories in it.
+        deep: Whether to descend into its subdirectories.
     """
     for item in store.objects.list(keys.directory_prefix(path), delimiter=not deep):
         if isinstance(item, ObjectInfo) and (live := live_path(item)) is not None:
@@ -47,7 +49,10 @@ def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tupl
 
 
 def names_in(store: Store, path: str) -> list[str]:
-    """Names of the live files in a directory in the object tier, and of the directories there, live or not; one listing."""
+    """Return the names of the live files and of the directories in a directory in the object tier, by one listing.
+
+    A directory may have no live record in it.
+    """
     names = []
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
         live = live_path(item) if isinstance(item, ObjectInfo) else None
@@ -60,7 +65,7 @@ def names_in(store: Store, path: str) -> list[str]:
 
 
 def foreign_objects(store: Store, path: str) -> Iterator[ObjectInfo]:
-    """Every object below ``path`` that tierfs did not write."""
+    """Yield every object below ``path`` that tierfs did not write."""
     for item in _foreign_listing(store, path):
         if isinstance(item, ObjectInfo) and keys.PRIVATE not in item.key.split("/") and is_valid(item.key):
             yield item
@@ -70,7 +75,7 @@ def _foreign_listing(store: Store, path: str) -> Iterator[Listed]:
     if path:
         yield from store.objects.list(foreign_prefix(path))
         return
-    # Not in one go: most of what lies below the root are chunks.
+    # Not one listing of everything: most objects below the root are chunks.
     for item in store.objects.list("", delimiter=True):
         if not isinstance(item, Prefix):
             yield item
@@ -84,19 +89,19 @@ def read_manifests(
     *,
     damaged: Callable[[str, TierfsError], object] | None = None,
 ) -> list[tuple[str, ObjectInfo, Manifest]]:
-    """Read records that a listing named, as the object tier has them; those known on this host in that version cost no request.
+    """Read the records of a listing from the object tier. A version that this host knows costs no request.
 
     Args:
         store: The store.
-        listed: Their paths and objects.
-        damaged: Called with path and error for each that is damaged or of another version, which is passed over then; by
-            default that is an error.
+        listed: Paths and objects of the records.
+        damaged: Called with the path and the error of each record that is damaged or of another version,
+            which is then skipped. By default the error is raised.
 
     Returns:
-        Those that are there still, in no promised order.
+        The records that still exist, except tombstones, in no particular order.
 
     Raises:
-        CorruptionError, FormatError, StoreError, ReadOnlyError: It failed.
+        CorruptionError, FormatError, StoreError, ReadOnlyError: A record cannot be read.
     """
 
     def read(item: tuple[str, ObjectInfo]) -> tuple[str, ObjectInfo, Manifest] | None:
@@ -114,7 +119,7 @@ def read_manifests(
 
     found, unknown = _split(listed, store.records.find(info for _, info in listed))
     recalled, unknown = _split(unknown, recall(store, unknown))
-    # Several to an errand, where there are many: an errand takes longer than a look into a local directory.
+    # Many records are read several to a task, because a task costs more than a read from a local directory.
     size = max(1, min(ERRAND_RECORDS_MAX, len(unknown) // (4 * transfers().workers)))
     errands = [unknown[start : start + size] for start in range(0, len(unknown), size)]
     fetched = itertools.chain.from_iterable(transfers().map(lambda errand: list(map(read, errand)), errands))
@@ -124,7 +129,7 @@ def read_manifests(
 def _split(
     listed: Sequence[tuple[str, ObjectInfo]], known: Sequence[Record | None]
 ) -> tuple[list[tuple[str, ObjectInfo, Manifest]], list[tuple[str, ObjectInfo]]]:
-    """Those of which the record is known, and the others."""
+    """Split listed records into those that are known and those that are not. Known tombstones are dropped."""
     found: list[tuple[str, ObjectInfo, Manifest]] = []
     unknown: list[tuple[str, ObjectInfo]] = []
     for item, record in zip(listed, known, strict=True):
@@ -136,12 +141,12 @@ def _split(
 
 
 def foreign_prefix(path: str) -> str:
-    """How the keys of files below a directory begin that tierfs did not write."""
+    """Return the key prefix of the files below a directory that tierfs did not write."""
     return f"{keys.validate_path(path)}/" if path else ""
 
 
 def live_path(info: ObjectInfo) -> str | None:
-    """The path of a live record in a listing, or ``None`` for a tombstone or a stray object."""
+    """Return the path of a live record in a listing, or None for a tombstone or a stray object."""
     try:
         path = keys.parse_record_key(info.key)
     except FormatError as error:
@@ -151,7 +156,7 @@ def live_path(info: ObjectInfo) -> str | None:
 
 
 def directory_name(key: str) -> str | None:
-    """The name of a directory in a listing; ``None`` for a stray one."""
+    """Return the name of a directory in a listing, or None if its key is not a valid path."""
     try:
         return keys.parse_component(key.rstrip("/").rpartition("/")[2])
     except FormatError:
@@ -159,7 +164,7 @@ def directory_name(key: str) -> str | None:
 
 
 def is_valid(path: str) -> bool:
-    """Whether a file that tierfs did not write has a name that a store's path can have."""
+    """Return whether the name of a file that tierfs did not write is a valid path."""
     try:
         keys.validate_path(path)
     except InvalidInputError as error:
