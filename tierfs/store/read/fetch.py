@@ -1,4 +1,4 @@
-"""Verified bytes of one chunk, from the nearest tier that has them, decoded against other chunks where it was encoded so.
+"""Read verified bytes of one chunk from the nearest tier that has them, and decode them against its bases.
 
 FORMAT.md, "Reading a file" and "Chunk envelope".
 """
@@ -34,21 +34,23 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: bool = False) -> None:
-    """Copy verified bytes of one chunk to where they are wanted, from the nearest tier that has them.
+    """Copy verified parts of one chunk into memory, from the nearest tier that has them.
 
-    A first mismatch is read again once, because a bit may have flipped on the way; a second one is an error.
+    After a first mismatch the chunk is read again, because a bit may have flipped in transfer. A second
+    mismatch is an error.
 
     Args:
         store: The store.
         row: The chunk.
-        parts: The wanted parts of it, by offsets in the raw chunk.
-        where: The file of the chunk, for errors.
-        exact: Whether it is known that nothing else is wanted of the chunk: then it is fetched whole only if next to all of it is wanted.
+        parts: The wanted parts, by offsets in the raw chunk, with the memory to fill.
+        where: The chunk's file, for errors.
+        exact: Whether the caller wants nothing else of the chunk. If so, the whole chunk is fetched only if
+            nearly all of it is wanted.
 
     Raises:
-        CorruptionError: The object, or one that it is encoded against, is missing, cut short or damaged; the memory's content is
-            undefined.
-        FormatError: Written by a newer tierfs.
+        CorruptionError: The object, or a base of it, is missing, truncated or damaged. The content of the
+            memory is undefined.
+        FormatError: A newer tierfs wrote the object.
         StoreError, ReadOnlyError: The object tier failed.
     """
     _fetch_nearest(store, row, parts, where, share=EXACT_SHARE if exact else WHOLE_SHARE, depth=0)
@@ -66,14 +68,15 @@ def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *,
         counters["object_read_bytes"] += sum(len(out) for _, out in wanted)
         return digests
 
-    # Named as an object: one may be encoded against another of the same content, and each has to be fetched for itself.
+    # The key of the object, not of the content: an object may be encoded against another with the same content, and
+    # each must be fetched on its own.
     flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")
     store.tiers.cache.read_through(name, row.raw_length, parts, fetch_parts, flight=flight, share=share)
 
 
 def _fetch_stored(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
     if not row.stored_length:
-        row = find_chunk(store, row, where)  # of a draft that was opened before it was published
+        row = find_chunk(store, row, where)  # the row of a draft that was opened before it was published
     try:
         digests = _fetch_once(store, row, parts, where, depth)
     except CorruptionError as error:
@@ -102,25 +105,25 @@ def _fetch_once(store: Store, row: Row, parts: Sequence[Part], where: str, depth
     except CorruptionError as error:
         if str(error).startswith(place):
             raise
-        # An error of the object tier itself, for an object cut short for example, names the key alone.
+        # An error of the object tier itself, such as a truncated object, names the key alone.
         raise CorruptionError(f"{place}: {error}", path=where, tier="object") from error
 
 
 def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, depth: int = 0) -> Sequence[bytes]:
-    """The same from the object tier, tried once.
+    """Copy verified parts of one chunk from its object into memory. Does not retry, and skips the local tiers.
 
     Args:
         store: The store.
         row: The chunk.
-        parts: The wanted parts of it, by offsets in the raw chunk.
-        place: How to call the object in an error.
-        depth: How many chunks are encoded against it, one against the other, on the way here.
+        parts: The wanted parts, by offsets in the raw chunk, with the memory to fill.
+        place: Name of the object in errors.
+        depth: Number of chunks above this one in the chain of bases. 0 for the chunk that the caller wants.
 
     Returns:
-        The digests of the blocks that were touched.
+        The digests of the blocks that hold the parts.
 
     Raises:
-        NotFoundError: It is not there. Otherwise as `fetch`.
+        NotFoundError: The object does not exist. Otherwise as `fetch`.
     """
     with contextlib.ExitStack() as lent:
         return _ObjectRead(
@@ -129,10 +132,10 @@ def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, d
 
 
 class _ObjectRead:
-    """One chunk object on its way to where parts of it are wanted. Arguments as of `fetch_object`.
+    """One read of a chunk object. See `fetch_object` for the other arguments.
 
     Args:
-        lend: Gives memory for as long as it goes on.
+        lend: Lends memory for the duration of the read.
     """
 
     def __init__(
@@ -154,7 +157,6 @@ class _ObjectRead:
         self._targets = BlockTargets(row.raw_length, parts, lend)
 
     def run(self) -> Sequence[bytes]:
-        """See `fetch_object`."""
         row, blocks = self._row, block_count(self._row.raw_length)
         is_standalone = row.name.recipe == NO_RECIPE
         wants_most = 2 * len(self._targets.blocks) > blocks
@@ -170,7 +172,7 @@ class _ObjectRead:
         return [envelope.blocks[index].digest for index in self._targets.blocks]
 
     def _receive_raw(self, head_bytes: int) -> Envelope:
-        """Where nothing is compressed every block's place is known, and whole blocks go straight to the caller."""
+        """Read an uncompressed object. The place of every block is known, so whole blocks go straight to the caller."""
         targets = self._targets
         head = memoryview(bytearray(head_bytes))
         pieces = [(head_bytes + index * BLOCK_BYTES, targets.view(index)) for index in targets.blocks]
@@ -182,7 +184,7 @@ class _ObjectRead:
         return envelope
 
     def _receive_streamed(self) -> Envelope:
-        """One block at a time is in memory, which stays warm, and is decoded while the next one is on its way."""
+        """Decode one block while the next arrives. Memory holds one encoded block, which stays in the CPU cache."""
         row, place = self._row, self._place
         envelopes: list[Envelope] = []
 
@@ -203,10 +205,11 @@ class _ObjectRead:
         return envelopes[-1]
 
     def _receive_encoded(self, length: int) -> Envelope:
-        """All that is wanted is in memory, with what it is encoded against, before the first block is decoded.
+        """Read all wanted blocks and their bases into memory, then decode.
 
         Args:
-            length: Bytes that come together with the head: a request costs more than some that nobody wants.
+            length: Number of bytes to read together with the envelope. A request costs more than some
+                unneeded bytes.
         """
         targets = self._targets
         stored = self._lend(min(self._row.stored_length, length))
@@ -220,7 +223,7 @@ class _ObjectRead:
             self._decode(envelope, index, found[index], needed[index])
 
         with processors().turn():
-            # A raw chunk takes less time than another thread takes to begin.
+            # Copying raw blocks takes less time than starting a thread.
             if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
                 processors().share_out(decode, targets.blocks)
             else:
@@ -229,7 +232,7 @@ class _ObjectRead:
         return envelope
 
     def _encoded_blocks(self, envelope: Envelope, stored: memoryview, info: ObjectInfo) -> dict[int, memoryview]:
-        """The wanted blocks as they are stored, fetched where they did not come with the head."""
+        """Return the wanted blocks as stored. Blocks that did not come with the envelope are fetched."""
         blocks = self._targets.blocks
         lengths = (block.encoded_length for block in envelope.blocks)
         ends = list(itertools.accumulate(lengths, initial=envelope.header_length))
@@ -244,7 +247,7 @@ class _ObjectRead:
         return found
 
     def _decode(self, envelope: Envelope, index: int, encoded: memoryview, base: memoryview | None) -> None:
-        """Decode a block to where it belongs, and verify it."""
+        """Decode a block into its target, and verify it."""
         decode_block(envelope.blocks[index].codec, encoded, self._targets.view(index), base, self._place)
         self._verify(envelope, index)
 
@@ -259,15 +262,15 @@ class _ObjectRead:
 
 
 class _Bases:
-    """The bases of a chunk's blocks, fetched when the first of them asks for one, and for no others.
+    """The bases of a chunk's blocks. They are fetched when the first block needs one, for the wanted blocks only.
 
     Args:
         store: The store.
-        envelope: The chunk's.
-        blocks: Which ones will be decoded, in order.
-        place: How to call the chunk in an error.
+        envelope: The chunk's envelope.
+        blocks: Numbers of the blocks to decode, in order.
+        place: Name of the chunk in errors.
         depth: See `fetch_object`.
-        lend: Gives memory for as long as they are needed.
+        lend: Lends memory for as long as the bases are needed.
     """
 
     def __init__(
@@ -287,14 +290,14 @@ class _Bases:
         self._factor = sum(base.length for base in envelope.bases) // envelope.raw_length
         self._blocks = [index for index in blocks if self._needs(envelope.blocks[index].codec)]
         self._start = self._blocks[0] * BLOCK_BYTES * self._factor if self._blocks else 0
-        # A reader of a whole chunk is about to read those beside it, which need the rest of the same bases.
+        # A reader of a whole chunk probably reads the neighbouring chunks next, which need the rest of the same bases.
         self._share = EXACT_SHARE if len(blocks) < len(envelope.blocks) else ANY_SHARE
         self._bytes: memoryview | None = None
 
     def of(self, index: int) -> memoryview | None:
-        """The base of block ``index``; ``None`` if it has none."""
+        """Return the base of block ``index``, or None if it has none."""
         if index not in self._blocks:
-            return None  # which the decoder refuses, if it needs one
+            return None  # the decoder refuses a missing base
         if self._bytes is None:
             self._bytes = self._load()
         begin = index * BLOCK_BYTES * self._factor - self._start
@@ -317,7 +320,7 @@ class _Bases:
             for run in runs_of(self._blocks)
         ]
         needed = self._lend(runs[-1][1] - self._start)
-        # All wanted parts of a chunk at once: a request costs more than a part.
+        # All wanted parts of one base in one call, because a request costs more than a part.
         parts: dict[Row, list[Part]] = {}
         at = 0
         for base in self._envelope.bases:
@@ -333,6 +336,6 @@ class _Bases:
             for row, wanted in parts.items():
                 _fetch_nearest(self._store, row, wanted, where, share=self._share, depth=self._depth + 1)
         except CorruptionError as error:
-            error.block = None  # one of the base's
+            error.block = None  # it is the number of a block of the base
             raise
         return needed

@@ -1,4 +1,4 @@
-"""Chunk objects as their envelopes tell: which objects there are of one content, and whether they are whole."""
+"""Look up chunk objects by their envelopes: which objects hold a content, and whether they are whole."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = [
 
 GENERATIONS_MAX = 64
 DAMAGED = Row(ChunkName(b""), 0, 0)
-"""The answer of `inspect` for a chunk object that is there and not whole."""
+"""The result of `inspect` for a chunk object that exists and is not whole."""
 _logger = logging.getLogger("tierfs.store")
 
 
 def find_chunk(store: Store, row: Row, where: str) -> Row:
-    """The chunk object that holds what a row of a draft names.
+    """Return the chunk object that holds the content of a draft's row.
 
     Raises:
-        CorruptionError: There is none.
+        CorruptionError: No object holds it.
         StoreError, ReadOnlyError: The object tier failed.
     """
     for generation in range(GENERATIONS_MAX):
@@ -47,7 +47,7 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
                 break
             if found is not DAMAGED:
                 return found
-    # It may be one that is encoded against others, whose key no one can tell from the content.
+    # The object may be encoded against others. Its key does not follow from the content, so list the candidates.
     for name in [name for name in names_beside(store, row.name.digest) if name.digest == row.name.digest]:
         if name.recipe != NO_RECIPE and not store.lease_cache.is_unusable(name):
             found = inspect(store, name, row.raw_length)
@@ -59,20 +59,24 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
 
 
 def names_beside(store: Store, content: bytes) -> Iterator[ChunkName]:
-    """The names of all chunk objects whose digests begin with the same byte as a content's, by a listing.
+    """Yield the names of all chunk objects in a content's listing prefix: their digests begin with the same byte.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
-    # A prefix that ends within a name lists nothing where prefixes are directories.
+    # The prefix ends at a directory: in a filesystem, a prefix that ends within a name lists nothing.
     prefix = keys.chunk_key(ChunkName(content)).rpartition("/")[0]
     for item in objects_below(store.objects, f"{prefix}/"):
-        with contextlib.suppress(FormatError):  # it belongs to nothing
+        with contextlib.suppress(FormatError):  # a stray object
             yield keys.parse_chunk_key(item.key, store.descriptor.digest_kind)
 
 
 def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
-    """The object under a chunk's name, as far as its envelope tells: ``None`` for nothing, `DAMAGED`, reported, for no whole chunk.
+    """Return the row of the object under a chunk's name, by its envelope. Its blocks are not read.
+
+    Returns:
+        None if there is no object. `DAMAGED`, after a log message, if the object or a base of it is not a
+        whole chunk.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -104,7 +108,7 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
 
 
 def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
-    """Whether there are objects under all these names.
+    """Return whether objects exist under all these names.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -118,11 +122,11 @@ def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
 
 
 def read_envelope(store: Store, row: Row, where: str) -> Envelope:
-    """The envelope of a chunk object.
+    """Return the envelope of a chunk object.
 
     Raises:
-        CorruptionError: It is missing, cut short or damaged.
-        FormatError: Written by a newer tierfs.
+        CorruptionError: The object is missing, truncated or damaged.
+        FormatError: A newer tierfs wrote the object.
         StoreError, ReadOnlyError: The object tier failed.
     """
     place = f"{where}: chunk {keys.chunk_key(row.name)} in the object tier"
@@ -135,17 +139,17 @@ def read_envelope(store: Store, row: Row, where: str) -> Envelope:
 
 
 def check_head(head: Buffer, row: Row, size: int, place: str) -> Envelope:
-    """Decode an envelope, and check that it is the one of the chunk that a row names.
+    """Decode an envelope, and check that it belongs to the chunk of a row.
 
     Args:
         head: The first bytes of the object.
         row: The chunk.
-        size: Of the object, in bytes.
-        place: The name of the object, for errors.
+        size: Size of the object in bytes.
+        place: Name of the object, for errors.
 
     Raises:
-        CorruptionError: It is damaged, or another chunk's.
-        FormatError: Written by a newer tierfs.
+        CorruptionError: The envelope is damaged, or belongs to another chunk.
+        FormatError: A newer tierfs wrote the object.
     """
     envelope = Envelope.decode(head, place, stored_length=size)
     if (envelope.digest, envelope.recipe, envelope.raw_length, size) != (

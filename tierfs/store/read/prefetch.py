@@ -1,4 +1,4 @@
-"""Bring chunks into a local tier before they are read, or drop clean copies of them."""
+"""Copy chunks into a local tier before they are read, or drop clean copies of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH_CHUNKS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A chunk, or as much of a file that tierfs did not write."""
+    """A chunk, or a piece of a file that tierfs did not write."""
 
     name: bytes
     length: int
@@ -38,29 +38,29 @@ class _Copy:
 
 
 def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[int], None] | None = None) -> int:
-    """Copy what a file, or everything below a directory, consists of into a local tier.
+    """Copy the chunks of a file, or of everything below a directory, into a local tier.
 
-    Copies in the ram tier lie there as long as the process that has them; from then on what this one reads takes the place of
-    others only when the budget is used up.
+    Copies in the ram tier last as long as the process that has them. After the call, copies of this process's
+    reads replace other copies only when the budget is used up.
 
     Args:
         store: The store.
         path: A file or directory.
         tier: ``"ram"`` or ``"nvme"``.
-        progress: Called with the bytes of the chunks that lie there by then.
+        progress: Called after each batch with the bytes of its chunks, which are in the tier.
 
     Returns:
-        Bytes of it that lie in the tier now: all.
+        The bytes of all chunks. All of them are in the tier.
 
     Raises:
-        InvalidInputError: No such tier, or it is switched off.
+        InvalidInputError: The tier does not exist, or is switched off.
         NotFoundError: Nothing is at ``path``.
-        CapacityError: It does not fit. What lies there then is a part of it.
-        CorruptionError, StoreError: It could not be read.
+        CapacityError: The chunks do not fit. A part of them is in the tier.
+        CorruptionError, StoreError: A chunk could not be read.
     """
     tiers = _tiers(store, tier)
     pieces = iter(_pieces(store, path))
-    # All of a batch lie in the ram tier at once, beside what others fill there.
+    # A batch is in the ram tier all at once, beside the chunks that other threads and processes fill in.
     batch_chunks = max(1, min(BATCH_CHUNKS, tiers.ram.budget_bytes // (4 * CHUNK_BYTES)))
     brought: list[_Copy] = []
     while batch := list(islice(pieces, batch_chunks)):
@@ -70,7 +70,7 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
         if progress is not None:
             progress(sum(piece.length for piece in batch))
         if _missing(tiers, brought[:1], tier):
-            break  # its place was taken by what came later
+            break  # later chunks evicted the first one: the tier is full
     total = sum(piece.length for piece in brought)
     lost = set(_missing(tiers, brought, tier))
     if lost:
@@ -80,20 +80,20 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
 
 
 def evict(store: Store, path: str, tier: str = "nvme") -> int:
-    """Drop clean copies of a file, or of everything below a directory, from a local tier.
+    """Drop clean copies of a file, or of everything below a directory, from a local tier. Dirty chunks stay.
 
     Returns:
-        Bytes dropped: what is dirty stays, and what was not there does not count.
+        The number of bytes dropped. Chunks that were not in the tier do not count.
 
     Raises:
-        InvalidInputError: No such tier, or it is switched off.
+        InvalidInputError: The tier does not exist, or is switched off.
         NotFoundError: Nothing is at ``path``.
     """
     return _tiers(store, tier).cache.evict([piece.name for piece in _pieces(store, path)] if path else None, tier)
 
 
 def _bring_all(tiers: Tiers, batch: Sequence[_Copy], tier: str) -> None:
-    """Bring pieces into a tier: at once, or where the ram tier has no room for all of them, as many as it has."""
+    """Copy pieces into a tier. If the ram tier has no room for all at once, copy as many at a time as fit."""
     missing = _missing(tiers, batch, tier)
     while missing:
         slots = transfers().map(lambda piece: _bring(tiers, piece), missing.values())
@@ -109,7 +109,7 @@ def _bring_all(tiers: Tiers, batch: Sequence[_Copy], tier: str) -> None:
 
 
 def _bring(tiers: Tiers, piece: _Copy) -> Slot | None:
-    """Bring one piece into the ram tier, if there is room."""
+    """Copy one piece into the ram tier. Return its slot, or None if there is no room."""
     with buffers().lend(piece.length) as data:
         piece.read(data)
         return tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)

@@ -1,4 +1,4 @@
-"""Read a file: any range of it, verified block by block, straight into the caller's buffer."""
+"""Read any range of a file into the caller's buffer. Blocks are verified one by one."""
 
 from __future__ import annotations
 
@@ -31,47 +31,49 @@ class Reader(abc.ABC):
     """A file at one version, opened for reading. Safe for use by many threads.
 
     Attributes:
-        starts: Where in the file each of its chunks begins, and its length.
+        starts: The offset of each chunk in the file, then the file's length.
     """
 
     starts: Sequence[int]
 
     @property
     def length(self) -> int:
-        """Bytes of the file."""
+        """Length of the file in bytes."""
         return self.starts[-1]
 
     def base_offset(self, offset: int) -> int:
-        """An offset to read the chunk at ``offset`` beside: its own, or the last of what it is encoded against in this file.
+        """Return an offset to sort reads by, so that a chunk is read soon after its bases.
 
-        Who reads all of a file in this order finds on this host what was fetched for that, however little can be kept.
+        This is the start of the last chunk of this file that the chunk at ``offset`` is encoded against, or
+        else of that chunk itself. A caller that reads a whole file in this order finds fetched bases still on
+        this host, even if the host can keep few chunks.
         """
         return offset
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill ``out`` with the bytes from ``offset``, all of which must be in the file. Raises as `read_parts` does."""
+        """Fill ``out`` with the bytes from ``offset``. All must be in the file. Raises as `read_parts` does."""
         self.read_parts([(offset, out)])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
-        """Fill each part, all of which must be in the file. A chunk is fetched once for all that is wanted of it.
+        """Fill each part. All parts must be in the file. A chunk is fetched once for all its parts.
 
         Args:
-            parts: In any order; they may overlap.
+            parts: Offsets in the file, each with the memory to fill, in any order. They may overlap.
 
         Raises:
-            CorruptionError: A byte that cannot be verified or is missing; what the memory holds is undefined.
-            ConflictError: The file was not written by tierfs and has changed since it was opened.
-            StoreError, ReadOnlyError, FormatError: It failed.
+            CorruptionError: A byte is missing or cannot be verified. The content of the memory is undefined.
+            ConflictError: tierfs did not write the file, and the file has changed since it was opened.
+            StoreError, ReadOnlyError, FormatError: A part cannot be read.
         """
         transfers().map(lambda wanted: self.read_chunk(*wanted), by_chunk(parts, self.starts).items())
 
     @abc.abstractmethod
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
-        """The same of one of its chunks, by offsets in that chunk. Waits for no other thread of `transfers`."""
+        """Fill parts of one chunk, by offsets in the chunk. Waits for no other thread of `transfers`."""
 
 
 def load(store: Store, path: str) -> bytes:
-    """Return a whole file. Raises as `open_entry` and `Reader.read_into` do."""
+    """Return the content of a whole file. Raises as `open_entry` and `Reader.read_into` do."""
     reader = open_entry(store, stat_to_read(store, path))
     out = bytearray(reader.length)
     reader.read_into(0, memoryview(out))
@@ -79,16 +81,16 @@ def load(store: Store, path: str) -> bytes:
 
 
 def open_entry(store: Store, entry: Entry, *, exact: bool = False) -> Reader:
-    """Open what a listing or `stat` found.
+    """Open a file that a listing or `stat` found.
 
     Args:
         store: The store.
-        entry: A file's.
-        exact: Fetch what is asked for and little more: who reads knows what is wanted of the file. Otherwise chunks of
-            which a good part is read are fetched, and kept on this host, as a whole.
+        entry: The entry of a file.
+        exact: Fetch little more than the requested bytes, because the caller knows all that it wants of the
+            file. By default a chunk is fetched whole, and kept on this host, if a good part of it is read.
 
     Raises:
-        NotFoundError: It is a directory.
+        NotFoundError: The entry is a directory.
     """
     if entry.manifest is not None and not entry.is_directory:
         return open_manifest(store, entry.path, entry.manifest, exact=exact)
@@ -98,29 +100,29 @@ def open_entry(store: Store, entry: Entry, *, exact: bool = False) -> Reader:
 
 
 def open_manifest(store: Store, path: str, manifest: Manifest, *, exact: bool = False) -> Reader:
-    """Open the version of a file that a manifest describes; ``exact`` as for `open_entry`."""
+    """Open the version of a file that a manifest describes. For ``exact`` see `open_entry`."""
     if manifest.inline is not None:
         return _InlineReader(manifest.inline)
     return _ChunkReader(store, path, expand_rows(store, manifest, path), exact=exact)
 
 
 def open_content(store: Store, path: str, rows: tuple[Row, ...], inline: bytes) -> Reader:
-    """Open what a writer has so far: its chunks, or where it has none its bytes. ``path`` is for errors."""
+    """Open the content that a writer has so far: its chunks, or its bytes if it has none. ``path`` is for errors."""
     return _ChunkReader(store, path, rows) if rows else _InlineReader(inline)
 
 
 def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:
-    """Every chunk of a file in order, also where the table itself lies in chunks.
+    """Return every chunk of a file in order. A table that is itself stored in chunks is read.
 
     Raises:
         CorruptionError: The table is damaged.
-        FormatError: The table does not make up the file.
+        FormatError: The table does not add up to the file.
     """
     if not manifest.indirect:
         return manifest.rows
     where = store.where(path)
     reader = _ChunkReader(store, path, manifest.rows)
-    # Grown as the chunks come in, so that a table that is not there takes no memory.
+    # Grown as the chunks arrive, so that a missing table takes no memory.
     table = bytearray()
     for row in manifest.rows:
         piece = memoryview(bytearray(row.raw_length))
@@ -149,7 +151,7 @@ class _InlineReader(Reader):
 
 
 class _ForeignReader(Reader):
-    """A file that tierfs did not write: there is no digest to hold it to, so it is held to its version.
+    """A file that tierfs did not write. It has no digests, so reads are conditional on its version instead.
 
     The local tiers keep pieces of it under its path and version.
     """
@@ -158,7 +160,7 @@ class _ForeignReader(Reader):
         self._store = store
         self._info = info
         self._share = EXACT_SHARE if exact else WHOLE_SHARE
-        # Where the local tiers cut it.
+        # Ends of the pieces that the local tiers keep.
         self.starts = (*range(0, info.size, PIECE_BYTES_MAX), info.size)
 
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
@@ -171,7 +173,7 @@ class _ForeignReader(Reader):
         tiers.cache.read_through(name, length, parts, partial(self._fetch, first), share=self._share)
 
     def _fetch(self, first: int, parts: Sequence[Part]) -> Sequence[bytes]:
-        """Parts of the piece that begins at ``first``. Returns no digests: nobody knows them."""
+        """Fetch parts of the piece that begins at ``first``. Returns no digests, because none are known."""
         ranges = [(first + start, out) for start, out in parts]
         try:
             self._store.objects.get(self._info.key, ranges, version=self._info.version)
@@ -209,7 +211,7 @@ class _ChunkReader(Reader):
             name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
             is_near = self._store.tiers is not None and self._store.tiers.reader.holds(name, "ram")
             (near if is_near else far).append((number, wanted))
-        # Waiting goes on many threads, copying on as many as there are processors.
+        # Reads that wait use many threads. Copies from memory use as many threads as there are processors.
         transfers().map(fill, far)
         processors().share_out(fill, near)
 

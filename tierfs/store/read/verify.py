@@ -1,4 +1,4 @@
-"""Read everything back and say what is damaged. Nothing is changed."""
+"""Read everything back and report damage. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ OBJECT_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong.
+    """One problem that was found.
 
     Attributes:
-        path: The file it concerns, or the object's key where it belongs to no file.
+        path: The file concerned, or the key of an object that belongs to no file.
         key: The object that is damaged or missing.
         kind: Category of the error.
         problem: The problem, in words.
@@ -53,10 +53,11 @@ class VerifyReport:
     """The result of `verify`.
 
     Attributes:
-        files: Files whose manifest could be read; directories and tombstones are read too.
-        chunks: Chunk objects read, each once.
+        files: Number of files whose manifest could be read. Directories and tombstones are read, and not
+            counted.
+        chunks: Number of chunk objects read, each once.
         raw_bytes: Decoded bytes that were checked.
-        damage: All problems; empty if all is well.
+        damage: All problems. Empty if there are none.
     """
 
     files: int = 0
@@ -66,14 +67,14 @@ class VerifyReport:
 
 
 def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | None = None) -> VerifyReport:
-    """Read every byte of a file, of all files below a directory, or of the whole store, and check it.
+    """Read and check every byte of a file, of all files below a directory, or of the whole store.
 
-    The object tier's own bytes, whatever copies this host has.
+    The object tier's own bytes are read, even if this host has copies.
 
     Args:
         store: The store.
-        path: Where to begin; empty for everything, which also finds objects that belong nowhere.
-        progress: Called with raw bytes as they are checked, from several threads.
+        path: The file or directory. Empty for the whole store, where stray objects are found, too.
+        progress: Called from several threads with the raw bytes of each chunk that was checked.
 
     Raises:
         NotFoundError: Nothing is at ``path``.
@@ -117,7 +118,7 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
 
 
 def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, tuple[Row, ...]]]:
-    """Path and chunks of every sound record; the unsound ones go into the report. ``bare`` is without local tiers."""
+    """Yield path and chunks of every sound record, and report the others. ``bare`` is ``store`` without local tiers."""
     for where, key in _records(store, path, report):
         try:
             data, _ = store.objects.read(key, MANIFEST_BYTES_MAX + 1024)
@@ -136,9 +137,9 @@ def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterat
 
 
 def _name_others(store: Store, bare: Store, path: str, report: VerifyReport) -> None:
-    """Report damage of a chunk for each file that names the chunk: it was read for the first of them alone.
+    """Report a damaged chunk for every file that names it. It was read for the first of these files only.
 
-    The records are read once more for that, instead of keeping in memory which file names what.
+    The records are read again for this, to avoid keeping in memory which file names which chunk.
     """
     damaged = {damage.key: damage for damage in report.damage if damage.key.startswith(keys.CHUNKS)}
     if not damaged:
@@ -153,14 +154,14 @@ def _name_others(store: Store, bare: Store, path: str, report: VerifyReport) -> 
 
 def _check_sizes(rows: Iterable[Row], manifest: Manifest, where: str) -> None:
     for row in rows:
-        # The row names the bases of its bases, too: how many of them the envelope names is not known here.
+        # The row also names the bases of its bases, so the number of bases in the envelope is not known here.
         least = envelope_bytes(manifest.digest_kind, block_count(row.raw_length), min(len(row.bases), 1))
         if row.stored_length <= least:
             raise FormatError(f"{where}: a chunk of {row.stored_length} bytes cannot hold {row.raw_length}", path=where)
 
 
 def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, str]]:
-    """Path and key of every record at or below ``path``, tombstones too; what is no record goes into the report."""
+    """Yield path and key of every record at or below ``path``, including tombstones. Report objects with invalid keys."""
     found = not path
     if path:
         try:
@@ -186,7 +187,11 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
 
 
 def _check_rest(store: Store, seen: set[ChunkName], report: VerifyReport) -> None:
-    """Objects that belong to no file: the descriptor, leases, condemned and reference lists, chunks that no file names, strays."""
+    """Check the objects that belong to no file.
+
+    These are the descriptor, leases, condemned and reference lists, chunks that no file names, and stray
+    objects.
+    """
 
     def check(key: str) -> None:
         try:
@@ -202,10 +207,11 @@ def _check_rest(store: Store, seen: set[ChunkName], report: VerifyReport) -> Non
 
 
 def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
-    """Read one object that is no record.
+    """Read and check one object that is not a record.
 
     Raises:
-        CorruptionError, FormatError, StoreError, ReadOnlyError: It is damaged, does not belong there, or cannot be read.
+        CorruptionError, FormatError, StoreError, ReadOnlyError: The object is damaged, is stray, or cannot be
+            read.
     """
     kind = store.descriptor.digest_kind
     if key.startswith(keys.CHUNKS):
