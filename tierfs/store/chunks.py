@@ -228,11 +228,8 @@ def _read_back(store: Store, row: Row) -> Row:
 def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> Row:
     """Make a chunk safe to name that may no longer be: inspect it, and store it again if it is condemned or missing.
 
-    Args:
-        store: The store.
-        row: The chunk.
-        where: The chunk's file, for errors.
-        read: Reads the chunk from a tier of this host, if one holds it. None reads from the object tier.
+    ``read`` reads the chunk from a tier of this host, if one holds it. ``where`` is the chunk's file, for
+    errors.
 
     Raises:
         StoreError: The last copy of the chunk is gone. The caller must write the file again.

@@ -158,11 +158,6 @@ class Commits:
         Once announced, the save is committed when its last file arrives, even if this host cannot check for
         that now.
 
-        Args:
-            directory: Directory of the checkpoint.
-            document: Content of the metadata.
-            mark: The save's mark.
-
         Raises:
             ConflictError: A save that began later is published already.
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
@@ -259,10 +254,8 @@ class Commits:
     def note_published(self, directory: str, names: Iterable[str] | None = None) -> None:
         """Delete replaced files and write the reference list, once a checkpoint's metadata is in the object tier.
 
-        Args:
-            directory: Directory of the checkpoint.
-            names: Names of all files in it, if this process wrote them into a new directory. Then nothing is
-                looked up, and there is nothing to delete.
+        ``names`` are all files in the directory, if this process wrote them into a new one. Then nothing is
+        looked up or deleted.
         """
         if names is not None:
             write_references(self._store, directory, names)

@@ -34,11 +34,9 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def leave_note(store: Store, report: Mapping[str, Any]) -> None:
-    """Replace this process's note.
+    """Replace this process's note by JSON values: the device tier as `TierWriter.status` shows it.
 
-    Args:
-        store: A store with local tiers.
-        report: JSON values: the device tier as `TierWriter.status` shows it.
+    The store must have local tiers.
     """
     assert store.tiers is not None
     host = store.tiers.ram.host

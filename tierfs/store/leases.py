@@ -169,13 +169,9 @@ class LeaseCache:
             _trim(self._known)
 
     def add_verified(self, name: ChunkName, *, is_whole: bool = False) -> None:
-        """Note that this chunk object was just read. If a manifest names it, it then counts as known.
+        """Note that this chunk object, or all of it, was just read. If a manifest names it, it then counts as known.
 
         Does nothing while another thread holds the lock.
-
-        Args:
-            name: The chunk object.
-            is_whole: Whether all of the object was read.
         """
         # `ensure` holds the lock during a renewal, and a reader must not wait for that.
         if name.digest not in self._listed or not self._lock.acquire(blocking=False):
@@ -193,10 +189,7 @@ class LeaseCache:
     def learn(self, term: int, rows: Iterable[Row], *, named: bool = False) -> None:
         """Note that these chunks were seen in the store, or put there, after `ensure` returned ``term``.
 
-        Args:
-            term: The term that `ensure` returned.
-            rows: The chunks.
-            named: Whether the chunks' bases were seen, too.
+        ``named`` says whether the chunks' bases were seen, too.
         """
         with self._lock:
             for row in rows:

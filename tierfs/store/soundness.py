@@ -37,12 +37,8 @@ _logger = logging.getLogger("tierfs.store")
 def is_sound(store: Store, row: Row, *, reread: bool = False) -> bool:
     """Return whether a manifest may refer to a chunk object. Read as much of it back as the rules demand.
 
-    A chunk object that cannot be read is marked as damaged.
-
-    Args:
-        store: The store.
-        row: The chunk object.
-        reread: Read all of it, even if it was read before.
+    With ``reread`` all of it is read, even if it was read before. A chunk object that cannot be read is
+    marked as damaged.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.

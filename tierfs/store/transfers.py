@@ -25,9 +25,6 @@ class Errand(Generic[_In, _Out]):
     """A task that runs once, although two threads may try to run it.
 
     If no thread can be started, the task stays in the executor's queue while the caller runs it.
-
-    Attributes:
-        future: The result of the task.
     """
 
     def __init__(self, task: Callable[[_In], _Out], argument: _In) -> None:
@@ -57,12 +54,7 @@ class Errand(Generic[_In, _Out]):
 
 
 class Transfers:
-    """Threads for requests to the object tier.
-
-    Args:
-        workers: Number of threads.
-        name: Prefix of the threads' names.
-    """
+    """Threads for requests to the object tier. ``name`` is the prefix of the threads' names."""
 
     def __init__(self, workers: int = WORKERS, *, name: str = "tierfs-transfer") -> None:
         self.workers = workers

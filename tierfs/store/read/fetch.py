@@ -132,11 +132,7 @@ def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, d
 
 
 class _ObjectRead:
-    """One read of a chunk object. See `fetch_object` for the other arguments.
-
-    Args:
-        lend: Lends memory for the duration of the read.
-    """
+    """One read of a chunk object: see `fetch_object`. ``lend`` lends memory for the duration of the read."""
 
     def __init__(
         self,
@@ -207,9 +203,7 @@ class _ObjectRead:
     def _receive_encoded(self, length: int) -> Envelope:
         """Read all wanted blocks and their bases into memory, then decode.
 
-        Args:
-            length: Number of bytes to read together with the envelope. A request costs more than some
-                unneeded bytes.
+        The first request reads ``length`` bytes, because another request costs more than some unneeded bytes.
         """
         targets = self._targets
         stored = self._lend(min(self._row.stored_length, length))
@@ -265,10 +259,7 @@ class _Bases:
     """The bases of a chunk's blocks. They are fetched when the first block needs one, for the wanted blocks only.
 
     Args:
-        store: The store.
-        envelope: The chunk's envelope.
         blocks: Numbers of the blocks to decode, in order.
-        place: Name of the chunk in errors.
         depth: See `fetch_object`.
         lend: Lends memory for as long as the bases are needed.
     """

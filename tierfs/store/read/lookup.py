@@ -139,16 +139,12 @@ def read_envelope(store: Store, row: Row, where: str) -> Envelope:
 
 
 def check_head(head: Buffer, row: Row, size: int, place: str) -> Envelope:
-    """Decode an envelope, and check that it belongs to the chunk of a row.
+    """Decode an envelope, and check that it is that of the row's chunk.
 
-    Args:
-        head: The first bytes of the object.
-        row: The chunk.
-        size: Size of the object in bytes.
-        place: Name of the object, for errors.
+    ``head`` holds the first bytes of the object, ``size`` is the object's length in bytes.
 
     Raises:
-        CorruptionError: The envelope is damaged, or belongs to another chunk.
+        CorruptionError: The envelope is damaged, or is that of another chunk.
         FormatError: A newer tierfs wrote the object.
     """
     envelope = Envelope.decode(head, place, stored_length=size)

@@ -109,7 +109,7 @@ def _bring_all(tiers: Tiers, batch: Sequence[_Copy], tier: str) -> None:
 
 
 def _bring(tiers: Tiers, piece: _Copy) -> Slot | None:
-    """Copy one piece into the ram tier. Return its slot, or None if there is no room."""
+    """Copy one piece into the ram tier. Return its slot, or None without room."""
     with buffers().lend(piece.length) as data:
         piece.read(data)
         return tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)

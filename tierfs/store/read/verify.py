@@ -161,7 +161,7 @@ def _check_sizes(rows: Iterable[Row], manifest: Manifest, where: str) -> None:
 
 
 def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, str]]:
-    """Yield path and key of every record at or below ``path``, including tombstones. Report objects with invalid keys."""
+    """Yield path and key of every record at or below ``path``, including tombstones. Report invalid keys."""
     found = not path
     if path:
         try:

@@ -17,13 +17,9 @@ __all__ = ["annotate", "annotate_directory"]
 
 
 def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_id: bytes) -> Manifest:
-    """Replace a file's metadata by writing one manifest.
+    """Replace all of a file's metadata, JSON values, by writing one manifest.
 
-    Args:
-        store: The store.
-        path: The file.
-        metadata: JSON values: the complete new metadata.
-        write_id: Write id of the version that the caller saw.
+    ``write_id`` is that of the version that the caller saw.
 
     Raises:
         NotFoundError: There is no file.

@@ -55,12 +55,6 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
 
     A crash in between leaves the file at both paths, each whole.
 
-    Args:
-        store: The store.
-        source: The old path.
-        target: The new path.
-        overwrite: Whether a file at ``target`` may be replaced.
-
     Raises:
         NotFoundError: There is no file at ``source``.
         AlreadyExistsError: There is a file at ``target``, and ``overwrite`` is not set.
@@ -86,11 +80,7 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
 def place(store: Store, source: Observed, target: Observed, **changes: Any) -> tuple[Manifest, bool]:
     """Write a file's manifest, with some fields changed, at another path or at its own.
 
-    Args:
-        store: The store.
-        source: The file.
-        target: The path to write to, as observed.
-        changes: Fields of the manifest to change, other than the write id and the place of its chunks.
+    ``changes`` must not include the write id and the place of the chunks.
 
     Returns:
         The manifest, and whether it is staged, so that the flusher publishes it.

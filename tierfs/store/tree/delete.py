@@ -31,11 +31,7 @@ def delete(store: Store, path: str) -> None:
 def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> None:
     """Replace an observed record by a tombstone. Raises as `replace` does.
 
-    Args:
-        store: The store.
-        observed: The version to delete.
-        after: Write id of a pending draft to publish first, the draft at a rename's target. None if there is
-            none.
+    ``after`` is the write id of a pending draft to publish first: the draft at the target of a rename.
     """
     assert observed.version is not None or observed.draft is not None
     tombstone = Tombstone(store.random_bytes(16), store.clock.now_ns(), Tombstone.check_of(observed.version or ""))

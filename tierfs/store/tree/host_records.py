@@ -53,7 +53,6 @@ class HostRecords:
     file.
 
     Args:
-        uuid: The store's uuid.
         directory: The state directory. Created with mode 0700 if missing.
 
     Attributes:

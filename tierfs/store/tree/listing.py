@@ -141,10 +141,7 @@ def is_directory(store: Store, path: str) -> bool:
 def has_below(store: Store, path: str, pending: Mapping[str, Manifest | None] | None = None) -> bool:
     """Return whether anything is below ``path``, including its marker. Raises as `stat` does.
 
-    Args:
-        store: The store.
-        path: The path to look below.
-        pending: The result of `pending_at`, if the caller has it already.
+    ``pending`` is the result of `pending_at`, if the caller has it already.
     """
     known = pending_at(store, path) if pending is None else pending
     return _has_live(store, path, known) or _has_foreign(store, path)
@@ -153,10 +150,7 @@ def has_below(store: Store, path: str, pending: Mapping[str, Manifest | None] | 
 def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
     """Return the entries of a directory, sorted by name. For a file with nothing below it, return the file.
 
-    Args:
-        store: The store.
-        path: The directory. ``""`` is the root.
-        detail: Whether to read the manifests. If not, no record is read, and published files have length 0.
+    Without ``detail`` no record is read, and published files have no manifest and length 0.
 
     Raises:
         NotFoundError: Nothing is there.

@@ -206,17 +206,10 @@ def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> list[Recor
 
 
 def publish(store: Store, observed: Observed, record: Record, *, term: int | None = None) -> Observed:
-    """Replace the observed record in the object tier by ``record``, if it has not changed.
+    """Replace the observed record in the object tier by ``record``, if it has not changed. Return the new state.
 
-    Args:
-        store: The store.
-        observed: The version to replace.
-        record: The new record.
-        term: The lease in which the record's chunks were known to be in the store. None for a record without
-            chunks.
-
-    Returns:
-        The path as it is now.
+    ``term`` is the lease in which the record's chunks were known to be in the store. It is None for a record
+    without chunks.
 
     Raises:
         ConflictError: Another writer changed the path since. That version stands.

@@ -34,14 +34,9 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tuple[str, ObjectInfo]]:
-    """Yield path and object of every live record below ``path`` in the object tier. A marker's path ends with ``/``.
+    """Yield path and object of every live record below ``path`` in the object tier, without reading the records.
 
-    No record is read.
-
-    Args:
-        store: The store.
-        path: A directory.
-        deep: Whether to descend into its subdirectories.
+    The path of a marker ends with ``/``. With ``deep`` set to false, subdirectories are skipped.
     """
     for item in store.objects.list(keys.directory_prefix(path), delimiter=not deep):
         if isinstance(item, ObjectInfo) and (live := live_path(item)) is not None:

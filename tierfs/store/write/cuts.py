@@ -1,8 +1,9 @@
-"""Where a file is cut into chunks while it is being written, so that what did not change in it makes the same chunks again.
+"""Cut a file into chunks while it is written, so that its unchanged parts make the same chunks again.
 
-A file that has a table of its own (safetensors, ``torch.save``) is cut by it: what comes before the tensors is in chunks
-of its own, so that tensors do not move when it grows; a large tensor begins a chunk and is cut each 16 MiB; small
-neighbours are packed. All else is cut each 16 MiB, and so is what comes after something that the table did not promise.
+A file with a table of tensors (safetensors, ``torch.save``) is cut by that table. The bytes before the
+tensors have their own chunks, so tensors do not move when these bytes grow. A large tensor begins a chunk and
+is cut every 16 MiB. Small neighbours are packed. All other files are cut every 16 MiB, and so is the rest of
+a file that stops following its table.
 """
 
 from __future__ import annotations
@@ -18,34 +19,33 @@ from tierfs.store.encode.tensors import unknown_layout
 __all__ = ["LARGE_BYTES", "Cutter"]
 
 LARGE_BYTES = 1 << 20
-"""A tensor from this size on has chunks of its own."""
+"""A tensor of this size or more has its own chunks."""
 _PIECE_BYTES = 1 << 16
 
 
 class Cutter:
-    """Says where chunks end in bytes that come one after the other. What it says does not depend on how they are parted.
+    """Finds where chunks end in a stream of bytes. The result does not depend on how calls split the stream.
 
-    It holds no bytes but those of the file's table.
+    It buffers only bytes of the file's table.
 
     Args:
-        at_start: Whether the first bytes are the file's. If not, all is cut each 16 MiB.
+        at_start: Whether the stream begins at the start of the file. If not, it is cut every 16 MiB.
     """
 
     def __init__(self, *, at_start: bool = True) -> None:
         self._at = 0
-        self._layout: deque[Span] = (
-            deque()
-        )  # of the chunk that the next byte goes into, and of those that ended since `ends`
-        self._filled = 0  # of the chunk that the next byte goes into
-        self._alone = True  # whether what lies in it is to have no company: a header, a large tensor
-        self._left = 0  # bytes that pass before there is something to decide
-        self._kept: bytearray | None = None  # of them, where they are wanted
-        self._mark = b""  # that they are wanted up to
+        # Spans of the chunk being filled, and of the chunks that ended in the last `ends`.
+        self._layout: deque[Span] = deque()
+        self._filled = 0  # bytes in the chunk being filled
+        self._alone = True  # whether that chunk must not be shared: it holds a header or a large tensor
+        self._left = 0  # bytes until the next decision
+        self._kept: bytearray | None = None  # the bytes collected for the parser, if it wants them
+        self._mark = b""  # end of the wanted bytes; empty if their number is fixed
         self._steps: Steps | None = follow() if at_start else None
         self._ask()
 
     def ends(self, view: memoryview) -> list[int]:
-        """Take the next bytes. Returns how many of them lie before each end of a chunk, in order."""
+        """Take the next bytes. Return, in order, how many of them come before each end of a chunk."""
         while self._layout and self._layout[0].stop <= self._at - self._filled:
             self._layout.popleft()
         ends: list[int] = []
@@ -68,9 +68,10 @@ class Cutter:
         return ends
 
     def layout(self, start: int, stop: int) -> list[Span]:
-        """The elements of the chunk that ended with the bytes taken last, or has not ended: without gaps, in order.
+        """Return the elements from ``start`` to ``stop``, in order and without gaps.
 
-        Whoever wants to know asks of one chunk after the other.
+        The range is a chunk that ended in the last call of `ends`, or the chunk being filled. Call this for
+        one chunk after the other.
         """
         found: list[Span] = []
         at = start
@@ -85,7 +86,7 @@ class Cutter:
         return found + unknown_layout(at, stop)
 
     def _keep(self, view: memoryview) -> int:
-        """Keep bytes that are wanted; after those that were wanted, none is left. Returns how many were."""
+        """Collect wanted bytes and return their number. At the end mark, set ``_left`` to that number."""
         assert self._kept is not None
         if not self._mark:
             self._kept += view
@@ -100,7 +101,7 @@ class Cutter:
         return self._left
 
     def _ask(self) -> bool:
-        """Find out what comes next. Returns whether it begins a chunk."""
+        """Ask the parser for the next step. Return whether a chunk begins here."""
         kept, mark = self._kept, self._mark
         self._kept, self._mark, self._left = None, b"", sys.maxsize
         if self._steps is None or (kept is not None and not kept.endswith(mark)):

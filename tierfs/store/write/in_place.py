@@ -1,6 +1,7 @@
 """A file that is written in place, in any order and on any thread, before it has a name.
 
-Its memory is slots of slabs where the store has local tiers, so that saving it takes no copy; else it is private.
+Its memory is in slots of slabs if the store has local tiers, so that saving it needs no copy. Otherwise the
+memory is private.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ class _Chunk:
 
     view: memoryview
     buffer: ChunkBuffer | None = None
-    slot: SlotRef | None = None  # once it is sealed
+    slot: SlotRef | None = None  # set when it is sealed
     row: Row | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Chunks that follow each other in the file and lie side by side in memory.
+    """Chunks that follow each other in the file and are adjacent in memory.
 
     Attributes:
-        view: All of them: writable until the run is sealed.
-        length: Bytes.
+        view: The memory of all chunks, writable until the run is sealed.
+        length: Length of the run in bytes.
     """
 
     view: memoryview
@@ -67,17 +68,15 @@ class Run:
     _chunks: list[_Chunk] = field(repr=False)
 
     def digests(self) -> list[bytes]:
-        """The digests of its chunks, of those that are sealed; empty for the others."""
+        """Return the digests of the chunks in order. A chunk that is not sealed has an empty one."""
         return [chunk.row.name.digest if chunk.row is not None else b"" for chunk in self._chunks]
 
 
 class StagedFile:
-    """See the module. For one thread, but for what is written into the runs' memory.
+    """A file that is written in place. For one thread, except that any thread may write into the runs' memory.
 
-    What is not committed is given back at `abort`, or on another thread soon after nobody refers to the file any more.
-
-    Args:
-        store: Where it is to be saved.
+    `abort` releases the memory that is not committed. If the file is garbage collected, another thread
+    releases it soon after.
     """
 
     def __init__(self, store: Store) -> None:
@@ -89,19 +88,21 @@ class StagedFile:
         self._watch()
 
     def _watch(self) -> None:
-        """Have what was taken given back when nobody refers to the file any more."""
+        """Release the slots when the file is garbage collected."""
         self._finalizer = weakref.finalize(self, _dropped().put, self._taken)
         self._finalizer.atexit = False
 
     def add_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[Run]:
-        """Room for chunks, those of a run side by side.
+        """Reserve memory for runs of chunks.
 
         Args:
-            runs: For each, the lengths of its chunks in bytes, each 1 to 16 MiB; all but its last are multiples of 4096.
-            wait: Whether to wait for room.
+            runs: For each run, the lengths of its chunks in bytes, each from 1 byte to 16 MiB. All but a
+                run's last are multiples of 4096.
+            wait: Whether to wait for room, for the store's timeout.
 
         Raises:
-            CapacityError: There is none, and none came in time, or never will in one piece. None of it was taken.
+            CapacityError: There is no room and none came in time, or the ram tier can never hold a run in one
+                piece. Nothing was reserved.
         """
         if self._writer is None:
             return [_private_run(lengths) for lengths in runs]
@@ -115,20 +116,21 @@ class StagedFile:
         return found
 
     def segments(self) -> set[Segment]:
-        """The segments in which the runs lie; none where the memory is private."""
+        """Return the segments that hold the runs. Empty if the memory is private."""
         return {slot.segment for slot in self._taken}
 
     def seal(self, runs: Sequence[Run], *, threads_max: int | None = None) -> None:
-        """Hash and seal what was written into these runs, on as many threads as there are processors, or as given.
+        """Hash and seal the chunks of these runs, on one thread per processor or on at most ``threads_max``.
 
-        Where there are no local tiers `commit` does that: how a chunk is encoded depends on what lies before it.
+        Without local tiers this does nothing. `commit` does the work, because a chunk's encoding depends on
+        the chunks before it.
         """
         if self._writer is None:
             return
         if not self._finalizer.alive:
             raise self._gone(self._store.where(""))
         waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
-        # Not before: training waits for the copy, and not for this.
+        # Not earlier: training waits for the copy into the runs, but not for this.
         self._writer.expect()
         ahead = self._writer.ahead()
         try:
@@ -137,7 +139,7 @@ class StagedFile:
             ahead.end()
 
     def _put(self, path: str, chunks: Sequence[_Chunk]) -> None:
-        """Put chunks into the object tier, each encoded as what it is by the table of the file that they make up."""
+        """Put chunks into the object tier. The file's own table of tensors tells how to encode each chunk."""
         views = [chunk.view for chunk in chunks]
         lengths, group = list(map(len, views)), group_of(path)
         save = self._store.encoder.count_save(group)
@@ -173,18 +175,13 @@ class StagedFile:
         metadata: Mapping[str, object] | None = None,
         is_new: bool = False,
     ) -> Manifest:
-        """Make these runs, in this order, the content of the file at ``path``. What is in no run of them is given back.
+        """Publish these runs, in this order, as the file at ``path``. Release the memory of all other runs.
 
-        Args:
-            path: Relative to the store.
-            runs: Sealed, where there are local tiers.
-            level: The level to wait for; by default the store's.
-            metadata: See `Writer`.
-            is_new: See `Writer`.
+        With local tiers, the runs must be sealed. See `Writer` for the other arguments.
 
         Raises:
-            StoreError: It was committed or discarded before, or is being committed.
-            ReadOnlyError: Nothing can be put into the object tier, where there are no local tiers.
+            StoreError: The file was committed or aborted before, or another thread is committing it.
+            ReadOnlyError: There are no local tiers, and the object tier is read-only.
             ConflictError, CapacityError, TimeoutError: See `Writer.commit`.
         """
         if self._finalizer.detach() is None:
@@ -203,7 +200,7 @@ class StagedFile:
             return writer.commit()
         finally:
             if writer is not None and writer.is_done:
-                # They are the file's now.
+                # The committed slots belong to the draft now.
                 kept = set(slots)
                 self._taken[:] = [slot for slot in self._taken if SlotRef.of(slot) not in kept]
                 _give_back(self._taken)
@@ -211,13 +208,16 @@ class StagedFile:
                 self._watch()
 
     def abort(self) -> None:
-        """Give everything back. May be called twice; does nothing to what was committed, or is being committed on another thread."""
+        """Release all memory that is not committed. May be called twice.
+
+        Does nothing to a file that is committed, or that another thread is committing.
+        """
         if self._finalizer.detach() is not None:
             _give_back(self._taken)
 
 
 def _read_from(views: Sequence[memoryview], start: int, out: memoryview) -> None:
-    """Fill a buffer from an offset of what follows each other in these views."""
+    """Fill ``out`` from offset ``start`` of the concatenation of these views."""
     at = 0
     for view in views:
         piece = view[max(0, start) :][: len(out) - at]
@@ -232,9 +232,10 @@ def _private_run(lengths: Sequence[int]) -> Run:
 
 
 class _Dropped:
-    """Gives back what files had that nobody refers to any more, on a thread that holds no lock.
+    """Releases the slots of files that were garbage collected, on a thread that holds no lock.
 
-    Garbage is collected in the middle of anything, on a thread that holds the lock of a segment too.
+    Garbage collection can run at any point, also on a thread that holds the lock of a segment. So a finalizer
+    must not release slots itself.
     """
 
     def __init__(self) -> None:
@@ -243,13 +244,13 @@ class _Dropped:
         self._slots: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
 
     def begin(self) -> None:
-        """See that there is a thread that does it."""
+        """Start the thread unless it runs."""
         with self._lock:
             if not self._is_running:
                 self._is_running = start_daemon(_give_back_all, self._slots, name="dropped") is not None
 
     def put(self, taken: list[Slot]) -> None:
-        """Have slots given back. Takes no lock that a thread could hold while it is interrupted to call this."""
+        """Queue slots for release. Takes no lock that the interrupted thread may hold."""
         self._slots.put(taken)
 
 
@@ -267,7 +268,7 @@ def _try_to_give_back(taken: list[Slot]) -> None:
 
 def _give_back(taken: list[Slot]) -> None:
     for slot in taken:
-        if slot.segment.owned:  # not in a forked child
+        if slot.segment.owned:  # false in a forked child
             slot.segment.give(slot)
     taken.clear()
 

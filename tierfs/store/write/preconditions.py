@@ -1,4 +1,4 @@
-"""Checks before a record is published: its chunks are there to stay, and nobody else's object lies at its path."""
+"""Checks before a record is published: its chunks are durable, and no foreign object is at its path."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ DIRECT_ROW_BYTES_MAX = 8 << 20
 
 
 def listed_rows(store: Store, observed: Observed) -> list[Row]:
-    """The chunks of a manifest that was observed, which may be referred to because it names them. None is looked at.
+    """Return the chunks of an observed manifest, which another manifest may refer to. No chunk is looked up.
 
-    Where the lease began after the manifest was observed they may not: `ensure_chunks_durable` looks at each of them then.
+    If the lease began after the manifest was observed, they may not be referred to yet:
+    `ensure_chunks_durable` looks each of them up.
     """
     manifest, path = observed.manifest, observed.path
     assert manifest is not None
@@ -39,9 +40,9 @@ class DurableChunks(NamedTuple):
     """Chunks that a manifest may name.
 
     Attributes:
-        rows: The manifest's own table.
-        indirect: Whether it is that of the chunks that hold the table.
-        term: The lease in which they are known to be in the store; ``None`` where there are none.
+        rows: The table to put into the manifest.
+        indirect: Whether ``rows`` name the chunks that hold the table.
+        term: The lease in which the chunks are known to be in the store. None if there are no chunks.
     """
 
     rows: tuple[Row, ...]
@@ -50,22 +51,18 @@ class DurableChunks(NamedTuple):
 
 
 def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> DurableChunks:
-    """A writer's last step before it publishes: make sure that every chunk it will name is there to stay.
+    """Make sure that every chunk of a new manifest is in the store to stay: a writer's last step before publishing.
 
-    Args:
-        store: The store.
-        path: The file's, for errors.
-        rows: Its chunks.
-        read: Gets at those that lie on this host, should one of them have to be stored anew.
+    ``read`` reads chunks from this host, in case one must be stored again. ``path`` is for errors.
 
     Returns:
-        What to put into the manifest, and the term that `publish` is to be given.
+        The table for the manifest, and the term to pass to `publish`.
 
     Raises:
-        StoreError: A chunk is gone for good, or the object tier is too slow to tell within a lease.
+        StoreError: The last copy of a chunk is gone, or the look-ups take longer than a lease.
     """
     current = list(rows)
-    checked: dict[ChunkName, int] = {}  # in which term each one was looked up here
+    checked: dict[ChunkName, int] = {}  # the term in which each was looked up here
     for _ in range(ATTEMPTS_MAX):
         table, indirect = fold_rows(store, current)
         if not current:
@@ -90,17 +87,14 @@ def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: Re
 
 
 def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
-    """Check that nobody else's object lies at ``path``.
+    """Check that ``path``, which is to be written or deleted, holds no object that tierfs did not write.
 
-    Args:
-        store: The store.
-        path: Where something is to be written, or removed.
-        staged: Whether the flusher is to do that. Then an object tier that is unreachable is not waited for: the record is
-            published on condition, and nobody else's object is ever replaced.
+    If the change is ``staged`` for the flusher, an unreachable object tier is not waited for, and is no
+    error. The flusher puts records conditionally, so it never replaces a foreign object.
 
     Raises:
-        ReadOnlyError: One does.
-        StoreError: It cannot be told.
+        ReadOnlyError: There is such an object.
+        StoreError: The object tier failed.
     """
     try:
         if staged and store.tiers is not None:
@@ -121,7 +115,11 @@ def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
 
 
 def fold_rows(store: Store, rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
-    """The manifest's own table: the chunks, or where they are too many for one object, the chunks of that table."""
+    """Return the table for a manifest, and whether it is indirect.
+
+    A table that is too long for one object is stored in chunks. The rows of these chunks are then the
+    manifest's table.
+    """
     table = memoryview(encode_rows(tuple(rows)))
     if len(table) <= DIRECT_ROW_BYTES_MAX:
         return tuple(rows), False

@@ -1,4 +1,4 @@
-"""Where a writer's chunks go: straight to the object tier, or into slabs, from where the flusher takes them."""
+"""The targets of a writer's chunks: the object tier, or slabs, from which the flusher takes them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ SLOT_BYTES_MIN = 64 << 10
 
 
 class ObjectSink:
-    """Puts the chunks of one file into the object tier while the next one is being filled: one, and at most four on their way.
+    """Puts the chunks of one file into the object tier while the next chunk is filled. At most four are in flight.
 
-    The local tiers keep copies of them, as of what is read. Not for use by several threads at once.
+    The local tiers keep copies of the chunks if they keep copies of reads. Not for use by several threads at
+    once.
 
     Args:
-        store: The store.
-        path: The file's.
-        cutter: Says where chunks end, and what is in them.
+        cutter: Finds the ends of chunks, and the elements in them.
         unread: See `store_chunk`.
     """
 
@@ -59,7 +58,7 @@ class ObjectSink:
         self._filled = 0
 
     def write(self, view: memoryview) -> None:
-        """Add bytes; they are copied.
+        """Add bytes. They are copied.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: An earlier chunk could not be stored.
@@ -73,7 +72,7 @@ class ObjectSink:
             self._append(view[at:])
 
     def finish(self) -> list[Row]:
-        """Store what is left, and return every chunk in order. Raises as `write` does."""
+        """Store the last chunk, and return every chunk in order. Raises as `write` does."""
         if self._chunk is not None:
             self._send()
         while self._under_way:
@@ -81,7 +80,7 @@ class ObjectSink:
         return self._rows
 
     def abort(self) -> None:
-        """Give everything up: chunks already stored are left for garbage collection. May be called twice."""
+        """Discard the file. Chunks already stored are left for garbage collection. May be called twice."""
         for future in self._under_way:
             future.cancel()
         while self._under_way:
@@ -124,15 +123,15 @@ class ObjectSink:
 
 
 class SlabSink:
-    """Puts chunks into slabs. Of what is large, several at once; what comes in small pieces is hashed while more comes.
+    """Puts the chunks of one file into slabs. Its methods are those of `ObjectSink`.
 
-    Where the ram tier has no room for the whole file, it goes through it in waves.
+    Several chunks of a large write are copied at once. A chunk of small writes is hashed while the next one
+    is filled. If the ram tier has no room for the whole file, the file passes through it in waves: the
+    flusher moves sealed chunks down.
 
     Args:
-        tiers: The local tiers.
-        write_id: The file's, so that the flusher knows whose chunks went ahead of it.
-        cutter: Says where chunks end.
-        timeout_s: How long to wait for room; ``None`` for as long as it takes.
+        write_id: Tells the flusher which file the moved chunks are part of.
+        timeout_s: Seconds to wait for room. None waits without limit.
     """
 
     def __init__(self, tiers: Tiers, write_id: bytes, cutter: Cutter, *, timeout_s: float | None) -> None:
@@ -142,7 +141,7 @@ class SlabSink:
         self._writer.expect()
         self._holder = f"open:{tiers.ram.host.owner()}:{write_id.hex()}"
         self._rows: list[Row | None] = []  # None for a chunk that is not sealed yet
-        self._slots: list[Slot | None] = []  # None for one that is not, or was taken down already
+        self._slots: list[Slot | None] = []  # None for a chunk that is not sealed yet, or was moved down
         self._sealing: deque[tuple[int, ChunkBuffer, Future[Slot]]] = deque()
         self._chunk: ChunkBuffer | None = None
         self._spilled = False
@@ -150,11 +149,10 @@ class SlabSink:
 
     @property
     def slots(self) -> list[SlotRef | None]:
-        """Per row, where it lies; ``None`` for a chunk that was taken down already."""
+        """The slot of each row. None for a chunk that the flusher has moved down."""
         return [None if slot is None else SlotRef.of(slot) for slot in self._slots]
 
     def write(self, view: memoryview) -> None:
-        """See `ObjectSink.write`."""
         ends = self._cutter.ends(view)
         if self._chunk is not None and ends:
             self._append(view[: ends[0]])
@@ -168,9 +166,8 @@ class SlabSink:
             self._append(rest)
 
     def finish(self) -> list[Row]:
-        """See `ObjectSink.finish`."""
         if self._chunk is not None:
-            # Here, since it is waited for at once: a thread would cost a small file more than its digest.
+            # Sealed on this thread, because a thread costs more than hashing a small file.
             slot = self._seal_chunk(self._chunk)
             self._chunk = None
             self._note(self._extend(1), slot)
@@ -179,7 +176,6 @@ class SlabSink:
         return [row for row in self._rows if row is not None]
 
     def abort(self) -> None:
-        """See `ObjectSink.abort`."""
         self._ahead.end()
         unsealed = [] if self._chunk is None else [self._chunk.slot]
         self._chunk = None
@@ -196,7 +192,7 @@ class SlabSink:
             self._writer.unhold(self._holder)
 
     def _write_chunks(self, pieces: list[memoryview]) -> None:
-        """Copy, hash and seal whole chunks: as many as there is room for at once, then one by one as room comes."""
+        """Copy, hash and seal whole chunks: as many at once as there is room for, then one by one as room comes."""
         first = self._extend(len(pieces))
 
         def write_one(number: int) -> None:
@@ -218,12 +214,12 @@ class SlabSink:
             raise
 
     def _append(self, piece: memoryview) -> None:
-        """Copy what belongs to the chunk that is being filled. A file's first one begins small, because most files are."""
+        """Copy bytes into the chunk being filled. A file's first slot starts small, because most files are small."""
         chunk, self._chunk = self._chunk, None
         kept = b""
         if chunk is not None and chunk.room < len(piece):
             kept = bytes(chunk.view[: chunk.filled])
-            self._writer.drop(chunk.slot)  # before there is a larger one: there may be no room for both
+            self._writer.drop(chunk.slot)  # before reserving a larger one: there may be no room for both
             chunk = None
         if chunk is None:
             chunk = self._begin(None if self._rows else _slot_bytes(len(kept) + len(piece)))
@@ -232,7 +228,10 @@ class SlabSink:
         chunk.append(piece)
 
     def _begin(self, length: int | None = None) -> ChunkBuffer:
-        """Room for a chunk. What this file holds itself would never be freed by waiting for it, so it is taken down."""
+        """Reserve room for a chunk. If there is none, the flusher moves this file's chunks down first.
+
+        Waiting would never free the room of these chunks.
+        """
         if not self._sealing and not any(self._slots):
             return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
         try:
@@ -264,7 +263,7 @@ class SlabSink:
             self._note(index, slot)
 
     def _extend(self, count: int) -> int:
-        """Make room for so many chunks in the tables. Returns the number of the first."""
+        """Add entries for this many chunks to the tables. Return the index of the first."""
         first = len(self._rows)
         self._rows += [None] * count
         self._slots += [None] * count
@@ -276,5 +275,5 @@ class SlabSink:
 
 
 def _slot_bytes(length: int) -> int:
-    """The slot for so many bytes, after which more may come: at most half of it is left over."""
+    """Return the slot size for a first piece: the next power of two, from 64 KiB to a chunk. More bytes may follow."""
     return min(max(SLOT_BYTES_MIN, 1 << (length - 1).bit_length()), CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""Leave a change to the flusher: it is sealed in the host's ram tier, seen by the host at once, and published later."""
+"""Leave a change to the flusher: seal it in the host's ram tier, where this host sees it at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ __all__ = ["check_stands", "follow", "is_staged", "replace", "seal"]
 
 
 def is_staged(store: Store, path: str, level: Level) -> bool:
-    """Whether a write that asks for ``level`` is left to the flusher; else the writer publishes it itself.
+    """Return whether a write that asks for ``level`` is left to the flusher. Otherwise the writer publishes it.
 
-    It does so where it is to wait for the object tier anyway, or for one that is the next tier down and this host's own:
-    then nothing is won by a detour. But what was closed earlier in the same directory has to be published first, so behind
-    that the write queues up.
+    The writer publishes if it must wait for the object tier anyway. It also publishes for `Level.LOCAL` if
+    the object tier is a directory of this host and the next tier down, because the flusher would be a detour.
+    Neither applies if the path's directory has pending changes: those are published first, so the write
+    queues behind them.
     """
     if store.tiers is None:
         return False
@@ -41,19 +42,21 @@ def seal(
     slots: Sequence[SlotRef | None] = (),
     after: bytes | None = None,
 ) -> None:
-    """Seal a change of what was observed: it is pending from now on, and this host sees it.
+    """Seal a change of the observed version. From then on it is pending, and this host sees it.
 
     Args:
-        store: The store, with local tiers.
+        store: A store with local tiers.
         observed: The version that the change replaces.
         record: The record to publish.
-        slots: Per row of a manifest, which slot holds the chunk for this change; none for rows whose chunks lie elsewhere.
-        after: Write id of a draft that has to be published before.
+        slots: For each row of a manifest, the slot that holds the chunk for this change. None for a chunk
+            elsewhere.
+        after: Write id of a draft that must be published first. None if there is none.
 
     Raises:
-        ConflictError: Another process of this host, or another thread, changed the path since. Nothing is pending.
+        ConflictError: Another process or thread of this host changed the path since. Nothing is pending.
         CapacityError: The ram tier has no room, and none came in time. Nothing is pending.
-        StoreError: A process that was stopped while it sealed a change of the path keeps others from it. Nothing is pending.
+        StoreError: A process that was stopped while sealing a change of the path blocks other changes of it.
+            Nothing is pending.
     """
     tiers = store.tiers
     assert tiers is not None
@@ -67,9 +70,9 @@ def seal(
 
 
 def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
-    """See that the path is as it was, as far as that costs no request to elsewhere: its owner still has the bytes.
+    """Check that the path has not changed, without a request over a network, while the caller still has the bytes.
 
-    What other hosts changed is found when the change is to be published, and then it is kept as a conflict.
+    A change by another host is found when this change is published. This change is then kept as a conflict.
     """
     pending = tiers.drafts.pending(observed.path)
     if pending is not None:
@@ -80,14 +83,14 @@ def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
 
 
 def check_stands(store: Store, observed: Observed) -> None:
-    """See that the object tier, if it can be asked now, has what was observed, and nothing newer.
+    """Check that the object tier, if it answers now, still has the observed version.
 
     Raises:
-        ConflictError: It has not.
+        ConflictError: It has another version.
     """
     try:
         is_same = ask_briefly(store, lambda: _stands(store, observed))
-    except StoreError:  # it is unreachable: then that comes out later, too
+    except StoreError:  # unreachable: a conflict is then found at publication
         return
     if not is_same:
         raise _changed(store, observed, "on this host" if store.descriptor.endpoint.host_local else "by another writer")
@@ -102,8 +105,8 @@ def _changed(store: Store, observed: Observed, who: str) -> ConflictError:
 
 
 def _stands(store: Store, observed: Observed) -> bool:
-    """Whether the object tier has what was observed, and nothing newer."""
-    if observed.draft is not None:  # it is published by now, as whatever version
+    """Return whether the object tier still has the observed version."""
+    if observed.draft is not None:  # the draft was published since, in an unknown version
         record = observe_published(store, observed.path).record
         return record is None or record.write_id == observed.draft
     try:
@@ -113,12 +116,12 @@ def _stands(store: Store, observed: Observed) -> bool:
 
 
 def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:
-    """Tell the flusher of a sealed change, or wait until it has reached ``level``, by default the store's.
+    """Tell the flusher of a sealed change, or wait until the change has reached ``level``, by default the store's.
 
     Raises:
-        ConflictError: Somebody else changed the path since; theirs stands.
-        TimeoutError: The level was not reached in time; the change is pending all the same.
-        TierfsError: The reason why it cannot get there; the change is pending all the same.
+        ConflictError: Another writer changed the path since. That version stands.
+        TimeoutError: The level was not reached in time. The change stays pending.
+        TierfsError: The reason why the change cannot reach the level. The change stays pending.
     """
     assert store.tiers is not None
     wanted = store.ack if level is None else level
@@ -138,15 +141,15 @@ def replace(
     after: bytes | None = None,
     term: int | None = None,
 ) -> None:
-    """Make a change whose chunks, if it has any, are in place: at once, or behind what it depends on.
+    """Make a change whose chunks, if any, are in place: publish it now, or seal it if it depends on pending changes.
 
     Args:
         store: The store.
         observed: The version that the change replaces.
         record: The new record.
-        staged: Whether it depends on something that is pending, other than what it replaces.
+        staged: Whether the change depends on a pending change other than the one that it replaces.
         slots: See `seal`.
-        after: Write id of a draft that has to be published before.
+        after: Write id of a draft that must be published first. None if there is none.
         term: See `publish`.
 
     Raises:

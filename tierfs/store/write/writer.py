@@ -1,7 +1,7 @@
-"""Write a file: cut it into chunks, put those while the rest is still being written, publish the manifest last.
+"""Write a file: cut it into chunks, put the chunks while more bytes arrive, and publish the manifest last.
 
-FORMAT.md, "Order". Nothing is visible before `Writer.commit`; until then, and after a crash, the path holds what it
-held before.
+FORMAT.md, "Order". Nothing is visible before `Writer.commit`. Until then, and after a crash, the path keeps
+its old content.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class WriteMode(enum.Enum):
 
 
 class _WriterState(enum.Enum):
-    """How far a writer has come."""
+    """The progress of a writer."""
 
     OPEN = enum.auto()
-    """Bytes may be added."""
+    """The caller may add bytes."""
     SEALING = enum.auto()
-    """Its draft is being sealed, or was, if an interrupt came right after that."""
+    """The draft is being sealed. After an interrupt it may be sealed already."""
     CLOSED = enum.auto()
-    """No bytes may be added, and as far as the writer knows it published nothing."""
+    """The caller may add no bytes. As far as the writer knows, it published nothing."""
     DONE = enum.auto()
     """The file is published or pending."""
 
@@ -63,7 +63,7 @@ def save(
     mode: WriteMode = WriteMode.OVERWRITE,
     metadata: Mapping[str, object] | None = None,
 ) -> Manifest:
-    """Write a whole file. See `Writer` for what may be raised."""
+    """Write a whole file. Raises as `Writer` and its methods do."""
     writer = Writer(store, path, mode=mode, metadata=metadata)
     writer.write(data)
     return writer.commit()
@@ -72,30 +72,33 @@ def save(
 class Writer:
     """One file being written. Not for use by several threads at once.
 
-    Memory is bounded: one chunk being filled and at most four on their way, sixteen in the whole process; or, where the
-    file is left to the flusher, the ram tier's budget.
+    Memory is bounded. One chunk is being filled and at most four are in flight, sixteen in the whole process.
+    If the file is left to the flusher, the ram tier's budget is the bound.
 
     Args:
         store: The store.
-        path: Relative to its root.
-        mode: How to treat an existing file. The path is observed now, unless it is new, and the commit is conditional on it.
+        path: Relative to the store's root.
+        mode: How to treat an existing file. The path is observed now, unless it is new. The commit is
+            conditional on that version.
         metadata: JSON values to keep with the file.
-        level: At which level `commit` returns; by default the store's. Below what the object tier gives, the rest is left
-            to the flusher.
-        staged: Leave it to the flusher at any level.
-        is_new: No record is there, because the path was drawn at random or was looked at before. It is not asked for: should there
-            be one after all, the commit is a conflict.
+        level: The level at which `commit` returns. By default the store's. Below `object`, the flusher does
+            the rest.
+        staged: Leave the file to the flusher at any level.
+        is_new: The path has no record, because it was drawn at random or was observed before. It is not
+            observed again. If it has a record after all, the commit is a conflict.
+        keep: In `WriteMode.APPEND`, how many bytes of the existing file to keep. By default all.
 
     Attributes:
-        metadata: As given; may be changed until `commit`.
-        is_replacing: Whether a file was there when the path was observed.
-        published: The version that `commit` published, or made pending; also if it raised because that did not reach its level in time.
+        metadata: As given. May be changed until `commit`.
+        is_replacing: Whether a file was at the path when it was observed.
+        published: The version that `commit` published or made pending. Also set if `commit` raised because
+            that version did not reach its level in time.
 
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
-        ReadOnlyError: The file there was not written by tierfs.
-        InvalidInputError: The path is no good.
-        StoreError, CorruptionError, FormatError: It could not be observed.
+        ReadOnlyError: tierfs did not write the file at the path.
+        InvalidInputError: The path is invalid.
+        StoreError, CorruptionError, FormatError: The path could not be observed.
     """
 
     def __init__(
@@ -156,27 +159,27 @@ class Writer:
 
     @property
     def path(self) -> str:
-        """The path being written, relative to the store."""
+        """The path being written, relative to the store's root."""
         return self._observed.path
 
     @property
     def replaces(self) -> Manifest | None:
-        """The file that was there when the writer was made."""
+        """The file at the path when the writer was created."""
         return self._observed.manifest
 
     def adopt(self, rows: Sequence[Row], slots: Sequence[SlotRef | None]) -> None:
-        """Have chunks that are in place already for the file's content. Nothing may be written before or after.
+        """Use stored or sealed chunks as the file's content. No bytes may be written before or after.
 
         Args:
-            rows: In order.
-            slots: For each, the slot that holds it for this file; ``None`` for one that is in the object tier. If there is any,
-                the writer has to be ``staged``.
+            rows: The chunks, in order.
+            slots: For each chunk, the slot that holds it for this file, or None if it is in the object tier.
+                The writer must be ``staged`` if there is any slot.
         """
         self._kept, self._kept_slots = list(rows), list(slots)
         self.length = sum(row.raw_length for row in rows)
 
     def write(self, data: Buffer) -> int:
-        """Add bytes at the end. They are copied, so ``data`` may change afterwards.
+        """Append bytes. They are copied, so the caller may reuse ``data``. Return their number.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: An earlier chunk could not be stored.
@@ -185,7 +188,7 @@ class Writer:
         try:
             self._take(view)
         except BaseException:
-            # There is a hole now, so this file is never published.
+            # The content has a hole now, so this file must never be published.
             self.abort()
             raise
         self.length += len(view)
@@ -204,34 +207,37 @@ class Writer:
             raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
 
     def read_back(self) -> Reader:
-        """Open the bytes written so far, which can be read until `abort` or `commit`. The chunk being filled ends here.
+        """Open the bytes written so far for reading, until `abort` or `commit`. Ends the chunk being filled.
 
         Raises:
-            StoreError, CapacityError, ReadOnlyError: A chunk could not be stored. The file is never published then.
+            StoreError, CapacityError, ReadOnlyError: A chunk could not be stored. The file is then never
+                published.
         """
         try:
             rows = self._finish_rows()
         except BaseException:
-            self.abort()  # there is a hole now
+            self.abort()  # the content has a hole now
             raise
         return open_content(self._store, self.path, tuple(rows), bytes(self._small))
 
     def commit(self) -> Manifest:
-        """Wait for the chunks, then publish the file.
+        """Wait for the chunks, then publish the file, or leave it to the flusher and wait for the level.
 
         Raises:
-            ConflictError: Somebody else changed the path since the writer was made; theirs stands.
-            AlreadyExistsError: `WriteMode.CREATE`, and somebody else created it in the meantime.
-            StoreError, CapacityError, ReadOnlyError: The object tier failed. The path holds what it held before; only
-                after a transient `StoreError` the new file may be there instead.
+            ConflictError: Another writer changed the path after the writer was created. That version stands.
+            AlreadyExistsError: `WriteMode.CREATE`, and another writer created the file in the meantime.
+            TimeoutError: The flusher did not reach the level in time. The file is pending.
+            StoreError, CapacityError, ReadOnlyError: The object tier or the ram tier failed. Unless `is_done`
+                is set, the path keeps its old content. Only after a transient `StoreError` it may hold the
+                new file instead.
         """
         self._check_open()
         try:
             rows = self._finish_rows()
             manifest = self._manifest(rows)
-            # Asked again: something may have been closed in this directory since, and has to be published before.
+            # Check again: another file of this directory may be pending since, which must be published first.
             if not self._staged and is_staged(self._store, self.path, self._level):
-                # The observed version may be old, and a conflict of a pending file is one for good.
+                # The observed version may be outdated, and a conflict of a pending file is permanent.
                 check_stands(self._store, self._observed)
                 self._staged = True
             if self._staged:
@@ -258,7 +264,7 @@ class Writer:
         return manifest
 
     def _refuse_created(self) -> None:
-        """In a conflict: what it is for who wanted to create a file, if there is one now."""
+        """Turn a conflict into `AlreadyExistsError`, if the mode is CREATE and a file exists now."""
         if self._mode is WriteMode.CREATE and observe(self._store, self.path).manifest is not None:
             raise AlreadyExistsError(
                 f"{self._store.where(self.path)} was created by another writer in the meantime", path=self.path
@@ -267,10 +273,10 @@ class Writer:
     def abort(self) -> None:
         """Publish nothing. Chunks already stored are left for garbage collection. May be called twice.
 
-        What `commit` made pending or published stays: the slots are that file's by then.
+        A file that `commit` published or made pending stays, and so do its slots.
         """
         if self._state is _WriterState.SEALING and self._store.tiers is not None:
-            # An interrupt may have come right after the draft was sealed.
+            # An interrupt may have arrived right after the draft was sealed.
             found = self._store.tiers.drafts.pending(self.path)
             if found is not None and found.draft.write_id == self._write_id:
                 self._state = _WriterState.DONE
@@ -282,7 +288,7 @@ class Writer:
             self._sink.abort()
 
     def _begin_sink(self) -> ObjectSink | SlabSink:
-        """Where chunks go from now on, with what was gathered so far at their start."""
+        """Return the sink. Create it first if needed, and write the bytes collected so far into it."""
         assert self._state is _WriterState.OPEN
         if self._sink is None:
             tiers = self._store.tiers if self._staged else None
@@ -308,7 +314,7 @@ class Writer:
         return self._sink
 
     def _finish_rows(self) -> list[Row]:
-        """Store what is left and return every chunk, or none for a file that fits into its manifest."""
+        """Store the last chunk and return every chunk, or none for a file that fits into its manifest."""
         if self._small and (self._kept or self.length > self._store.descriptor.inline_bytes):
             self._begin_sink()
         return [*self._kept, *(self._sink.finish() if self._sink is not None else [])]
@@ -346,7 +352,7 @@ class Writer:
         )
 
     def _continue(self, old: Manifest, length: int) -> None:
-        """Append: keep the full chunks of the first ``length`` bytes, take the last one up again."""
+        """Append: keep chunks that end within ``length``, except a short last one, and write the rest of it again."""
         store = self._store
         rows = list(expand_rows(store, old, self.path)) if self._staged else listed_rows(store, self._observed)
         ends = itertools.accumulate(row.raw_length for row in rows)
