@@ -2,8 +2,8 @@
 
 Every save writes new files and then replaces the checkpoint's metadata, so repeated saves to one directory
 would accumulate files. A file that the metadata does not name is removed one grace after this process first
-saw it so, because readers of the earlier checkpoint may need it. docs/reference/checkpoint-format.md,
-"Writing", step 4.
+saw it unnamed. Until then a reader of the earlier checkpoint may need it.
+docs/reference/checkpoint-format.md, "Writing", step 4.
 """
 
 from __future__ import annotations

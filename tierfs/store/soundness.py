@@ -1,8 +1,7 @@
 """Whether a stored chunk can be read. A save checks that before its manifest refers to the chunk.
 
-A save whose bytes are already in the store does not send them. It relies on an object that was stored
-earlier, and which may have been damaged or removed since. So the save reads the object back and checks its
-digests:
+A save whose bytes are already in the store does not send them. It relies on an object that was stored earlier
+and may have been damaged or removed since. So the save reads the object back and checks its digests:
 
 - the whole object, the first time that this writer refers to it;
 - the whole object, if the replaced file names the chunk, because a person heals a file by saving it again;

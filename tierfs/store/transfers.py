@@ -42,7 +42,8 @@ class Errand(Generic[_In, _Out]):
                 self.future.set_result(task(argument))
         except BaseException as error:  # noqa: BLE001 - raised by who waits for the future
             self.future.set_exception(error)
-            # The future refers to the error, and the error to this frame, which would keep borrowed memory alive.
+            # Drop this frame's references: the future refers to the error, and the error to this frame. Otherwise the
+            # future would keep borrowed memory alive.
             del self, task, argument
 
     def cancel(self) -> bool:

@@ -50,7 +50,7 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
         progress: Called after each batch with the bytes of its chunks, which are in the tier.
 
     Returns:
-        The bytes of all chunks. All of them are in the tier.
+        The bytes of all chunks, which are all in the tier.
 
     Raises:
         InvalidInputError: The tier does not exist, or is switched off.

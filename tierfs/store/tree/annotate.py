@@ -17,9 +17,9 @@ __all__ = ["annotate", "annotate_directory"]
 
 
 def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_id: bytes) -> Manifest:
-    """Replace all of a file's metadata, JSON values, by writing one manifest.
+    """Replace all of a file's metadata by writing one manifest.
 
-    ``write_id`` is that of the version that the caller saw.
+    ``metadata`` holds JSON values. ``write_id`` is that of the version that the caller saw.
 
     Raises:
         NotFoundError: There is no file.
@@ -40,8 +40,6 @@ def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_i
 
 def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) -> None:
     """Add to the metadata of a directory. From then on the directory exists even while it is empty.
-
-    If the object tier is unreachable, a directory without a marker may be left as it is.
 
     Raises:
         ConflictError, StoreError, ReadOnlyError: As for any change of a record.

@@ -213,9 +213,9 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
 
     Raises:
         ConflictError: Another writer changed the path since. That version stands.
-        StoreError: The object tier failed, and if the error is transient, the record may or may not be
-            replaced. Or the lease ran out, and nothing was changed. Or the put took so long that chunks were
-            collected meanwhile.
+        StoreError: The object tier failed. If the error is transient, the record may or may not be replaced.
+            Also raised if the lease ran out, when nothing was changed, and if the put took so long that
+            chunks were collected meanwhile.
         CapacityError, ReadOnlyError: Nothing was changed.
     """
     assert observed.draft is None, "a draft is replaced by a draft"

@@ -98,7 +98,7 @@ class StagedFile:
         Args:
             runs: For each run, the lengths of its chunks in bytes, each from 1 byte to 16 MiB. All but a
                 run's last are multiples of 4096.
-            wait: Whether to wait for room, for the store's timeout.
+            wait: Whether to wait for room, up to the store's ``timeout_s``.
 
         Raises:
             CapacityError: There is no room and none came in time, or the ram tier can never hold a run in one

@@ -352,7 +352,7 @@ class Writer:
         )
 
     def _continue(self, old: Manifest, length: int) -> None:
-        """Append: keep chunks that end within ``length``, except a short last one, and write the rest of it again."""
+        """Append: keep chunks that end within ``length``, except a short last one, and rewrite the bytes after them."""
         store = self._store
         rows = list(expand_rows(store, old, self.path)) if self._staged else listed_rows(store, self._observed)
         ends = itertools.accumulate(row.raw_length for row in rows)
