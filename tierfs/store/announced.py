@@ -37,8 +37,7 @@ class Waiting:
         mark: The save's id and sequence.
         missing: Names of the files that are not in the object tier, sorted.
         files: Number of files in the save.
-        problem: Why the list of its files cannot be read. Such a save is never published. Empty if there is
-            no problem.
+        problem: Why the list of its files cannot be read. Such a save is never published. Empty if there is no problem.
     """
 
     mark: SaveMark
@@ -91,8 +90,7 @@ class AnnouncedSaves:
         """Return the names of the files in a save, read from its metadata document.
 
         Raises:
-            CorruptionError, FormatError: The document is damaged, too long, or not the metadata of a
-                checkpoint.
+            CorruptionError, FormatError: The document is damaged, too long, or not the metadata of a checkpoint.
             StoreError, ReadOnlyError: The object tier failed.
         """
         manifest = found.manifest

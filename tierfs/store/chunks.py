@@ -47,8 +47,8 @@ class ChunkSend:
         Args:
             raw: The chunk. Borrowed. A block that is stored uncompressed may remain a view of this memory.
             digest: The chunk's digest.
-            into: Memory for the encoded blocks, as long as the chunk. May be ``raw`` itself if the chunk may
-                be overwritten.
+            into: Memory for the encoded blocks, as long as the chunk. May be ``raw`` itself if the chunk may be
+                overwritten.
         """
         del digest
         return self._store.encoder.encode(raw, self._context, (), into=into, read=lambda *_: False, fetch=self._fetch)
@@ -72,17 +72,17 @@ def store_chunk(
 ) -> Row:
     """Make sure that the store holds these bytes, and return their row. Identical bytes are sent once.
 
-    If a chunk is already stored, `tierfs.store.soundness` decides how much of it is read back. A damaged
-    chunk is stored again.
+    If a chunk is already stored, `tierfs.store.soundness` decides how much of it is read back. A damaged chunk is
+    stored again.
 
     Args:
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
         sending: Encodes the bytes if they must be sent. By default they are encoded without a base.
-        into: Memory for the encoded bytes, as long as ``raw``. May be ``raw`` itself if the caller no longer
-            needs its content. By default a buffer is borrowed.
-        unread: Digests of the chunks of the replaced file. Such a chunk is read back in full, even if this
-            process read it before. The call removes its digest from the set.
+        into: Memory for the encoded bytes, as long as ``raw``. May be ``raw`` itself if the caller no longer needs its
+            content. By default a buffer is borrowed.
+        unread: Digests of the chunks of the replaced file. Such a chunk is read back in full, even if this process read
+            it before. The call removes its digest from the set.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
@@ -107,8 +107,8 @@ def store_chunk(
 def _find_listed(store: Store, digest: bytes, raw_length: int) -> Row | None:
     """Return the chunk that a manifest names for these bytes, if it and its bases are stored and sound.
 
-    A manifest proves that a chunk may be referred to, not that the chunk still exists. These very bytes may
-    be needed to heal it.
+    A manifest proves that a chunk may be referred to, not that the chunk still exists. These very bytes may be needed
+    to heal it.
     """
     listed = store.lease_cache.find_listed(digest)
     if listed is None:

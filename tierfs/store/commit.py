@@ -1,9 +1,8 @@
 """Commit a checkpoint whose files come from several hosts: announce it, then publish it when all its files are there.
 
-No host knows when the files of another host have reached the object tier. So the metadata is first put under
-a name that no reader takes for a checkpoint. The client that finds all named files there publishes the
-checkpoint: the flusher that published the last file, a reader, or a person.
-docs/reference/checkpoint-format.md, "Commit".
+No host knows when the files of another host have reached the object tier. So the metadata is first put under a name
+that no reader takes for a checkpoint. The client that finds all named files there publishes the checkpoint: the flusher
+that published the last file, a reader, or a person. docs/reference/checkpoint-format.md, "Commit".
 """
 
 from __future__ import annotations
@@ -128,10 +127,9 @@ class Commits:
             path: Path of the metadata.
             document: Content of the metadata.
             mark: The save's mark.
-            is_new: No record was at the path when the save began. The first attempt then does not read the
-                path again, because its put is conditional. The path is read if the put finds a record. It is
-                always read if the flusher publishes the metadata, because a conflict of a pending file is
-                permanent.
+            is_new: No record was at the path when the save began. The first attempt then does not read the path again,
+                because its put is conditional. The path is read if the put finds a record. It is always read if the
+                flusher publishes the metadata, because a conflict of a pending file is permanent.
 
         Raises:
             ConflictError: A save that began later is published already.
@@ -155,8 +153,7 @@ class Commits:
     def announce(self, directory: str, document: bytes, mark: SaveMark) -> None:
         """Put a checkpoint's metadata under its announced name, then publish it if all its files are there.
 
-        Once announced, the save is committed when its last file arrives, even if this host cannot check for
-        that now.
+        Once announced, the save is committed when its last file arrives, even if this host cannot check for that now.
 
         Raises:
             ConflictError: A save that began later is published already.
@@ -280,9 +277,8 @@ class Commits:
         """Make the later of two saves the published one, after another write of the metadata was published first.
 
         Returns:
-            Whether the later save is published now. False if ``record`` is of no save, nothing is at the
-            path, or the metadata there was written later and is of no save. Also False if this host has a
-            pending draft of the path.
+            Whether the later save is published now. False if ``record`` is of no save, nothing is at the path, or the
+            metadata there was written later and is of no save. Also False if this host has a pending draft of the path.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: The state cannot be read,

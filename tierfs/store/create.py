@@ -51,15 +51,14 @@ def create_store(
         random_bytes: 16 random bytes, for the store's id.
         clock: Source of the creation time. By default the system's clock.
         lease_s: Duration of a writer's lease, in seconds.
-        grace_s: Seconds for which replaced, deleted or condemned bytes stay readable. By default an hour, or
-            six leases if that is longer.
+        grace_s: Seconds for which replaced, deleted or condemned bytes stay readable. By default an hour, or six leases
+            if that is longer.
 
     Returns:
         The descriptor in the object tier, and whether this call created it.
 
     Raises:
-        InvalidInputError: The store exists with another kind of digest, or the lease and the grace do not fit
-            together.
+        InvalidInputError: The store exists with another kind of digest, or the lease and the grace do not fit together.
         CorruptionError, FormatError: The existing descriptor is damaged, or of another version.
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
     """

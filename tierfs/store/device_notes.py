@@ -1,7 +1,7 @@
 """Notes of this host's processes about their device tiers, for a store's status.
 
-No other process can inspect a process's GPU memory. So each process replaces its note, a small file in the
-store's directory, after every save. A note counts while the process that wrote it is alive.
+No other process can inspect a process's GPU memory. So each process replaces its note, a small file in the store's
+directory, after every save. A note counts while the process that wrote it is alive.
 """
 
 from __future__ import annotations

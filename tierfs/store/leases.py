@@ -1,13 +1,12 @@
 """The writer's lease, and the chunks that the writer knows to be in the store.
 
-FORMAT.md, "Leases and condemned chunks". Garbage collection condemns unreached chunks, and deletes them one
-grace later if they are still unreached. A writer that refers to a chunk that it did not just store must not
-rely on knowledge older than that. So knowledge counts only within the continuous lease in which it was gained
-(its *term*). Each renewal reads the lists of condemned chunks, and a condemned chunk counts as absent.
+FORMAT.md, "Leases and condemned chunks". Garbage collection condemns unreached chunks, and deletes them one grace later
+if they are still unreached. A writer that refers to a chunk that it did not just store must not rely on knowledge older
+than that. So knowledge counts only within the continuous lease in which it was gained (its *term*). Each renewal reads
+the lists of condemned chunks, and a condemned chunk counts as absent.
 
-A chunk that a manifest names is safe from garbage collection, so another manifest may refer to it. Its object
-may still have been lost. A writer that holds the bytes of such a chunk therefore checks first that the object
-exists.
+A chunk that a manifest names is safe from garbage collection, so another manifest may refer to it. Its object may still
+have been lost. A writer that holds the bytes of such a chunk therefore checks first that the object exists.
 """
 
 from __future__ import annotations
@@ -147,14 +146,14 @@ class LeaseCache:
     def add_listed(self, term: int, rows: Iterable[Row], *, since: float | None = None) -> None:
         """Note that a manifest names these chunks, so that another manifest may refer to them.
 
-        The manifest was read after `ensure` returned ``term``, or at ``since``. Chunks that this writer put
-        or saw in any term count as known, without another look.
+        The manifest was read after `ensure` returned ``term``, or at ``since``. Chunks that this writer put or saw in
+        any term count as known, without another look.
 
         Args:
             term: The term that `ensure` returned.
             rows: The chunks.
-            since: Monotonic time at which the manifest was read, if that was before `ensure` returned. If it
-                was before the lease began, the chunks are ignored.
+            since: Monotonic time at which the manifest was read, if that was before `ensure` returned. If it was before
+                the lease began, the chunks are ignored.
         """
         with self._lock:
             counts = term == self._term and (since is None or since >= self._term_since)
@@ -258,8 +257,7 @@ class LeaseCache:
     def is_lost(self, name: ChunkName) -> bool:
         """Return whether this chunk object was removed and not stored again.
 
-        Objects encoded against it are healed only if its bytes are stored under this very name, without a
-        base.
+        Objects encoded against it are healed only if its bytes are stored under this very name, without a base.
         """
         with self._lock:
             return name in self._lost
@@ -267,9 +265,8 @@ class LeaseCache:
     def spend_look(self) -> bool:
         """Return whether to look for a chunk before sending it, if it is not known to be stored. Uses up one look.
 
-        A look costs a request, and saves sending a chunk that is stored. Changed chunks are rarely stored,
-        and unchanged chunks come in sequences. So each find earns more looks, and looks stop while nothing is
-        found.
+        A look costs a request, and saves sending a chunk that is stored. Changed chunks are rarely stored, and
+        unchanged chunks come in sequences. So each find earns more looks, and looks stop while nothing is found.
         """
         with self._lock:
             if not self._looks:

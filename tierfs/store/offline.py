@@ -1,8 +1,7 @@
 """Bounded requests to an object tier that may be unreachable, and the descriptors that this host keeps for that case.
 
-A save that the flusher publishes needs the object tier only to observe the version that it replaces. While
-the object tier does not answer, the version that this host saw last is used, and callers do not wait for each
-request anew.
+A save that the flusher publishes needs the object tier only to observe the version that it replaces. While the object
+tier does not answer, the version that this host saw last is used, and callers do not wait for each request anew.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
 def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
     """Return the result of ``look``, which asks the object tier of a store with local tiers, within LOOK_S seconds.
 
-    There is no time limit if the object tier is a directory of this host. After a transient failure, each
-    call fails at once for AWAY_S seconds.
+    There is no time limit if the object tier is a directory of this host. After a transient failure, each call fails at
+    once for AWAY_S seconds.
 
     Raises:
-        StoreError: There was no answer in time, or an earlier call failed less than AWAY_S seconds ago. The
-            error is transient.
+        StoreError: There was no answer in time, or an earlier call failed less than AWAY_S seconds ago. The error is
+            transient.
         TierfsError: Raised by ``look``.
     """
     tiers = store.tiers
@@ -89,8 +88,8 @@ class KnownStores:
 
     Args:
         directory: The state directory.
-        through: Options of the object tier's filesystem. The same URL names another store at another endpoint
-            or account. The options may hold secrets, so only a digest of them is kept.
+        through: Options of the object tier's filesystem. The same URL names another store at another endpoint or
+            account. The options may hold secrets, so only a digest of them is kept.
     """
 
     def __init__(self, directory: Path, through: str = "") -> None:

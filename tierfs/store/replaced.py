@@ -1,9 +1,8 @@
 """Removes shard files of saves that another save to the same directory replaced.
 
-Every save writes new files and then replaces the checkpoint's metadata, so repeated saves to one directory
-would accumulate files. A file that the metadata does not name is removed one grace after this process first
-saw it unnamed. Until then a reader of the earlier checkpoint may need it.
-docs/reference/checkpoint-format.md, "Writing", step 4.
+Every save writes new files and then replaces the checkpoint's metadata, so repeated saves to one directory would
+accumulate files. A file that the metadata does not name is removed one grace after this process first saw it unnamed.
+Until then a reader of the earlier checkpoint may need it. docs/reference/checkpoint-format.md, "Writing", step 4.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ def remove_replaced(
         store: The store.
         directory: Directory in which a checkpoint was just published in place of another.
         named: Names of the files of the new checkpoint.
-        part: Keys that mark a shard file. A file without one of them in its manifest's metadata is not
-            touched.
-        announced: Returns the names of the files of announced saves. Called only if there is something to
-            remove.
+        part: Keys that mark a shard file. A file without one of them in its manifest's metadata is not touched.
+        announced: Returns the names of the files of announced saves. Called only if there is something to remove.
 
     Returns:
         The number of removed files.

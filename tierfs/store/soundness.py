@@ -1,15 +1,14 @@
 """Whether a stored chunk can be read. A save checks that before its manifest refers to the chunk.
 
-A save whose bytes are already in the store does not send them. It relies on an object that was stored earlier
-and may have been damaged or removed since. So the save reads the object back and checks its digests:
+A save whose bytes are already in the store does not send them. It relies on an object that was stored earlier and may
+have been damaged or removed since. So the save reads the object back and checks its digests:
 
 - the whole object, the first time that this writer refers to it;
 - the whole object, if the replaced file names the chunk, because a person heals a file by saving it again;
 - else one block, drawn at random, once in the duration of a lease.
 
-If the object tier is not a directory of this host, an object that this writer put counts as read, because the
-endpoint verified its checksum or the writer read it back. One of its blocks is still read once in the
-duration of a lease.
+If the object tier is not a directory of this host, an object that this writer put counts as read, because the endpoint
+verified its checksum or the writer read it back. One of its blocks is still read once in the duration of a lease.
 
 The same rules hold for an object that is used as a base, if the object tier is a directory of this host.
 Elsewhere one block of a base is read, once, and none if this writer put the object.
@@ -36,8 +35,8 @@ _logger = logging.getLogger("tierfs.store")
 def is_sound(store: Store, row: Row, *, reread: bool = False) -> bool:
     """Return whether a manifest may refer to a chunk object. Read as much of it back as the rules demand.
 
-    With ``reread`` all of it is read, even if it was read before. A chunk object that cannot be read is
-    marked as damaged.
+    With ``reread`` all of it is read, even if it was read before. A chunk object that cannot be read is marked as
+    damaged.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -65,8 +64,7 @@ def is_sound_base(store: Store, row: Row) -> bool:
 def replaced_chunks(store: Store, path: str) -> set[bytes]:
     """Return the digests of the chunks of the file at a path, if this process knows its record. Sends no request.
 
-    If it does not know the record, it has not read the chunks either, so `is_sound` reads them for that
-    reason.
+    If it does not know the record, it has not read the chunks either, so `is_sound` reads them for that reason.
     """
     known = store.records.get(keys.record_key(path))
     if known is None or not isinstance(known[1], Manifest) or known[1].indirect:

@@ -47,8 +47,8 @@ OBJECT_FACTOR = 6
 class Store:
     """A prefix of an object tier with a descriptor. Safe for use by many threads, in the process that opened it.
 
-    In a forked child every use of its tiers raises `StoreError`. The fsspec filesystem, `TierReader` and
-    `TierWriter` open it anew there.
+    In a forked child every use of its tiers raises `StoreError`. The fsspec filesystem, `TierReader` and `TierWriter`
+    open it anew there.
 
     Args:
         objects: The object tier, based at the store's root.
@@ -62,8 +62,7 @@ class Store:
         timeout_s: Seconds to wait for that level, and for room in the local tiers. None waits without limit.
         state_dir: Directory of this host's state. By default `state_directory`.
         codecs: Codecs that chunks may be encoded with.
-        device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU. 0 switches
-            it off.
+        device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU. 0 switches it off.
         unused: Why there are no local tiers, if they were asked for.
         hand_over: Tells the flusher the options of this store; see `Store.hand_over`.
     """
@@ -160,8 +159,8 @@ class Store:
     def is_current(self) -> bool:
         """Return whether the root still holds this store, which was neither deleted nor replaced by a new one.
 
-        Asks the object tier each time if it is a directory of this host, else once in the duration of a
-        lease. If a store with local tiers gets no answer, this is logged and counted, and the result is True.
+        Asks the object tier each time if it is a directory of this host, else once in the duration of a lease. If a
+        store with local tiers gets no answer, this is logged and counted, and the result is True.
 
         Raises:
             StoreError, ReadOnlyError, CorruptionError, FormatError: The descriptor cannot be read.
@@ -256,9 +255,8 @@ class RecordCache:
     def find(self, infos: Iterable[ObjectInfo]) -> list[Record | None]:
         """Return the record of each object in exactly this version, in order. None if that version was not seen.
 
-        All objects are looked up before any record is added. So a listing larger than the cache finds as many
-        records as the cache holds. Adding records between the look-ups would evict each entry just before its
-        look-up.
+        All objects are looked up before any record is added. So a listing larger than the cache finds as many records
+        as the cache holds. Adding records between the look-ups would evict each entry just before its look-up.
         """
         with self._lock:
             entries = self._entries

@@ -91,9 +91,8 @@ class Transfers:
     def map(self, task: Callable[[_In], _Out], arguments: Iterable[_In]) -> list[_Out]:
         """Run ``task`` on every argument and return the results in order.
 
-        If the call is interrupted, it starts no further task and raises when the running tasks have ended.
-        The caller may then reuse memory that it lent to them. A request that hangs delays this until its
-        timeout.
+        If the call is interrupted, it starts no further task and raises when the running tasks have ended. The caller
+        may then reuse memory that it lent to them. A request that hangs delays this until its timeout.
 
         Raises:
             BaseException: The first error of a task, after every task has ended.

@@ -24,8 +24,8 @@ def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) 
 
     Raises:
         TimeoutError: The level was not reached in time. The message names the pending changes.
-        ConflictError: Another writer changed a path before this host's change was flushed. That version
-            stands, and this change is kept as a conflict.
+        ConflictError: Another writer changed a path before this host's change was flushed. That version stands, and
+            this change is kept as a conflict.
         TierfsError: The reason why a change cannot reach the level.
     """
     tiers = _tiers_of(store)

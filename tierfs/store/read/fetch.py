@@ -36,20 +36,20 @@ _logger = logging.getLogger("tierfs.store")
 def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: bool = False) -> None:
     """Copy verified parts of one chunk into memory, from the nearest tier that has them.
 
-    After a first mismatch the chunk is read again, because a bit may have flipped in transfer. A second
-    mismatch is an error.
+    After a first mismatch the chunk is read again, because a bit may have flipped in transfer. A second mismatch is an
+    error.
 
     Args:
         store: The store.
         row: The chunk.
         parts: The wanted parts, by offsets in the raw chunk, with the memory to fill.
         where: The chunk's file, for errors.
-        exact: Whether the caller wants nothing else of the chunk. If so, the whole chunk is fetched only if
-            nearly all of it is wanted.
+        exact: Whether the caller wants nothing else of the chunk. If so, the whole chunk is fetched only if nearly all
+            of it is wanted.
 
     Raises:
-        CorruptionError: The object, or a base of it, is missing, truncated or damaged. The content of the
-            memory is undefined.
+        CorruptionError: The object, or a base of it, is missing, truncated or damaged. The content of the memory is
+            undefined.
         FormatError: A newer tierfs wrote the object.
         StoreError, ReadOnlyError: The object tier failed.
     """

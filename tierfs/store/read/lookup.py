@@ -75,8 +75,7 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
     """Return the row of the object under a chunk's name, by its envelope. Its blocks are not read.
 
     Returns:
-        None if there is no object. `DAMAGED`, after a log message, if the object or a base of it is not a
-        whole chunk.
+        None if there is no object. `DAMAGED`, after a log message, if the object or a base of it is not a whole chunk.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.

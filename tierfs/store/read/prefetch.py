@@ -40,8 +40,8 @@ class _Copy:
 def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[int], None] | None = None) -> int:
     """Copy the chunks of a file, or of everything below a directory, into a local tier.
 
-    Copies in the ram tier last as long as the process that has them. After the call, copies of this process's
-    reads replace other copies only when the budget is used up.
+    Copies in the ram tier last as long as the process that has them. After the call, copies of this process's reads
+    replace other copies only when the budget is used up.
 
     Args:
         store: The store.

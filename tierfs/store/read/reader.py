@@ -44,9 +44,9 @@ class Reader(abc.ABC):
     def base_offset(self, offset: int) -> int:
         """Return an offset to sort reads by, so that a chunk is read soon after its bases.
 
-        This is the start of the last chunk of this file that the chunk at ``offset`` is encoded against, or
-        else of that chunk itself. A caller that reads a whole file in this order finds fetched bases still on
-        this host, even if the host can keep few chunks.
+        This is the start of the last chunk of this file that the chunk at ``offset`` is encoded against, or else of
+        that chunk itself. A caller that reads a whole file in this order finds fetched bases still on this host, even
+        if the host can keep few chunks.
         """
         return offset
 
@@ -86,8 +86,8 @@ def open_entry(store: Store, entry: Entry, *, exact: bool = False) -> Reader:
     Args:
         store: The store.
         entry: The entry of a file.
-        exact: Fetch little more than the requested bytes, because the caller knows all that it wants of the
-            file. By default a chunk is fetched whole, and kept on this host, if a good part of it is read.
+        exact: Fetch little more than the requested bytes, because the caller knows all that it wants of the file. By
+            default a chunk is fetched whole, and kept on this host, if a good part of it is read.
 
     Raises:
         NotFoundError: The entry is a directory.

@@ -53,8 +53,7 @@ class VerifyReport:
     """The result of `verify`.
 
     Attributes:
-        files: Number of files whose manifest could be read. Directories and tombstones are read, and not
-            counted.
+        files: Number of files whose manifest could be read. Directories and tombstones are read, and not counted.
         chunks: Number of chunk objects read, each once.
         raw_bytes: Decoded bytes that were checked.
         damage: All problems. Empty if there are none.
@@ -189,8 +188,7 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
 def _check_rest(store: Store, seen: set[ChunkName], report: VerifyReport) -> None:
     """Check the objects that belong to no file.
 
-    These are the descriptor, leases, condemned and reference lists, chunks that no file names, and stray
-    objects.
+    These are the descriptor, leases, condemned and reference lists, chunks that no file names, and stray objects.
     """
 
     def check(key: str) -> None:
@@ -210,8 +208,7 @@ def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
     """Read and check one object that is not a record.
 
     Raises:
-        CorruptionError, FormatError, StoreError, ReadOnlyError: The object is damaged, is stray, or cannot be
-            read.
+        CorruptionError, FormatError, StoreError, ReadOnlyError: The object is damaged, is stray, or cannot be read.
     """
     kind = store.descriptor.digest_kind
     if key.startswith(keys.CHUNKS):

@@ -59,10 +59,9 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
         NotFoundError: There is no file at ``source``.
         AlreadyExistsError: There is a file at ``target``, and ``overwrite`` is not set.
         ReadOnlyError: tierfs did not write one of the two files.
-        ConflictError: Another writer changed one of the paths after this call observed it. That version
-            stands. If the source was changed, the target is written all the same.
-        StoreError: The object tier failed. If the error is transient, either record may or may not be
-            written.
+        ConflictError: Another writer changed one of the paths after this call observed it. That version stands. If the
+            source was changed, the target is written all the same.
+        StoreError: The object tier failed. If the error is transient, either record may or may not be written.
     """
     observed = observe(store, source)
     if observed.manifest is None:
@@ -116,8 +115,8 @@ def transfer(source: Store, source_path: str, target: Store, target_path: str, *
 
     Raises:
         NotFoundError: There is no file at ``source_path``.
-        ConflictError: Another writer changed the target, or the source of a move, after this call observed
-            it. That version stands. If the source was changed, the target is written all the same.
+        ConflictError: Another writer changed the target, or the source of a move, after this call observed it. That
+            version stands. If the source was changed, the target is written all the same.
         ReadOnlyError: tierfs did not write the file at the target, or the source of a move.
         StoreError, CapacityError, CorruptionError: The copy failed. The source is untouched.
     """

@@ -18,8 +18,8 @@ __all__ = ["make_directory", "new_marker", "remove_directory"]
 def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
     """Create a directory that exists even while it is empty. Its parents are implied.
 
-    If ``exist_ok`` is set and the object tier is unreachable, a store with local tiers creates no marker, and
-    counts that.
+    If ``exist_ok`` is set and the object tier is unreachable, a store with local tiers creates no marker, and counts
+    that.
 
     Raises:
         AlreadyExistsError: There is a file, or a directory and ``exist_ok`` is not set.

@@ -1,9 +1,9 @@
 """Records that any process of this host has seen, so that a listing sends no GET for them.
 
-All stores whose object tier is elsewhere share one SQLite file in the state directory. It is a cache: losing
-it costs requests only. A version never has two contents, and every record carries its own checksum, so a
-stale or damaged entry is detected. The file has no write-ahead log, and a connection lives for one batch, so
-processes and forks share only the file.
+All stores whose object tier is elsewhere share one SQLite file in the state directory. It is a cache: losing it costs
+requests only. A version never has two contents, and every record carries its own checksum, so a stale or damaged entry
+is detected. The file has no write-ahead log, and a connection lives for one batch, so processes and forks share only
+the file.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ WHERE excluded.seen >= seen OR seen > ?6
 class HostRecords:
     """The host's records of one store. Safe for use by many threads.
 
-    If the file cannot be used, this is logged once, and this process fetches records as if there were no
-    file.
+    If the file cannot be used, this is logged once, and this process fetches records as if there were no file.
 
     Args:
         directory: The state directory. Created with mode 0700 if missing.

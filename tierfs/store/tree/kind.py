@@ -19,10 +19,10 @@ Kind = Literal["file", "directory"]
 def kind_of(store: Store, path: str) -> Kind | None:
     """Return the kind of ``path``, or None if nothing is there.
 
-    A process that saves below `Level.OBJECT` calls this before and after each save, so an unreachable object
-    tier must not fail it. The answer then comes from this host's pending changes, or else from the version
-    that this host saw last. That is logged and counted. If another host changed the path, the flusher finds
-    out when it publishes the save, and keeps the save as a conflict.
+    A process that saves below `Level.OBJECT` calls this before and after each save, so an unreachable object tier must
+    not fail it. The answer then comes from this host's pending changes, or else from the version that this host saw
+    last. That is logged and counted. If another host changed the path, the flusher finds out when it publishes the
+    save, and keeps the save as a conflict.
 
     Raises:
         InvalidInputError: The path is invalid.
@@ -49,9 +49,8 @@ def kind_of(store: Store, path: str) -> Kind | None:
 def is_directory_nearby(store: Store, path: str) -> bool:
     """Return whether ``path``, where no file is, is a directory, as far as that takes no request to a server.
 
-    A bucket is not asked, because that costs a request or two for each new file. So in a bucket a file can
-    get the name of a directory, as with any tool. The same holds if the directory of the object tier is not
-    mounted.
+    A bucket is not asked, because that costs a request or two for each new file. So in a bucket a file can get the name
+    of a directory, as with any tool. The same holds if the directory of the object tier is not mounted.
 
     Raises:
         CorruptionError, FormatError, StoreError, ReadOnlyError: The directory cannot be read.

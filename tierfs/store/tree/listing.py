@@ -1,8 +1,8 @@
 """Look-ups in a store: one path, one directory, or everything below a path.
 
-A directory exists while a live record is below it, its own marker included, or a file that tierfs did not
-write. As in any object store, a path can be a file and have other files below it. A look-up of the path finds
-the file. A listing returns the path twice, the file first.
+A directory exists while a live record is below it, its own marker included, or a file that tierfs did not write. As in
+any object store, a path can be a file and have other files below it. A look-up of the path finds the file. A listing
+returns the path twice, the file first.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Entry:
     Attributes:
         path: Relative to the store's root. Empty for the root itself.
         is_directory: Whether it is a directory.
-        manifest: The manifest of a file that tierfs wrote, or the marker of a directory. None if there is
-            none, or if it was not asked for.
+        manifest: The manifest of a file that tierfs wrote, or the marker of a directory. None if there is none, or if
+            it was not asked for.
         foreign: The object, for a file that tierfs did not write.
     """
 
@@ -105,10 +105,8 @@ def stat_to_read(store: Store, path: str) -> Entry:
     """Describe one path that the caller wants to read, and fail if its file may be hidden from this process.
 
     Raises:
-        CorruptionError: As `stat`; or nothing is seen there, and a damaged segment of this host may hold the
-            file.
-        TierfsError: As `stat`; or nothing is seen there, and local tiers that cannot be used may hold the
-            file.
+        CorruptionError: As `stat`; or nothing is seen there, and a damaged segment of this host may hold the file.
+        TierfsError: As `stat`; or nothing is seen there, and local tiers that cannot be used may hold the file.
     """
     try:
         return stat(store, path)
@@ -322,8 +320,7 @@ def _read_all(store: Store, records: Sequence[tuple[str, ObjectInfo]], *, detail
 def pending_at(store: Store, path: str) -> dict[str, Manifest | None]:
     """Return this host's pending changes at and below ``path``. None stands for a removal.
 
-    Call this before asking the object tier. Drafts move down, so a change that is in neither place does not
-    exist.
+    Call this before asking the object tier. Drafts move down, so a change that is in neither place does not exist.
     """
     if store.tiers is None:
         return {}

@@ -1,8 +1,8 @@
 """The one mutable point: the record of a path, observed, then replaced if it has not changed.
 
-FORMAT.md, "Changing a record". Every put of a record is conditional on the version, or the absence, that the
-operation observed at its start. A random write id in the record tells whether a put took effect whose answer
-was lost. Nothing here replaces a record that was not observed.
+FORMAT.md, "Changing a record". Every put of a record is conditional on the version, or the absence, that the operation
+observed at its start. A random write id in the record tells whether a put took effect whose answer was lost. Nothing
+here replaces a record that was not observed.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def observe_published(store: Store, path: str) -> Observed:
 def observe_to_stage(store: Store, path: str) -> Observed:
     """Observe a file whose change the caller leaves to the flusher, even while the object tier is unreachable.
 
-    The version that this process or this host saw last then counts. If the path has changed since, the
-    flusher finds out when it publishes, and keeps the change as a conflict.
+    The version that this process or this host saw last then counts. If the path has changed since, the flusher finds
+    out when it publishes, and keeps the change as a conflict.
     """
     draft = observe_draft(store, path)
     if draft is not None:
@@ -213,9 +213,9 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
 
     Raises:
         ConflictError: Another writer changed the path since. That version stands.
-        StoreError: The object tier failed. If the error is transient, the record may or may not be replaced.
-            Also raised if the lease ran out, when nothing was changed, and if the put took so long that
-            chunks were collected meanwhile.
+        StoreError: The object tier failed. If the error is transient, the record may or may not be replaced. Also
+            raised if the lease ran out, when nothing was changed, and if the put took so long that chunks were
+            collected meanwhile.
         CapacityError, ReadOnlyError: Nothing was changed.
     """
     assert observed.draft is None, "a draft is replaced by a draft"
@@ -268,9 +268,8 @@ def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
 def _find_own(store: Store, observed: Observed, record: Record) -> Observed | None:
     """Return the current record if our own put wrote it. A damaged record counts as another writer's.
 
-    A record in the replaced version is not ours, even with our write id: repair keeps the write id of a
-    record when it names other chunks with the same bytes. For the same reason the record that is found may
-    differ from ours.
+    A record in the replaced version is not ours, even with our write id: repair keeps the write id of a record when it
+    names other chunks with the same bytes. For the same reason the record that is found may differ from ours.
     """
     try:
         current = _read(store, observed.path, observed.key)

@@ -65,9 +65,8 @@ def parents_of(path: str, top: str) -> Iterator[str]:
 def write_references(store: Store, directory: str, names: Iterable[str] | None = None) -> bool:
     """Write the reference list of a checkpoint that was just published. An error is logged, not raised.
 
-    This takes one put if ``names`` are all files in the directory, and this process knows their records
-    because it wrote them. Otherwise it also takes a listing, and a request for each record that this host
-    does not know.
+    This takes one put if ``names`` are all files in the directory, and this process knows their records because it
+    wrote them. Otherwise it also takes a listing, and a request for each record that this host does not know.
 
     Returns:
         Whether the list was written.

@@ -1,7 +1,7 @@
 """The sizes of files: their own bytes, the bytes of the objects they need, and how many of those are shared.
 
-Only the object tier is counted, not the changes that this host has not published yet. A chunk object counts
-once, whether manifests name it as a chunk or as a base.
+Only the object tier is counted, not the changes that this host has not published yet. A chunk object counts once,
+whether manifests name it as a chunk or as a base.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Usage:
     Attributes:
         files: Number of files that tierfs wrote.
         logical_bytes: Sum of the lengths of these files.
-        stored_bytes: Bytes of the objects that these files need: each chunk object once, bases included, the
-            manifests, and the reference lists of checkpoints.
+        stored_bytes: Bytes of the objects that these files need: each chunk object once, bases included, the manifests,
+            and the reference lists of checkpoints.
         shared_bytes: The part of ``stored_bytes`` in chunk objects that other files of the store need too.
             None if not asked for.
         freed_bytes: The bytes that deleting the files frees: ``stored_bytes`` without ``shared_bytes``, plus
@@ -73,8 +73,7 @@ class _Group:
         logical_bytes: Sum of the lengths of these files.
         raw_bytes: Sum of the raw lengths of their chunks.
         record_bytes: Bytes of their manifests and reference lists.
-        chunks: The chunk objects that they need, with raw lengths. The length is 0 for an object that is only
-            a base.
+        chunks: The chunk objects that they need, with raw lengths. The length is 0 for an object that is only a base.
         foreign: Sizes of the files that tierfs did not write.
         damage: Errors of the records that could not be read.
     """
@@ -109,16 +108,15 @@ def usage(store: Store, path: str = "", *, shared: bool = True) -> Usage:
 def usages(store: Store, paths: Sequence[str], *, shared: bool = True) -> dict[str, Usage]:
     """Count the bytes of each of several directories. A file in nested directories counts for the innermost.
 
-    This takes a listing of the directories' common parent, and a request for each record in them that this
-    host does not know. With ``shared``, all records of the store are listed and read instead. The size of a
-    base that no counted record names as a chunk takes one more request. For many such bases, all chunks are
-    listed.
+    This takes a listing of the directories' common parent, and a request for each record in them that this host does
+    not know. With ``shared``, all records of the store are listed and read instead. The size of a base that no counted
+    record names as a chunk takes one more request. For many such bases, all chunks are listed.
 
     Args:
         store: The store.
         paths: Relative to the store's root. A path where nothing is has zero counts.
-        shared: Whether to count the bytes shared with all other files of the store, and the bytes that
-            deleting each would free.
+        shared: Whether to count the bytes shared with all other files of the store, and the bytes that deleting each
+            would free.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed. A damaged record is skipped with a warning.

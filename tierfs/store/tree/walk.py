@@ -1,7 +1,7 @@
 """Walks listings of the object tier: finds live records and foreign files, and reads the records.
 
-A tombstone is told from a live record by its size. So a GET is sent only for a live record whose version this
-host has not seen.
+A tombstone is told from a live record by its size. So a GET is sent only for a live record whose version this host has
+not seen.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def read_manifests(
     Args:
         store: The store.
         listed: Paths and objects of the records.
-        damaged: Called with the path and the error of each record that is damaged or of another version,
-            which is then skipped. By default the error is raised.
+        damaged: Called with the path and the error of each record that is damaged or of another version, which is then
+            skipped. By default the error is raised.
 
     Returns:
         The records that still exist, except tombstones, in no particular order.

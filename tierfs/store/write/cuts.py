@@ -1,9 +1,9 @@
 """Cut a file into chunks while it is written, so that its unchanged parts make the same chunks again.
 
-A file with a table of tensors (safetensors, ``torch.save``) is cut by that table. The bytes before the
-tensors have their own chunks, so tensors do not move when these bytes grow. A large tensor begins a chunk and
-is cut every 16 MiB. Small neighbours are packed. All other files are cut every 16 MiB, and so is the rest of
-a file that stops following its table.
+A file with a table of tensors (safetensors, ``torch.save``) is cut by that table. The bytes before the tensors have
+their own chunks, so tensors do not move when these bytes grow. A large tensor begins a chunk and is cut every 16 MiB.
+Small neighbours are packed. All other files are cut every 16 MiB, and so is the rest of a file that stops following its
+table.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Cutter:
     def layout(self, start: int, stop: int) -> list[Span]:
         """Return the elements from ``start`` to ``stop``, in order and without gaps.
 
-        The range is a chunk that ended in the last call of `ends`, or the chunk being filled. Call this for
-        one chunk after the other.
+        The range is a chunk that ended in the last call of `ends`, or the chunk being filled. Call this for one chunk
+        after the other.
         """
         found: list[Span] = []
         at = start

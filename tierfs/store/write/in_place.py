@@ -1,7 +1,7 @@
 """A file that is written in place, in any order and on any thread, before it has a name.
 
-Its memory is in slots of slabs if the store has local tiers, so that saving it needs no copy. Otherwise the
-memory is private.
+Its memory is in slots of slabs if the store has local tiers, so that saving it needs no copy. Otherwise the memory is
+private.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Run:
 class StagedFile:
     """A file that is written in place. For one thread, except that any thread may write into the runs' memory.
 
-    `abort` releases the memory that is not committed. If the file is garbage collected, another thread
-    releases it soon after.
+    `abort` releases the memory that is not committed. If the file is garbage collected, another thread releases it soon
+    after.
     """
 
     def __init__(self, store: Store) -> None:
@@ -96,13 +96,13 @@ class StagedFile:
         """Reserve memory for runs of chunks.
 
         Args:
-            runs: For each run, the lengths of its chunks in bytes, each from 1 byte to 16 MiB. All but a
-                run's last are multiples of 4096.
+            runs: For each run, the lengths of its chunks in bytes, each from 1 byte to 16 MiB. All but a run's last are
+                multiples of 4096.
             wait: Whether to wait for room, up to the store's ``timeout_s``.
 
         Raises:
-            CapacityError: There is no room and none came in time, or the ram tier can never hold a run in one
-                piece. Nothing was reserved.
+            CapacityError: There is no room and none came in time, or the ram tier can never hold a run in one piece.
+                Nothing was reserved.
         """
         if self._writer is None:
             return [_private_run(lengths) for lengths in runs]
@@ -122,8 +122,8 @@ class StagedFile:
     def seal(self, runs: Sequence[Run], *, threads_max: int | None = None) -> None:
         """Hash and seal the chunks of these runs, on one thread per processor or on at most ``threads_max``.
 
-        Without local tiers this does nothing. `commit` does the work, because a chunk's encoding depends on
-        the chunks before it.
+        Without local tiers this does nothing. `commit` does the work, because a chunk's encoding depends on the chunks
+        before it.
         """
         if self._writer is None:
             return
@@ -234,8 +234,8 @@ def _private_run(lengths: Sequence[int]) -> Run:
 class _Dropped:
     """Releases the slots of files that were garbage collected, on a thread that holds no lock.
 
-    Garbage collection can run at any point, also on a thread that holds the lock of a segment. So a finalizer
-    must not release slots itself.
+    Garbage collection can run at any point, also on a thread that holds the lock of a segment. So a finalizer must not
+    release slots itself.
     """
 
     def __init__(self) -> None:

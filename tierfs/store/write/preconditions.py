@@ -89,8 +89,8 @@ def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: Re
 def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
     """Check that ``path``, which is to be written or deleted, holds no object that tierfs did not write.
 
-    If the change is ``staged`` for the flusher, an unreachable object tier is not waited for, and is no
-    error. The flusher puts records conditionally, so it never replaces a foreign object.
+    If the change is ``staged`` for the flusher, an unreachable object tier is not waited for, and is no error. The
+    flusher puts records conditionally, so it never replaces a foreign object.
 
     Raises:
         ReadOnlyError: There is such an object.
@@ -117,8 +117,7 @@ def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
 def fold_rows(store: Store, rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
     """Return the table for a manifest, and whether it is indirect.
 
-    A table that is too long for one object is stored in chunks. The rows of these chunks are then the
-    manifest's table.
+    A table that is too long for one object is stored in chunks. The rows of these chunks are then the manifest's table.
     """
     table = memoryview(encode_rows(tuple(rows)))
     if len(table) <= DIRECT_ROW_BYTES_MAX:

@@ -37,8 +37,7 @@ SLOT_BYTES_MIN = 64 << 10
 class ObjectSink:
     """Puts the chunks of one file into the object tier while the next chunk is filled. At most four are in flight.
 
-    The local tiers keep copies of the chunks if they keep copies of reads. Not for use by several threads at
-    once.
+    The local tiers keep copies of the chunks if they keep copies of reads. Not for use by several threads at once.
 
     Args:
         cutter: Finds the ends of chunks, and the elements in them.
@@ -125,9 +124,9 @@ class ObjectSink:
 class SlabSink:
     """Puts the chunks of one file into slabs. Its methods are those of `ObjectSink`.
 
-    Several chunks of a large write are copied at once. A chunk of small writes is hashed while the next one
-    is filled. If the ram tier has no room for the whole file, the file passes through it in waves: the
-    flusher moves sealed chunks down.
+    Several chunks of a large write are copied at once. A chunk of small writes is hashed while the next one is filled.
+    If the ram tier has no room for the whole file, the file passes through it in waves: the flusher moves sealed chunks
+    down.
 
     Args:
         write_id: Tells the flusher which file the moved chunks are part of.

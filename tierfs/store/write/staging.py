@@ -22,10 +22,9 @@ __all__ = ["check_stands", "follow", "is_staged", "replace", "seal"]
 def is_staged(store: Store, path: str, level: Level) -> bool:
     """Return whether a write that asks for ``level`` is left to the flusher. Otherwise the writer publishes it.
 
-    The writer publishes if it must wait for the object tier anyway. It also publishes for `Level.LOCAL` if
-    the object tier is a directory of this host and the next tier down, because the flusher would be a detour.
-    Neither applies if the path's directory has pending changes: those are published first, so the write
-    queues behind them.
+    The writer publishes if it must wait for the object tier anyway. It also publishes for `Level.LOCAL` if the object
+    tier is a directory of this host and the next tier down, because the flusher would be a detour. Neither applies if
+    the path's directory has pending changes: those are published first, so the write queues behind them.
     """
     if store.tiers is None:
         return False
@@ -48,8 +47,7 @@ def seal(
         store: A store with local tiers.
         observed: The version that the change replaces.
         record: The record to publish.
-        slots: For each row of a manifest, the slot that holds the chunk for this change. None for a chunk
-            elsewhere.
+        slots: For each row of a manifest, the slot that holds the chunk for this change. None for a chunk elsewhere.
         after: Write id of a draft that must be published first. None if there is none.
 
     Raises:

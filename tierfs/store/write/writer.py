@@ -1,7 +1,7 @@
 """Write a file: cut it into chunks, put the chunks while more bytes arrive, and publish the manifest last.
 
-FORMAT.md, "Order". Nothing is visible before `Writer.commit`. Until then, and after a crash, the path keeps
-its old content.
+FORMAT.md, "Order". Nothing is visible before `Writer.commit`. Until then, and after a crash, the path keeps its old
+content.
 """
 
 from __future__ import annotations
@@ -78,21 +78,20 @@ class Writer:
     Args:
         store: The store.
         path: Relative to the store's root.
-        mode: How to treat an existing file. The path is observed now, unless it is new. The commit is
-            conditional on that version.
+        mode: How to treat an existing file. The path is observed now, unless it is new. The commit is conditional on
+            that version.
         metadata: JSON values to keep with the file.
-        level: The level at which `commit` returns. By default the store's. Below `object`, the flusher does
-            the rest.
+        level: The level at which `commit` returns. By default the store's. Below `object`, the flusher does the rest.
         staged: Leave the file to the flusher at any level.
-        is_new: The path has no record, because it was drawn at random or was observed before. It is not
-            observed again. If it has a record after all, the commit is a conflict.
+        is_new: The path has no record, because it was drawn at random or was observed before. It is not observed again.
+            If it has a record after all, the commit is a conflict.
         keep: In `WriteMode.APPEND`, how many bytes of the existing file to keep. By default all.
 
     Attributes:
         metadata: As given. May be changed until `commit`.
         is_replacing: Whether a file was at the path when it was observed.
-        published: The version that `commit` published or made pending. Also set if `commit` raised because
-            that version did not reach its level in time.
+        published: The version that `commit` published or made pending. Also set if `commit` raised because that version
+            did not reach its level in time.
 
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
@@ -210,8 +209,7 @@ class Writer:
         """Open the bytes written so far for reading, until `abort` or `commit`. Ends the chunk being filled.
 
         Raises:
-            StoreError, CapacityError, ReadOnlyError: A chunk could not be stored. The file is then never
-                published.
+            StoreError, CapacityError, ReadOnlyError: A chunk could not be stored. The file is then never published.
         """
         try:
             rows = self._finish_rows()
@@ -227,9 +225,8 @@ class Writer:
             ConflictError: Another writer changed the path after the writer was created. That version stands.
             AlreadyExistsError: `WriteMode.CREATE`, and another writer created the file in the meantime.
             TimeoutError: The flusher did not reach the level in time. The file is pending.
-            StoreError, CapacityError, ReadOnlyError: The object tier or the ram tier failed. Unless `is_done`
-                is set, the path keeps its old content. Only after a transient `StoreError` it may hold the
-                new file instead.
+            StoreError, CapacityError, ReadOnlyError: The object tier or the ram tier failed. Unless `is_done` is set,
+                the path keeps its old content. Only after a transient `StoreError` it may hold the new file instead.
         """
         self._check_open()
         try:
