@@ -42,14 +42,15 @@ def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) 
     """Add to the metadata of a directory. From then on the directory exists even while it is empty.
 
     Raises:
+        NotFoundError: The directory was removed meanwhile.
         ConflictError, StoreError, ReadOnlyError: As for any change of a record.
     """
     observed = observe_marker(store, path)
     if observed.manifest is None:
         make_directory(store, path, exist_ok=True)
         observed = observe_marker(store, path)
-    if observed.manifest is None:  # the object tier is unreachable: the first file in the directory creates it
-        return
+    if observed.manifest is None:
+        raise NotFoundError(f"{store.where(path)} was removed meanwhile", path=path)
     merged = {**observed.manifest.metadata, **metadata}
     record = replace(observed.manifest, write_id=store.random_bytes(16), previous=observed.previous, metadata=merged)
     publish(store, observed, record)
