@@ -1,4 +1,4 @@
-"""torch's distributed checkpoint on a store: writer, reader, planner. It needs torch, and is loaded at first use."""
+"""torch.distributed.checkpoint on a store: writer, reader, planner. They need torch, and are imported at first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint is, as a user writes it: enough to open the store there, in this process or another."""
+"""The address of a checkpoint, as a user writes it: enough to open the store there, in this process or another."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _ONE_SLASH = re.compile(r"([a-z][a-z0-9+._-]+):/(?!/)(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A URL, and what is set for it by arguments. Small and picklable; nothing is opened before `open`.
+    """A URL and the options that arguments set for it. Small and picklable; nothing is opened before `open`.
 
     Attributes:
-        url: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object tier's own URL, or a local path;
-            as `full_url` gives it.
-        tiers: How the local tiers are set up.
-        options: For the object tier's filesystem.
-        create: Whether the store is made by the first write; ``None`` for what environment and configuration say.
+        url: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object tier's own URL, or
+            a local path; as `full_url` returns it.
+        tiers: Options of the local tiers.
+        options: Options for the object tier's filesystem.
+        create: Whether the first write creates the store; ``None`` takes the environment's or the
+            configuration's value.
     """
 
     url: str
@@ -39,15 +40,15 @@ class Address:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], options: Mapping[str, Any]) -> Address:
-        """From what a user hands to a writer or reader.
+        """Return the address for the arguments of a writer or reader.
 
         Args:
             path: The checkpoint's directory.
-            options: Those of `TierOptions`, ``create``, and one mapping per protocol (``s3={...}``), as for
+            options: The options of `TierOptions`, ``create``, and one mapping per protocol (``s3={...}``), as for
                 ``fsspec.url_to_fs``.
 
         Raises:
-            InvalidInputError: An option is unknown, or the URL is no good.
+            InvalidInputError: An option is unknown, or the URL is invalid.
         """
         url = full_url(path)
         protocol = parse_url(url).protocol
@@ -64,14 +65,14 @@ class Address:
         return cls(url, tiers, dict(target), create)
 
     def at(self, path: str | os.PathLike[str]) -> Address:
-        """Another place with the same options."""
+        """Return the address of another directory with the same options."""
         return replace(self, url=full_url(path))
 
     def open(self, *, write: bool = False) -> tuple[Store, str]:
-        """The store that holds it, and the path in there.
+        """Return the store that holds the checkpoint, and the checkpoint's path in it.
 
         Raises:
-            StoreNotFoundError: There is none.
+            StoreNotFoundError: No store is there.
             StoreError, ReadOnlyError, CorruptionError, FormatError, InvalidInputError: As `open_store` does.
         """
         location = parse_url(self.url)
@@ -81,10 +82,11 @@ class Address:
 
 
 def full_url(path: str | os.PathLike[str]) -> str:
-    """A URL as it was meant: what is written here loses slashes in a `pathlib.Path`, or is a path of this host.
+    """Return the full form of a URL that lost slashes in a `pathlib.Path`, or that is a path of this host.
 
-    ``tierfs::s3:/bucket/run`` is ``tierfs::s3://bucket/run``; ``tierfs::/data/run`` is ``tierfs::file:///data/run``, and what
-    is relative to the working directory likewise. All else is what it is.
+    ``tierfs::s3:/bucket/run`` becomes ``tierfs::s3://bucket/run``. ``tierfs::/data/run`` becomes
+    ``tierfs::file:///data/run``; a path relative to the working directory is made absolute too. Any other
+    path stays as it is.
     """
     text = os.fspath(path)
     if not text.startswith(_CHAIN):

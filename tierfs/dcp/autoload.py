@@ -1,6 +1,7 @@
-"""torch calls this at the end of its import, through tierfs' entry point in ``torch.backends``: see decision 15.
+"""The function that torch calls at the end of its import: tierfs's entry point in ``torch.backends``.
 
-It is called wherever tierfs is installed, so it loads nothing unless it is asked to.
+See docs/decisions/0015-torch-calls-tierfs-at-its-import.md. torch calls it wherever tierfs is installed, so
+it loads nothing unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ __all__ = ["torch_imported"]
 
 
 def torch_imported() -> None:
-    """Do what ``TIERFS_DCP=1`` asks for: `tierfs.dcp.install`.
+    """Call `tierfs.dcp.install` if ``TIERFS_DCP`` is 1.
 
     Raises:
-        InvalidInputError: The value is neither yes nor no, or this torch cannot be changed so. torch reports it as a
-            backend that failed to load, and is not imported.
+        InvalidInputError: The value of ``TIERFS_DCP`` is invalid, or this torch cannot be changed. torch
+            reports a backend that failed to load, and its import fails.
     """
     said = os.environ.get("TIERFS_DCP", "").lower()
     if said in ("", "0", "false", "no", "off"):

@@ -1,15 +1,19 @@
-"""torch's own code for local paths refuses a tierfs URL, which it would take for a directory of that name in the working directory.
+"""Make torch's code for local paths refuse a tierfs URL.
 
-``FileSystemWriter("tierfs::file:///data/run")`` makes ``./tierfs::file:/data/run`` and reports success. `guard` changes these places inside
-torch, each for paths that begin with ``tierfs:`` alone; for all others it calls what was there before:
+torch would take the URL for a directory in the working directory:
+``FileSystemWriter("tierfs::file:///data/run")`` creates ``./tierfs::file:/data/run`` and reports success.
+`guard` changes these places inside torch. Each change affects only paths that begin with ``tierfs:``; for all
+others it calls the original:
 
-- ``torch.serialization._is_path``, which ``torch.save`` and ``torch.load`` ask first.
-- ``torch.distributed.checkpoint.filesystem``: the constructors of ``FileSystemWriter`` and ``FileSystemReader`` (and of torch's Hugging Face
-  classes, which derive from them), and what ``FileSystem`` does with a path. ``FsspecWriter`` and ``FsspecReader`` derive from the two classes
-  as well, and are left alone, as are classes from outside of torch until they use ``FileSystem``.
+- ``torch.serialization._is_path``, which ``torch.save`` and ``torch.load`` call first.
+- ``torch.distributed.checkpoint.filesystem``: the constructors of ``FileSystemWriter`` and
+  ``FileSystemReader`` (and of torch's Hugging Face classes, which derive from them), and the methods of
+  ``FileSystem`` that take a path. ``FsspecWriter`` and ``FsspecReader`` derive from the two classes as well
+  and are not changed. Neither are classes from outside of torch until they use ``FileSystem``.
 - ``_consolidate_safetensors_files``, and the ``CheckpointWriter`` of ``_experimental``.
 
-``import tierfs`` does this to what is loaded of torch, and at the end of its import to what is loaded later. It imports nothing of torch's itself.
+``import tierfs`` changes the modules of torch that are loaded. A module that is loaded later is changed at
+the end of its import. This module imports nothing of torch itself.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ _SAVE = "`with fsspec.open({url!r}, 'wb') as file: torch.save(value, file)`, or 
 
 
 def guard() -> None:
-    """Have torch's code for local paths refuse tierfs' URLs. Doing it again changes nothing."""
+    """Make torch's code for local paths refuse tierfs's URLs. Idempotent."""
     for name, change in _CHANGES.items():
         module = sys.modules.get(name)
         if module is None:
@@ -45,7 +49,7 @@ def guard() -> None:
 
 
 class _Finder:
-    """Finds nothing by itself: it has a module changed when that has been loaded."""
+    """Finds no module by itself: it makes sure that a module is changed after it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in _waiting:
@@ -61,7 +65,7 @@ class _Finder:
 
 
 class _Loader:
-    """A loader that loads a module, and gives it its own loader back before it runs."""
+    """Loads a module through its own loader, which it restores in the module before the module runs."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self._loader = loader
@@ -82,7 +86,7 @@ class _Loader:
 
 
 def _change(name: str, module: Any, change: Callable[[Any], None]) -> None:
-    """Change a module once. A torch that is made otherwise is imported all the same, and the log says so."""
+    """Change a module once. If this torch is built differently, its import goes on, and the log says so."""
     _done.add(name)
     try:
         change(module)
@@ -95,10 +99,10 @@ def _change(name: str, module: Any, change: Callable[[Any], None]) -> None:
 
 
 def _check(path: Any, who: str, instead: str) -> None:
-    """See that a path is none of ours.
+    """Refuse a path that is a tierfs URL.
 
     Raises:
-        InvalidInputError: It is.
+        InvalidInputError: The path is one.
     """
     if not isinstance(path, (str, os.PathLike)):
         return
@@ -106,7 +110,7 @@ def _check(path: Any, who: str, instead: str) -> None:
     if not isinstance(text, str) or _SCHEME not in text:
         return
     if os.path.isabs(text):
-        text = text.removeprefix(os.getcwd()).lstrip(os.sep)  # as Path(url).absolute() has it
+        text = text.removeprefix(os.getcwd()).lstrip(os.sep)  # Path(url).absolute() prepends the working directory
     if not text.startswith(_SCHEME):
         return
     from tierfs.dcp.address import full_url  # noqa: PLC0415 - `import tierfs` does without them
@@ -120,7 +124,7 @@ def _check(path: Any, who: str, instead: str) -> None:
 
 
 def _checked(stock: Callable[..., Any], who: str, instead: str, *names: str) -> Callable[..., Any]:
-    """A function that looks at some of its arguments first; by default at those that are called paths."""
+    """Return a function that first checks some of its arguments; by default those whose name ends in ``path``."""
     import inspect  # noqa: PLC0415 - torch has loaded it, `import tierfs` alone does without
 
     signature = inspect.signature(stock)
@@ -131,7 +135,7 @@ def _checked(stock: Callable[..., Any], who: str, instead: str, *names: str) -> 
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            given = {}  # `stock` says what is wrong
+            given = {}  # `stock` reports the error
         for name in looked_at:
             _check(given.get(name), who, instead)
         return stock(*args, **kwargs)

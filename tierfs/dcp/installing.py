@@ -1,13 +1,14 @@
-"""`install`: stock ``dcp.save``, ``async_save`` and ``load`` use tierfs' writer, reader and planner for tierfs' URLs.
+"""`install`: stock ``dcp.save``, ``async_save`` and ``load`` use tierfs's writer, reader and planner for tierfs's URLs.
 
-torch has a fixed list of what a ``checkpoint_id`` may lead to, so some of its functions are replaced, in every module that
-refers to them by name:
+torch has a fixed list of what a ``checkpoint_id`` may be. So `install` replaces some functions of torch, in
+every module that refers to them by name:
 
-- ``_storage_setup`` picks writer and reader.
-- ``_load_state_dict`` picks the planner of a load.
-- ``async_save`` picks the stager before there is a writer. The writer that is made here goes along to the process that
-  saves in process mode, so nothing has to be installed there.
-- ``dcp_to_torch_save`` and ``torch_save_to_dcp`` take every id for a local directory. They refuse ours, and say what does it.
+- ``_storage_setup`` chooses writer and reader.
+- ``_load_state_dict`` chooses the planner of a load.
+- ``async_save`` chooses the stager before a writer exists. In process mode the writer that is created here
+  goes to the process that saves, so that process needs no `install`.
+- ``dcp_to_torch_save`` and ``torch_save_to_dcp`` treat every id as a local directory. They refuse a tierfs
+  URL, and name the command to use instead.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ _replaced: list[tuple[Any, Any]] = []
 
 
 def install() -> None:
-    """From now on a ``checkpoint_id`` that begins with ``tierfs:`` is saved by `TierWriter` and loaded by `TierReader`.
+    """Make stock DCP calls use `TierWriter` and `TierReader` for a ``checkpoint_id`` that begins with ``tierfs:``.
 
-    ``tierfs::/absolute/path`` and ``tierfs::relative/path``, which torch takes for local directories of that name, are
-    paths of this host. A save returns at the level that is configured (``ack``), not at `TierWriter`'s own default. A load
-    without a planner has a `TierLoadPlanner`. A writer, reader, stager or planner that is handed over is used as ever, and
-    so are other ids. Doing it again changes nothing.
+    Idempotent. ``TIERFS_DCP=1`` calls this when torch is imported.
 
-    ``TIERFS_DCP=1`` does it when torch is imported.
+    ``tierfs::/absolute/path`` and ``tierfs::relative/path`` are paths of this host; torch alone takes them for local
+    directories of that name. A save returns at the configured level (``ack``), not at `TierWriter`'s own
+    default. A load without a planner gets a `TierLoadPlanner`. A writer, reader, stager or planner that the
+    caller passes is used as before. Other ids are not affected.
 
     Raises:
-        InvalidInputError: This torch has not what would have to be replaced. Nothing was.
+        InvalidInputError: This torch lacks a function that has to be replaced. Nothing was replaced.
     """
     with _lock:
         if _replaced:
@@ -80,7 +81,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`, if it was done."""
+    """Undo `install`, if it was called."""
     with _lock:
         while _replaced:
             old, new = _replaced.pop()
@@ -88,7 +89,7 @@ def uninstall() -> None:
 
 
 class _Reader(TierReader):
-    """One that was made for a URL, so that the planner is ours to choose, too."""
+    """A reader that `install` created for a URL: for it, `install` chooses the planner too."""
 
 
 def _is_ours(checkpoint_id: Any) -> bool:
@@ -168,7 +169,7 @@ def _unknown(problem: str) -> InvalidInputError:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Wherever a loaded module has the one by a name of its own."""
+    """Replace a function in every loaded module that refers to it."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         for name in [name for name, value in list(names.items()) if value is old]:

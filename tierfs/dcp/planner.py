@@ -1,7 +1,7 @@
-"""A load planner that runs nothing which a checkpoint brings along.
+"""A load planner that runs no code from a checkpoint.
 
-torch's own unpickles the values that are no tensors with ``weights_only=False``, so whoever can write a checkpoint can run
-code wherever it is loaded.
+torch's own planner unpickles objects (values that are not tensors) with ``weights_only=False``. So anyone who
+can write a checkpoint can run code wherever it is loaded.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ __all__ = ["TierLoadPlanner", "object_loader", "unpickle_safely"]
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
 _LACKING = re.compile(r"Can only (append|extend|SETITEM)|Unsupported operand 139\b")
-"""torch's unpickler does not fill such a container, or does not read so long an integer; `objects` does."""
+"""Matches torch's refusals to fill a container or to read a long integer. `objects` can do both."""
 _TORCHS_OWN = frozenset({DefaultLoadPlanner, _EmptyStateDictLoadPlanner})
 _allowing = PerProcess(threading.RLock)
-"""Held while torch's list, of which there is one in a process, has what is allowed for one value."""
+"""Held while torch's list of safe globals, one for the whole process, contains the globals allowed for one value."""
 
 
 class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's classes are untyped here
-    """torch's `DefaultLoadPlanner`, loading values that are no tensors with ``weights_only=True``.
+    """torch's `DefaultLoadPlanner`, except that it loads objects with ``weights_only=True``.
+
+    An object is any value that is not a tensor. ``flatten_state_dict``, ``flatten_sharded_tensors`` and
+    ``allow_partial_load`` are as for `DefaultLoadPlanner`.
 
     Args:
-        flatten_state_dict: As for `DefaultLoadPlanner`.
-        flatten_sharded_tensors: As for `DefaultLoadPlanner`.
-        allow_partial_load: As for `DefaultLoadPlanner`.
-        allow: Classes and functions that a value may be made with, beside those that torch allows.
+        allow: Classes and functions that may be used to build an object, besides those that torch allows.
+
+    Raises:
+        InvalidInputError: ``allow`` contains `getattr`, with which a checkpoint could run anything.
     """
 
     def __init__(
@@ -59,19 +62,21 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
         self._allow = [*ALLOWED, *allow]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one value into the state.
+        """Load one object and put it into the state.
 
         Raises:
-            InvalidInputError: It is made with something that is not allowed, which was not run.
+            InvalidInputError: The object is damaged, or needs a class or function that is not allowed. Such code is
+                not run.
         """
         _load_object(self, read_item, value, self._allow)
 
 
 def object_loader(planner: Any) -> Callable[[ReadItem, io.BytesIO], None]:
-    """The function that puts values that are no tensors into a planner's state: its own ``load_bytes``.
+    """Return the function that loads one object into a planner's state: the planner's own ``load_bytes``.
 
-    But of the planners that torch itself hands over where nobody chose one they are loaded as `TierLoadPlanner` does: those run
-    what a checkpoint brings along. A class derived from them is somebody's choice.
+    torch's own planners run code from a checkpoint, and torch uses them if the caller chose no planner. So
+    for them the function loads as `TierLoadPlanner` does. A class derived from them is the caller's choice,
+    and keeps its own.
     """
     if type(planner) in _TORCHS_OWN:
         return lambda read_item, value: _load_object(planner, read_item, value, ALLOWED)
@@ -101,23 +106,24 @@ def unpickle_safely(
     """Load the output of ``torch.save``, and run nothing that is not allowed.
 
     Args:
-        where: How to name it in errors.
+        where: Its name in errors.
         source: Its content, or the path of a local file.
-        allow: Classes and functions that it may be made with, beside those that torch allows.
-        hint: The advice where something is not allowed; ``{name}`` stands for that.
-        map_location: Where tensors are to be; by default where they were.
-        mmap: Whether tensors are to lie in the mapping of the file.
+        allow: Classes and functions that may be used to build it, besides those that torch allows.
+        hint: Advice for the error if something is not allowed. ``{name}`` and ``{modules}`` stand for that.
+        map_location: The device for tensors; by default the one that they were saved from.
+        mmap: Whether tensors lie in a mapping of the file.
 
     Raises:
-        InvalidInputError: It is made with something that is not allowed, which was not run, or it is damaged.
+        InvalidInputError: The value is damaged, or needs a class or function that is not allowed. Such code is not
+            run.
     """
     try:
         with _allowing():
-            # The program put the existing entries there, and needs them afterwards.
+            # The program added the entries that are already listed, and needs them afterwards.
             added = set(allow).difference(torch.serialization.get_safe_globals())
             with torch.serialization.safe_globals(list(added)):
                 return _load_allowed(source, map_location, allow, mmap=mmap)
-    except Exception as error:  # what a pickle that somebody else made may raise has no end
+    except Exception as error:  # a pickle that another program made may raise anything
         refused = _REFUSED.search(str(error))
         if refused is None:
             raise InvalidInputError(f"{where} cannot be loaded with weights_only=True: {error}") from error
@@ -141,14 +147,14 @@ def _load_allowed(source: io.BytesIO | str, map_location: str | None, allow: Seq
         source.seek(0)
         try:
             other_names = aliases(source.getvalue(), allow)
-        except ValueError:  # no archive of torch.save: its old format is left to torch
+        except ValueError:  # not an archive of torch.save: torch handles its old format
             raise error from None
     with torch.serialization.safe_globals(other_names):
         return torch.load(source, map_location=map_location, weights_only=False, mmap=mmap, pickle_module=objects)
 
 
 def _names_in(source: io.BytesIO | str, allow: Sequence[Any]) -> dict[str, str]:
-    """All that would have to be allowed, each with its module; empty where that cannot be said."""
+    """Return all globals that would have to be allowed, each with its module; none if the source cannot tell."""
     if isinstance(source, str):
         return {}
     given = {f"{value.__module__}.{value.__qualname__}" for value in allow if not isinstance(value, tuple)}

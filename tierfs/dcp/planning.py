@@ -1,7 +1,8 @@
-"""While DCP plans a save or a load, no garbage is collected.
+"""Pause Python's garbage collector while DCP plans a save or a load.
 
-Plans of a thousand tensors are a hundred thousand objects: each is made, pickled for the coordinator and back. They set off a
-collection of all generations, for which training waits longer than for the copy of its state, and are gone when all is planned.
+Plans of a thousand tensors are a hundred thousand objects: DCP creates each, pickles it for the coordinator,
+and unpickles it. They would trigger a collection of all generations, which blocks training for longer than
+the copy of its state. After planning they are gone.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from tierfs.gc_pause import Uncollected
 
 __all__ = ["begin_planning", "end_planning"]
 
-# DCP plans for less, unless there are very many ranks or tensors. Where planning fails nobody says so.
+# Planning takes less, unless there are very many ranks or tensors. DCP does not tell the writer that planning failed.
 PLANNING_S_MAX = 2.0
 
 
 def begin_planning() -> None:
-    """Put collections off until `end_planning` on this thread, or for two seconds."""
+    """Pause garbage collection until `end_planning` on this thread, or for two seconds."""
     end_planning()
     _here.uncollected = Uncollected(PLANNING_S_MAX)
 
 
 def end_planning() -> None:
-    """Put them off no longer."""
+    """Resume garbage collection."""
     if _here.uncollected is not None:
         _here.uncollected.end()
         _here.uncollected = None

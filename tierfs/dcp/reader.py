@@ -1,4 +1,4 @@
-"""`TierReader`: loads what `TierWriter` or torch's own writers saved to a store, for torch's distributed checkpoint."""
+"""`TierReader`: load checkpoints that `TierWriter` or torch's own writers saved to a store."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _logger = logging.getLogger("tierfs.dcp")
 
 
 class _Unreadable:
-    """In place of metadata that could not be read, for torch's loader, which catches the reason and passes it over.
+    """Stands for metadata that could not be read: torch's loader catches the error of `read_metadata` and goes on.
 
     Attributes:
-        failure: The reason. All that is asked of metadata raises it.
+        failure: That error. Access to any other attribute raises it.
     """
 
     def __init__(self, failure: Exception) -> None:
@@ -60,22 +60,25 @@ class _Unreadable:
 
 
 class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are untyped here
-    """Reads checkpoints from a store: only the rows that are wanted, straight into their tensors where that can be.
+    """Loads checkpoints from a store. It reads only the requested rows, where possible straight into their tensors.
 
-    Nothing is opened before `read_metadata`. Every byte is verified. An error names tensor, shard file and tier.
+    Nothing is opened before `read_metadata`. All bytes that tierfs stored are verified. For files that ``torch.save``
+    wrote past tierfs, the checksums in their archives are compared. An error names the tensor, the shard file and the
+    tier.
 
     Attributes:
-        device_bytes: How much was copied from snapshots in the device tier so far.
-        load_id: Random, another one after each `reset`; the metadata that it gives out names it, as those of torch's readers do.
+        device_bytes: The number of bytes that were copied from snapshots in the device tier so far.
+        load_id: A random id, drawn anew by `reset`. As with torch's readers, `read_metadata` returns it in the
+            metadata.
 
     Args:
-        path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object
-            tier's own URL, or a local path.
-        **options: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as for the
-            filesystem, and options for the object tier's filesystem by its protocol, ``s3={...}``.
+        path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the
+            object tier's own URL, or a local path.
+        **options: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as
+            for the filesystem, and options for the object tier's filesystem by its protocol, such as ``s3={...}``.
 
     Raises:
-        InvalidInputError: The URL or an option is no good.
+        InvalidInputError: The URL or an option is invalid.
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
@@ -94,12 +97,12 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
 
     @property
     def checkpoint_id(self) -> str:
-        """Which checkpoint is read."""
+        """The URL of the checkpoint that is read."""
         return self._address.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this names a place where a store may be. Nothing is looked up."""
+        """Return whether an id is a valid URL or path. Nothing is looked up."""
         try:
             parse_url(full_url(checkpoint_id))
         except InvalidInputError:
@@ -107,10 +110,10 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to read anew, from another checkpoint if one is given. The options stay.
+        """Begin a new load, from another checkpoint if one is given. The options stay the same.
 
         Raises:
-            InvalidInputError: The URL is no good.
+            InvalidInputError: The URL is invalid.
         """
         if checkpoint_id:
             parse_url(full_url(checkpoint_id))
@@ -119,20 +122,21 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         self._metadata = self._note = self._shared = self._failure = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """The content of the checkpoint: torch's `Metadata`.
+        """Return torch's `Metadata` of the checkpoint.
+
+        torch's loader calls this without ``rank``. After any error it ignores the reason and calls again with
+        ``rank``. If that call fails as well, this method returns an object that raises the reason at its first use.
 
         Args:
-            *args: Not used.
-            **kwargs: ``rank``, for what one rank saved without collectives. torch asks for that whenever it did not get what all ranks saved
-                together, for whatever reason, and would forget the reason. So if this call fails as well, it returns an object that
-                raises the reason at the first use.
+            *args: Ignored.
+            **kwargs: ``rank`` selects the metadata that one rank saved without collectives.
 
         Raises:
             NotFoundError: No checkpoint is there.
-            ConflictError: One rank's own save is to be loaded, but all have saved together to the same place.
-            CorruptionError, FormatError: Its metadata is damaged, or of another version.
-            InvalidInputError: Its metadata is a pickle with more in it than torch's.
-            TierfsError: It failed.
+            ConflictError: ``rank`` is given, but all ranks have saved together to the same directory.
+            CorruptionError, FormatError: The metadata is damaged, or of an unsupported version.
+            InvalidInputError: The metadata is a pickle that holds more than torch's metadata.
+            TierfsError: The read failed.
         """
         rank, first = kwargs.get("rank"), self._failure
         self._failure = None
@@ -173,14 +177,14 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         return replace(metadata, storage_meta=replace(meta, load_id=self.load_id))
 
     def _commit(self, store: Store, directory: str) -> list[Waiting]:
-        """See that a save whose last file has arrived is the checkpoint, and say which have to wait."""
+        """Publish an announced save whose last file has arrived, and return the saves that have to wait."""
         commits = Commits(store)
         try:
             if store.tiers is not None and not ask_briefly(store, lambda: commits.is_any(directory)):
                 return []
             return commits.advance(directory)
         except TierfsError as error:
-            # A published checkpoint can be loaded all the same, from this host's tiers for example.
+            # The published checkpoint can still be loaded, for example from this host's tiers.
             _logger.warning("%s: a later save that is complete by now may go unseen: %s", self.checkpoint_id, error)
             return []
 
@@ -191,7 +195,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         except NotFoundError:
             return
         except StoreError as error:
-            # A save that waits here to be published was not made where all ranks had saved together.
+            # A save without collectives is refused where all ranks have saved together. So if this host has such
+            # a save pending, no checkpoint of all ranks was there.
             if error.transient and store.tiers is not None and store.tiers.drafts.pending(path) is not None:
                 return
             raise
@@ -202,10 +207,10 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         )
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of what `read_metadata` gave.
+        """Keep the metadata that `read_metadata` returned.
 
         Raises:
-            Exception: The reason why the metadata was not read, where torch went on all the same.
+            Exception: `read_metadata` failed for this reason, and torch went on.
         """
         if isinstance(metadata, _Unreadable):
             raise metadata.failure
@@ -213,11 +218,11 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check that all that is asked for was saved, and say of which save the metadata is that this rank shares with the others.
+        """Check that every requested item was saved, and note in the plan which shared save the metadata is of.
 
         Raises:
-            CorruptionError: The metadata does not say where something is. No rank has been given anything yet.
-            InvalidInputError: The same of what one rank saved on its own.
+            CorruptionError: The metadata does not say where an item is. No rank has loaded anything yet.
+            InvalidInputError: The same, for metadata that one rank saved without collectives.
         """
         if self._metadata is not None:
             for item in plan.items:
@@ -225,10 +230,10 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         return replace(plan, storage_data=self._shared)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See that all ranks are about to load the same save. Called on the coordinator alone.
+        """Check that all ranks are about to load the same save. Called on the coordinator alone.
 
         Raises:
-            ConflictError: They are not: another was published while they looked.
+            ConflictError: Another save was published while the ranks read the metadata.
         """
         saves = {str(plan.storage_data) for plan in plans}
         if len(saves) > 1:
@@ -239,11 +244,11 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all that the plan wants, and hand it to the planner, on this thread.
+        """Read all items of the plan on this thread, and pass them to the planner.
 
         Raises:
-            CorruptionError: Stored bytes are wrong or missing; what was loaded so far is in place.
-            TierfsError: It failed.
+            CorruptionError: Stored bytes are wrong or missing. Items that were loaded before stay in place.
+            TierfsError: The read failed.
         """
         end_planning()
         store, directory = self._address.open()
@@ -260,7 +265,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         return done
 
     def _wanted(self, plan: LoadPlan) -> list[tuple[Any, SavedItem]]:
-        """Every item of a plan with what was saved of it."""
+        """Return each item of a plan with the saved chunk or object that it reads."""
         if self._metadata is None:
             raise InvalidInputError("set_up_storage_reader has to be called before read_data")
         shapes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
@@ -281,7 +286,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         return found
 
     def _place(self, index: Any) -> BytesPlace:
-        """Where a chunk or an object lies."""
+        """Return the place of a chunk or an object."""
         place = self._metadata.storage_data.get(index)
         if isinstance(place, Absent) and self._rank is not None:
             raise InvalidInputError(

@@ -1,4 +1,4 @@
-"""`TierWriter`: a checkpoint of torch.distributed.checkpoint as one shard file per rank, and `.metadata` when all are there."""
+"""`TierWriter`: save a torch.distributed.checkpoint as one shard file per rank, then publish its ``.metadata``."""
 
 from __future__ import annotations
 
@@ -45,39 +45,47 @@ LAYOUTS = ("tierfs", "dcp")
 
 
 class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are untyped here
-    """Saves checkpoints into a tierfs store. StorageWriter and AsyncStager in one, for all saves of a run.
+    """Saves checkpoints into a tierfs store. It is a `StorageWriter` and an `AsyncStager`, for all saves of a run.
 
-    `stage` copies tensors into memory that the flusher saves from, so `write_data` moves no tensor bytes. `write_data`
-    itself copies a state that was not staged (``dcp.save``). Picklable, without its saves: it keeps which of them are under way, which one
-    ended last, and which tensors other ranks saved.
+    `stage` copies tensors into memory from which the flusher saves them, so `write_data` moves no tensor bytes. A
+    state that was not staged (``dcp.save``) is copied by `write_data`.
+
+    A writer can be pickled. The pickle holds its address and options. It does not hold the state of saves: which of
+    them are in flight, which one finished last, and which tensors other ranks saved.
+
+    ``single_file_per_rank``, ``sync_files``, ``thread_count``, ``per_thread_copy_ahead``,
+    ``cache_staged_state_dict`` and ``serialization_format`` are accepted as for ``FileSystemWriter`` and ignored.
+    Each rank always writes one file.
 
     Args:
-        path: The checkpoint's directory: a URL as for `Address`. DCP's ``checkpoint_id`` takes its place.
-        single_file_per_rank: As for ``FileSystemWriter``, and ignored: there is one always. So are ``sync_files``,
-            ``thread_count``, ``per_thread_copy_ahead``, ``cache_staged_state_dict`` and ``serialization_format``.
-        sync_files: See there.
-        thread_count: See there.
-        per_thread_copy_ahead: See there.
-        cache_staged_state_dict: See there.
-        overwrite: Whether a checkpoint that is there may be replaced; it can be loaded until the new one is complete.
-        _extensions: Transformations of streams; not supported.
-        serialization_format: See there.
-        layout: ``"tierfs"``, or ``"dcp"`` for what torch's own readers read: ``FsspecReader`` from the store, ``FileSystemReader``
-            from a copy. It takes one more copy of the tensors in memory, and ranks on several hosts need ``ack="object"``.
-        ack: The level at which a save returns; ``None`` for what is configured. Where the ranks are on several hosts the
-            checkpoint can be loaded once every part is in the object tier, whatever the level.
-        stage: How `stage` makes tensors safe to change. ``"auto"``: in the device tier if ``device`` grants one, else in the ram
-            tier. ``"device"``: the same, and an error where there is no GPU or no budget. ``"lazy"``: large tensors on a GPU are
-            read in place while training computes, and every torch optimizer waits for that before its ``step``; see `fence`.
-            ``"ram"``: in the ram tier. From the second save on a rank copies of equal tensors only those that it saves
-            itself; with ``"all"``, which is ``"auto"`` otherwise, each rank copies all that it has.
-        device: Budget of GPU memory for the device tier, ``"8GiB"``; ``None`` for what is configured, by default none. Twice the
-            rank's state lets a save begin while the one before drains.
-        options: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``, ``create``, and options of the object
-            tier's filesystem by its protocol.
+        path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the
+            object tier's own URL, or a local path. DCP's ``checkpoint_id`` takes its place.
+        overwrite: Whether a save may replace a checkpoint. The old checkpoint can be loaded until the new one is
+            complete. If false, such a save raises `AlreadyExistsError`.
+        _extensions: Transformations of streams. They are not supported.
+        layout: ``"tierfs"``, or ``"dcp"`` for a checkpoint that torch's own readers can load: ``FsspecReader`` from
+            the store, ``FileSystemReader`` from a copy. ``"dcp"`` copies the tensors once more in memory, and needs
+            ``ack="object"`` if the ranks run on several hosts.
+        ack: The level at which a save returns; ``None`` takes the configured level. If the ranks run on several
+            hosts, the checkpoint can be loaded once every part is in the object tier, whatever the level.
+        stage: How `stage` copies tensors, so that training may change them.
+
+            - ``"auto"``: into the device tier if that has a budget, else into the ram tier.
+            - ``"device"``: the same, but without a GPU or a budget it is an error.
+            - ``"lazy"``: large tensors on a GPU are read in place while training computes. Every torch optimizer
+              waits for these reads before its ``step``. For other code see `fence`.
+            - ``"ram"``: into the ram tier.
+            - ``"all"``: as ``"auto"``, and each rank copies all tensors that it has.
+
+            With any other value, one rank alone copies a tensor that several ranks have, from the writer's second
+            save on.
+        device: The budget of GPU memory for the device tier, such as ``"8GiB"``; ``None`` takes the configured one,
+            by default none. If it holds twice the rank's state, a save can begin while the previous save drains.
+        **options: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as for the
+            filesystem, and options for the object tier's filesystem by its protocol, such as ``s3={...}``.
 
     Raises:
-        InvalidInputError: An argument is no good.
+        InvalidInputError: An argument is invalid.
     """
 
     def __init__(
@@ -133,23 +141,23 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     @property
     def _here(self) -> Address:
-        """Where this thread's save goes."""
+        """The address that this thread's save goes to."""
         return self._save.address or self._address
 
     @property
     def checkpoint_id(self) -> str:
-        """The directory that is saved to, by the save that was asked for last."""
+        """The URL of the directory that the last requested save goes to."""
         return self._address.url
 
     @property
     def save_id(self) -> str | None:
-        """The random id of the save that this writer came to the end of last, which its metadata names; ``None`` before."""
+        """The random id of the last finished save, as its metadata names it; ``None`` before the first one finishes."""
         done = self._saves.done
         return None if done is None or done.mark is None else done.mark.save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a place in a tierfs store."""
+        """Return whether an id begins with ``tierfs:``. Nothing is looked up."""
         return os.fspath(checkpoint_id).startswith("tierfs:")
 
     # -- AsyncStager ---------------------------------------------------------------------------------------------------
@@ -158,18 +166,19 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Nothing is left to do when `stage` has returned."""
+        """False: staging is complete when `stage` returns."""
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture[dict[str, Any]]:
-        """Copy a state dict, so that training may go on: see `tierfs.dcp.stager.stage`.
+        """Copy a state dict, so that training may change the original: see `tierfs.dcp.stager.stage`.
 
-        Where that fails and there are other ranks, which would wait for this one to plan, the save fails then, on every rank.
+        If the copy fails while other ranks wait for this one to plan, this method returns without an error. The save
+        then fails on every rank when it is planned.
         """
         save = self._saves.ask()
         try:
             store, _ = self._address.open(write=True)
-            with Uncollected():  # a collection looks at all that torch has; 10,000 tensors set one off
+            with Uncollected():  # 10,000 new tensors trigger a full collection, which scans all of torch's objects
                 return self._staged(store, state_dict, save)
         except Exception as error:
             if not others_wait():
@@ -178,19 +187,19 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         delegated = self._replicas.take(save) if self._replicas is not None else {}
-        if not self._is_stock:  # what that writes goes through the ram tier once more, so the copy may not take it up
+        if not self._is_stock:  # layout="dcp" writes through the ram tier again: its copy must not fill that tier
             file = ShardFile(store, self._gpu, save=save)
             try:
                 return stage(state_dict, file, delegated)
             except BaseException as error:
-                file.abort()  # the waves need its room
+                file.abort()  # its memory is needed to write in waves
                 if not isinstance(error, CapacityError):
                     raise
                 say_waves(store, error)
         return stage(state_dict, ShardFile(store, self._gpu, private=True, save=save), delegated)
 
     def synchronize_staging(self) -> None:
-        """Do nothing: staging ends with `stage`."""
+        """Do nothing: staging is complete when `stage` returns."""
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
@@ -198,9 +207,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     # -- StorageWriter -------------------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save, to another place if one is given; the options stay.
+        """Begin a save, to another directory if one is given. The options stay the same.
 
-        DCP runs each save on one thread, and several at once on several: where each goes is that thread's to know.
+        DCP runs each save on one thread, and concurrent saves on several. So each thread has an address of its own.
         """
         if checkpoint_id is not None:
             self._save.address = self._address = self._address.at(checkpoint_id)
@@ -208,12 +217,18 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             read_here(None)
 
     def storage_meta(self) -> StorageMeta:
-        """Where the save that begins goes, and its id, for planners. As with torch's writers, the coordinator's id is the save's."""
+        """Return the directory and a new random id of the save that begins.
+
+        As with torch's writers, the coordinator's id becomes the id of the save.
+        """
         self._save.save_id = secrets.token_hex(16)
         return StorageMeta(checkpoint_id=self._here.url, save_id=self._save.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of who this is, and where its save goes: another one may be sent elsewhere before it ends."""
+        """Record this rank's role and the address of its save.
+
+        Another save may change the writer's address before this one ends.
+        """
         if not self._save.is_reset:
             self._save.address = self._address
         self._save.is_reset = False
@@ -226,11 +241,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._save.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Without what another rank has staged. Nothing is asked of the store by each rank.
+        """Return the plan without the tensors that another rank saves. This makes no request to the store.
 
         Raises:
-            Exception: The reason why this rank's state was not staged.
-            InvalidInputError: torch's planner would fail at a tensor's dtype without its name.
+            Exception: This rank's state was not staged, for this reason.
+            InvalidInputError: torch's planner does not know the dtype of a tensor. It would fail without its name.
         """
         if (failure := self._save.failure) is not None:
             self._save.failure = None
@@ -241,18 +256,19 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return replace(plan, items=ours, storage_data=Delegated(self._save.delegated)) if self._save.delegated else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are, if every tensor that ranks left to each other is in one of them. Called on the coordinator alone.
+        """Check that some rank saves each tensor, and return the plans unchanged. Called on the coordinator alone.
 
         Raises:
-            AlreadyExistsError: There is a checkpoint, and it may not be replaced; or it would be loaded in place of this one.
-            InvalidInputError: A tensor is in none.
+            AlreadyExistsError: A checkpoint is there and may not be replaced, or a load would find it instead of the
+                new one.
+            InvalidInputError: No plan holds a tensor that a rank left to others.
         """
         store, path = self._here.open(write=True)
         metadata_path = inside(path, self._save.metadata_name)
         checks.check_free(
             store, self._here.url, path, metadata_path, overwrite=self._overwrite, together=self._save.use_collectives
         )
-        if all(plan.usable for plan in plans):  # else they are only what has changed, and `finish` sees the rest
+        if all(plan.usable for plan in plans):  # otherwise plans list changed items only; `finish` checks all items
             checks.check_owners(
                 self._here.url,
                 (item.index for plan in plans for item in plan.items),
@@ -266,12 +282,13 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Save this rank's items as one file.
 
         Raises:
-            StoreError, CapacityError, ConflictError, TimeoutError: It could not be saved.
-            InvalidInputError: A tensor has no elements that could be, or an object could not be loaded again; names it.
+            StoreError, CapacityError, ConflictError, TimeoutError: The file could not be saved.
+            InvalidInputError: A tensor has no elements to store, or an object could not be loaded again. The message
+                names it.
         """
         end_planning()
         store, path = self._here.open(write=True)
-        # Not stored: told to the coordinator, which sees to it that somebody else has.
+        # This rank does not store these items. The coordinator checks that another rank does.
         results = [WriteResult(index, 0, None) for index in self._save.delegated or delegated_by(plan)]
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         checks.check_planned(items)
@@ -302,31 +319,32 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the checkpoint, or where ranks are on several hosts have it published when all parts are there.
+        """Publish the checkpoint. Called when every rank has saved its file.
 
-        Called when every rank has saved its file.
+        If the ranks run on several hosts and the level is below ``"object"``, the checkpoint is announced instead,
+        and published when all parts are in the object tier.
 
         Raises:
-            StoreError, CapacityError, TimeoutError: It could not be published.
-            InvalidInputError: A tensor that ranks left to each other was saved by none of them.
-            ConflictError: It was not published, because a save to the same place that began later is published.
+            StoreError, CapacityError, TimeoutError: The checkpoint could not be published.
+            InvalidInputError: No rank saved a tensor that ranks left to each other.
+            ConflictError: A save to the same directory that began later is published, so this one is not.
         """
         store, path = self._here.open(write=True)
-        metadata.version = filesystem.CURRENT_DCP_VERSION  # of what is written and, as with torch's writers, returned
+        metadata.version = filesystem.CURRENT_DCP_VERSION  # written and, as with torch's writers, returned
         parts = publish.Parts.of(result for rank in results for result in rank)
         checks.check_owners(self._here.url, parts.places, (result.index for rank in results for result in rank))
         metadata_path, mark = inside(path, self._save.metadata_name), self._save.mark
         assert mark is not None, "prepare_global_plan comes first"
         checkpoint = publish.Publication(store, self._here.url, path, metadata_path, mark, is_new=self._save.is_new)
         (publish.publish_archives if self._is_stock else publish.publish_shards)(checkpoint, metadata, parts)
-        # DCP returns it, to another process where that had us save.
+        # DCP returns this object, in process mode to the process that requested the save.
         metadata.storage_meta = SavedMeta(
             self._here.url, mark.save_id, metadata_path=metadata_path, sequence=mark.sequence
         )
         self._saves.go_on().end(metadata_path, mark)
 
     def ended(self, save: Save, url: str | None = None) -> None:
-        """See `tierfs.dcp.save.saves.Saver`."""
+        """Record that a save finished: see `tierfs.dcp.save.saves.Saver`."""
         if url is not None:
             self._address = save.address = self._address.at(url)
         self._saves.end(save)
@@ -334,7 +352,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             self._gpu.publish(save, save.mark.save_id)
 
     def handed_over(self) -> Save:
-        """See `tierfs.dcp.save.saves.Saver`."""
+        """Return a save that another process makes: see `tierfs.dcp.save.saves.Saver`."""
         return self._saves.hand_over()
 
     # -- levels --------------------------------------------------------------------------------------------------------
@@ -342,29 +360,32 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def wait(self, level: str = "object", timeout: float | None = None) -> None:
         """Wait until the last save has reached a level.
 
-        Call it when the last save is done, as its future says: until then its outcome is open. If saves overlap,
-        the last is the one whose `stage` was called last, or that began last without; the others may be under way still.
+        Call it when the future of the last save is done: until then the outcome of that save is open. If saves
+        overlap, the last one is the one whose `stage` was called last. Without `stage` it is the one that began last.
+        Earlier saves may still be in flight.
 
-        Below ``"object"`` this concerns this host's part; at ``"object"`` the whole checkpoint.
+        Args:
+            level: Below ``"object"`` this concerns the part of this host; at ``"object"``, the whole checkpoint.
+            timeout: In seconds; ``None`` waits without a limit.
 
         Raises:
-            TimeoutError: It has not, in time; names what is missing.
-            NotFoundError: The last save has not come to its end on this rank; or it failed, on whichever rank, or was removed.
-            ConflictError: The last save was superseded by one that began later.
-            TierfsError: The reason why it cannot get there.
+            TimeoutError: The level was not reached in time. The message names the missing parts.
+            NotFoundError: The last save has not finished on this rank, it failed on some rank, or it was removed.
+            ConflictError: A save that began later superseded the last one.
+            TierfsError: The save cannot reach the level, for this reason.
         """
         publish.wait_for(*self._asked(), Level.parse(level), timeout)
 
     def ack(self) -> str:
-        """The level that the checkpoint where the last save went has reached, as seen from this host.
+        """Return the level that the checkpoint of the last save has reached, as seen from this host.
 
         Raises:
-            NotFoundError: There is none, or as `wait` does.
+            NotFoundError: No checkpoint is there, or the last save has not finished on this rank.
         """
         return publish.level_reached(*self._asked()).label
 
     def status(self) -> dict[str, Any]:
-        """The store's, as ``tierfs status --json`` shows it, with this writer's device tier."""
+        """Return the status of the store, as ``tierfs status --json`` shows it, with this writer's device tier."""
         store = self._address.open()[0]
         report = status(store)
         device = self._gpu.status(store)
@@ -373,24 +394,24 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return report
 
     def fence(self) -> None:
-        """Order what is queued on the current stream from now on behind the saves that read tensors in place (``stage="lazy"``).
+        """Make later work on the current stream wait for saves that read tensors in place (``stage="lazy"``).
 
-        Torch's optimizers do this before every ``step``. Call it before other code that changes what is being saved: a replay of a
-        CUDA graph that holds the optimizer's step, an optimizer that is not torch's. Blocks until the copies are queued. With another
-        ``stage`` nothing has to wait, and this does nothing.
+        torch's optimizers do this before every ``step``. Call it before other code that changes tensors that are
+        being saved: a replay of a CUDA graph that holds the optimizer's step, or an optimizer that is not torch's. It
+        blocks until the copies are queued. With any other ``stage`` it does nothing, as nothing has to wait.
         """
         self._gpu.fence()
 
     @property
     def gates(self) -> list[Gate]:
-        """For each GPU in use, what holds the drain back while it is closed: `tierfs.device.Gate`."""
+        """For each GPU in use, the `tierfs.device.Gate` that stops the drain while it is closed."""
         return self._gpu.gates
 
     def _asked(self) -> tuple[Store, str, str, SaveMark | None]:
-        """Where the save that was asked for last went, the path of its metadata, and which one it is; ``None`` where there was none.
+        """Return the store, directory, metadata path and mark of the last requested save; no mark if there was none.
 
         Raises:
-            NotFoundError: It has not come to its end.
+            NotFoundError: That save has not finished.
         """
         save = self._saves.settled(self._address.url)
         store, path = ((save.address if save is not None else None) or self._address).open()
