@@ -1,4 +1,4 @@
-"""Look at one object of a JSON document and believe none of it: type, range and form of each member."""
+"""Check one object of an untrusted JSON document: the type, range and form of each member."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FILE_NAME_BYTES_MAX = 255
 
 
 class Checked:
-    """One object of a document.
+    """One object of a document. Every method raises `CorruptionError` if the member is wrong.
 
     Args:
         document: As it was parsed.
-        where: How to name it in errors.
+        where: Its name in errors.
     """
 
     __slots__ = ("document", "where")
@@ -29,18 +29,18 @@ class Checked:
         self.where = where
 
     def wrong(self, what: str) -> CorruptionError:
-        """The error that says what is wrong with it."""
+        """Return the error for something wrong in this object."""
         return CorruptionError(f"{self.where}: {what}: damaged, or written by a faulty program", path=self.where)
 
     def integer(self, name: str) -> int:
-        """A member that is an integer from 0 to `INTEGER_MAX`. It raises `CorruptionError`, as all methods here do."""
+        """Return a member that is an integer from 0 to `INTEGER_MAX`."""
         value = self.document.get(name)
         if type(value) is not int or not 0 <= value <= INTEGER_MAX:
             raise self.wrong(f"{name} is {value!r}")
         return value
 
     def integers(self, name: str, count_max: int) -> tuple[int, ...]:
-        """A member that is a list of such integers."""
+        """Return a member that is a list of at most ``count_max`` integers from 0 to `INTEGER_MAX`."""
         values = self.items(name)
         if values and (
             len(values) > count_max
@@ -51,28 +51,28 @@ class Checked:
         return tuple(values)
 
     def text(self, name: str, pattern: re.Pattern[str] | None = None) -> str:
-        """A member that is a string, all of which the pattern matches."""
+        """Return a member that is a string and matches the whole pattern."""
         value = self.document.get(name)
         if not isinstance(value, str) or (pattern is not None and not pattern.fullmatch(value)):
             raise self.wrong(f"{name} is {value!r}")
         return value
 
     def optional_text(self, name: str) -> str | None:
-        """A member that is a string or null."""
+        """Return a member that is a string or null."""
         return None if self.document.get(name) is None else self.text(name)
 
     def flag(self, name: str) -> bool:
-        """A member that is true or false."""
+        """Return a member that is true or false."""
         value = self.document.get(name)
         if not isinstance(value, bool):
             raise self.wrong(f"{name} is {value!r}")
         return value
 
     def known(self, name: str, values: Mapping[str, Any]) -> Any:
-        """The value of a member that is a string.
+        """Return the value that a member, a string, stands for.
 
         Raises:
-            FormatError: It stands for nothing here.
+            FormatError: The string stands for nothing in this version.
         """
         value = self.text(name)
         if value not in values:
@@ -80,23 +80,23 @@ class Checked:
         return values[value]
 
     def items(self, name: str) -> list[Any]:
-        """A member that is a list."""
+        """Return a member that is a list."""
         value = self.document.get(name)
         if not isinstance(value, list):
             raise self.wrong(f"{name} is {value!r}")
         return value
 
     def inner(self, name: str) -> Checked:
-        """A member that is an object."""
+        """Return a member that is an object."""
         return self._inside(self.document.get(name), name)
 
     def each(self, name: str) -> Iterator[Checked]:
-        """The objects of a list."""
+        """Yield the objects of a member that is a list."""
         for number, value in enumerate(self.items(name)):
             yield self._inside(value, f"{name}[{number}]")
 
     def members(self, name: str, *, is_file: bool = False) -> Iterator[tuple[str, Checked]]:
-        """The members of an object of objects, whose names are those of files or of anything."""
+        """Yield the members of an object of objects. With ``is_file``, each name has to be a valid file name."""
         inner = self.inner(name)
         for key, value in inner.document.items():
             if is_file and not is_file_name(key):
@@ -110,7 +110,7 @@ class Checked:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of a checkpoint may be called so: it lies in the checkpoint's directory, and is not hidden."""
+    """Return whether a name is valid for a file of a checkpoint: in the checkpoint's directory, and not hidden."""
     try:
         encoded = name.encode()
     except UnicodeEncodeError:
@@ -119,10 +119,10 @@ def is_file_name(name: str) -> bool:
 
 
 def refuse_names(names: Iterable[object]) -> None:
-    """Check that all are strings of valid Unicode, which JSON's keys have to be.
+    """Check that all names are strings of valid Unicode, as keys in JSON have to be.
 
     Raises:
-        InvalidInputError: One is not; names it.
+        InvalidInputError: A name is not. The message names it.
     """
     for name in names:
         if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""One checkpoint as its metadata describes it, whoever wrote it: tierfs, or torch's own writers."""
+"""One checkpoint as its metadata describes it, written by tierfs or by torch's own writers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box of a tensor that was saved as a whole.
+    """A box of a tensor that was saved as one piece.
 
     Attributes:
-        offsets: Where it begins in the tensor, in elements.
-        sizes: How many elements of each dimension it has.
-        place: Where its bytes are.
+        offsets: Where the box begins in the tensor, in elements.
+        sizes: The number of elements of each dimension.
+        place: Where the bytes are.
     """
 
     offsets: tuple[int, ...]
@@ -46,12 +46,12 @@ class Checkpoint:
     """A checkpoint, or one rank's part of one. None of its tensors has been read.
 
     Attributes:
-        store: The store that holds it.
-        directory: Its path there.
-        rank: Whose part it is, where ranks saved on their own.
+        store: The store that holds the checkpoint.
+        directory: The checkpoint's path in the store.
+        rank: The rank whose part this is, if the ranks saved without collectives.
         metadata: torch's `Metadata`, with a `BytesPlace` for every shard and object.
-        note: tierfs's own note; ``None`` where one of torch's writers made it.
-        created_ns: When its metadata was written, in nanoseconds since the epoch; 0 where that is not known.
+        note: tierfs's own note; ``None`` if torch's writers made the checkpoint.
+        created_ns: When the metadata was written, in nanoseconds since the epoch; 0 if that is unknown.
     """
 
     store: Store
@@ -63,12 +63,12 @@ class Checkpoint:
 
     @property
     def where(self) -> str:
-        """How to name it in errors."""
+        """The name of its metadata in errors."""
         return self.store.where(inside(self.directory, metadata_file(self.rank)))
 
     @property
     def format(self) -> str:
-        """Its writer: ``tierfs``, or ``dcp`` for torch's own writers."""
+        """``tierfs``, or ``dcp`` if torch's own writers made the checkpoint."""
         return "dcp" if self.note is None else "tierfs"
 
     @property
@@ -79,23 +79,23 @@ class Checkpoint:
 
     @property
     def objects(self) -> dict[str, BytesPlace]:
-        """Where each value that is no tensor lies, by name, sorted.
+        """Where each object lies, by name, sorted.
 
         Raises:
-            CorruptionError: The metadata does not say where one is.
+            CorruptionError: The metadata does not say where an object is.
         """
         items = sorted(self.metadata.state_dict_metadata.items())
         return {fqn: self.object(fqn) for fqn, item in items if not isinstance(item, TensorStorageMetadata)}
 
     def object(self, fqn: str) -> BytesPlace:
-        """Where one of them lies. Raises as `objects` does."""
+        """Return where one object lies. Raises as `objects` does."""
         return self._place(fqn, MetadataIndex(fqn))
 
     def shards(self, fqn: str) -> list[Shard]:
-        """The shards of a tensor.
+        """Return the shards of a tensor.
 
         Raises:
-            CorruptionError: The metadata does not say where one is.
+            CorruptionError: The metadata does not say where a shard is.
         """
         return [
             Shard(tuple(chunk.offsets), tuple(chunk.sizes), self._place(fqn, MetadataIndex(fqn, chunk.offsets)))
@@ -103,7 +103,7 @@ class Checkpoint:
         ]
 
     def places(self) -> Iterator[tuple[str, BytesPlace]]:
-        """The name of every tensor and object with where a shard of it, or it, lies."""
+        """Yield the name and place of every shard of every tensor, and of every object."""
         for fqn in self.tensors:
             for shard in self.shards(fqn):
                 yield fqn, shard.place
@@ -111,7 +111,7 @@ class Checkpoint:
 
     @property
     def length(self) -> int:
-        """Bytes of all tensors' elements and of all objects."""
+        """The number of bytes of all tensors' elements and of all objects."""
         elements: int = sum(
             math.prod(shard.sizes) * item.properties.dtype.itemsize
             for fqn, item in self.tensors.items()
@@ -120,7 +120,7 @@ class Checkpoint:
         return elements + sum(place.length for place in self.objects.values())
 
     def files(self) -> dict[str, int]:
-        """How long each file has to be, in bytes: exactly so where tierfs wrote it, else at least."""
+        """Return the length of each file in bytes: exact if tierfs wrote the checkpoint, else the minimum."""
         if self.note is not None:
             return dict(self.note.files)
         found: dict[str, int] = {}
@@ -129,19 +129,19 @@ class Checkpoint:
         return found
 
     def problem_of(self, fqn: str) -> str:
-        """The reason why a tensor's shards do not make up the whole of it, in words; empty for none."""
+        """Return why a tensor's shards do not make up the whole tensor, in words; empty if they do."""
         item = self.metadata.state_dict_metadata[fqn]
         return problem_of(boxes_in(item), tuple(item.size))
 
     def check_whole(self, names: Iterable[str] | None = None) -> None:
-        """Check that the shards of tensors make up the whole of them, each element once.
+        """Check that the shards of tensors make up the whole tensors, each element once.
 
         Args:
-            names: Which tensors; by default all.
+            names: The tensors to check; by default all.
 
         Raises:
-            CorruptionError: Those of one do not.
-            InvalidInputError: The same, where other ranks may have saved the rest.
+            CorruptionError: The shards of a tensor do not.
+            InvalidInputError: The same, but other ranks may have saved the missing shards.
         """
         for fqn in self.tensors if names is None else names:
             if not (problem := self.problem_of(fqn)):
@@ -162,12 +162,12 @@ class Checkpoint:
 
 
 def metadata_file(rank: int | None = None) -> str:
-    """Name of the file that says what is in a checkpoint; of one rank's alone where no collectives were used."""
+    """Return the name of a checkpoint's metadata file: of all ranks, or of one that saved without collectives."""
     return ROOT if rank is None else f"__{rank}{ROOT}"
 
 
 def rank_of(name: str) -> int | None:
-    """The rank whose own metadata a file of this name is; ``None`` for any other name."""
+    """Return the rank that saved a metadata file of this name without collectives; ``None`` for any other name."""
     match = _RANK_FILE.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -176,16 +176,16 @@ def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) ->
     """Read the metadata of a checkpoint.
 
     Args:
-        store: The store that holds it.
-        directory: Its path there.
-        rank: Whose part is meant, where ranks saved on their own.
+        store: The store that holds the checkpoint.
+        directory: The checkpoint's path in the store.
+        rank: The rank whose part to read, if the ranks saved without collectives.
 
     Raises:
         NotFoundError: No checkpoint is there.
-        CorruptionError, FormatError: Its metadata is damaged, or of another version.
-        InvalidInputError: Its metadata is a pickle with more in it than torch's; nothing of it was run. Or ranks saved on
-            their own, and none was named.
-        TierfsError: It failed.
+        CorruptionError, FormatError: The metadata is damaged, or of an unsupported version.
+        InvalidInputError: The metadata is a pickle that holds more than torch's metadata; nothing of it was
+            run. Or the ranks saved without collectives, and ``rank`` is ``None``.
+        TierfsError: The read failed.
     """
     path = inside(directory, metadata_file(rank))
     try:
@@ -195,21 +195,21 @@ def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) ->
 
 
 def open_announced(store: Store, path: str) -> Checkpoint:
-    """Read the metadata of a save that has been announced, and is not published yet.
+    """Read the metadata of a save that has been announced and is not published yet.
 
     Args:
-        store: The store that holds it.
-        path: The announcing file's.
+        store: The store that holds the save.
+        path: The path of the announcing file.
 
     Raises:
-        NotFoundError: It is not there any more: it was published, or superseded.
+        NotFoundError: The announcement is gone: the save was published, or superseded.
         CorruptionError, FormatError, InvalidInputError, TierfsError: As for `open_checkpoint`.
     """
     return read_checkpoint(store, path, path.rpartition(f"{PENDING}/")[0].rstrip("/"), None)
 
 
 def read_checkpoint(store: Store, path: str, directory: str, rank: int | None) -> Checkpoint:
-    """The same from a file of any name. Raises as `open_checkpoint` does."""
+    """Read the metadata of a checkpoint from a file of any name. Raises as `open_checkpoint` does."""
     where = store.where(path)
     entry = stat(store, path)
     if entry.is_directory:

@@ -1,10 +1,11 @@
-"""The tensors of a checkpoint's metadata as columns: read from the text of the document, without an object for each chunk.
+"""The tensors of a checkpoint's metadata as columns, read from the document's text without an object for each chunk.
 
-A checkpoint of 1,024 ranks and 300 tensors has 307,200 chunks, and every rank reads where all of them are. Tensors of one shape are cut
-alike, so their chunks are the same objects here; where the bytes lie is two numbers and the number of a file for each chunk.
+A checkpoint of 1,024 ranks and 300 tensors has 307,200 chunks, and every rank reads where all of them are.
+Tensors of one shape are cut alike, so they share the objects of their chunks here. The place of a chunk is
+two numbers and a file.
 
-Only a document that is written just as `tierfs.dcp.metadata.encode` writes it is read here, and each value is checked as there. Any other
-one, a damaged one too, is left to the reader of any JSON, which names the problem.
+Only a document that is written exactly as `tierfs.dcp.metadata.encode` writes it is read here, with the same
+checks. Any other document, and any damaged one, is left to the general JSON reader, which names the problem.
 
 Format: docs/reference/checkpoint-format.md, "The metadata document".
 """
@@ -49,11 +50,11 @@ _PROPERTIES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class BytesPlace:
-    """Where the bytes of one chunk of a tensor, or of one object, lie. Small and picklable.
+    """The place of the bytes of one chunk of a tensor, or of one object. Small and picklable.
 
     Attributes:
         file: Name of the file, in the directory of the checkpoint.
-        at: Offset in it, in bytes.
+        at: Offset in the file, in bytes.
         length: In bytes.
     """
 
@@ -67,9 +68,9 @@ class _Cuts:
     """How tensors of one shape are cut.
 
     Attributes:
-        chunks: Torch's, one after the other.
-        elements: How many each has.
-        positions: By offsets.
+        chunks: torch's `ChunkStorageMetadata`, in order.
+        elements: The number of elements of each chunk.
+        positions: The number of each chunk, by its offsets.
     """
 
     chunks: list[Any]
@@ -78,7 +79,7 @@ class _Cuts:
 
 
 class _Column(NamedTuple):
-    """Where the chunks of one tensor lie."""
+    """The places of the chunks of one tensor."""
 
     cuts: _Cuts
     files: list[str]
@@ -90,11 +91,11 @@ class _Column(NamedTuple):
 
 
 class PlaceColumns(Mapping[Any, BytesPlace]):
-    """Where each chunk of each tensor, and each object, lies, by torch's `MetadataIndex`.
+    """The place of each chunk of each tensor, and of each object, by torch's `MetadataIndex`.
 
     Args:
         tensors: By FQN.
-        others: What is in no column.
+        others: The places of objects.
     """
 
     def __init__(self, tensors: Mapping[str, _Column], others: Mapping[Any, BytesPlace]) -> None:
@@ -118,18 +119,19 @@ class PlaceColumns(Mapping[Any, BytesPlace]):
 
 
 class _UnusualError(Exception):
-    """Something is not as it is always written, or wrong."""
+    """The text is not exactly as `encode` writes it, or a value in it is wrong."""
 
 
 def read_tensors(text: bytes, files: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, _Column]] | None:
     """Read the members of ``tensors``.
 
     Args:
-        text: They as they stand in the document, without the braces around them.
+        text: The members as they stand in the document, without the braces around them.
         files: Length in bytes of each file of the checkpoint.
 
     Returns:
-        Torch's `TensorStorageMetadata` and the places, by FQN; ``None`` if something is written in another way, or wrong.
+        torch's `TensorStorageMetadata` and the places, by FQN. ``None`` if something is written differently,
+        or wrong.
     """
     try:
         return _TensorParser(files).read(text)
@@ -138,7 +140,7 @@ def read_tensors(text: bytes, files: Mapping[str, int]) -> tuple[dict[str, Any],
 
 
 class _TensorParser:
-    """Parses the tensors of one document."""
+    """Parses the tensors of one document, and reuses shapes and cuts that it has parsed before."""
 
     def __init__(self, files: Mapping[str, int]) -> None:
         self._sizes = files
@@ -179,10 +181,11 @@ class _TensorParser:
         return items, columns
 
     def _column(self, text: bytes, whole: Any, itemsize: int) -> _Column:
-        """Read the chunks of a tensor of this shape."""
+        """Read the chunks of a tensor of shape ``whole``."""
         found: Sequence[tuple[bytes, ...]] = _CHUNK.findall(text)
         ats, names, lengths, offsets, shapes = zip(*found, strict=True) if found else ((),) * 5
-        # What no chunk has matched would be missing here. All but their numbers and names are 52 bytes, and a comma between two.
+        # Text that no chunk matched shows as missing length. Without its values a chunk has 52 bytes, and a
+        # comma follows all but the last.
         size = sum(map(len, (*ats, *names, *lengths, *offsets, *shapes)))
         if size + len(found) * _CHUNK_BYTES - bool(found) != len(text):
             raise _UnusualError
@@ -216,7 +219,7 @@ class _TensorParser:
         return found
 
     def _shape(self, text: bytes) -> Any:
-        """Integers with commas between them."""
+        """Parse integers with commas between them."""
         found = self._shapes.get(text)
         if found is None:
             values = json.loads(b"[%b]" % text)
@@ -227,7 +230,7 @@ class _TensorParser:
 
 
 _CHUNK_BYTES = len(b'{"at":,"file":"","length":,"offsets":[],"shape":[]},')
-# Times the bytes of any element it is no more than `INTEGER_MAX`.
+# Multiplied by the size in bytes of any element, this is at most `INTEGER_MAX`.
 _ELEMENTS_MAX = INTEGER_MAX // 64
 
 

@@ -1,6 +1,6 @@
 """A checkpoint's ``.metadata``: torch's `Metadata` and tierfs's own note as one JSON document, never a pickle.
 
-Nothing in it is believed before it is checked: who reads one that somebody else wrote gets an error, not a surprise.
+Each value is checked before it is used: an untrusted document raises an error and does nothing else.
 
 Format: docs/reference/checkpoint-format.md, "The metadata document".
 """
@@ -38,22 +38,22 @@ VERSION = 1
 PATH_PARTS_MAX = 256
 _WHERE = "the checkpoint's metadata"
 _HEX = re.compile(r"[0-9a-f]{1,64}")
-# How a document begins and ends, and what divides it: see `encode`.
+# The beginning and end of a document, and the text that precedes its tensors: see `encode`.
 _BEGIN, _TENSORS, _END = b'{"checksum":"', b',"tensors":{', b'},"version":%d}' % VERSION
-# So many times something in a document may be called "tensors" before its own tensors until it is read as any JSON.
+# A member called "tensors" may occur this often before the document's own; then the general JSON reader takes over.
 SPLITS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNote:
-    """tierfs's notes of a checkpoint, beside torch's.
+    """tierfs's note on a checkpoint, beside torch's metadata.
 
     Attributes:
-        save_id: Its save's; hexadecimal digits, drawn at random.
-        sequence: Grows with each save to the same place.
-        created_ns: When, in nanoseconds since the epoch.
-        step: The training's; ``None`` where nobody said.
-        files: Length in bytes of every file that the checkpoint lies in.
+        save_id: The id of the save; hexadecimal digits, drawn at random.
+        sequence: Grows with each save to the same directory.
+        created_ns: When the metadata was written, in nanoseconds since the epoch.
+        step: The training step; ``None`` if it was not given.
+        files: The length in bytes of every file of the checkpoint.
     """
 
     save_id: str
@@ -64,14 +64,16 @@ class CheckpointNote:
 
 
 def encode(metadata: Any, extra: CheckpointNote) -> bytes:
-    """The document of a checkpoint.
+    """Return the document of a checkpoint.
 
     Args:
-        metadata: torch's `Metadata`, with a `BytesPlace` in ``storage_data`` for each chunk of a tensor and each object.
-        extra: tierfs's own note; it names every file that a `BytesPlace` does.
+        metadata: torch's `Metadata`, with a `BytesPlace` in ``storage_data`` for each chunk of a tensor and
+            each object.
+        extra: tierfs's own note. It has to name every file that a `BytesPlace` names.
 
     Raises:
-        InvalidInputError: Something in it cannot be written down so that reading gives the same again; names the FQN.
+        InvalidInputError: A value cannot be written so that reading returns the same value. The message names
+            the FQN.
     """
     places: Mapping[Any, BytesPlace] = metadata.storage_data or {}
     tensors: dict[str, Any] = {}
@@ -103,9 +105,9 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
     }
     try:
         refuse_names([*tensors, *objects])
-        # A document that no reader accepts is not written: a mistake must show while the state is still in memory.
+        # A document that no reader accepts is not written: the error must come while the state is still in memory.
         _interpret(document, _WHERE)
-        # One by one, as text: as objects they would be so many that each save had Python look through all of its garbage.
+        # One tensor at a time, as text: as many objects they would make Python collect garbage at each save.
         texts = [_tensor_text(fqn, tensors[fqn], places, extra.files) for fqn in sorted(tensors)]
         before = _canonical({name: value for name, value in document.items() if name < "tensors"})
         after = _canonical({name: value for name, value in document.items() if name > "tensors"})
@@ -116,7 +118,7 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
         raise InvalidInputError(str(error)) from error
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"the checkpoint's metadata cannot be written as JSON: {error}") from error
-    # It sorts before all other members.
+    # "checksum" sorts before all other members.
     return f'{{"checksum":"{digest.checksum(canonical).hex()}",'.encode() + canonical[1:]
 
 
@@ -124,32 +126,33 @@ def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
     """Read a document.
 
     Args:
-        data: Its bytes.
-        where: How to name it in errors.
+        data: The bytes of the document.
+        where: Its name in errors.
 
     Returns:
         torch's `Metadata`, with a `BytesPlace` for each chunk and object in ``storage_data``, and tierfs's note.
 
     Raises:
-        CorruptionError: It is damaged, or says what cannot be.
-        FormatError: It is of another version, or holds a dtype that this torch does not have.
+        CorruptionError: The document is damaged, or contradicts itself.
+        FormatError: The document is of another version, or holds a dtype that this torch does not have.
     """
     try:
         with Uncollected():
             return _read_columns(data, where) or _interpret(_parse(data, where), where)
-    except RecursionError as error:  # what is nested deeply can be read, and neither be written again nor shown
+    except RecursionError as error:  # it could be read, but not written again or printed
         raise CorruptionError(
             f"{where}: the checkpoint's metadata is damaged: it is nested too deeply", path=where
         ) from error
 
 
 def _read_columns(data: bytes, where: str) -> tuple[Any, CheckpointNote] | None:
-    """Read a document that is written just as `encode` does; ``None`` for any other, and for one in which something is wrong."""
+    """Read a document that is written exactly as `encode` writes it; return ``None`` for any other or damaged one."""
     stated, _, rest = data.partition(b'",')
     if not data.endswith(_END) or stated != _BEGIN + digest.checksum(b"{", rest).hex().encode():
         return None
     at = -1
-    # Only what is before the tensors of the document, and not before those of something in it, is a document with its braces closed.
+    # Closed with a brace, only the text before the document's own tensors is a document: text before a nested
+    # "tensors" is not.
     for _ in range(SPLITS_MAX):
         at = rest.find(_TENSORS, at + 1)
         if at < 0:
@@ -172,7 +175,7 @@ def _read_columns(data: bytes, where: str) -> tuple[Any, CheckpointNote] | None:
             objects: dict[Any, BytesPlace] = {}
             return _complete(root, note, items, objects, PlaceColumns(columns, objects)), note
         except (CorruptionError, FormatError):
-            return None  # the other reader says what is wrong
+            return None  # the general reader names the problem
     return None
 
 
@@ -203,14 +206,14 @@ def _complete(
     objects: dict[Any, BytesPlace],
     places: Mapping[Any, BytesPlace],
 ) -> Any:
-    """Torch's `Metadata`.
+    """Return torch's `Metadata`.
 
     Args:
         root: The document.
-        note: Of it.
-        items: Its tensors, by FQN; the objects are added.
-        objects: To be filled with their places.
-        places: Those of all, when that is done.
+        note: The document's note.
+        items: The tensors, by FQN. The objects are added.
+        objects: Filled with the places of the objects.
+        places: The places of all tensors and objects, once ``objects`` is filled.
     """
     for fqn, item in root.members("objects"):
         if fqn in items:
@@ -258,7 +261,7 @@ def _load(data: bytes) -> Any:
 
 
 def _tensor_text(fqn: str, item: Any, places: Mapping[Any, BytesPlace], files: Mapping[str, int]) -> bytes:
-    """A tensor's member of the document, read once as a check."""
+    """Return a tensor's member of the document, after reading it once as a check."""
     if len(item.size) > DIMENSIONS_MAX:
         raise InvalidInputError(
             f"{fqn!r} has {len(item.size)} dimensions, and a tensor of a checkpoint {DIMENSIONS_MAX} at most: reshape it"

@@ -1,8 +1,9 @@
-"""Values that are no tensors, as ``torch.save`` pickles them: what loading one needs, and a loader for containers that torch's lacks.
+"""Objects as ``torch.save`` pickles them: the globals that loading needs, and an unpickler for more containers.
 
-torch's unpickler for ``weights_only=True`` fills lists and dicts alone, and reads no integers above 255 bytes. So a `collections.deque` or a
-`collections.defaultdict` cannot be loaded with it even where it is allowed. `Unpickler` follows the same rules (nothing but what is allowed
-is looked up, called, or restored), for those as well. The module is given to ``torch.load`` as its ``pickle_module``.
+torch's unpickler for ``weights_only=True`` fills only lists and dicts, and reads no integers above 255 bytes.
+So it cannot load a `collections.deque` or a `collections.defaultdict`, even if the class is allowed.
+`Unpickler` can. It follows the same rules: it looks up, calls and restores nothing that is not allowed.
+``torch.load`` takes this module as its ``pickle_module``.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ ALLOWED: tuple[Any, ...] = (
     (Ellipsis, "builtins.Ellipsis"),
     (NotImplemented, "builtins.NotImplemented"),
 )
-"""Allowed besides what torch allows. An empty `bytes` is pickled as a call of its class."""
+"""Allowed besides the globals that torch allows. An empty `bytes` is pickled as a call of its class."""
 CHECKED_BYTES_MAX = 16 << 20
-"""A longer object is not looked at when it is saved: that would take as long as to save it."""
+"""A longer object is not checked when it is saved: the check would take as long as the save."""
 REMEMBERED_BYTES_MAX = 4096
 REMEMBERED_MAX = 1024
 PROTOCOL = 2  # torch.save's own
@@ -49,9 +50,9 @@ _OPCODES = (
 )  # fmt: skip
 _BASE: Any = pickle._Unpickler.dispatch
 _GETATTR = "builtins.getattr"
-_WITH_SLOTS = 2  # a state of so many parts has one of attributes, and one of slots
+_WITH_SLOTS = 2  # a state of two parts is the attributes and the slots
 _MAY_NEED = re.compile(rb"\n[^\n]{1,256}\n")
-"""Found in each pickle that looks up a global: the names of module and global end in a newline each."""
+"""Matches every pickle that looks up a global: the names of module and global each end in a newline."""
 _OF_ATTRIBUTES = {"BINUNICODE", "TUPLE2", "REDUCE", "BINPUT", "LONG_BINPUT"}
 _HEADER = 30
 _logger = logging.getLogger("tierfs.dcp")
@@ -59,16 +60,17 @@ _warned: set[str] = set()
 
 
 class ObjectUnpickler(pickle._Unpickler):
-    """Loads what is made with nothing but what torch allows, and what is on its list of safe globals.
+    """Loads pickles that use only what torch allows and what is on torch's list of safe globals.
 
-    The rules are torch's, but for what is named here. Containers and states are filled by the methods of their class, so an
-    instance cannot bring its own. ``getattr`` finds allowed classes inside of allowed ones and nothing else. A NumPy dtype is
-    restored only to what NumPy itself would say of it. It may take as much memory as torch's own would.
+    The rules are torch's, with these differences. Containers and states are filled by the methods of their
+    class, so an instance cannot bring its own. ``getattr`` finds only allowed classes inside allowed classes.
+    A NumPy dtype is restored only to a state that NumPy itself would produce. It may take as much memory as
+    torch's unpickler.
 
-    Written in Python: the one in C takes as much memory as a number in the pickle says.
+    It is based on the unpickler in Python: the one in C allocates as much memory as a number in the pickle says.
     """
 
-    # The base class has these, which its types do not tell.
+    # The base class has these attributes, but its type stubs do not declare them.
     stack: Any
     metastack: Any
     pop_mark: Any
@@ -82,7 +84,7 @@ class ObjectUnpickler(pickle._Unpickler):
         self._user_ids = {id(value) for name, value in self._by_user.items() if name != _GETATTR}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function of a global, if it is allowed."""
+        """Return the class or function of a global, if it is allowed."""
         full = _full_name(module, name)
         if full.partition(".")[0] in _blocklisted_modules:
             raise pickle.UnpicklingError(f"Trying to load unsupported GLOBAL {full} whose module is blocked.")
@@ -91,26 +93,24 @@ class ObjectUnpickler(pickle._Unpickler):
         return self._allowed[full]
 
     def load_binpersid(self) -> None:
-        """A storage. Other persistent ids have torch's old format read and write files of source code."""
+        """Load a storage. Other persistent ids make torch's old format read and write files of source code."""
         pid = self.stack[-1]
         if type(pid) is not tuple or not pid or pid[0] not in ("storage", b"storage"):
             raise pickle.UnpicklingError("Only persistent_load of storage is allowed")
         _BASE[pickle.BINPERSID[0]](self)
 
     def load_reduce(self) -> None:
-        """Call what is allowed to be called."""
         arguments, function = self.stack[-1], self.stack[-2]
         self._check_call(function, arguments)
         _BASE[pickle.REDUCE[0]](self)
 
     def load_newobj(self) -> None:
-        """The same of a class."""
         arguments, kind = self.stack[-1], self.stack[-2]
         self._check_call(kind, arguments)
         _BASE[pickle.NEWOBJ[0]](self)
 
     def load_build(self) -> None:
-        """Restore the state of what was made."""
+        """Restore the state of the instance on the stack."""
         state = self.stack.pop()
         made = self.stack[-1]
         kind: Any = type(made)
@@ -134,22 +134,18 @@ class ObjectUnpickler(pickle._Unpickler):
                 object.__setattr__(made, name, value)
 
     def load_append(self) -> None:
-        """Add one element to a list."""
         value = self.stack.pop()
         self._extend(self.stack[-1], [value])
 
     def load_appends(self) -> None:
-        """Add several."""
         values = self.pop_mark()
         self._extend(self.stack[-1], values)
 
     def load_setitem(self) -> None:
-        """Put one value into a mapping."""
         value, name = self.stack.pop(), self.stack.pop()
         self._put(self.stack[-1], [name, value])
 
     def load_setitems(self) -> None:
-        """Put several."""
         self._put(self.metastack[-1][-1], self.pop_mark())
 
     dispatch[pickle.BINPERSID[0]] = load_binpersid
@@ -179,13 +175,13 @@ class ObjectUnpickler(pickle._Unpickler):
     def _check_call(self, function: Any, arguments: Any) -> None:
         if function != self._nested and id(function) not in self._ids:
             raise self._not_allowed(function)
-        if function is bytes and arguments != ():  # a number would be a length
+        if function is bytes and arguments != ():  # a number would be a length to allocate
             raise pickle.UnpicklingError("bytes() with arguments is not allowed")
-        if getattr(function, "__module__", "") == "numpy" and function.__name__ == "ndarray":  # at any address
+        if getattr(function, "__module__", "") == "numpy" and function.__name__ == "ndarray":  # could read any address
             raise pickle.UnpicklingError("an array may not be made of a buffer and strides")
 
     def _nested(self, outer: Any, name: Any) -> Any:
-        """An allowed class inside of an allowed class, as protocol 2 has pickles name it: by ``getattr``."""
+        """Return an allowed class inside an allowed class. Protocol 2 names such a class by ``getattr``."""
         full = f"{_own_name(outer)}.{name}" if isinstance(outer, type) and id(outer) in self._user_ids else ""
         if full not in self._by_user:
             raise pickle.UnpicklingError(
@@ -204,12 +200,12 @@ def _is_numpy_dtype(value: Any) -> bool:
 
 
 def _checked_dtype_state(dtype: Any, state: Any) -> Any:
-    """The state of a NumPy dtype, if it is what NumPy has for that dtype in some byte order.
+    """Return the state of a NumPy dtype, if NumPy has that state for the dtype in some byte order.
 
-    ``numpy.dtype.__setstate__`` believes sizes, offsets and flags, and reads and writes memory by them.
+    ``numpy.dtype.__setstate__`` trusts sizes, offsets and flags, and accesses memory by them.
 
     Raises:
-        UnpicklingError: It is not: it has fields, for one.
+        UnpicklingError: NumPy has another state; a dtype with fields is one example.
     """
     order = state[1] if type(state) is tuple and len(state) > 1 else None
     if order not in ("<", ">", "=", "|") or dtype.newbyteorder(order).__reduce__()[2:] != (state,):
@@ -220,19 +216,19 @@ def _checked_dtype_state(dtype: Any, state: Any) -> Any:
 
 
 Unpickler = ObjectUnpickler
-"""The name by which ``torch.load`` finds it in a ``pickle_module``."""
+"""The name under which ``torch.load`` finds it in a ``pickle_module``."""
 
 
 def load(file: Any, **options: Any) -> Any:
-    """As `pickle.load`; part of what ``torch.load`` wants of a ``pickle_module``."""
+    """Load a pickle as `pickle.load` does. ``torch.load`` requires this function of a ``pickle_module``."""
     return Unpickler(file, **options).load()
 
 
 def globals_in(data: bytes) -> dict[str, str]:
-    """The globals of what ``torch.save`` wrote that are not allowed, each with its module. Nothing is loaded.
+    """Return the globals in the output of ``torch.save`` that are not allowed, each with its module. Nothing is loaded.
 
     Raises:
-        ValueError: It is no such archive, or damaged.
+        ValueError: The data is not an archive of ``torch.save``, or is damaged.
     """
     start, pickled = _pickle_in(memoryview(data))
     allowed = _allowed_by_default()
@@ -240,14 +236,14 @@ def globals_in(data: bytes) -> dict[str, str]:
 
 
 def check_object(fqn: str, data: memoryview) -> None:
-    """See that an object which is about to be saved can be loaded; and say once of each kind what loading it needs.
+    """Check that an object can be loaded after it is saved; log once for each kind what loading it requires.
 
     Args:
         fqn: Its name.
-        data: Its form by ``torch.save``. Any other form, which a planner of somebody's own may make, is not looked at.
+        data: The object as ``torch.save`` wrote it. The form of a custom planner is not checked.
 
     Raises:
-        InvalidInputError: It could not be loaded, whatever were allowed.
+        InvalidInputError: The object could not be loaded, whatever is allowed.
     """
     if len(data) > CHECKED_BYTES_MAX:
         return
@@ -272,7 +268,7 @@ def check_object(fqn: str, data: memoryview) -> None:
 
 
 def _look_up(content: bytes) -> tuple[dict[str, str], str]:
-    """The names to allow for a pickle to load, each with its module, and why that would not do."""
+    """Return the globals to allow for a pickle, each with its module, and why the pickle cannot be loaded even then."""
     allowed = _allowed_by_default()
     needed: dict[str, str] = {}
     try:
@@ -290,7 +286,7 @@ def _look_up(content: bytes) -> tuple[dict[str, str], str]:
                     f"it is made with {name}, and torch loads nothing of that module: save it as what it consists of",
                 )
             needed[name] = module
-    except ValueError:  # not for us to judge: whoever made it knows how to read it
+    except ValueError:  # unknown content: the planner that made it can read it
         return {}, ""
     return needed, ""
 
@@ -299,9 +295,9 @@ _looked_up = lru_cache(maxsize=REMEMBERED_MAX)(_look_up)
 
 
 def _operations(content: bytes) -> Iterator[tuple[str, str, str]]:
-    """Each opcode of a pickle, with module and full name of a global that it looks up.
+    """Yield each opcode of a pickle, with the module and full name of the global that it looks up.
 
-    A class inside of another one is looked up as an attribute of that.
+    A class inside another class is looked up as an attribute of that class.
     """
     getter, outer, module = False, "", ""
     for opcode, argument, _ in pickletools.genops(content):
@@ -317,10 +313,10 @@ def _operations(content: bytes) -> Iterator[tuple[str, str, str]]:
 
 
 def aliases(data: bytes, allow: Iterable[Any]) -> list[tuple[Any, str]]:
-    """Allowed values, by the names that a pickle has for them, where these are not their own.
+    """Return allowed values under the names that a pickle has for them, if these differ from their own names.
 
     Raises:
-        ValueError: It is no archive of ``torch.save``.
+        ValueError: The data is not an archive of ``torch.save``.
     """
     start, pickled = _pickle_in(memoryview(data))
     ids = {id(value) for value in allow}
@@ -335,10 +331,10 @@ def aliases(data: bytes, allow: Iterable[Any]) -> list[tuple[Any, str]]:
 
 
 def _pickle_in(data: memoryview) -> tuple[int, memoryview]:
-    """Where the pickle begins in an archive of ``torch.save``, of which it is the first file.
+    """Return where the pickle begins in an archive of ``torch.save``, whose first file it is, and the data.
 
     Raises:
-        ValueError: It is no such archive.
+        ValueError: The data is not such an archive.
     """
     if bytes(data[: len(torch_zip.LOCAL)]) != torch_zip.LOCAL or len(data) < _HEADER:
         raise ValueError("no archive of torch.save")
@@ -353,7 +349,7 @@ def _full_name(module: str, name: str) -> str:
 
 
 def _renamed(module: str, name: str) -> tuple[str, str]:
-    """Module and full name of a global: protocol 2 has the names of Python 2."""
+    """Return the module and full name of a global. Protocol 2 uses the names of Python 2."""
     if (module, name) in NAME_MAPPING:
         module, name = NAME_MAPPING[module, name]
     elif module in IMPORT_MAPPING:
@@ -363,7 +359,7 @@ def _renamed(module: str, name: str) -> tuple[str, str]:
 
 def _allowed_by_default() -> set[str]:
     own = {value[1] if isinstance(value, tuple) else _own_name(value) for value in ALLOWED}
-    own.add(_GETATTR)  # which finds nothing but what is allowed
+    own.add(_GETATTR)  # it finds only allowed classes
     return own | set(_get_allowed_globals()) | set(_get_user_allowed_globals())
 
 
@@ -372,7 +368,7 @@ def _own_name(value: Any) -> str:
 
 
 def _resolve(name: str) -> Any:
-    """The global of a name, if its module is loaded. Looks in dictionaries alone, so it runs nothing."""
+    """Return the global of a name, if its module is loaded. It looks in dictionaries alone, so it runs no code."""
     module, _, rest = name.rpartition(".")
     while module and module not in sys.modules:
         module, _, before = module.rpartition(".")

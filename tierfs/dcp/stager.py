@@ -1,4 +1,4 @@
-"""A copy of a state dict that training cannot touch: its tensors lie in a shard file without a name, the rest is copied."""
+"""Copy a state dict so that training cannot change the copy: tensors into an unnamed shard file, the rest deeply."""
 
 from __future__ import annotations
 
@@ -34,22 +34,24 @@ def stage(
 ) -> dict[str, Any]:
     """Copy a state dict into a shard file.
 
-    Every strided tensor in its dicts, lists and tuples becomes a view of the file, DTensors and ShardedTensors with their
-    local part; a tensor that is there twice is copied once. All else is copied deeply, there and then; by pickling what has its own
-    idea of a deep copy, as data frames have, which share what lies in them with the copy.
+    Every strided tensor in its dicts, lists and tuples becomes a view of the file; so does the local part of
+    a DTensor or ShardedTensor. A tensor that occurs twice is copied once. All other values are copied deeply
+    before this returns. Objects with their own ``__deepcopy__`` are copied by pickling: the deep copy of a
+    data frame, for example, shares its elements with the original.
 
     Args:
-        state_dict: Borrowed for the call; its tensors may lie on any device.
-        file: Takes the bytes.
-        delegated: By name, items of tensors that another rank saves: what is so still is not copied.
+        state_dict: Borrowed for the call. Its tensors may lie on any device.
+        file: Receives the bytes.
+        delegated: Items of tensors that another rank saves, by name. A tensor that still matches its item is not
+            copied.
 
     Returns:
-        The same structure. It keeps the file's memory until that is saved, which it can be once; and may be sent to one other process,
-        which saves it then.
+        The same structure. It keeps the file's memory until that is saved, which is possible once. It may be
+        sent to one other process, which then saves it.
 
     Raises:
         CapacityError: The tensors do not fit.
-        InvalidInputError: An object cannot be copied; says where it is.
+        InvalidInputError: An object cannot be copied. The message says where it is.
     """
     named: dict[int, tuple[list[str], torch.Tensor]] = {}
     objects: dict[int, Any] = {}
@@ -57,10 +59,10 @@ def stage(
     memo: dict[int, Any] = {}
     if objects:
         try:
-            # All at once, so that they share in the copy what they share.
+            # All in one pickle, so that the copies share what the originals share.
             memo.update(zip(objects, pickle.loads(pickle.dumps(list(objects.values()))), strict=True))  # noqa: S301 - this process's own
         except Exception as error:  # noqa: BLE001 - what pickling may raise has no end
-            # A value that cannot be pickled cannot be saved, unless a planner makes something else of it.
+            # A value that cannot be pickled cannot be saved, unless a planner replaces it.
             kinds = ", ".join(sorted({type(value).__name__ for value in objects.values()}))
             _logger.warning(
                 "objects (%s) are copied as their classes copy them, since one cannot be pickled: %s", kinds, str(error)
@@ -93,7 +95,8 @@ def stage(
         else:
             memo.update(_awaited(staged, later))
         if replicas:
-            # An object is saved with everything that it refers to: that is copied, whichever rank saves the tensor by its name.
+            # An object is saved with everything that it refers to. So its tensors are copied here, even if
+            # another rank saves them by name.
             for key, value in state_dict.items():
                 for inner in _objects(value):
                     _copied(key, inner, memo)
@@ -107,7 +110,7 @@ def stage(
 
 
 def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[int, Awaited]:
-    """Stand-ins for tensors whose views follow, by their numbers."""
+    """Return stand-ins, by number, for tensors whose views follow."""
     found = {}
     at = 0
     for number, tensor in staged:
@@ -124,7 +127,7 @@ def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[i
 
 
 def _is_plain_nest(value: Any) -> bool:
-    """Whether tensors can be put into a copy of it afterwards: it is made of dicts, lists and tuples."""
+    """Whether tensors can be put into a copy of it later: it consists of dicts, lists and tuples."""
     if isinstance(value, dict):
         return all(map(_is_plain_nest, value.values()))
     if isinstance(value, (list, tuple)):
@@ -133,12 +136,12 @@ def _is_plain_nest(value: Any) -> bool:
 
 
 def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], memo: dict[int, Any]) -> Any:
-    """A copy, of which a planner may make what can be stored, or what says of it that there is none.
+    """Copy a tensor that cannot be stored as it is: a planner may replace it. If no copy exists, return a `Refused`.
 
-    Either is refused when it is saved, and not here, so that every rank hears of it.
+    The save refuses both, rather than this function, so that every rank gets the error.
     """
     if not any(map(has_no_copy, parts)):
-        with contextlib.suppress(Exception):  # what a copy of such a tensor may raise has no end
+        with contextlib.suppress(Exception):  # a copy of such a tensor may raise anything
             return copy.deepcopy(tensor, memo)
     try:
         for part in parts:
@@ -156,11 +159,11 @@ def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """The result of `copy.deepcopy`, faster for a dict by names of values that were copied already."""
+    """Return the result of `copy.deepcopy`; faster for a dict with string keys whose values were copied already."""
     if type(value) is not dict or id(value) in memo:
         return copy.deepcopy(value, memo)
     copied = memo[id(value)] = {}
-    memo.setdefault(id(memo), []).append(value)  # as `copy.deepcopy` does: no other object gets its id meanwhile
+    memo.setdefault(id(memo), []).append(value)  # as `copy.deepcopy` does: no other object reuses its id meanwhile
     for name, inner in value.items():
         own = name if type(name) is str else copy.deepcopy(name, memo)
         known = memo.get(id(inner))
@@ -169,7 +172,7 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copies_itself(value: Any) -> bool:
-    """Whether a deep copy of it is what its class makes of that."""
+    """Whether its class defines the deep copy of a value. An array of numbers counts as plain."""
     is_array_of_numbers = isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
     return hasattr(type(value), "__deepcopy__") and not is_array_of_numbers
 
@@ -177,7 +180,10 @@ def _copies_itself(value: Any) -> bool:
 def _collect(
     path: str | None, value: Any, found: dict[int, tuple[list[str], torch.Tensor]], objects: dict[int, Any]
 ) -> None:
-    """Find the tensors, each once, with their names as DCP's planners build them (one may be empty); and objects that are to be pickled."""
+    """Find the tensors, each once, and the objects to be pickled.
+
+    A tensor's names are as DCP's planners build them; a name may be empty.
+    """
     if isinstance(value, (torch.Tensor, ShardedTensor)):
         known = found.get(id(value))
         if known is None:
@@ -195,14 +201,14 @@ def _collect(
         return
     before = "" if path is None else f"{path}."
     for key, inner in pairs:
-        if type(inner) in PLAIN_TYPES and id(inner) not in found:  # as nearly all are
+        if type(inner) in PLAIN_TYPES and id(inner) not in found:  # nearly all values
             found[id(inner)] = [f"{before}{key!s}"], inner
         else:
             _collect(f"{before}{key!s}", inner, found, objects)
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """Values that DCP's planners save as objects, tuples among them."""
+    """Yield the values that DCP's planners save as objects, tuples among them."""
     if isinstance(value, (Mapping, list)):
         for inner in value.values() if isinstance(value, Mapping) else value:
             yield from _objects(inner)
@@ -211,7 +217,7 @@ def _objects(value: Any) -> Iterator[Any]:
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a quick look says that its bytes are all there is to it, as it does of nearly all."""
+    """Whether a quick check shows that a tensor consists of its bytes alone. It does so for nearly all tensors."""
     return (
         type(tensor) in PLAIN_TYPES
         and (tensor.is_cpu or tensor.is_cuda)
@@ -232,7 +238,7 @@ def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _rebuilt(tensor: torch.Tensor, views: Iterator[torch.Tensor]) -> torch.Tensor:
-    if type(tensor) in PLAIN_TYPES:  # as nearly all are
+    if type(tensor) in PLAIN_TYPES:  # nearly all tensors
         return next(views) if not holds_shards(tensor) else mark_shards(next(views), shards_of(tensor))
     if isinstance(tensor, DTensor):
         return DTensor(next(views), tensor._spec, requires_grad=False)

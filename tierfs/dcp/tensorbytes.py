@@ -1,7 +1,7 @@
-"""A tensor as the bytes that are stored of it, and back, without a copy wherever memory allows it.
+"""Convert a tensor to its stored bytes and back, without a copy wherever its memory allows that.
 
-The bytes are those of the elements in row-major order, in the order of this machine, which is little-endian everywhere
-torch runs checkpoints.
+The bytes are those of the elements in row-major order and in this machine's byte order, which is
+little-endian everywhere torch runs checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""Classes of tensors that add nothing to them."""
+"""Classes of tensors that hold no more than a plain tensor."""
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -57,17 +57,17 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""The safetensors format's names of dtypes, in shard files. A tensor of any other is stored as ``U8`` there."""
+"""Names of dtypes in the safetensors format, for shard files. A tensor of any other dtype is stored as ``U8``."""
 _EXCHANGED = {**SAFETENSORS_NAMES, torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"}
 _BY_NAME = {name: dtype for dtype, name in _EXCHANGED.items()}
 _F4 = "F4"
 _F4_IN_ONE = 2
-"""Elements of the format's ``F4`` that one of torch's ``float4_e2m1fn_x2`` holds, along the last dimension."""
+"""The number of ``F4`` elements in one element of torch's ``float4_e2m1fn_x2``, along the last dimension."""
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 def in_safetensors(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
-    """Dtype and shape that the safetensors library gives a tensor; ``None`` where the format has none."""
+    """Return the dtype and shape that the safetensors library gives a tensor; ``None`` if the format has none."""
     if dtype is torch.float4_e2m1fn_x2:
         return (_F4, (*shape[:-1], _F4_IN_ONE * shape[-1])) if shape else None
     name = _EXCHANGED.get(dtype)
@@ -75,7 +75,7 @@ def in_safetensors(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple
 
 
 def in_torch(name: str, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """The reverse of `in_safetensors`; ``None`` where torch has no such tensor."""
+    """Return the inverse of `in_safetensors`; ``None`` if torch has no such tensor."""
     if name == _F4:
         if not shape or shape[-1] % _F4_IN_ONE:
             return None
@@ -86,7 +86,7 @@ def in_torch(name: str, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, .
 
 @functools.cache
 def has_size_in_plans(dtype: torch.dtype) -> bool:
-    """Whether torch's planners can weigh a tensor: they do not know how long a ``uint4`` or a ``bits8`` is."""
+    """Return whether torch's planners know the size of a dtype. They do not for ``uint4`` or ``bits8``."""
     try:
         torch._utils._element_size(dtype)
     except TypeError:
@@ -95,42 +95,45 @@ def has_size_in_plans(dtype: torch.dtype) -> bool:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether a tensor has a quantized dtype; a view of other elements as such a dtype has, and says of itself that it is not quantized."""
+    """Return whether a tensor has a quantized dtype.
+
+    A view of other elements as such a dtype has one, although its ``is_quantized`` is false.
+    """
     return tensor.dtype in _QUANTIZED
 
 
 def lacks_quantizer(tensor: Any) -> bool:
-    """Whether it has a quantized dtype and no quantizer: torch ends the process where it copies such a view."""
+    """Return whether a tensor has a quantized dtype and no quantizer. The process dies if torch copies such a view."""
     if not is_quantized(tensor):
         return False
     try:
         return not tensor.is_quantized or tensor.qscheme() is None
-    except RuntimeError:  # a copy of such a view says that it is quantized, and has none either
+    except RuntimeError:  # a copy of such a view has ``is_quantized`` set, but no quantizer either
         return True
 
 
 def bytes_of(tensor: Any) -> memoryview:
-    """The bytes of a tensor's elements: its own memory where it is contiguous on the CPU, else the smallest copy.
+    """Return the bytes of a tensor's elements: its own memory if it is contiguous on the CPU, else the smallest copy.
 
     Args:
-        tensor: Any dense tensor: any dtype but a quantized one, any device but ``meta``, any strides.
+        tensor: A dense tensor of any dtype but a quantized one, on any device but ``meta``, with any strides.
 
     Returns:
-        A flat view of bytes that keeps the memory alive. It changes with the tensor unless it had to be copied.
+        A flat view of bytes that keeps the memory alive. It changes with the tensor unless it is a copy.
 
     Raises:
-        InvalidInputError: The tensor has no elements in memory of its own, or they are not all there is to it.
+        InvalidInputError: The tensor has no elements in memory of its own, or consists of more than its elements.
     """
     refuse_unusual(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.dtype.itemsize == 1:
-        # torch does not know how to copy some of the small ones; their bytes it does.
+        # torch cannot copy some of the one-byte dtypes, but it can copy their bytes.
         plain = plain.view(torch.uint8)
     return _flat(plain.cpu().contiguous())
 
 
 def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """The part of a tensor at these offsets, with these lengths, as a view; along a whole dimension nothing is asked of the tensor."""
+    """Return a view of the part of a tensor at ``offsets`` with ``lengths``. A whole dimension is not narrowed."""
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         if offset or length != tensor.shape[dimension]:
             tensor = tensor.narrow(dimension, offset, length)
@@ -138,10 +141,11 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int
 
 
 def writable_bytes(tensor: Any) -> memoryview | None:
-    """A tensor's own memory, to be filled with the bytes of its elements; ``None`` if they do not lie there in order.
+    """Return a tensor's own memory for writing its elements' bytes; ``None`` if they are not contiguous on the CPU.
 
     Args:
-        tensor: Where to write. A write that torch does not see calls `torch.autograd.graph.increment_version` for autograd.
+        tensor: The tensor to write. torch does not see the write, so the caller has to call
+            `torch.autograd.graph.increment_version` for autograd.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
@@ -151,12 +155,12 @@ def writable_bytes(tensor: Any) -> memoryview | None:
 
 
 def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:
-    """A tensor that lies in ``buffer``, which it keeps alive. Its address is the buffer's, aligned or not.
+    """Return a tensor that lies in ``buffer`` and keeps it alive. Its address is the buffer's, aligned or not.
 
     Args:
-        buffer: Writable, exactly as long as the tensor's bytes.
-        dtype: The elements'.
-        shape: The tensor's.
+        buffer: Writable, and exactly as long as the tensor's bytes.
+        dtype: Of the elements.
+        shape: Of the tensor.
 
     Raises:
         InvalidInputError: The buffer is read-only, or of another length.
@@ -177,19 +181,19 @@ def _flat(tensor: Any) -> memoryview:
 
 
 def lies_nowhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor with elements has a storage without memory. Where it begins within that may hide it."""
+    """Return whether a tensor with elements has a storage without memory. Its offset in the storage may hide that."""
     return bool(tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize)
 
 
 def refuse_unusual(tensor: Any, name: str = "") -> None:
-    """See that a tensor is what can be stored: elements in memory, and nothing else to it.
+    """Check that a tensor can be stored: it has elements in memory, and consists of nothing else.
 
     Args:
         tensor: On any device.
-        name: To be said in the error.
+        name: The tensor's name in the error.
 
     Raises:
-        InvalidInputError: It is not; says what to store in its place.
+        InvalidInputError: The tensor cannot be stored. The message says what to store instead.
     """
     problem = problem_of(tensor)
     if problem:
@@ -198,7 +202,7 @@ def refuse_unusual(tensor: Any, name: str = "") -> None:
 
 
 def problem_of(tensor: Any) -> str:
-    """Why a tensor is not what can be stored, and what to store in its place; empty if it is."""
+    """Return why a tensor cannot be stored, and what to store instead; empty if it can."""
     if is_lazy(tensor):
         return "it is not initialized: call its module with a batch first"
     if tensor.is_nested:
@@ -226,7 +230,7 @@ def problem_of(tensor: Any) -> str:
 
 
 def has_no_copy(tensor: Any) -> bool:
-    """Whether a copy would have another content, or none that a plan can be made of."""
+    """Return whether a copy would have other content, or content that no plan can be made from."""
     return _is_shapeless(tensor) or _has_no_memory(tensor)
 
 
@@ -235,5 +239,5 @@ def _is_shapeless(tensor: Any) -> bool:
 
 
 def _has_no_memory(tensor: Any) -> bool:
-    """Whether a tensor's memory was freed. To look at its elements would be to look anywhere."""
+    """Return whether a tensor's memory was freed. Reading its elements would then read arbitrary memory."""
     return bool(tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes())

@@ -1,7 +1,7 @@
-"""A store as the storage of ``torch_checkpointing``: every path that it is given is a URL of a store.
+"""A store as the storage of ``torch_checkpointing``: every path is a URL of a store.
 
-That package writes a checkpoint into a directory of its own, has it renamed when all ranks are done, and hands over
-`pathlib.Path`, in which a URL loses slashes: `full_url` gives them back.
+That package writes a checkpoint into a directory of its own, and renames that when all ranks are done. It passes
+`pathlib.Path`, which drops slashes of a URL; `full_url` restores them.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ class TierStorageConfig(StorageConfig):  # type: ignore[misc]  # its classes may
     """The configuration of `TierStorage`, in this process and in the one that saves.
 
     Attributes:
-        options: As for `TierReader`: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``,
-            ``create``, and options of the object tier's filesystem by its protocol.
+        options: As for `TierReader`: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``,
+            ``codecs``, ``create``, and options for the object tier's filesystem by its protocol.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def create_storage(self) -> TierStorage:
-        """One with these options."""
+        """Return a storage with these options."""
         return TierStorage(self.options)
 
 
 class TierStorage(Storage):  # type: ignore[misc]  # see above
-    """Keeps checkpoints in stores. For use by many threads. Errors are tierfs' own, each an `OSError` where it has to be.
+    """Keeps checkpoints in stores. Safe for use by many threads.
 
-    A file is there when its stream is closed. A directory is renamed file by file, with the metadata last.
+    Errors are tierfs's own, and subclasses of `OSError` where ``torch_checkpointing`` requires that. A file
+    appears when its stream is closed. A directory is renamed file by file, the metadata last.
 
     Args:
         options: See `TierStorageConfig`.
@@ -69,15 +70,16 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         return "TierStorage()"
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """A file, to be read from any place on.
+        """Open a file for reading at any offset.
 
         Args:
-            path: Which.
-            read_args: By default the whole file is read at once. Its ``direct_io`` and ``timeout_us`` are the store's business.
+            path: The file.
+            read_args: By default the whole file is read at once. ``direct_io`` and ``timeout_us`` are
+                ignored: the store decides both.
 
         Raises:
-            NotFoundError: There is none.
-            ConflictError: It has another length than is known.
+            NotFoundError: The file does not exist.
+            ConflictError: The file's length differs from ``known_size_bytes``.
             CorruptionError, StoreError: See `Reader.read_into`.
         """
         args = read_args or ReadArgs()
@@ -92,7 +94,10 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         return io.BytesIO(stream.readall()) if args.pre_read_full_file else stream  # type: ignore[return-value]
 
     def stream_write(self, path: Path) -> SaveStream:
-        """A file that takes the place of what is there when it is closed, and not at all if an exception leaves its ``with``."""
+        """Open a file for writing. It replaces the file at the path when it is closed.
+
+        If an exception leaves its ``with``, nothing is published.
+        """
         store, relative = self._locate(path, write=True)
         return SaveStream(Writer(store, relative))
 
@@ -106,7 +111,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         delete(*self._locate(path))
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make a directory; if ``recursive``, its parents may be missing, and it may be there."""
+        """Create a directory. If ``recursive``, its parents may be missing, and the directory may exist."""
         store, relative = self._locate(path, write=True)
         parent = relative.rpartition("/")[0]
         if not recursive and parent:
@@ -114,7 +119,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         make_directory(store, relative, exist_ok=recursive)
 
     def rmdir(self, path: Path) -> None:
-        """Remove a directory and all in it. A checkpoint's metadata goes first: what has none is not taken for one."""
+        """Remove a directory and everything in it, the metadata first: a directory without it is no checkpoint."""
         store, relative = self._locate(path)
         if not stat(store, relative).is_directory:
             raise NotADirectoryError(f"{store.where(relative)} is a file")
@@ -127,18 +132,21 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
     def rename(
         self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
     ) -> None:
-        """Rename a file, or a directory with all in it, to a place that is free, or a file that is replaced.
+        """Rename a file, or a directory with everything in it.
+
+        The target path must be free, except that a file may replace a file. A directory may replace an empty
+        directory.
 
         Args:
             src_path: The path to rename.
-            dst_path: To where, in the same store.
-            is_directory: Not used: it is looked up.
-            background_cleanup: Not used: no bytes are moved.
+            dst_path: The new path, in the same store.
+            is_directory: Ignored: the store looks it up.
+            background_cleanup: Ignored: no bytes are moved.
 
         Raises:
-            NotFoundError: There is nothing at ``src_path``.
-            AlreadyExistsError: Something is at ``dst_path`` that may not be replaced. Nothing was changed.
-            InvalidInputError: They lie in different stores, or a directory is to be moved into itself.
+            NotFoundError: Nothing is at ``src_path``.
+            AlreadyExistsError: Something at ``dst_path`` may not be replaced. Nothing was changed.
+            InvalidInputError: The paths lie in different stores, or a directory would be moved into itself.
         """
         store, source = self._locate(src_path, write=True)
         other, target = self._locate(dst_path, write=True)
@@ -171,10 +179,10 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
             _remove_directory(store, name)
 
     def ls(self, path: Path) -> list[str]:
-        """Names of what lies in a directory.
+        """Return the names of the entries of a directory.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: The directory does not exist.
         """
         store, relative = self._locate(path)
         if not stat(store, relative).is_directory:
@@ -182,14 +190,14 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         return [entry.path.rpartition("/")[2] for entry in list_directory(store, relative, detail=False)]
 
     def exists(self, path: Path) -> bool:
-        """Whether there is something."""
+        """Return whether something is at a path."""
         return kind_of(*self._locate(path)) is not None
 
     def getsize(self, path: Path) -> int:
-        """The size of a file, in bytes.
+        """Return the length of a file in bytes.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: The file does not exist.
         """
         store, relative = self._locate(path)
         entry = stat(store, relative)
@@ -198,11 +206,11 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         return entry.length
 
     def isdir(self, path: Path) -> bool:
-        """Whether it is a directory."""
+        """Return whether a path is a directory."""
         return kind_of(*self._locate(path)) == "directory"
 
     def remap_path(self, path: Path) -> str:
-        """The URL."""
+        """Return the full URL of a path."""
         return full_url(path)
 
     def _locate(self, path: Path, *, write: bool = False) -> tuple[Store, str]:
@@ -210,7 +218,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
 
 
 def _below(store: Store, directory: str) -> tuple[list[str], list[str]]:
-    """Files below a directory, its metadata last; and directories, each before the one it lies in."""
+    """Return the files below a directory, its metadata last, and the directories, each before its parent."""
     entries = find(store, directory, detail=False)
     files = sorted(
         (entry.path for entry in entries if not entry.is_directory), key=lambda name: (_is_metadata(name), name)
@@ -223,7 +231,7 @@ def _is_metadata(path: str) -> bool:
 
 
 def _remove_directory(store: Store, path: str) -> None:
-    """One that is only implied by what lies in it is gone with that."""
+    """Remove a directory. One that existed only because of its entries is gone already."""
     try:
         remove_directory(store, path)
     except NotFoundError:
