@@ -1,1 +1,1 @@
-"""From a rank's tensors to its shard file."""
+"""Write a rank's tensors and objects to its shard file."""

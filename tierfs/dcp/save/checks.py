@@ -24,10 +24,10 @@ NAMED_MAX = 3  # in a message
 
 
 def check_owners(url: str, owned: Iterable[MetadataIndex], delegated: Iterable[MetadataIndex]) -> None:
-    """See that each tensor that ranks left to each other is saved by one of them.
+    """Check that some rank saves each tensor that ranks left to each other.
 
     Raises:
-        InvalidInputError: One is not; names it.
+        InvalidInputError: No rank saves a tensor. The message names it.
     """
     there = set(owned)
     lost = list(dict.fromkeys(index.fqn for index in delegated if index not in there))
@@ -40,10 +40,10 @@ def check_owners(url: str, owned: Iterable[MetadataIndex], delegated: Iterable[M
 
 
 def check_plannable(items: Iterable[WriteItem]) -> None:
-    """See that torch's planner knows the size of each dtype; it would fail without a name.
+    """Check that torch's planner knows the size of each dtype. The planner itself would fail without a name.
 
     Raises:
-        InvalidInputError: It does not; names the tensor.
+        InvalidInputError: The planner does not know a dtype. The message names the tensor.
     """
     for item in items:
         if item.tensor_data is not None and not has_size_in_plans(dtype := item.tensor_data.properties.dtype):
@@ -53,10 +53,10 @@ def check_plannable(items: Iterable[WriteItem]) -> None:
 
 
 def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
-    """See that this rank has what it is to save, as the plan says.
+    """Check that this rank has the items that it has to save, as the plan describes them.
 
     Raises:
-        InvalidInputError: It has not; names what.
+        InvalidInputError: An item is missing or differs. The message names it.
     """
     delegated = [item.index.fqn for item, data in items if isinstance(data, RemoteReplica)]
     if delegated:
@@ -79,22 +79,23 @@ def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
 
 
 def check_free(store: Store, url: str, path: str, metadata_path: str, *, overwrite: bool, together: bool) -> None:
-    """See that a checkpoint may be saved there.
+    """Check that a checkpoint may be saved to a directory.
 
     Args:
-        store: Where.
-        url: The place's name in messages.
+        store: The store to save to.
+        url: The directory's name in messages.
         path: The checkpoint's directory, relative to the store.
-        metadata_path: The path of its metadata.
-        overwrite: Whether one that is there may be replaced.
-        together: Whether the ranks save together.
+        metadata_path: The path of the checkpoint's metadata.
+        overwrite: Whether an existing checkpoint may be replaced.
+        together: Whether the ranks save together, with collectives.
 
     Raises:
-        AlreadyExistsError: There is one, and it may not be replaced; or it would be loaded in place of this one.
+        AlreadyExistsError: A checkpoint is there and may not be replaced, or a load would find it instead of
+            the new one.
     """
     if not overwrite and kind_of(store, metadata_path) is not None:
         raise AlreadyExistsError(
-            # Begins with what torch's own writers say, which programs look for.
+            # Begins like the message of torch's own writers, which programs search for.
             f"Checkpoint already exists and self.overwrite=False: {url} holds a checkpoint: save to another directory, or "
             "give overwrite=True",
             path=path,
@@ -108,14 +109,18 @@ def check_free(store: Store, url: str, path: str, metadata_path: str, *, overwri
 
 
 def check_objects(items: Sequence[tuple[WriteItem, Any]]) -> None:
-    """See that objects can be loaded again: see `check_object`."""
+    """Check that objects can be loaded again: see `check_object`."""
     for item, data in items:
         if item.type is WriteItemType.BYTE_IO:
             check_object(item.index.fqn, data.getbuffer())
 
 
 def check_archived(items: Sequence[tuple[WriteItem, Any]]) -> None:
-    """See that ``torch.save`` can write what is a tensor, of some of which it knows more than their elements, and that none was saved before."""
+    """Check that ``torch.save`` can write the tensors, and that none of them was staged and saved before.
+
+    ``torch.save`` can write some tensors that consist of more than their elements: quantized ones, and those with
+    ``__tensor_flatten__``.
+    """
     for item, data in items:
         if item.type is not WriteItemType.BYTE_IO and not (
             _is_whole_quantized(data) or hasattr(data, "__tensor_flatten__")

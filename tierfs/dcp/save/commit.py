@@ -1,4 +1,4 @@
-"""How a shard file is committed: seal the runs that hold something wanted, check them, write a header, and publish the file."""
+"""Commit a shard file: seal the runs with wanted parts, check them, write the header, and publish the file."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ __all__ = ["commit_shard"]
 
 
 def commit_shard(file: ShardFile, path: str, wanted: Sequence[Placed]) -> tuple[int, dict[int, int]]:
-    """Give a shard file its name. Runs without wanted parts are left out. The file is over then, whatever happens.
+    """Publish a shard file under a name. Runs that hold no wanted part are left out.
+
+    Afterwards the file is over, even if this fails.
 
     Args:
-        file: Open.
-        path: Relative to its store; drawn at random.
+        file: An open shard file.
+        path: Relative to the file's store; drawn at random.
         wanted: The parts that the checkpoint refers to.
 
     Returns:
-        The file's length, and for the number (``id``) of each wanted one its offset in the file; both in bytes.
+        The file's length, and the offset of each wanted part in the file, by the part's ``id``; both in bytes.
 
     Raises:
-        StoreError, CorruptionError: A copy from a GPU failed; says why.
+        StoreError, CorruptionError: A copy from a GPU failed. The message says why.
         TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
     """
     memory = file.close()
     lies = _without_the_rest(file, wanted)
     needed = {id(placed.run) for placed in lies.values() if placed.run is not None}
     runs = [run for run in file.runs if id(run) in needed]
-    # First, for the flusher to begin: a header takes a while.
-    # Training goes on meanwhile where a GPU is in use: it needs a processor, and the interpreter's lock.
+    # Seal first, so that the flusher can begin: making the header takes a while.
+    # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
     memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else None)
     _check_arrived(file)
     begins: dict[int, int] = {}
@@ -71,10 +73,10 @@ def commit_shard(file: ShardFile, path: str, wanted: Sequence[Placed]) -> tuple[
 
 
 def _check_arrived(file: ShardFile) -> None:
-    """See that the bytes that were hashed on a GPU are those that were sealed here.
+    """Check that the bytes that were hashed on a GPU equal the bytes that were sealed in host memory.
 
     Raises:
-        CorruptionError: They changed on their way.
+        CorruptionError: The bytes changed in transfer.
     """
     for transfer, runs in file.transfers:
         for run, digests in zip(runs, transfer.digests, strict=False):
@@ -88,9 +90,9 @@ def _check_arrived(file: ShardFile) -> None:
 
 
 def _without_the_rest(file: ShardFile, wanted: Sequence[Placed]) -> dict[int, Placed]:
-    """Where each wanted one (by its ``id``) lies, when packs have been packed anew without what is not wanted.
+    """Return the place of each wanted part, by its ``id``, after packing mixed runs again without the unwanted parts.
 
-    What is not wanted is what another rank saves: replicas. They stay in where there is no room for it.
+    Unwanted parts are replicas that another rank saves. If there is no room to pack again, they stay in the file.
     """
     lies = {id(placed): placed for placed in wanted}
     places = {(id(placed.run), placed.at) for placed in wanted}
@@ -124,10 +126,10 @@ def _without_the_rest(file: ShardFile, wanted: Sequence[Placed]) -> dict[int, Pl
 
 
 def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Tensors that are saved with another dtype or shape than they were staged with, by their number in the staged state.
+    """Return dtype and shape, by the ``id`` of the staged part, of tensors that are saved with others than when staged.
 
-    A planner may reshape a tensor, or take its bits for another dtype. Where some of them take them for one and some for
-    another, they are bytes.
+    A planner may reshape a tensor, or view its bits as another dtype. If the saved views of one tensor disagree, the
+    header describes it as bytes.
     """
     seen: dict[int, tuple[Placed, list[Placed]]] = {}
     for placed in wanted:

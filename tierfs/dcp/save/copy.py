@@ -1,9 +1,10 @@
-"""Copies tensors bit for bit: small ones with torch, large ones with stores that bypass the caches, as torch never does.
+"""Copy tensors bit for bit: small ones with torch, large ones past the caches, which torch never does.
 
-An ordinary store to memory that is in no cache reads the line first, in case only a part of it is written. A save's copy writes all
-of it, and nothing reads it soon: the read takes a third of the memory's bandwidth, and pushes training's data out of the caches. The
-kernels bypass the caches (docs/decisions/0059-one-compiled-file.md). Without them ``memcpy`` does so too, from a length on that
-glibc derives from the size of the caches (its tunable ``x86_non_temporal_threshold``).
+An ordinary store to uncached memory first reads the line, because the store may write only a part of it. The
+copy of a save writes whole lines, and nothing reads them soon. So that read wastes a third of the memory's
+bandwidth, and evicts training's data from the caches. The kernels bypass the caches
+(docs/decisions/0059-one-compiled-file.md). Without the kernels, ``memcpy`` does so above a length that glibc
+derives from the sizes of the caches (its tunable ``x86_non_temporal_threshold``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tierfs.processors import processors
 
 __all__ = ["LARGE_BYTES", "Batch", "copy_large", "copy_tensors"]
 
-# What torch copies as fast as memory, and bit for bit; it is slow at some of the others, and makes every bool 0 or 1.
+# torch copies these as fast as memory allows, and bit for bit. It is slow at some others, and turns every
+# bool into 0 or 1.
 _COPIED_AS_THEY_ARE = frozenset(
     {
         torch.uint8,
@@ -36,20 +38,20 @@ _COPIED_AS_THEY_ARE = frozenset(
 )
 
 LARGE_BYTES = 1 << 20
-"""From here on it is `copy_large` that copies. Each piece costs a turn of the interpreter's lock, which others may be slow to give."""
-# Short enough that a thread that is held up does not hold up the rest.
+"""The minimum for `copy_large`. Each piece acquires the interpreter's lock, which other threads may release late."""
+# Short enough that one delayed thread does not delay the others.
 _PIECE_BYTES = 16 << 20
-# Of `memcpy`, for each thread: the fewer, the longer, and the likelier past the caches.
+# For each thread, with `memcpy`: fewer pieces are longer, and so more likely to bypass the caches.
 _PIECES = 2
 
 
 class Batch(NamedTuple):
-    """Tensors to be copied.
+    """Tensors to copy.
 
     Attributes:
         targets: Contiguous, in memory of this process, all of one dtype.
-        sources: One for each, of its dtype and shape. Strided, on any device.
-        longest: Bytes of the longest.
+        sources: One for each target, of its dtype and shape. Strided, on any device.
+        longest: Bytes of the longest one.
     """
 
     targets: Sequence[torch.Tensor]
@@ -58,13 +60,13 @@ class Batch(NamedTuple):
 
 
 def copy_tensors(batches: Iterable[Batch]) -> None:
-    """Copy tensors bit for bit. None may be empty, or overlap with a target; autograd has to be off."""
+    """Copy tensors bit for bit. None may be empty or overlap with a target, and autograd has to be off."""
     large: list[tuple[torch.Tensor, torch.Tensor]] = []
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for batch in batches:
         is_copied_as_it_is = batch.targets[0].dtype in _COPIED_AS_THEY_ARE
-        if is_copied_as_it_is and batch.longest < LARGE_BYTES:  # as nearly all are
+        if is_copied_as_it_is and batch.longest < LARGE_BYTES:  # nearly all batches
             targets += batch.targets
             sources += batch.sources
             continue
@@ -88,7 +90,8 @@ def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy tensors byte for byte, on as many threads as there are processors.
 
     Args:
-        pairs: Targets, each with its source, of the same length; contiguous, in this process's memory, and without overlaps.
+        pairs: Targets, each with its source of the same length. All are contiguous, in this process's memory,
+            and do not overlap.
     """
     total = sum(target.nbytes for target, _ in pairs)
     most = _PIECE_BYTES if kernels.active is not None else max(total // (_PIECES * processors().count), LARGE_BYTES)
@@ -100,12 +103,15 @@ def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie side by side in this machine's memory, so that any dtype is copied as fast as memory."""
+    """Whether a tensor's bytes are contiguous in host memory, so that any dtype is copied as fast as memory allows."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _is_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether it shows what lies there: a subclass may show anything, and some tensors of zeros, and wrappers, lie nowhere."""
+    """Whether a tensor shows the content of its memory.
+
+    A subclass may not, and some tensors of zeros and wrappers have no memory.
+    """
     return type(tensor) in {torch.Tensor, torch.nn.Parameter} and not lies_nowhere(tensor)
 
 

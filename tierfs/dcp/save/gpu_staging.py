@@ -1,4 +1,4 @@
-"""How one writer's tensors leave the GPU: the mode that the user asked for, the device tier, and the memory they go to."""
+"""How one writer's tensors leave the GPU: the mode that the user chose, the device tier, the host memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _logger = logging.getLogger("tierfs.dcp")
 
 
 class GpuStaging:
-    """See the module. Safe for use by many threads.
+    """Stages one writer's tensors from GPUs. Safe for use by many threads.
 
     Args:
         stage: One of `STAGES`, as for `TierWriter`.
-        device: Budget of GPU memory; ``None`` for what the store's options say.
+        device: Budget of GPU memory; ``None`` takes the budget of the store's options.
 
     Raises:
-        InvalidInputError: An argument is no good.
+        InvalidInputError: An argument is invalid.
     """
 
     def __init__(self, stage: str, device: str | int | None) -> None:
@@ -65,10 +65,13 @@ class GpuStaging:
         return [drain_of(accelerator).gate for accelerator in self._accelerators]
 
     def check(self, store: Store, *, has_gpu: bool) -> None:
-        """See that what was asked for can be had. A state without a tensor on a GPU goes to the ram tier, which is said once.
+        """Check that the requested mode is possible.
+
+        A state without tensors on a GPU goes to the ram tier, and the log says so once.
 
         Raises:
-            InvalidInputError: ``stage="device"`` without a budget; that or ``stage="lazy"`` on a machine without a GPU.
+            InvalidInputError: ``stage="device"`` without a budget, or ``"device"`` or ``"lazy"`` on a machine
+                without a GPU.
         """
         budget = self._budget_of(store)
         if self._stage == "device" and not budget:
@@ -86,12 +89,12 @@ class GpuStaging:
             fall_back_of(store)("no_gpu", "no tensor of the state lies on a GPU: it is copied to the ram tier")
 
     def transfer(self, accelerator: Accelerator, store: Store, pin: Callable[[], None], *, at_once: bool) -> Transfer:
-        """For tensors of one GPU that go to one file.
+        """Create a transfer for tensors of one GPU that go to one file.
 
         Args:
             accelerator: The GPU.
-            store: Where the file is to be saved.
-            pin: Registers the file's memory.
+            store: The store that the file is saved to.
+            pin: Registers the file's memory with the GPU.
             at_once: Whether the caller waits for the bytes.
         """
         budget = self._budget_of(store)
@@ -109,36 +112,39 @@ class GpuStaging:
         return found
 
     def fence(self) -> None:
-        """See `Transfer.fence`, of every transfer under way."""
+        """Call `Transfer.fence` of every transfer in flight."""
         for transfer in list(self._transfers):
             transfer.fence()
 
     def keep(self, save: object, snapshots: Sequence[tuple[Transfer, dict[Any, Spot]]]) -> None:
-        """Remember where a save's items lie in the device tier, until it is known whether the save is published."""
+        """Remember where a save's items lie in the device tier, until the outcome of the save is known."""
         if snapshots:
             with self._lock():
                 self._snapshots[save] = snapshots
 
     def publish(self, save: object, save_id: str) -> None:
-        """Note that a save was published: from now on it can be rolled back to."""
+        """Note that a save was published: a load can roll back to it from now on."""
         with self._lock():
             snapshots = self._snapshots.pop(save, ())
         for transfer, items in snapshots:
             transfer.publish(save_id, items)
 
     def tell(self, store: Store) -> None:
-        """Leave a note of the device tier for ``tierfs status`` in other processes. It counts while this process lives."""
+        """Leave a note on the device tier for ``tierfs status`` in other processes.
+
+        It is valid while this process lives.
+        """
         report = self.status(store)
         if report is not None and self._accelerators and store.tiers is not None:
             leave_note(store, report)
 
     def note_skipped(self, count: int) -> None:
-        """Count bytes that did not cross the link."""
+        """Count bytes that did not cross the link to the host."""
         with self._lock():
             self._skipped_bytes += count
 
     def status(self, store: Store) -> dict[str, Any] | None:
-        """The device tier's part of `tierfs status`; ``None`` where no GPU is in use and no budget is given."""
+        """Return the device tier's part of `tierfs status`; ``None`` if no GPU is in use and no budget is given."""
         budget = self._budget_of(store)
         if not budget and not self._accelerators:
             return None
@@ -178,7 +184,10 @@ class GpuStaging:
 
 
 def _finder(store: Store) -> Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]] | None:
-    """Finds chunks in this process's part of the ram tier. Whether their bytes were right is checked when they are sealed."""
+    """Return a function that finds chunks in this process's part of the ram tier.
+
+    Their bytes are checked when they are sealed.
+    """
     tiers = store.tiers
     if tiers is None or store.descriptor.digest_kind is not DigestKind.XXH3_128:
         return None
@@ -198,14 +207,14 @@ def _finder(store: Store) -> Callable[[Collection[bytes]], Mapping[bytes, Callab
 def _fill(slot: Slot, place: memoryview) -> bool:
     if slot.length != len(place):
         return False
-    with contextlib.suppress(TierfsError, OSError):  # the caller copies it from the GPU then
+    with contextlib.suppress(TierfsError, OSError):  # then the caller copies the chunk from the GPU
         np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(slot.segment.view(slot), np.uint8))
         return slot.segment.is_still(slot)
     return False
 
 
 def fall_back_of(store: Store) -> Callable[[str, str], None]:
-    """Notes what a fallback did, by a name and a message."""
+    """Return a function that notes a fallback, by a name and a message."""
     tiers = store.tiers
     if tiers is None:
         return lambda _, text: _logger.warning("%s", text)

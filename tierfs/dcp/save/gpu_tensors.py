@@ -1,4 +1,4 @@
-"""How tensors come into a shard file, those on a GPU in the background where training may change them meanwhile."""
+"""Copy tensors into a shard file; from a GPU in the background, if training may change the tensors meanwhile."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _logger = logging.getLogger("tierfs.dcp")
 
 
 class Later:
-    """Views of what is staged, some of which follow.
+    """Views of staged tensors, some of which become available later.
 
     Args:
-        views: In order; ``None`` for those that follow.
+        views: In order; ``None`` for a view that is not available yet.
 
     Attributes:
-        views: As given; complete once `ready` is set, unless there is an error.
-        ready: Set when nothing follows any more.
-        error: Why some are missing.
-        transfers: The transfers that follow.
-        fill: Makes what follows.
+        views: As given. Complete once `ready` is set, unless there is an error.
+        ready: Set when no view is outstanding.
+        error: Why views are missing.
+        transfers: The transfers that produce the outstanding views.
+        fill: Makes the outstanding views.
     """
 
     def __init__(self, views: Sequence[torch.Tensor | None]) -> None:
@@ -52,28 +52,31 @@ class Later:
         self.note_progress()
 
     def note_progress(self) -> None:
-        """Set `ready` if all views are there."""
+        """Set `ready` if all views are available."""
         if all(view is not None for view in self.views):
             self.ready.set()
 
     def begin(self) -> None:
-        """Have made in the background what follows. Last, since Python on two threads is slower than on one."""
+        """Start a thread that makes the outstanding views.
+
+        Call it last: Python on two threads is slower than on one.
+        """
         fill, self.fill = self.fill, None
         if fill is not None and start_daemon(fill, name="device-drain") is None:
             fill()
 
     def discard(self) -> None:
-        """Give up what follows and was not begun."""
+        """Discard outstanding views that `begin` was not called for."""
         if self.fill is not None:
             self.fill = None
             for transfer in self.transfers:
                 transfer.discard()
 
     def result(self) -> list[torch.Tensor]:
-        """All views, waiting for those that follow. Their bytes are another matter: see `ShardFile.wait_filled`.
+        """Wait for all views, and return them. For their bytes wait with `ShardFile.wait_filled`.
 
         Raises:
-            TierfsError: They could not be made.
+            TierfsError: The outstanding views could not be made.
         """
         self.ready.wait()
         if self.error is not None:
@@ -85,9 +88,9 @@ class _GpuPart:
     """The tensors of one GPU.
 
     Args:
-        transfer: How.
-        plan: How it lies in the file.
-        numbers: Its tensors' numbers, among those that were handed in together.
+        transfer: Moves them to the host.
+        plan: Their layout in the file.
+        numbers: Their numbers among all tensors of the call.
     """
 
     def __init__(self, transfer: Transfer, plan: TensorPlan, numbers: Sequence[int]) -> None:
@@ -98,7 +101,7 @@ class _GpuPart:
         self.targets: list[torch.Tensor] = []
 
     def regions(self, tensors: Sequence[torch.Tensor]) -> list[MemoryRegion]:
-        """For `Transfer.capture`."""
+        """Return the regions for `Transfer.capture`."""
         return [
             MemoryRegion(
                 sum(run.lengths),
@@ -109,21 +112,23 @@ class _GpuPart:
 
 
 def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool) -> Later:
-    """Copy tensors into a shard file; those on a GPU may follow in the background: see `Later` and `ShardFile.wait_filled`.
+    """Copy tensors into a shard file.
+
+    Those on a GPU may follow in the background: see `Later` and `ShardFile.wait_filled`.
 
     Args:
-        file: Takes the bytes.
-        tensors: With their names. Strided, on any device; not empty ones are copied bit for bit.
-        at_once: Whether all views are to be there on return.
+        file: Receives the bytes.
+        tensors: With their names. Strided, on any device. Tensors with elements are copied bit for bit.
+        at_once: Whether all views have to be available on return.
 
     Returns:
-        For each a tensor of the same dtype and shape that is a view of the file, on the CPU, with a storage of its own:
-        what is pickled of a tensor is its storage, all of it, and a DTensor over a part of one cannot be at all
-        (torch 2.13 reads from address 0).
+        For each tensor, a view of the file with the same dtype and shape, on the CPU. Each view has a storage
+        of its own, because pickling a tensor pickles its whole storage. A DTensor over a part of a storage
+        cannot be pickled at all (torch 2.13 reads from address 0).
 
     Raises:
-        CapacityError: There is no room for one of them in one piece, and none came in time.
-        InvalidInputError: A CUDA graph is being captured, or the mode that was asked for cannot be had.
+        CapacityError: A tensor found no contiguous room before the timeout.
+        InvalidInputError: A CUDA graph is being captured, or the requested mode is not possible.
     """
     host, devices = _by_accelerator([tensor for _, tensor in tensors])
     if not at_once and tensors:
@@ -139,13 +144,14 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
             transfer = file.gpu.transfer(accelerator, file.store, partial(_pin, file, accelerator), at_once=at_once)
             job = _GpuPart(transfer, plan, numbers)
             jobs.append(job)
-            # First, so that the GPU copies while the rest is done.
+            # First, so that the GPU copies while this thread does the rest.
             transfer.capture(job.regions([tensors[number][1] for number in numbers]))
             file.transfers.append((transfer, job.runs))
         views = file.add_from_host([tensors[number] for number in host])
         for number, view in zip(host, views, strict=True):
             later.views[number] = view
-        # Nothing keeps training from changing these. The other GPUs' may be safe already.
+        # Nothing stops training from changing these tensors later, so they are copied now. Tensors of the
+        # other GPUs may be safe already.
         unsafe = [job for job in jobs if job.transfer.mode is CaptureMode.RAM]
         if unsafe:
             _fill(file, unsafe, later, is_alone=False)
@@ -153,7 +159,7 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
         for job in jobs:
             if not job.transfer.is_done:
                 job.transfer.discard()
-        del file.transfers[before:]  # what the file held before is whole
+        del file.transfers[before:]  # the tensors that the file held before are complete
         raise
     rest = [job for job in jobs if job not in unsafe]
     later.transfers = [job.transfer for job in rest]
@@ -163,16 +169,16 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
 
 
 def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: bool = True) -> None:
-    """Make room for what was captured, and have it moved there.
+    """Reserve memory for captured tensors, and move them there.
 
     Args:
-        file: Takes the bytes.
-        jobs: One for each of some GPUs; the others' come later.
-        later: Told of the views.
-        is_alone: Whether nobody is there to whom an error could be raised.
+        file: Receives the bytes.
+        jobs: One for each of some GPUs; the other GPUs follow in another call.
+        later: Receives the views.
+        is_alone: Whether this runs in the background, where an error cannot be raised to a caller.
 
     Raises:
-        CapacityError: There is no room, and somebody is there.
+        CapacityError: There is no room, and ``is_alone`` is false.
     """
     try:
         try:
@@ -199,7 +205,7 @@ def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: 
             for job in undone:
                 job.transfer.discard(error)
             file.abort()
-        else:  # it may be saved by now
+        else:  # the file may be saved already
             _logger.warning("a copy from a GPU is complete, but was not tidied up after: %s", error)
         later.ready.set()
     finally:
@@ -209,7 +215,10 @@ def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: 
 
 
 def _tell(file: ShardFile, jobs: Iterable[_GpuPart]) -> None:
-    """Say how far the device tier is. A failure harms nobody: what was copied may be saved by now."""
+    """Report the state of the device tier.
+
+    A failure is only logged: the tensors are copied, and may be saved already.
+    """
     try:
         for job in jobs:
             file.gpu.note_skipped(job.transfer.skipped_bytes)
@@ -219,9 +228,12 @@ def _tell(file: ShardFile, jobs: Iterable[_GpuPart]) -> None:
 
 
 def _go_in_waves(file: ShardFile, error: CapacityError, later: Later) -> None:
-    """Have a file that is too large go on in memory of this process alone: it is read in waves, which need the room that it has."""
+    """Move a file that is too large into private memory.
+
+    It is then read in waves, which need the room that it occupies.
+    """
     say_waves(file.store, error)
-    # Nobody has seen these: a staged state gives nothing out before all views are there.
+    # No caller has these views yet: a staged state gives out nothing before all views are available.
     held = [(number, view) for number, view in enumerate(later.views) if view is not None]
     copies = file.private_copies([view for _, view in held])
     for (number, _), copied in zip(held, copies, strict=True):
@@ -230,7 +242,7 @@ def _go_in_waves(file: ShardFile, error: CapacityError, later: Later) -> None:
 
 
 def _by_accelerator(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Mapping[int, tuple[Accelerator, list[int]]]]:
-    """Which tensors (their numbers) lie in host memory, and which on which GPU."""
+    """Return the numbers of the tensors in host memory, and of those on each GPU."""
     host: list[int] = []
     devices: dict[int, tuple[Accelerator, list[int]]] = {}
     for number, tensor in enumerate(tensors):
@@ -243,7 +255,7 @@ def _by_accelerator(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Mapping
 
 
 def _pin(file: ShardFile, accelerator: Accelerator) -> None:
-    """Register the segments in which a file lies. Within a turn of the GPU's drain."""
+    """Register the segments of a file with the GPU. Called during a turn of the GPU's drain."""
     pins = drain_of(accelerator).pins
     for segment in file.segments():
         pins.add(segment.id, segment.whole, _use_of(segment), fall_back_of(file.store))
@@ -262,11 +274,11 @@ def _use_of(segment: Any) -> Callable[[], bool]:
 def snapshots_of(
     transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Placed]]
 ) -> list[tuple[Transfer, dict[Any, Spot]]]:
-    """Where items lie in the device tier: for each snapshot, by the item's key.
+    """Return, for each snapshot in the device tier, where items lie in it, by the item's key.
 
     Args:
         transfers: See `ShardFile`.
-        items: Key, tensor and place in the file of each.
+        items: Key, tensor and place in the file of each item.
     """
     begins = {
         id(run): (transfer, begin)

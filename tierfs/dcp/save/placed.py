@@ -1,4 +1,4 @@
-"""Where tensors and objects lie in a shard file: in runs of chunks, by their offsets."""
+"""Places of tensors and objects in a shard file: a run of chunks, and an offset in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _lock = threading.Lock()
 
 
 class RunMemory(np.ndarray[Any, Any]):
-    """A run's memory as an array that keeps its file, and so the memory until that is saved, for as long as a tensor is a view of it."""
+    """A run's memory as an array.
+
+    While a tensor is a view of it, it keeps the file alive, and so the memory until it is saved.
+    """
 
     file: ShardFile
 
@@ -33,9 +36,9 @@ class Placed:
 
     Attributes:
         name: In the header; unique in the file.
-        dtype: The format's name for it.
+        dtype: The safetensors name of the dtype.
         shape: Rows first.
-        run: In which run; ``None`` for nothing to store.
+        run: The run that it lies in; ``None`` if it has no bytes.
         at: Offset in the run, in bytes.
         length: In bytes.
     """
@@ -49,12 +52,12 @@ class Placed:
 
 
 class FileRun:
-    """A run, and what lies in it.
+    """A run, and the tensors or objects in it.
 
     Args:
         memory: The run.
-        address: Its first byte's in this process.
-        entries: In order.
+        address: The address of its first byte in this process.
+        entries: The header's entries, in order.
     """
 
     def __init__(self, memory: Run, address: int, entries: Sequence[HeaderEntry]) -> None:
@@ -66,7 +69,7 @@ class FileRun:
 
     @property
     def placed(self) -> list[Placed]:
-        """The same, as what is referred to. Made when it is asked for, which `TierWriter.stage` has no time for."""
+        """The entries as `Placed`. Made at the first use, because `TierWriter.stage` has no time for it."""
         with _lock:
             if not self._placed:
                 self._placed = [
@@ -75,7 +78,7 @@ class FileRun:
         return self._placed
 
     def find(self, inside: int) -> Placed:
-        """The tensor at, or else before, an offset in the run, in bytes."""
+        """Return the tensor at an offset in the run, in bytes, or else the last one before it."""
         if not self._begins:
             self._begins = [entry.at for entry in self.entries]
         return self.placed[bisect_right(self._begins, inside) - 1]

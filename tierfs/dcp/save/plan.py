@@ -1,10 +1,13 @@
-"""How the tensors of one rank lie in its shard file: a safetensors file, cut into chunks so that the next step lines up.
+"""Lay out the tensors of one rank in its shard file: a safetensors file, cut so that the next step has the same chunks.
 
-Tensors of one dtype are packed, those of one role (the last part of their names that is no number) side by side; those below 1 MiB
-have packs of their own, in which a role that comes behind 1 MiB of others begins a chunk, unless all of them together take no more than
-4 MiB. A chunk is a request, so a matrix that many ranks share must not be one on each of them, nor the end of each large one. In memory
-a pack is one *run*: side by side, aligned for its dtype, and cut into chunks of 16 MiB. In the file the runs follow each other without
-gaps, behind the header that the format has at its front.
+Tensors of one dtype are packed together. Within that, tensors of one role (the last part of the name that is
+not a number) are adjacent. Tensors below 1 MiB have packs of their own. In these, a role that follows 1 MiB
+of others begins a new chunk, unless all its tensors fit into 4 MiB together with the chunk so far. A chunk is
+a request. So the part of a matrix on each of many ranks must not be a chunk of its own, and neither must the
+end of each large tensor.
+
+In memory a pack is one *run*: contiguous, aligned for its dtype, and cut into chunks of 16 MiB. In the file
+the runs follow each other without gaps, after the header at the beginning.
 
 Format: https://github.com/huggingface/safetensors (README, "Format"); docs/reference/checkpoint-format.md.
 """
@@ -26,20 +29,21 @@ HEADER_ALIGN = 8
 NOTE: Mapping[str, str] = {"format": "pt", "tierfs": "1"}
 # Smaller tensors have packs of their own.
 SMALL_BYTES = 1 << 20
-# Roles that take no more than this together share a chunk: what one of them takes along when it changes is less than a request is worth.
+# Roles share a chunk up to this size. When one role changes, the others are stored again, which costs less
+# than a request.
 SHARED_BYTES_MAX = 4 << 20
-# The longest run of several tensors, in chunks; and no more than such a part of all, for which there has to be memory in one piece.
+# A run of several tensors has at most so many chunks, and at most 1/RUN_SHARE of all: it needs contiguous memory.
 RUN_CHUNKS_MAX = 8
 RUN_SHARE = 32
-RUNS_OPEN = 4  # among which a place is looked for
+RUNS_OPEN = 4  # the number of latest runs that are searched for room
 
 
 class PlannedPiece(NamedTuple):
-    """Bytes that are to lie in the file without a gap: a tensor, a part of one, or an object.
+    """Bytes that lie in the file without a gap: a tensor, a part of one, or an object.
 
     Attributes:
-        name: Its tensor's.
-        kind: It is packed with others of this kind: the name of its dtype.
+        name: The tensor's name.
+        kind: The name of its dtype. Pieces of one kind are packed together.
         length: In bytes; not 0.
     """
 
@@ -53,8 +57,8 @@ class RunPlan:
     """One run.
 
     Attributes:
-        pieces: Which ones are in it, by their numbers, in order.
-        lengths: Its chunks', in bytes.
+        pieces: The numbers of its pieces, in order.
+        lengths: The lengths of its chunks, in bytes.
     """
 
     pieces: tuple[int, ...]
@@ -62,7 +66,7 @@ class RunPlan:
 
 
 def plan_runs(pieces: Sequence[PlannedPiece]) -> list[RunPlan]:
-    """Cut pieces into runs: packs of small ones first, in the order of their names, then those of others."""
+    """Pack pieces into runs: packs of small pieces first, ordered by kind, then packs of the others."""
     small: dict[str, list[int]] = {}
     others: dict[tuple[str, str], list[int]] = {}
     for number in sorted(range(len(pieces)), key=lambda number: pieces[number].name):
@@ -104,7 +108,7 @@ def _pack(pieces: Sequence[PlannedPiece], numbers: Sequence[int]) -> list[RunPla
 
 
 def _fill(pieces: Sequence[PlannedPiece], numbers: Sequence[int], chunks_max: int) -> list[RunPlan]:
-    """Put pieces, in order, into runs of as few chunks as can be found, and of those into the shortest runs."""
+    """Put pieces, in order, into runs with the fewest chunks, and among these into the shortest runs."""
     least = len(cut(sum(pieces[number].length for number in numbers)))
     found: list[RunPlan] = []
     fewest = 0
@@ -119,9 +123,10 @@ def _fill(pieces: Sequence[PlannedPiece], numbers: Sequence[int], chunks_max: in
 
 
 def _first_fit(pieces: Sequence[PlannedPiece], numbers: Iterable[int], length: int) -> list[RunPlan]:
-    """Put each piece into the first of the last few runs that has room: beside what its name is like, as what is frozen is.
+    """Put each piece into the first of the last few runs that has room. So it lies beside pieces of similar names.
 
-    What is longer than a run begins a longer one, of whole chunks.
+    Frozen tensors have similar names, and so share runs. A piece that is longer than a run begins a longer run, of
+    whole chunks.
     """
     runs: list[list[int]] = []
     room: list[int] = []
@@ -140,17 +145,17 @@ def _first_fit(pieces: Sequence[PlannedPiece], numbers: Iterable[int], length: i
 
 
 def cut(length: int) -> tuple[int, ...]:
-    """Lengths of the chunks of so many bytes."""
+    """Return the lengths of the chunks for ``length`` bytes."""
     whole, rest = divmod(length, CHUNK_BYTES)
     return (CHUNK_BYTES,) * whole + ((rest,) if rest else ())
 
 
 def header(entries: Iterable[HeaderEntry], note: Mapping[str, str] = NOTE) -> bytes:
-    """The beginning of the file: the header's length (u64, little-endian), then the header, padded with spaces.
+    """Return the beginning of the file: the header's length (u64, little-endian), then the header, padded with spaces.
 
     Args:
-        entries: In any order; together they cover everything behind the header, without a gap.
-        note: Strings kept beside them; by default a shard file's.
+        entries: In any order. Together they cover everything after the header, without a gap.
+        note: Strings kept beside the entries; by default those of a shard file.
     """
     table: dict[str, object] = {METADATA_NAME: dict(note)}
     for entry in sorted(entries, key=lambda entry: (entry.at, entry.length)):

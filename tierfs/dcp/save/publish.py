@@ -1,4 +1,4 @@
-"""How a checkpoint is published when every rank has stored its part, and how safe it is from then on."""
+"""Publish a checkpoint when every rank has stored its part, and report the level that it has reached."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ __all__ = [
 
 @dataclass(slots=True)
 class Parts:
-    """The results of the ranks.
+    """The results of all ranks.
 
     Attributes:
-        places: Each item's.
+        places: The place of each item.
         files: The length of each file, in bytes.
-        hosts: Where they were written: see `host_of`.
+        hosts: The hosts that wrote the files: see `host_of`.
     """
 
     places: dict[MetadataIndex, BytesPlace] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Parts:
 
     @classmethod
     def of(cls, results: Iterable[WriteResult]) -> Parts:
-        """Read what the ranks say."""
+        """Collect the results of the ranks."""
         parts = cls()
         for result in results:
             if result.storage_data is not None:
@@ -58,14 +58,14 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A checkpoint that is to be published.
+    """A checkpoint that is about to be published.
 
     Attributes:
-        store: Where.
+        store: The store to publish it in.
         url: Its name in messages.
         path: Its directory, relative to the store.
         metadata_path: The path of its metadata.
-        mark: Which save it is.
+        mark: The mark of the save.
         is_new: Whether nothing was at ``metadata_path`` when the save began.
     """
 
@@ -77,16 +77,18 @@ class Publication:
     is_new: bool
 
     def spans_hosts(self, parts: Parts) -> bool:
-        """Whether parts may not be in the object tier yet that only other hosts can take there."""
+        """Return whether parts may not be in the object tier yet, and only other hosts can flush them."""
         return self.store.ack < Level.OBJECT and not parts.hosts <= {host_of(self.store)}
 
 
 def publish_shards(checkpoint: Publication, metadata: Metadata, parts: Parts) -> None:
-    """Publish shard files; or where ranks are on several hosts, have it done when all of them are there.
+    """Publish shard files.
+
+    If the ranks run on several hosts, announce them, to be published when all parts have arrived.
 
     Raises:
-        StoreError, CapacityError, TimeoutError: It could not be published.
-        ConflictError: A save to the same place that began later is published.
+        StoreError, CapacityError, TimeoutError: The checkpoint could not be published.
+        ConflictError: A save to the same directory that began later is published.
     """
     store, mark = checkpoint.store, checkpoint.mark
     meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=mark.save_id)
@@ -99,10 +101,10 @@ def publish_shards(checkpoint: Publication, metadata: Metadata, parts: Parts) ->
 
 
 def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) -> None:
-    """Publish archives that torch's own readers read. Raises as `publish_shards` does.
+    """Publish archives that torch's own readers can read. Raises as `publish_shards` does.
 
     Raises:
-        InvalidInputError: The ranks are on several hosts, which this layout cannot wait for.
+        InvalidInputError: The ranks run on several hosts. This layout cannot wait for the other hosts' parts.
     """
     if checkpoint.spans_hosts(parts):
         raise InvalidInputError(
@@ -127,7 +129,7 @@ def _publish(checkpoint: Publication, document: bytes, parts: Parts) -> None:
 def wait_for(
     store: Store, path: str, metadata_path: str, mark: SaveMark | None, level: Level, timeout_s: float | None
 ) -> None:
-    """Wait until a checkpoint has reached a level: see `TierWriter.wait`. ``mark`` is the save's, if one is meant."""
+    """Wait until a checkpoint has reached a level: see `TierWriter.wait`. With ``mark``, wait for that save of it."""
     begun = store.clock.monotonic()
     wait(store, path, level, timeout_s)
     if level is not Level.OBJECT:
@@ -140,8 +142,8 @@ def wait_for(
 
 
 def level_reached(store: Store, path: str, metadata_path: str, mark: SaveMark | None) -> Level:
-    """The level that a checkpoint has reached: see `TierWriter.ack`."""
-    # A change that is this host's alone needs nobody else to be asked.
+    """Return the level that a checkpoint has reached: see `TierWriter.ack`."""
+    # A pending change is known on this host alone, so the object tier need not be asked.
     pending = store.tiers.drafts.pending(metadata_path) if store.tiers is not None else None
     if pending is None and any(mark in {None, save.mark} for save in Commits(store).advance(path)):
         return Level.STAGED
@@ -149,5 +151,5 @@ def level_reached(store: Store, path: str, metadata_path: str, mark: SaveMark | 
 
 
 def host_of(store: Store) -> str:
-    """Tells those who share this store's local tiers, and the order in which those are flushed, from all others."""
+    """Return an id that is the same for processes with the same local tiers and flushing order; empty without tiers."""
     return store.tiers.ram.host.name() if store.tiers is not None else ""

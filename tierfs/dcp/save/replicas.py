@@ -1,8 +1,9 @@
-"""Tensors that every rank has and one saves: which those are is learned from each save's plan, so that the next copies them once.
+"""Tensors that several ranks have and one saves: each save's plan shows which, so that the next save copies them once.
 
-DCP drops all but one of equal items when it plans, after every rank has copied all of them. Which rank keeps which depends on
-the plans alone, so it is the same the next time. A tensor that another rank keeps is not copied; a placeholder takes its
-place in the staged state, and offers the planner the item of the save before.
+When DCP plans, it drops all but one of equal items. By then every rank has copied all of them. The rank that
+keeps an item depends on the plans alone, so it is the same in the next save. A tensor that another rank keeps
+is then not copied. A placeholder in the staged state stands for it, and offers the planner the item of the
+previous save.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _logger = logging.getLogger("tierfs.dcp")
 
 
 class _DelegatedData(TensorWriteData):  # type: ignore[misc]  # torch's classes are untyped here
-    """Marks an item that this rank offers to nobody, since another one saves it."""
+    """Marks an item that this rank does not save, because another rank saves it."""
 
 
 class RemoteReplica(torch.Tensor):  # type: ignore[misc]
@@ -43,11 +44,11 @@ class RemoteReplica(torch.Tensor):  # type: ignore[misc]
     items: Mapping[str, WriteItem]
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
-        """Its items, by DCP's protocol for tensors that know them."""
+        """Return the tensor's items, by DCP's protocol for tensors that create their own items."""
         return [self.items[fqn]]
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        """Refuse to become part of an object's bytes, where nobody would look for what is missing."""
+        """Raise: inside the bytes of an object, the missing tensor would go unnoticed."""
         raise InvalidInputError(
             f"{', '.join(self.items)}: another rank is to save it, as in the last save, and this one has it in an object: the "
             "planner has changed. The next save copies everything again"
@@ -56,18 +57,21 @@ class RemoteReplica(torch.Tensor):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Delegated:
-    """Items that a rank's plan leaves to others. They stay with a plan that a planner keeps for later saves."""
+    """Items that a rank's plan leaves to other ranks.
+
+    They are kept with a plan that a planner caches for later saves.
+    """
 
     indexes: tuple[MetadataIndex, ...]
 
 
 class Replicas:
-    """One writer's knowledge of the tensors that other ranks save."""
+    """The tensors that other ranks save, as far as one writer knows them."""
 
     def __init__(self) -> None:
         self._items: Mapping[str, WriteItem] = {}
         self._taken: weakref.WeakKeyDictionary[object, Mapping[str, WriteItem]] = weakref.WeakKeyDictionary()
-        self._open = 0  # of how many saves that left something to others it was not known what became of that
+        self._open = 0  # the number of saves that left items to other ranks and have an unknown outcome
         self._failures = 0
         self._lock = PerProcess(threading.Lock)
 
@@ -75,13 +79,15 @@ class Replicas:
         return f"Replicas({len(self._items)} known)"
 
     def take(self, save: object) -> Mapping[str, WriteItem]:
-        """Items by FQN that need not be staged now. Until a save has come to its end all are staged again.
+        """Return the items, by FQN, that need not be staged in this save.
 
-        So what turns out to be wrong about them costs one save, and not the next. With a planner that can never do without
-        what others save, that would be every second one: after `FAILURES_MAX` in a row everything is staged for good.
+        The items are forgotten until `learn` records a plan, and saves requested before that stage
+        everything. So a wrong assumption about the items makes one save fail, and the next one stages
+        everything. A planner that needs the items of other ranks would make every second save fail. So after
+        `FAILURES_MAX` failures in a row, every save stages everything.
 
         Args:
-            save: For which. When nobody holds that any more, and nothing was learned of it, it has failed.
+            save: The save. If it is garbage-collected before `learn` is called for it, it counts as failed.
         """
         with self._lock():
             failed = self._open - len(self._taken)
@@ -101,13 +107,13 @@ class Replicas:
     def learn(
         self, save: object, offered: Sequence[WriteItem] | None, kept: Iterable[WriteItem], *, has_delegated: bool
     ) -> None:
-        """Note what became of a plan.
+        """Record the outcome of a plan.
 
         Args:
-            save: Whose.
-            offered: The items of this rank; ``None`` where a planner said that nothing has changed.
-            kept: The items that it was given to save.
-            has_delegated: Whether it left something to others.
+            save: The save that was planned.
+            offered: The items of this rank; ``None`` if the planner said that nothing has changed.
+            kept: The items that this rank has to save.
+            has_delegated: Whether the plan left items to other ranks.
         """
         with self._lock():
             taken = self._taken.pop(save, {})
@@ -127,7 +133,7 @@ class Replicas:
 
 
 def placeholder(tensor: torch.Tensor, names: Sequence[str], items: Mapping[str, WriteItem]) -> RemoteReplica | None:
-    """A stand-in for a tensor, if another rank saves it under each of its names, and it has not changed."""
+    """Return a stand-in for a tensor, if another rank saves the unchanged tensor under each of its names."""
     found = [items.get(name) for name in names]
     if not all(item is not None and _is_of(item, tensor) for item in found):
         return None
@@ -141,13 +147,13 @@ def _stand_in(items: Mapping[str, WriteItem]) -> RemoteReplica:
 
 
 def split(items: Sequence[WriteItem]) -> tuple[list[WriteItem], tuple[MetadataIndex, ...]]:
-    """The items of a plan that this rank has staged, and where those belong that it has not."""
+    """Return the items of a plan that this rank has staged, and the indexes of the items that it has not."""
     ours = [item for item in items if not isinstance(item.tensor_data, _DelegatedData)]
     return ours, tuple(item.index for item in items if isinstance(item.tensor_data, _DelegatedData))
 
 
 def delegated_by(plan: SavePlan) -> tuple[MetadataIndex, ...]:
-    """Items that a rank leaves to others, by the plan of this save or of an earlier one that still holds."""
+    """Return the items that a rank leaves to others, by this save's plan or an earlier one that is still valid."""
     return plan.storage_data.indexes if isinstance(plan.storage_data, Delegated) else ()
 
 
@@ -161,7 +167,7 @@ def _is_of(item: WriteItem, tensor: torch.Tensor) -> bool:
     data = item.tensor_data
     is_sharded = isinstance(tensor, DTensor)
     is_plain = type(tensor) in PLAIN_TYPES
-    if not (is_sharded or is_plain) or tensor.is_nested or holds_shards(tensor):  # others may have no shape
+    if not (is_sharded or is_plain) or tensor.is_nested or holds_shards(tensor):  # other tensors may have no shape
         return False
     if data.properties.dtype != tensor.dtype or data.size != tensor.shape:
         return False
@@ -179,4 +185,4 @@ def _box_of(tensor: DTensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-ForkingPickler.register(RemoteReplica, _reduce)  # on its way to the process that saves
+ForkingPickler.register(RemoteReplica, _reduce)  # for the process that saves

@@ -1,9 +1,12 @@
-"""A save, from when a writer is asked for it until that writer knows its end.
+"""A save, from the request to a writer until that writer knows the outcome.
 
-DCP tells a writer of a save in calls that do not say which one it is, and of a failure nothing at all. So a save belongs to what
-was staged for it, and runs on the thread that reads that, or in a process that this thread waits for. Its end a writer knows from
-`TierWriter.finish` where that runs, and elsewhere from the metadata that DCP hands to every rank, and back from another
-process: whoever unpickles those hears of it.
+DCP calls a writer without saying which save a call belongs to, and reports no failures. So a save belongs to
+the state that was staged for it. It runs on the thread that reads this state, or in a process that this
+thread waits for.
+
+`TierWriter.finish` tells the writer of its own rank and process that the save finished. Other writers learn
+it from the metadata, which DCP sends to every rank, and back from another process: unpickling that metadata
+informs the writer.
 """
 
 from __future__ import annotations
@@ -42,17 +45,17 @@ __all__ = [
 
 
 class Saver(Protocol):
-    """The owner of saves, which hears how they go on."""
+    """The owner of saves. It is informed about their progress."""
 
     def handed_over(self) -> Save:
-        """A save that goes to another process, and was not staged here."""
+        """Return a save that goes to another process, and whose state was not staged here."""
 
     def ended(self, save: Save, url: str | None = None) -> None:
-        """Take note that a save has come to its end, and its metadata is published or announced.
+        """Record that a save finished, and that its metadata is published or announced.
 
         Args:
-            save: Which; with its mark and its metadata's path.
-            url: Where it went, if another process made it.
+            save: The save, with its mark and its metadata's path.
+            url: The URL of its directory, if another process made it.
         """
 
 
@@ -61,15 +64,15 @@ class Save:
     """One save of one writer on one rank.
 
     Attributes:
-        writer: Whose it is.
-        before: The ids of the saves that the writer has come to the end of.
-        address: Where it goes; ``None`` until it begins.
-        metadata_path: Path of the checkpoint's metadata; empty until this rank's part is there.
-        mark: Which save it is; ``None`` until it has come to its end.
-        token: Its name in the process that hands it over, there and where it runs; else empty.
-        is_foreign: Whether somebody else staged it, and another process makes it.
-        asked_on: The thread that asked for it.
-        failure: The reason why its state was not staged, to be raised when it is planned.
+        writer: The writer.
+        before: The ids of the writer's finished saves.
+        address: The address that it goes to; ``None`` until it begins.
+        metadata_path: The path of the checkpoint's metadata; empty until this rank's part is stored.
+        mark: The mark of the save; ``None`` until it has finished.
+        token: Its name in the process that hands it over and in the process where it runs; else empty.
+        is_foreign: Whether its state was not staged here, and another process makes it.
+        asked_on: The thread that requested it.
+        failure: Why its state was not staged. Raised when the save is planned.
     """
 
     writer: weakref.ref[Saver]
@@ -83,7 +86,7 @@ class Save:
     failure: Exception | None = None
 
     def end(self, metadata_path: str, mark: SaveMark, url: str | None = None) -> None:
-        """Have the writer take note: see `Saver.ended`."""
+        """Mark the save as finished, and inform the writer: see `Saver.ended`."""
         self.metadata_path, self.mark = metadata_path, mark
         if (writer := self.writer()) is not None:
             writer.ended(self, url)
@@ -93,15 +96,15 @@ class StagedForSave(Protocol):
     """The staged state of a save.
 
     Attributes:
-        save: For which save, until that begins.
+        save: The save that it was staged for; ``None`` once that has begun.
     """
 
     save: Save | None
 
 
 class _Thread(threading.local):
-    staged: weakref.ref[Any] | None = None  # what this thread read last, to save it
-    save: Save | None = None  # which one runs on it, or is to
+    staged: weakref.ref[Any] | None = None  # the state that this thread read last, to save it
+    save: Save | None = None  # the save that runs on this thread, or begins next
 
 
 _thread = _Thread()
@@ -110,16 +113,16 @@ _lock = PerProcess(threading.Lock)
 
 
 def read_here(staged: StagedForSave | None) -> None:
-    """Note that this thread reads what was staged: a save that begins on it next is the one that it was staged for."""
+    """Note that this thread reads a staged state: the save that begins next on this thread is the one of that state."""
     _thread.staged = weakref.ref(staged) if staged is not None else None
-    # Where it was staged somebody may only look at it. Elsewhere it is saved: if that fails, what was staged may be kept by the
-    # error, and the thread ends.
+    # The thread that staged it may read it without saving it. Any other thread reads it to save it. If that
+    # fails, the error may keep the staged state alive, and the thread ends.
     if staged is not None and staged.save is not None and staged.save.asked_on != threading.get_ident():
         _thread.save = _taken(staged)
 
 
 def claim(writer: Saver) -> Save | None:
-    """The writer's save that what this thread read was staged for, unless it has begun already."""
+    """Return the writer's save that belongs to the state this thread read; ``None`` if it has begun already."""
     staged: StagedForSave | None = _thread.staged() if _thread.staged is not None else None
     save = _thread.save if staged is None or staged.save is None else _taken(staged)
     _thread.staged = None
@@ -135,15 +138,15 @@ def _taken(staged: StagedForSave) -> Save | None:
 
 
 class Saves:
-    """The saves of one writer on one rank: those that are under way, and the last ones. Safe for use by many threads.
+    """The saves of one writer on one rank: those in flight, and the last ones. Safe for use by many threads.
 
     Args:
-        writer: Whose they are. Not kept alive.
-        here: The writer's.
+        writer: The writer. Not kept alive.
+        here: The writer's `ThreadSave`.
 
     Attributes:
-        last: Which was asked for last, if any was.
-        done: Which came to its end last, if any did.
+        last: The save that was requested last, if any.
+        done: The save that finished last, if any.
     """
 
     def __init__(self, writer: Saver, here: ThreadSave) -> None:
@@ -157,18 +160,21 @@ class Saves:
         return f"Saves({len(self._ended)} ended)"
 
     def ask(self) -> Save:
-        """One that is asked for now."""
-        self._here.save = _thread.save = None  # what this thread saved before has failed, if it has not come to its end
+        """Return a new save, requested now."""
+        self._here.save = _thread.save = None  # an earlier save of this thread that has not finished has failed
         save = self.last = Save(self._writer, self._ended)
         return save
 
     def begin(self, save: Save | None) -> Save:
-        """Have one run on this thread, by default one that is asked for now."""
+        """Begin a save on this thread; by default one that is requested now."""
         save = self._here.save = _thread.save = save or self.ask()
         return save
 
     def go_on(self) -> Save:
-        """The one that runs on this thread, on which a planner may have asked for the level of another."""
+        """Return the save that runs on this thread, and make it current again.
+
+        A planner may have asked for the level of another save on this thread.
+        """
         save = self._here.save
         assert save is not None, "set_up_storage_writer comes first"
         if save.mark is None:
@@ -176,14 +182,17 @@ class Saves:
         return save
 
     def hand_over(self) -> Save:
-        """One that another process makes, and was not staged here: it is asked for now, if DCP hands it over."""
+        """Return a save that another process makes, and whose state was not staged here.
+
+        If DCP hands it over, it becomes the last requested save.
+        """
         save = Save(self._writer, self._ended, is_foreign=True)
-        if threading.current_thread() is not threading.main_thread():  # as DCP does it
+        if threading.current_thread() is not threading.main_thread():  # DCP hands saves over on another thread
             self.last = save
         return save
 
     def end(self, save: Save) -> None:
-        """Note that one has come to its end: here, on the coordinator, or in the process that it was handed to."""
+        """Record that a save finished: here, on the coordinator, or in the process that it was handed to."""
         self.done = save
         if save.mark is not None:
             self._ended.add(save.mark.save_id)
@@ -191,13 +200,13 @@ class Saves:
             self.last = save
 
     def settled(self, where: str) -> Save | None:
-        """Which was asked for last; ``None`` where none was. One that was asked for before may be under way still.
+        """Return the save that was requested last; ``None`` if there was none. Earlier saves may still be in flight.
 
         Args:
             where: The checkpoint's name in messages.
 
         Raises:
-            NotFoundError: It has not come to its end.
+            NotFoundError: That save has not finished.
         """
         save = self.last
         if save is not None and save.mark is None:
@@ -210,7 +219,7 @@ class Saves:
 
 
 def reduce_writer(writer: Saver) -> Any:
-    """Reduce a writer that goes to another process, with what tells us which save it was when that is heard of."""
+    """Reduce a writer that goes to another process, with a token that names its save when the answer comes back."""
     save = _thread.save = claim(writer) or writer.handed_over()
     save.token = secrets.token_hex(16)
     with _lock():
@@ -221,7 +230,7 @@ def reduce_writer(writer: Saver) -> Any:
 
 
 class ThreadSave(threading.local):
-    """One writer's save on one thread: which one runs or ran last there, and the facts that it gets before it begins."""
+    """One writer's save on one thread: the save that runs or last ran there, and facts given before it begins."""
 
     save: Save | None = None
     address: Address | None = None
@@ -250,13 +259,13 @@ class ThreadSave(threading.local):
 
 
 def others_wait() -> bool:
-    """Whether other ranks wait for this one to plan."""
+    """Return whether other ranks wait for this one to plan."""
     return dist.is_available() and dist.is_initialized() and bool(dist.get_world_size() > 1)
 
 
 @dataclass
 class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyped here
-    """Where a save went, and which one it was: torch's ``checkpoint_id`` and ``save_id``, and more.
+    """The address and mark of a finished save: torch's ``checkpoint_id`` and ``save_id``, and more.
 
     Attributes:
         metadata_path: Path of the checkpoint's metadata in its store.
@@ -274,7 +283,7 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
 
 
 def _hear(url: str, save_id: str, metadata_path: str, sequence: int) -> SavedMeta:
-    """The coordinator's message to the other ranks, on the threads that save there."""
+    """Take the coordinator's message on another rank, on the thread that saves there."""
     save, mark = _thread.save, SaveMark(sequence, save_id)
     if (
         save is not None
@@ -294,7 +303,7 @@ def _send_back(meta: SavedMeta) -> tuple[Any, ...]:
 
 
 def _hear_back(token: str, url: str, said: tuple[str, str, str, int]) -> SavedMeta:
-    """A process's message about the save that it was handed, on any thread."""
+    """Take the message of another process about the save that it was handed, on any thread."""
     meta = SavedMeta(said[0], said[1], metadata_path=said[2], sequence=said[3])
     with _lock():
         save = _sent.get(token)

@@ -1,7 +1,8 @@
-"""The shard file of one rank and one save: tensors are copied into it before it has a name, and found there again.
+"""The shard file of one rank and one save: tensors are copied into it before it has a name, and found there later.
 
-`TierWriter.stage` fills one and hands out tensors that are views of it; `TierWriter.write_data` finds them there by where
-they lie, adds what was not staged, and gives the file its name. So the writer keeps nothing of it.
+`TierWriter.stage` fills a file and returns tensors that are views of it. `TierWriter.write_data` finds these
+tensors by their memory, adds items that were not staged, and gives the file its name. So the writer keeps no
+state of the file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["FileState", "ShardFile", "check_is_held", "staged_in"]
 
 
 class FileState(enum.Enum):
-    """How far a shard file is: see `ShardFile`."""
+    """The states of a shard file: see `ShardFile`."""
 
     OPEN = "open"
     PRIVATE = "private"
@@ -44,23 +45,23 @@ class FileState(enum.Enum):
 
 
 class ShardFile:
-    """See the module. For one thread at a time.
+    """A shard file. For one thread at a time.
 
     Args:
-        store: Where it is to be saved.
-        gpu: How tensors leave a GPU.
-        private: Take memory of this process alone. Such a file is only read from: it has no way to the store.
-        save: For which it is staged; it is kept until that begins.
+        store: The store that it is saved to.
+        gpu: Moves tensors from a GPU.
+        private: Use memory of this process alone. Such a file is only read from; it cannot be committed to the store.
+        save: The save that it is staged for. Kept until that save begins.
 
     Attributes:
         store: As given.
         gpu: As given.
         save: As given; ``None`` once the save has begun.
-        state: Open, and can be committed; private, and is only read from; or over: saved or discarded, so that its memory may
-            be another's by now.
+        state: Open: can be committed. Private: is only read from. Over: was saved or discarded, so its memory
+            may have another owner.
         runs: In order.
-        names: Those that are taken in the header.
-        transfers: From GPUs, each with the runs that it fills.
+        names: The names that the header uses.
+        transfers: Transfers from GPUs, each with the runs that it fills.
     """
 
     def __init__(self, store: Store, gpu: GpuStaging, *, private: bool = False, save: Save | None = None) -> None:
@@ -73,7 +74,7 @@ class ShardFile:
         self._room: int | None = None
         self._used = 0
         self.runs: list[FileRun] = []
-        self._staged: dict[int, FileRun] = {}  # by what torch calls the storages of tensors that lie there
+        self._staged: dict[int, FileRun] = {}  # by torch's key for the storages of the tensors in it
         self.names = {METADATA_NAME}
         if not private:
             self._file = StagedFile(store)
@@ -82,28 +83,28 @@ class ShardFile:
             _files.add(self)
 
     def wait_filled(self) -> None:
-        """Wait until the file holds what was on a GPU when it was staged. Nothing may be read from it before.
+        """Wait until the file holds the bytes of the tensors that were on a GPU. Nothing may be read from it before.
 
         Raises:
-            StoreError, CorruptionError: The copy failed; says why. The file is discarded.
+            StoreError, CorruptionError: The copy failed. The message says why. The file is discarded.
         """
         try:
             for transfer, _ in self.transfers:
                 transfer.wait()
         except Exception:
-            self.abort()  # whoever keeps the state keeps no room
+            self.abort()  # release the memory, even if the caller keeps the state
             raise
 
     def segments(self) -> set[Segment]:
-        """The segments in which the file lies; none where its memory is private."""
+        """Return the segments that the file lies in; none if its memory is private."""
         return self._file.segments() if self._file is not None else set()
 
     def private_copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies in memory of this process alone, to be read in waves: those need the room that the file has."""
+        """Return copies in private memory, to be read in waves: the waves need the room that the file occupies."""
         return ShardFile(self.store, self.gpu, private=True).add_from_host([("", tensor) for tensor in tensors])
 
     def become_private(self) -> None:
-        """Give back what is there, and go on in memory of this process alone."""
+        """Release the shared memory, and continue in memory of this process alone."""
         shared, self._file = self._file, None
         if self.state is FileState.OPEN:  # it may have been discarded meanwhile
             self.state = FileState.PRIVATE
@@ -114,10 +115,11 @@ class ShardFile:
             shared.abort()
 
     def make_room(self, plan: TensorPlan) -> list[tuple[FileRun, RunMemory]]:
-        """Room for planned tensors: their runs.
+        """Reserve memory for planned tensors, and return their runs.
 
         Raises:
-            CapacityError: There is none, and none came in time.
+            CapacityError: The tensors exceed this rank's share of the ram tier, or no room became free before
+                the timeout.
         """
         self._reserve(plan.length)
         is_free = self.names.isdisjoint(plan.names)
@@ -150,7 +152,7 @@ class ShardFile:
             ]
 
     def views(self, run: TensorRun, placed: FileRun, memory: RunMemory) -> list[torch.Tensor]:
-        """The tensors of a run, which are found by these from now on."""
+        """Return the tensors of a run as views of its memory. From now on `find` finds them."""
         views = run.views(memory)
         for view in views:
             self._staged[view.untyped_storage()._cdata] = placed
@@ -175,8 +177,8 @@ class ShardFile:
         return [found[number] for number in range(len(objects))]
 
     def find(self, tensor: torch.Tensor) -> Placed | None:
-        """Where the bytes of a tensor lie, if it is contiguous and a view of one that was copied here."""
-        # By the storage: memory that another file had may be ours now, and its tensors be there still.
+        """Return where the bytes of a tensor lie, if it is contiguous and a view of a tensor that was copied here."""
+        # By its storage, not its address: this file may have the memory of an earlier file whose tensors still exist.
         run = self._staged.get(tensor.untyped_storage()._cdata)
         if run is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
@@ -192,11 +194,11 @@ class ShardFile:
         return Placed(placed.name, dtype, shape, run, at, length)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares memory with one that was copied here."""
+        """Return whether a tensor shares memory with one that was copied here."""
         return tensor.untyped_storage()._cdata in self._staged
 
     def close(self) -> StagedFile:
-        """Its memory, to be committed. Nothing can be added to the file, or found in it, by anybody else.
+        """Return the file's memory, to be committed. From now on nothing is added to the file or found in it.
 
         Raises:
             TierfsError: See `wait_filled`.
@@ -207,10 +209,10 @@ class ShardFile:
         return self._file
 
     def check_is_held(self) -> None:
-        """See that tensors that are views of it hold what was staged, and wait for what comes from a GPU.
+        """Wait for copies from a GPU, and check that views of the file still show the staged bytes.
 
         Raises:
-            StoreError: It was saved or discarded before.
+            StoreError: The file was saved or discarded before.
             TierfsError: See `wait_filled`.
         """
         self.wait_filled()
@@ -220,18 +222,18 @@ class ShardFile:
             )
 
     def abort(self) -> None:
-        """Give everything back. Tensors that are views of it hold anything from then on."""
+        """Release all memory of the file. Views of it show arbitrary bytes from then on."""
         self.state = FileState.OVER
         for transfer, _ in self.transfers:
-            transfer.cancel()  # or it would write into what is somebody else's by then
+            transfer.cancel()  # otherwise it would write into memory that has another owner by then
         if self._file is not None:
             self._file.abort()
 
     def _reserve(self, length: int) -> None:
-        """See that so many bytes more can be there at all: what this file holds is not freed by waiting.
+        """Check that so many more bytes can fit at all: waiting does not free the memory that this file holds.
 
         Raises:
-            CapacityError: They cannot.
+            CapacityError: They exceed this rank's share of the ram tier.
         """
         self._used += length
         if self._room is not None and self._used > self._room:
@@ -242,10 +244,12 @@ class ShardFile:
             )
 
     def begin_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[FileRun, RunMemory]]:
-        """Runs of chunks of these lengths, and their memory. Only tensors refer to that, and so keep us alive: it refers to us.
+        """Reserve runs of chunks of these lengths, and return them with their memory.
+
+        The memory refers to this file, and only tensors refer to the memory. So the tensors keep the file alive.
 
         Raises:
-            CapacityError: There is no room, and none came in time if ``wait`` is set.
+            CapacityError: There is no room. With ``wait``, none became free before the timeout.
         """
         if self._file is None:
             if self.store.tiers is not None:
@@ -270,7 +274,10 @@ class ShardFile:
 
 
 def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
-    """The file in which a tensor was staged, and where. One that is over only if no other: it may have had the same memory."""
+    """Return the file that a tensor was staged in, and its place.
+
+    A file that is over counts only if no other matches.
+    """
     with _lock:
         files = list(_files)
     over = None
@@ -283,7 +290,7 @@ def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
 
 
 def check_is_held(tensor: torch.Tensor) -> None:
-    """See that a tensor, if it was staged, still holds what it did. Raises as `ShardFile.check_is_held` does."""
+    """Check that a tensor, if it was staged, still holds the staged bytes. Raises as `ShardFile.check_is_held` does."""
     if (found := staged_in(tensor)) is not None:
         found[0].check_is_held()
 

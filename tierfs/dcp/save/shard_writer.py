@@ -1,4 +1,4 @@
-"""How a rank's items become its shard file."""
+"""Write a rank's items to its shard file."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Stored: TypeAlias = tuple[int, list[int], list[int]]
 
 
 def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging, save: Save) -> Stored:
-    """Store a rank's items as one safetensors file: from where they were staged, or copied.
+    """Store a rank's items as one safetensors file, from the memory where they were staged, or by copying them.
 
     Args:
-        store: Where to.
-        path: Relative to it; drawn at random.
+        store: The store to write to.
+        path: Relative to the store; drawn at random.
         items: With their data.
-        gpu: Is told where the items lie in the device tier, and how tensors leave a GPU.
-        save: Which.
+        gpu: Moves tensors from a GPU, and remembers where the items lie in the device tier.
+        save: The save.
 
     Raises:
-        StoreError, CapacityError, ConflictError, TimeoutError: It could not be stored.
-        InvalidInputError: A tensor has no elements that could be.
+        StoreError, CapacityError, ConflictError, TimeoutError: The file could not be stored.
+        InvalidInputError: A tensor has no elements to store.
     """
     try:
         file, placed = _place(store, items, gpu)
@@ -59,7 +59,7 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
 
 
 def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging) -> tuple[ShardFile, list[Placed]]:
-    """Find each item where it was staged, and copy what was not."""
+    """Find the staged items, copy the others, and return the file and the place of each item."""
     placed: list[Placed | None] = [None] * len(items)
     tensors: list[tuple[int, torch.Tensor]] = []
     objects: list[tuple[int, memoryview]] = []
@@ -76,7 +76,7 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
                 raise CapacityError("there was no room for the copy, and it is not waited for again", tier="ram")
         if found is not None and found[0].store is store and file in {None, found[0]}:
             file, placed[number] = found
-            file.save = None  # it has begun, by whatever way its state came here
+            file.save = None  # the save has begun, whichever way its state came here
         else:
             tensors.append((number, data))
     is_new, file = file is None, file or ShardFile(store, gpu)
@@ -89,13 +89,13 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
             placed[number] = where
     except BaseException:
         if is_new:
-            file.abort()  # the waves need its room
+            file.abort()  # its memory is needed to write in waves
         raise
     return file, [where for where in placed if where is not None]
 
 
 def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Placed]:
-    """Where tensors lie in a file when they have been copied there."""
+    """Copy tensors into a file, and return their places."""
     views = begin_tensors(file, tensors, at_once=True).result()
     file.wait_filled()
     return [
@@ -106,10 +106,10 @@ def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> lis
 
 
 def _without_room(store: Store, items: Sequence[tuple[WriteItem, Any]]) -> Sequence[tuple[WriteItem, Any]]:
-    """Items to be read in waves, where the file in which they were staged has given its room back.
+    """Return items to be read in waves. The file in which they were staged is released to make room.
 
     Raises:
-        StoreError: What was staged was saved or discarded before.
+        StoreError: The staged state was saved or discarded before.
         TierfsError: See `ShardFile.wait_filled`.
     """
     tensors = {number: data for number, (item, data) in enumerate(items) if item.type is not WriteItemType.BYTE_IO}

@@ -1,7 +1,8 @@
-"""A staged state dict, whose tensors go to another process in one piece of shared memory.
+"""A staged state dict. Its tensors go to another process in one piece of shared memory.
 
-torch sends each tensor's storage as a file descriptor of its own, two of them while they are on their way: a state of a few
-hundred tensors would have more than a process may hold open. For `pickle` and `copy` it is a dict.
+torch sends the storage of each tensor as a file descriptor of its own, and needs two of them in transfer. For
+a state of a few hundred tensors that is more than the limit of open files. For `pickle` and `copy` the state
+is a dict.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from tierfs.device.detached import detached
 __all__ = ["StagedState", "UnstagedState"]
 
 ALIGN_BYTES = 64
-# For a tensor: where its bytes are, its dtype and its shape.
+# Of a tensor: the offset of its bytes, its dtype and its shape.
 _Place = tuple[int, torch.dtype, torch.Size]
 
 
 class StagedState(dict[str, Any]):
-    """A state dict.
+    """A staged state dict.
 
     Args:
         content: Its content.
-        later: Those tensors in there that were staged: contiguous, on the CPU, each with a storage of its own. They may be
-            anywhere in it, and be the local parts of DTensors and ShardedTensors. Where they follow, something `Awaited`
-            is in each one's place, until somebody looks.
-        file: In which they lie.
+        later: The staged tensors in the content: contiguous, on the CPU, each with a storage of its own. They may be
+            anywhere in it, and be the local parts of DTensors and ShardedTensors. A tensor that is not
+            available yet is represented by an `Awaited`, until the content is read.
+        file: The shard file that the tensors lie in.
     """
 
     def __init__(self, content: Mapping[str, Any], later: Later, file: ShardFile) -> None:
@@ -48,22 +49,20 @@ class StagedState(dict[str, Any]):
         self._is_whole = later.ready.is_set()
 
     def items(self) -> Any:
-        """As a dict's. It is what DCP asks for first of the state that it saves, on the thread that does."""
+        """Return the items. DCP calls this first on the state that it saves, on the thread that saves it."""
         self._wait()
         read_here(self._file)
         return super().items()
 
     def __iter__(self) -> Iterator[str]:
-        # Also so that `dict(...)`, `copy` and `**` come by `__getitem__` instead of the table.
+        # Defined so that `dict(...)`, `copy` and `**` call `__getitem__` instead of reading the table directly.
         return super().__iter__()
 
     def values(self) -> Any:
-        """As a dict's."""
         self._wait()
         return super().values()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As a dict's."""
         self._wait()
         return super().get(key, default)
 
@@ -72,7 +71,10 @@ class StagedState(dict[str, Any]):
         return super().__getitem__(key)
 
     def _wait(self) -> None:
-        """Wait for what comes from a GPU. If it fails, the save does when it is planned, so that every rank hears of it."""
+        """Wait for copies from a GPU.
+
+        If one fails, the save fails when it is planned, so that every rank gets the error.
+        """
         try:
             with self._lock:
                 if not self._is_whole:
@@ -91,9 +93,12 @@ class StagedState(dict[str, Any]):
         return dict, (dict(self),)
 
     def _to_a_process(self) -> tuple[Any, ...]:
-        """Once: the room in the ram tier is given back as soon as the copy is made, though somebody here keeps the state."""
+        """Reduce the state for another process. This is possible once.
+
+        The copy releases the state's room in the ram tier, even if this process keeps the state.
+        """
         self._wait()
-        self._file.wait_filled()  # a failure is not heard of in the other process
+        self._file.wait_filled()  # a failure would not reach the other process
         read_here(self._file)
         self._file.check_is_held()
         places: dict[int, _Place] = {}
@@ -114,10 +119,10 @@ class StagedState(dict[str, Any]):
 
 
 class Awaited:
-    """Stands for a tensor whose memory is not there yet.
+    """Stands for a tensor whose memory is not available yet.
 
     Args:
-        make: Gives the tensor, once it is there.
+        make: Returns the tensor. Called once it is available.
     """
 
     __slots__ = ("_made", "_make")
@@ -127,14 +132,14 @@ class Awaited:
         self._made: Any = None
 
     def get(self) -> Any:
-        """The tensor: each time the same."""
+        """Return the tensor, the same one each time."""
         if self._made is None:
             self._made = self._make()
         return self._made
 
 
 def _replaced(value: Any) -> Any:
-    """The same with tensors in the place of what stood for them; dicts and lists are changed."""
+    """Replace stand-ins by their tensors. Dicts and lists are changed in place."""
     if type(value) is Awaited:
         return value.get()
     if isinstance(value, dict):
@@ -148,11 +153,13 @@ def _replaced(value: Any) -> Any:
 
 
 class UnstagedState(dict[str, Any]):
-    """In place of a state that could not be staged, where other ranks wait for this one: nothing. Its save fails when it is planned.
+    """Replaces a state that could not be staged while other ranks wait for this one.
+
+    It is empty, and its save fails when planned.
 
     Args:
-        save: For which.
-        error: The reason.
+        save: The save.
+        error: Why the state could not be staged.
     """
 
     def __init__(self, save: Save, error: Exception) -> None:
@@ -161,7 +168,7 @@ class UnstagedState(dict[str, Any]):
         self._failure = save.failure = detached(error)
 
     def items(self) -> Any:
-        """As `StagedState.items`."""
+        """Return the items: see `StagedState.items`."""
         read_here(self)
         return super().items()
 
@@ -170,14 +177,17 @@ class UnstagedState(dict[str, Any]):
 
 
 class _Pickler(ForkingPickler):
-    """Says of each staged tensor where it lies, and pickles the rest as torch does between processes."""
+    """Pickles the place of each staged tensor, and other values as torch does between processes."""
 
     def __init__(self, stream: io.BytesIO, places: Mapping[int, _Place]) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
         self._places = places
 
     def persistent_id(self, value: Any) -> Any:
-        """Where it lies, and for a DTensor, of which its local part does, what else makes it, or what shards it holds."""
+        """Return the place of a staged tensor, and its shards.
+
+        For a DTensor, the place of its local part, and its spec.
+        """
         if type(value) is DTensor and id(value._local_tensor) in self._places:
             return self._places[id(value._local_tensor)], value._spec
         if type(value) is torch.Tensor and id(value) in self._places:
@@ -186,14 +196,14 @@ class _Pickler(ForkingPickler):
 
 
 class _StateUnpickler(pickle.Unpickler):
-    """Makes tensors of what `_Pickler` says."""
+    """Makes tensors from the places that `_Pickler` wrote."""
 
     def __init__(self, stream: io.BytesIO, shared: torch.UntypedStorage) -> None:
         super().__init__(stream)
         self._shared = shared
 
     def persistent_load(self, said: Any) -> torch.Tensor:
-        """A tensor that is a view of the shared memory."""
+        """Return a tensor that is a view of the shared memory."""
         (at, dtype, shape), spec = said
         view = _tensor_in(self._shared, at, dtype, shape)
         if spec is None or isinstance(spec, dict):
@@ -212,5 +222,5 @@ def _tensor_in(shared: torch.UntypedStorage, at: int, dtype: torch.dtype, shape:
     return raw.view(dtype).view(shape)
 
 
-# `multiprocessing` asks this, others ask `__reduce__`.
+# `multiprocessing` calls this; other picklers call `__reduce__`.
 ForkingPickler.register(StagedState, StagedState._to_a_process)

@@ -1,4 +1,4 @@
-"""A shard file that does not fit into the ram tier as a whole: written from front to back, so that it goes through in waves."""
+"""Write a shard file that does not fit into the ram tier: from front to back, so that it passes through in waves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["StreamPart", "object_part", "say_waves", "stream", "tensor_part"]
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:
-    """A tensor or object to be written.
+    """A tensor or object to write.
 
     Attributes:
         name: Its name; made unique in the file.
-        dtype: The format's name for it.
+        dtype: The safetensors name of the dtype.
         shape: Rows first.
         length: In bytes.
-        read: Gives the bytes, when their turn has come: what has to be copied for it is one tensor at a time.
+        read: Returns the bytes. Called when the part is written, so that at most one tensor is copied at a time.
     """
 
     name: str
@@ -38,13 +38,13 @@ class StreamPart:
 
 
 def tensor_part(name: str, tensor: torch.Tensor) -> StreamPart:
-    """A dense tensor, on any device."""
+    """Return the part for a dense tensor on any device."""
     length = tensor.numel() * tensor.element_size()
     return StreamPart(name, *described(tensor.dtype, tensor.shape, length), length, lambda: bytes_of(tensor))
 
 
 def object_part(name: str, data: memoryview) -> StreamPart:
-    """A serialised object."""
+    """Return the part for a serialised object."""
     return StreamPart(name, "U8", (len(data),), len(data), lambda: data)
 
 
@@ -52,8 +52,8 @@ def stream(store: Store, path: str, parts: Sequence[StreamPart]) -> tuple[int, l
     """Write a shard file.
 
     Args:
-        store: Where to.
-        path: Relative to it; drawn at random.
+        store: The store to write to.
+        path: Relative to the store; drawn at random.
         parts: In the order of the file.
 
     Returns:
@@ -81,7 +81,7 @@ def stream(store: Store, path: str, parts: Sequence[StreamPart]) -> tuple[int, l
 
 
 def say_waves(store: Store, error: CapacityError) -> None:
-    """Note that a part goes through the ram tier in waves, and why. Without local tiers there is none to go through."""
+    """Note that a part goes through the ram tier in waves, and why. Without local tiers nothing is noted."""
     if store.tiers is not None:
         store.tiers.counters.fall_back(
             "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)

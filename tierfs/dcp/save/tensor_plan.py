@@ -1,4 +1,4 @@
-"""How a rank's tensors lie in the runs of its shard file: the same from save to save, so it is worked out once."""
+"""Lay out a rank's tensors in the runs of its shard file. The layout is the same for each save, so it is cached."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TensorRun:
     """A run of tensors of one dtype.
 
     Attributes:
-        dtype: Theirs.
-        numbers: Which of the tensors lie in it, in order.
-        shapes: Each one's; ``None`` if all have one dimension.
-        counts: How many elements each has.
-        entries: Each one's.
-        lengths: The run's chunks', in bytes.
+        dtype: Of all its tensors.
+        numbers: The numbers of its tensors, in order.
+        shapes: The shape of each tensor; ``None`` if all have one dimension.
+        counts: The number of elements of each tensor.
+        entries: The header's entry of each tensor.
+        lengths: The lengths of the run's chunks, in bytes.
     """
 
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class TensorRun:
     lengths: tuple[int, ...]
 
     def views(self, memory: Any) -> list[torch.Tensor]:
-        """The tensors, as views of the run's memory: each with a storage of its own."""
+        """Return the tensors as views of the run's memory, each with a storage of its own."""
         views = [
             torch.frombuffer(memory, dtype=self.dtype, count=count, offset=entry.at)
             for count, entry in zip(self.counts, self.entries, strict=True)
@@ -50,12 +50,12 @@ class TensorRun:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """All runs.
+    """The layout of all tensors.
 
     Attributes:
         runs: For the tensors that have elements.
-        names: Their names; no two are the same.
-        length: In all, in bytes.
+        names: The names of these tensors; no two are the same.
+        length: Of all runs, in bytes.
     """
 
     runs: tuple[TensorRun, ...]
@@ -64,16 +64,16 @@ class TensorPlan:
 
 
 def plan_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> TensorPlan:
-    """Lay named tensors out: see `plan_tensors`."""
+    """Lay out named tensors: see `plan_tensors`."""
     return plan_tensors(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors]))
 
 
 @functools.lru_cache(maxsize=4)
 def plan_tensors(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> TensorPlan:
-    """Lay tensors out.
+    """Lay out tensors.
 
     Args:
-        tensors: Name, dtype and shape of each. Where names repeat, the header's have a number at their end.
+        tensors: Name, dtype and shape of each. Names that repeat get a number at their end in the header.
     """
     full = [number for number, (_, _, shape) in enumerate(tensors) if shape.numel()]
     sizes = [(shape.numel(), dtype.itemsize) for _, dtype, shape in map(tensors.__getitem__, full)]
@@ -107,13 +107,16 @@ def plan_tensors(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> Te
 
 
 def described(dtype: torch.dtype, shape: Iterable[int], length: int) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape of a tensor as the header says them: one that the format does not know is bytes."""
+    """Return dtype and shape of a tensor for the header.
+
+    A dtype that the format does not have is described as bytes.
+    """
     known = SAFETENSORS_NAMES.get(dtype)
     return (known, tuple(shape)) if known else ("U8", (length,))
 
 
 def unique(name: str, names: set[str]) -> str:
-    """``name``, with a number at its end where it is one of ``names``, to which it is added."""
+    """Return ``name``, with a number at its end if it is in ``names`` already, and add the result to ``names``."""
     found, number = name, 1
     while found in names:
         found, number = f"{name}#{number}", number + 1
