@@ -1,1 +1,1 @@
-"""From shard files to the tensors that a load plan asks for."""
+"""Read shard files into the tensors that a load plan requests."""

@@ -1,4 +1,7 @@
-"""Reads boxes of tensors, and objects, of one checkpoint: for who has no state to load into, or not the room for all of it."""
+"""Read boxes of tensors, and objects, of one checkpoint.
+
+This is for callers that have no state to load into, or no room for all of it.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ class Box:
 
     Attributes:
         fqn: The tensor's name.
-        dtype: Its elements'.
-        offsets: Where it begins in the tensor, in elements.
-        sizes: How many elements of each dimension it has.
+        dtype: Of its elements.
+        offsets: Where the box begins in the tensor, in elements.
+        sizes: The number of elements of each dimension.
     """
 
     fqn: str
@@ -52,12 +55,13 @@ class Box:
 
 
 def boxes_of(checkpoint: Checkpoint, fqn: str, *, bytes_max: int = BATCH_BYTES) -> Iterator[Box]:
-    """Cut a tensor into boxes, in the order of its bytes, each of which follows the last one's without a gap.
+    """Cut a tensor into boxes, in the order of its bytes and without gaps.
 
     Args:
-        checkpoint: The checkpoint that has it.
-        fqn: Its name.
-        bytes_max: How large a box may be. A file of ``torch.save`` can only be read as a whole, so there is one box then.
+        checkpoint: The checkpoint that holds the tensor.
+        fqn: The tensor's name.
+        bytes_max: The maximum size of a box. A file of ``torch.save`` can only be read as a whole, so its
+            tensor is one box.
     """
     item = checkpoint.metadata.state_dict_metadata[fqn]
     dtype, shape = item.properties.dtype, tuple(item.size)
@@ -69,7 +73,7 @@ def boxes_of(checkpoint: Checkpoint, fqn: str, *, bytes_max: int = BATCH_BYTES) 
 
 
 def in_batches(boxes: Iterable[Box], *, bytes_max: int = BATCH_BYTES) -> Iterator[list[Box]]:
-    """Boxes, in order, so many at a time that they are no more bytes than that, or one."""
+    """Yield boxes in order, in batches of at most ``bytes_max`` bytes. A larger box is a batch of its own."""
     batch: list[Box] = []
     total = 0
     for box in boxes:
@@ -83,11 +87,7 @@ def in_batches(boxes: Iterable[Box], *, bytes_max: int = BATCH_BYTES) -> Iterato
 
 
 class BoxReader:
-    """Reads parts of one checkpoint. Its files are looked up once. For one thread at a time.
-
-    Args:
-        checkpoint: The checkpoint to read.
-    """
+    """Reads parts of one checkpoint. Each of its files is looked up once. For one thread at a time."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -101,17 +101,17 @@ class BoxReader:
         return f"BoxReader({self._checkpoint.where!r})"
 
     def read(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
-        """Read boxes into tensors of their own, all at once.
+        """Read boxes into tensors of their own, concurrently.
 
         Args:
-            boxes: No two the same, and of tensors whose shards make up the whole of them: see `Checkpoint.check_whole`.
+            boxes: All different, and of tensors whose shards make up the whole tensor: see `Checkpoint.check_whole`.
 
         Raises:
             CorruptionError: Stored bytes are wrong or missing.
-            TierfsError: It failed.
+            TierfsError: The read failed.
         """
         if any(box.length for box in boxes):
-            # Nothing is allocated before it is clear that the files are there, as long as the metadata says.
+            # Nothing is allocated until all files are known to exist with the lengths that the metadata says.
             self._files.open(self._names)
         planner = _IntoBoxes()
         wanted: list[tuple[Any, SavedItem]] = []
@@ -124,11 +124,11 @@ class BoxReader:
         return [planner.targets[box.fqn, box.offsets] for box in boxes]
 
     def object(self, fqn: str) -> bytes:
-        """The bytes of an object, as they were stored.
+        """Return the bytes of an object, as they were stored.
 
         Raises:
-            CorruptionError: They are wrong or missing.
-            TierfsError: It failed.
+            CorruptionError: The bytes are wrong or missing.
+            TierfsError: The read failed.
         """
         place = self._checkpoint.object(fqn)
         self._check(place, fqn)
@@ -137,7 +137,10 @@ class BoxReader:
         return bytes(content)
 
     def _check(self, place: BytesPlace, fqn: str) -> None:
-        """Hold a place to its file's length, and what others wrote to the checksums in it, as there are no digests: that is read twice."""
+        """Check a place against its file's length and, for files without digests, the checksums in the archive.
+
+        So the bytes of an archive are read twice.
+        """
         if self._files.reader(place.file).length < place.at + place.length:
             raise CorruptionError(
                 f"{fqn!r}: shard file {self._files.where(place.file)} is too short for it", path=place.file
@@ -167,16 +170,16 @@ class BoxReader:
 
 
 class _IntoBoxes:
-    """As much of torch's `LoadPlanner` as takes what was read: every box has a tensor of its own."""
+    """The part of torch's `LoadPlanner` that receives read items: each box has a tensor of its own."""
 
     def __init__(self) -> None:
         self.targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def add(self, box: Box) -> None:
-        """Make room for a box.
+        """Allocate a tensor for a box.
 
         Raises:
-            CorruptionError: There is no such tensor.
+            CorruptionError: No such tensor can exist.
         """
         if str(box.dtype).startswith(_QUANTIZED):
             raise CorruptionError(
@@ -197,14 +200,14 @@ class _IntoBoxes:
         return narrowed(target, item.dest_offsets, item.lengths)
 
     def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def load_bytes(self, item: Any, value: io.BytesIO) -> None:
         raise AssertionError("objects are read by `BoxReader.object`")
 
 
 def _cut(shape: tuple[int, ...], itemsize: int, bytes_max: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes that are each one piece of a row-major array, in order."""
+    """Yield offsets and sizes of boxes, in order. The bytes of each box are contiguous in a row-major array."""
     if not shape or math.prod(shape) * itemsize <= bytes_max:
         yield (0,) * len(shape), shape
         return

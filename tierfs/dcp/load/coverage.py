@@ -1,7 +1,8 @@
-"""Whether the chunks of a tensor make up the whole of it, each element once; and if not, which boxes of it are in no chunk.
+"""Check that the chunks of a tensor make up the whole tensor, each element once; find the boxes that no chunk covers.
 
-torch's planners ask a reader for what saved chunks and the caller's tensors have in common. They never notice an element that no chunk
-has: it would keep the caller's value. `mark_absent` describes such elements as chunks of their own, so a plan that wants one asks for it.
+torch's planners request from a reader the overlaps of saved chunks with the caller's tensors. They never
+notice an element that no chunk has: it would keep the caller's value. `mark_absent` describes such elements
+as further chunks, so a plan that needs one requests it.
 """
 
 from __future__ import annotations
@@ -34,25 +35,27 @@ class Absent:
 
 WORK_MIN = 4096
 WORK_PER_BOX = 64
-"""Boxes looked at for each box of a tensor until `gaps_of` gives up: the chunks of any real mesh need fewer, and a hostile document
-could ask for the square."""
+"""The number of boxes that `gaps_of` examines for each box of a tensor before it stops.
+
+The chunks of any real mesh need fewer, and a hostile document could demand the square.
+"""
 
 
 def mark_absent(metadata: Any) -> Any:
-    """Describe what no chunk of a tensor has as further chunks, with `Absent` as their place.
+    """Describe elements that no chunk of a tensor has as further chunks, with `Absent` as their place.
 
-    A plan for other parts of the tensor is as before. Where chunks overlap, or the gaps are too many, one chunk of this kind stands for the
-    whole tensor.
+    Plans for other parts of the tensor do not change. If chunks overlap, or there are too many gaps, one such
+    chunk stands for the whole tensor.
 
     Args:
         metadata: torch's `Metadata`.
 
     Returns:
-        The same object where every tensor is whole, else another one.
+        The same object if every tensor is whole, else a copy.
     """
     items: dict[str, Any] = {}
     places: dict[Any, Any] = {}
-    problems: dict[tuple[Any, ...], str] = {}  # by shape and chunks, which tensors that are cut alike have in common
+    problems: dict[tuple[Any, ...], str] = {}  # by shape and chunks, which tensors that are cut alike share
     for fqn, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
             continue
@@ -85,13 +88,13 @@ def mark_absent(metadata: Any) -> Any:
 
 
 def boxes_in(item: Any) -> list[Region]:
-    """The chunks of torch's `TensorStorageMetadata`."""
+    """Return the chunks of torch's `TensorStorageMetadata`."""
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
 
 
 def problem_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> str:
-    """The reason why boxes do not make up a tensor, in words; empty for none."""
-    if len(boxes) == 1 and boxes[0][1] == shape and not any(boxes[0][0]):  # as nearly all are
+    """Return why boxes do not make up a tensor, in words; empty if they do."""
+    if len(boxes) == 1 and boxes[0][1] == shape and not any(boxes[0][0]):  # nearly all tensors
         return ""
     full = [box for box in boxes if 0 not in box[1]]
     if any(
@@ -100,7 +103,7 @@ def problem_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> str:
         for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     ):
         return f"a shard does not lie in {list(shape)}"
-    # Swept along the dimension that tells most of them apart, so that few are held against each other.
+    # Sweep along the dimension with the most distinct offsets, so that few boxes are compared with each other.
     along = max(range(len(shape)), key=lambda axis: len({offsets[axis] for offsets, _ in full}), default=None)
     open_: list[Region] = []
     for box in sorted(full, key=lambda box: 0 if along is None else box[0][along]):
@@ -115,14 +118,14 @@ def problem_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> str:
 
 
 def gaps_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> list[Region] | None:
-    """The parts of a tensor that no box covers, as boxes that do not overlap.
+    """Return the parts of a tensor that no box covers, as boxes that do not overlap.
 
     Args:
-        boxes: Inside of the tensor, without overlaps.
-        shape: The tensor's.
+        boxes: Inside the tensor, without overlaps.
+        shape: Of the tensor.
 
     Returns:
-        The gaps, or ``None`` where there are too many to say.
+        The gaps; ``None`` if finding them takes too much work.
     """
     full = [box for box in boxes if 0 not in box[1]]
     try:
@@ -146,7 +149,7 @@ class _Work:
 
 
 def _gaps(boxes: Iterable[Region], shape: tuple[int, ...], axis: int, work: _Work) -> Iterator[Region]:
-    """Gaps in the dimensions from ``axis`` on."""
+    """Yield the gaps in the dimensions from ``axis`` on."""
     waiting = sorted(boxes, key=lambda box: box[0][axis] if axis < len(shape) else 0, reverse=True)
     if not waiting:
         yield (0,) * (len(shape) - axis), shape[axis:]

@@ -1,8 +1,8 @@
-"""From a plan's items to reads of shard files, and from what was read into the destination's tensors.
+"""Read the items of a plan from shard files, and put them into the destination's tensors.
 
-What lies in order in the destination's memory is read straight there. The rest goes through buffers, of which there are no more
-than `BUFFERS_MAX` at once. Where two names share their memory, one is read after the other, as torch does: at once, each would verify
-what the other writes.
+Bytes whose order in the destination's memory is the stored order are read directly into it. The others go
+through buffers, at most `BUFFERS_MAX` at once. If two names share their memory, one is read after the other,
+as torch does. Concurrent reads would each verify bytes that the other one wrote.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ from tierfs.errors import InvalidInputError
 __all__ = ["ItemReader", "SavedItem", "put_in"]
 
 WAVE_BYTES_MAX = 1 << 30
-"""Bytes asked for before any of them is handed on: bounds what a planner gives as destinations at once."""
+"""Bytes requested before any of them is passed on. This limits the destinations that a planner provides at once."""
 SLACK_BYTES = 128 << 20
-"""How much more it may be until a chunk ends."""
+"""How many more bytes a wave may have, so that it ends where a chunk ends."""
 BUFFERS_MAX = KEPT_MAX
-"""The number of buffers of 16 MiB that `buffers` keeps, so that no load but the first takes new memory."""
+"""The number of 16 MiB buffers that `buffers` keeps, so that only the first load allocates memory."""
 DENSE_BYTES_MAX = 1 << 62
 ALIGN = 16
-"""Bytes, of the largest element: tensors need not be aligned in a file, and not every processor reads elements that are not."""
+"""The size of the largest element, in bytes.
+
+Tensors in a file may be unaligned, and some processors cannot read such elements.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedItem:
-    """A chunk of a tensor as it was saved, or an object.
+    """A saved chunk of a tensor, or an object.
 
     Attributes:
         place: Where its bytes are.
-        dtype: Its elements'; ``None`` for an object.
-        shape: The chunk's.
+        dtype: Of its elements; ``None`` for an object.
+        shape: Of the chunk.
     """
 
     place: BytesPlace
@@ -59,7 +62,7 @@ class SavedItem:
 
 @dataclass(slots=True)
 class _Part:
-    """Bytes to read for an item: an extent of its chunk, or the whole of an object."""
+    """Bytes to read for an item: an extent of its chunk, or a whole object."""
 
     fqn: str
     file: str
@@ -71,7 +74,7 @@ class _Part:
     target: Any = None
 
     def put(self, source: memoryview, uploads: Uploads | None = None) -> None:
-        """Bring what was read elsewhere, from the first to the last byte, to where it belongs."""
+        """Copy the extent from a buffer to its target."""
         assert self.extent is not None
         assert self.dtype is not None
         strides = [stride // self.dtype.itemsize for stride in self.extent.strides]
@@ -80,10 +83,10 @@ class _Part:
 
 
 class ItemReader:
-    """Reads items of a plan, in waves. Planner calls are made on the caller's thread.
+    """Reads items of a plan in waves. It calls the planner on the caller's thread.
 
     Args:
-        files: The checkpoint's.
+        files: The checkpoint's files.
         planner: torch's `LoadPlanner`.
     """
 
@@ -99,7 +102,7 @@ class ItemReader:
         self._total_bytes = 0
 
     def _uploads_to(self, target: torch.Tensor) -> Uploads | None:
-        """Buffers for a destination on a GPU; ``None`` for any other, and for a second GPU in one load."""
+        """Return buffers for uploads to a destination's GPU; ``None`` on the CPU, and for a second GPU in one load."""
         accelerator = accelerator_of(target)
         if accelerator is None:
             return None
@@ -111,12 +114,13 @@ class ItemReader:
         """Read items into their destinations.
 
         Args:
-            items: torch's `ReadItem`, and what was saved of it. Best in the order of files and offsets.
+            items: torch's `ReadItem`, with the saved chunk or object. Sorted by file and offset they are read
+                fastest.
 
         Raises:
             CorruptionError: Stored bytes are wrong or missing.
-            InvalidInputError: A destination does not fit.
-            TierfsError: It failed.
+            InvalidInputError: A destination has the wrong shape or layout.
+            TierfsError: The read failed.
         """
         self._total_bytes = sum(saved.place.length for _, saved in items)
         for item, saved in items:
@@ -129,7 +133,10 @@ class ItemReader:
         self._flush()
 
     def _is_enough(self) -> bool:
-        """Whether a wave ends here: behind a chunk, which would be asked for twice otherwise, unless none ends in a long time."""
+        """Whether a wave ends here.
+
+        It ends with a chunk, which is then not requested twice, or after `SLACK_BYTES` more.
+        """
         if self._waiting_bytes < WAVE_BYTES_MAX:
             return False
         last = self._parts[-1]
@@ -139,7 +146,7 @@ class ItemReader:
 
     def _add_object(self, item: Any, place: BytesPlace) -> None:
         fqn = item.storage_index.fqn
-        # Nothing is allocated on the metadata's word.
+        # Nothing is allocated before the metadata's length is checked against the file.
         self._files.check(place.file, place.at, place.length, repr(fqn))
         content = bytearray(place.length)
         self._objects.append((item, place, content))
@@ -191,14 +198,14 @@ class ItemReader:
             load(item, stream)
         for item, tensor, is_straight in self._tensors:
             if is_straight and not tensor.is_inference():
-                # Its memory was written behind autograd's back.
+                # torch did not see the write to its memory.
                 torch.autograd.graph.increment_version(tensor)
             self._planner.commit_tensor(item, tensor)
         self._parts, self._tensors, self._objects, self._waiting_bytes = [], [], [], 0
         self._destinations = Destinations()
 
     def _read_some(self, waiting: deque[_Part]) -> None:
-        """Read parts, and take them out, for as long as there are buffers."""
+        """Read parts and remove them from ``waiting``, as long as buffers are free."""
         ranges: list[FileRange] = []
         buffered: list[tuple[_Part, memoryview]] = []
         uploaded: list[tuple[_Part, memoryview]] = []
@@ -242,10 +249,10 @@ def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
     Args:
         target: A tensor of any device, strides and dtype.
         source: On the CPU.
-        uploads: Where the source lies, if the copy to a GPU may be done later.
+        uploads: The buffers that hold the source, if the copy to a GPU may be done later.
     """
     if target.dtype == source.dtype and source.dtype.itemsize == 1 and not is_quantized(target):
-        # torch does not know how to copy some of the small ones; their bytes it does.
+        # torch cannot copy some of the one-byte dtypes, but it can copy their bytes.
         target, source = target.view(torch.uint8), source.view(torch.uint8)
     if uploads is not None:
         uploads.put(target, source)
@@ -259,7 +266,7 @@ def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
 
 
 def _check_takes_elements(fqn: str, target: Any) -> None:
-    """See that a destination has memory of its own for each element.
+    """Check that a destination has memory of its own for each element.
 
     Raises:
         InvalidInputError: It has not.

@@ -1,4 +1,7 @@
-"""Which memory tensors are read into, so that no two of them are read into the same at once: tied weights are one tensor with two names."""
+"""The memory that tensors are read into, so that no two read into the same memory at once.
+
+Tied weights have two names for one tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ __all__ = ["Destinations"]
 
 
 class Destinations:
-    """The memory of those that are read at once, by name. No two names overlap."""
+    """The memory of the destinations that are read into at once, by name. No two names overlap."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []  # in order, and the stops beside them so, too
+        self._starts: list[int] = []  # sorted; `_stops` has the same order
         self._stops: list[int] = []
         self._spans: dict[str, tuple[int, int]] = {}
 
@@ -20,14 +23,14 @@ class Destinations:
         return f"Destinations({len(self._spans)} names)"
 
     def add(self, name: str, tensor: Any) -> bool:
-        """Have one more destination; of one name there may be several, which are taken not to overlap.
+        """Add a destination. Several destinations of one name are assumed not to overlap.
 
         Args:
-            name: The loaded tensor's.
-            tensor: Where to, or a part of that.
+            name: The loaded tensor's name.
+            tensor: The destination, or a part of it.
 
         Returns:
-            False, and it is not taken, if its memory may be that of another name, from its first to its last byte.
+            False if the memory from its first to its last byte may overlap another name's. Then it is not added.
         """
         start = tensor.data_ptr()
         if not tensor.numel() or not start:

@@ -1,7 +1,7 @@
-"""Which bytes of a saved chunk a box of it lies in. Pure: no torch, no I/O.
+"""Compute the bytes of a saved chunk that hold a box of it. Pure: no torch, no I/O.
 
-A chunk is a row-major array. The store verifies blocks of 1 MiB, so a gap of at most `GAP_BYTES_MAX` between two runs lies
-in blocks that one or the other needs anyway: to read across it asks no block of the store that was not asked for before.
+A chunk is a row-major array. The store verifies blocks of 1 MiB. So a gap of at most `GAP_BYTES_MAX` between
+two runs lies in blocks that one of the runs needs anyway, and reading across it reads no further block.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ READ_BYTES_MAX = CHUNK_BYTES
 
 @dataclass(frozen=True, slots=True)
 class BoxExtent:
-    """A part of a box, and the bytes of the chunk from its first element to its last.
+    """A part of a box, and the bytes of the chunk from the part's first element to its last.
 
     Attributes:
         at: Bytes from the chunk's start to the part's first element.
         length: Bytes from there to the end of its last element.
         offsets: Where the part begins in the box, in elements.
-        lengths: How many elements of each dimension it has.
-        strides: Bytes from an element to the next one of each dimension.
-        is_dense: Whether there is nothing else between its elements.
+        lengths: The number of elements of each dimension.
+        strides: Bytes from an element to the next one in each dimension.
+        is_dense: Whether the bytes hold the part's elements and nothing else.
     """
 
     at: int
@@ -47,16 +47,17 @@ def extents_of(
     *,
     dense_bytes_max: int = READ_BYTES_MAX,
 ) -> Iterator[BoxExtent]:
-    """Cut a box of a chunk into parts, in the order of their bytes, each to be read in one go.
+    """Cut a box of a chunk into parts, in the order of their bytes. Each part is read in one piece.
 
-    Gaps between the elements of one part are at most `GAP_BYTES_MAX`, and it is at most `READ_BYTES_MAX` long.
+    Gaps between the elements of a part are at most `GAP_BYTES_MAX`, and a part with gaps is at most
+    `READ_BYTES_MAX` long.
 
     Args:
-        shape: The chunk's, in elements.
+        shape: Of the chunk, in elements.
         itemsize: Bytes of an element.
         offsets: Where the box begins in the chunk.
-        lengths: Its shape; the box lies in the chunk.
-        dense_bytes_max: How long a part without gaps may be.
+        lengths: Of the box, which lies in the chunk.
+        dense_bytes_max: The maximum length of a part without gaps.
     """
     strides = [itemsize] * len(shape)
     for dimension in range(len(shape) - 2, -1, -1):
@@ -69,10 +70,10 @@ def extents_of(
 
 
 def _cut(box: BoxExtent, itemsize: int, dense_bytes_max: int, first: int) -> Iterator[BoxExtent]:
-    """Cut a box of which the dimensions before ``first`` have one element; its length is not looked at."""
+    """Cut a box whose dimensions before ``first`` have one element. The box's ``length`` is ignored."""
     while first < len(box.lengths) and box.lengths[first] == 1:
         first += 1
-    # Bytes from the first to the last element of what lies below each dimension, innermost last.
+    # Bytes from the first to the last element of the dimensions below each dimension, innermost last.
     inner, gap = itemsize, 0
     below = inner
     for dimension in range(len(box.lengths) - 1, first - 1, -1):
@@ -96,5 +97,5 @@ def _cut(box: BoxExtent, itemsize: int, dense_bytes_max: int, first: int) -> Ite
             box.strides,
             is_dense=False,
         )
-        # Parts of several rows are within the limits, but for the last ones' sake each is measured again.
+        # A part of several rows is within the limits, but the last one is shorter, so each part is measured again.
         yield from _cut(part, itemsize, dense_bytes_max, first)

@@ -1,4 +1,4 @@
-"""Rollback: a save that still lies in the device tier is loaded from there, device to device."""
+"""Rollback: load a save that is still in the device tier from there, device to device."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _logger = logging.getLogger("tierfs.dcp")
 def roll_back(
     save_id: str, wanted: Sequence[tuple[Any, SavedItem]], planner: Any
 ) -> tuple[list[tuple[Any, SavedItem]], int]:
-    """Load the items that lie in a device tier of this process. All bytes of the snapshot are verified before one is copied.
+    """Load the items that lie in a device tier of this process.
+
+    All bytes of the snapshot are verified before any is copied.
 
     Args:
-        save_id: Which save.
-        wanted: torch's `ReadItem`, and what was saved of it.
+        save_id: The id of the save.
+        wanted: torch's `ReadItem`, with the saved chunk or object.
         planner: torch's `LoadPlanner`.
 
     Returns:
-        The items that have to be read elsewhere, and how many bytes were copied.
+        The items that have to be read elsewhere, and the number of bytes copied.
     """
     rest, copied = list(wanted), 0
     for tier in device_tiers():
@@ -74,7 +76,7 @@ def _copy(
         sources.append(part)
     with torch.no_grad():
         accelerator.copy([target for _, target in done], sources)
-    # Before the generation may be overwritten by a snapshot on another stream.
+    # Wait, before a snapshot on another stream may overwrite the generation.
     accelerator.record(accelerator.current()).synchronize()
     for item, target in done:
         planner.commit_tensor(item, target)

@@ -1,7 +1,7 @@
-"""The files of one checkpoint, opened for reading: ranges of several of them at once.
+"""The files of one checkpoint, opened for reading: ranges of several files at once.
 
-Threads of `transfers` do not wait for each other, and a reader hands what is wanted of several chunks to them. So ranges are
-cut where chunks end here, and a thread is given all that is wanted of one.
+Threads of `transfers` never wait for each other, and a reader would pass parts of several chunks to them. So
+this module cuts ranges where chunks end, and gives all parts of one chunk to one thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LABELS_MAX = 3
 
 
 class FileRange(NamedTuple):
-    """Bytes of a file, and where they are to be put.
+    """Bytes of a file, and the memory to read them into.
 
     Attributes:
         file: Name in the directory of the checkpoint.
         at: Offset in the file.
         out: Memory to fill. Borrowed until the read ends.
-        label: Its purpose, in errors: a tensor's name.
+        label: Its purpose, for errors: a tensor's name.
     """
 
     file: str
@@ -38,7 +38,7 @@ class FileRange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """The parts of one chunk, by offsets in it."""
+    """The requested parts of one chunk, by offsets in it."""
 
     file: str
     number: int
@@ -49,9 +49,9 @@ class ShardFiles:
     """Files of a checkpoint. Each is looked up once. Not for use by several threads at once.
 
     Args:
-        store: Where they are.
-        directory: The checkpoint's, relative to the store's root.
-        lengths: Their lengths by the metadata, for those that it names.
+        store: The store that holds them.
+        directory: The checkpoint's directory, relative to the store's root.
+        lengths: The lengths that the metadata says, for the files that it names.
     """
 
     def __init__(self, store: Store, directory: str, lengths: Mapping[str, int]) -> None:
@@ -65,26 +65,26 @@ class ShardFiles:
         return f"ShardFiles({self._store.where(self._directory)!r}, {len(self._open)} open)"
 
     def open(self, names: Iterable[str]) -> None:
-        """Open files, several at once.
+        """Open files concurrently.
 
         Raises:
-            CorruptionError: One is missing or of another length.
-            TierfsError: It failed.
+            CorruptionError: A file is missing or of another length.
+            TierfsError: A file could not be opened.
         """
         wanted = sorted(set(names) - set(self._open))
         self._open.update(zip(wanted, transfers().map(self._open_one, wanted), strict=True))
 
     def reader(self, name: str) -> Reader:
-        """One file."""
+        """Return the reader of one file."""
         self.open([name])
         return self._open[name]
 
     def read(self, ranges: Iterable[FileRange]) -> None:
-        """Fill every range, several at once. Each chunk is fetched once, whatever is wanted of it.
+        """Fill every range, concurrently. Each chunk is fetched once, however many ranges need it.
 
         Raises:
-            CorruptionError: Stored bytes are wrong or missing; names what was read, the file and the tier.
-            TierfsError: It failed; it names the same.
+            CorruptionError: Stored bytes are wrong or missing. The message names the tensor, the file and the tier.
+            TierfsError: The read failed. The message names the same.
         """
         wanted = list(ranges)
         self.open(item.file for item in wanted)
@@ -113,14 +113,14 @@ class ShardFiles:
         """Check that a range lies in its file.
 
         Args:
-            name: The file's.
-            at: Where the range begins in it.
-            length: The range's.
-            label: Its owner, in errors.
+            name: The file's name.
+            at: Where the range begins in the file.
+            length: Of the range.
+            label: Its owner, for errors.
 
         Raises:
             CorruptionError: It does not, or the file is missing or of another length.
-            TierfsError: It failed.
+            TierfsError: The file could not be opened.
         """
         whole = self.reader(name).length
         if at + length > whole:
@@ -130,25 +130,28 @@ class ShardFiles:
             )
 
     def has_digests(self, name: str) -> bool:
-        """Whether tierfs wrote a file, so that what is read of it is verified. Raises as `reader` does."""
+        """Return whether tierfs wrote a file, so that its digests verify each read. Raises as `reader` does."""
         self.open([name])
         return name not in self._undigested
 
     def is_cut(self, name: str, at: int) -> bool:
-        """Whether a chunk of a file ends at an offset. Raises as `reader` does."""
+        """Return whether a chunk of a file ends at an offset. Raises as `reader` does."""
         starts = self.reader(name).starts
         return starts[bisect.bisect_left(starts, at, hi=len(starts) - 1)] == at
 
     def order(self, name: str, at: int) -> tuple[str, int, int]:
-        """Sorts what is to be read: what is encoded against other chunks of its file beside them. Raises as `reader` does."""
+        """Return a sort key for reads.
+
+        A chunk that is stored as a difference comes beside its base. Raises as `reader` does.
+        """
         return name, self.reader(name).base_offset(at), at
 
     def where(self, name: str) -> str:
-        """How to name a file in an error."""
+        """Return the name of a file in errors."""
         return self._store.where(self.path(name))
 
     def path(self, name: str) -> str:
-        """A file's path, relative to the store's root."""
+        """Return a file's path, relative to the store's root."""
         return f"{self._directory}/{name}" if self._directory else name
 
     def _open_one(self, name: str) -> Reader:
@@ -178,11 +181,11 @@ class ShardFiles:
 
 
 def _labels(items: Iterable[FileRange], start: int, end: int, error: TierfsError) -> str:
-    """The reads of a file from the chunk between two offsets: from its damaged block, where that is known."""
+    """Return the labels of the reads from the chunk between two offsets: from its damaged block, if that is known."""
     here = [item for item in items if item.at < end and item.at + len(item.out) > start]
     if isinstance(error, CorruptionError) and error.block is not None:
         begin = start + error.block * BLOCK_BYTES
-        # None is in it where all of the chunk was fetched for some of it.
+        # The damaged block may hold no requested part, if the whole chunk was fetched for some of its parts.
         here = [item for item in here if item.at < begin + BLOCK_BYTES and item.at + len(item.out) > begin] or here
     labels = list(dict.fromkeys(item.label for item in here))
     more = f" and {len(labels) - LABELS_MAX} more" if len(labels) > LABELS_MAX else ""
@@ -190,7 +193,7 @@ def _labels(items: Iterable[FileRange], start: int, end: int, error: TierfsError
 
 
 def raise_named(error: TierfsError, what: str) -> NoReturn:
-    """Raise the same kind of error again, with a text that names what it hit, and the tier."""
+    """Raise the same kind of error again, with a text that names the affected item and the tier."""
     tier = error.tier or "object"
     text = f"{what}, {tier} tier: {error}"
     if isinstance(error, StoreError):
