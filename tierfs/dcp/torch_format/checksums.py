@@ -1,4 +1,4 @@
-"""The checksums in archives of ``torch.save``, which torch passes over when it loads one."""
+"""The checksums in archives of ``torch.save``, which torch ignores when it loads an archive."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PIECE_BYTES = 1 << 20
 def check_checksums(
     files: ShardFiles, place: BytesPlace, fqn: str, stream: IO[bytes], known: memoryview | None = None
 ) -> None:
-    """Hold what others wrote to the checksums in it, as there are no digests: see `problem_of`.
+    """Check an archive that tierfs has no digests of against the checksums in it: see `problem_of`.
 
     Args:
-        files: The checkpoint's.
-        place: Where it is.
-        fqn: Its name.
-        stream: Its bytes, at their start.
+        files: The checkpoint's files.
+        place: The place of the archive.
+        fqn: The tensor's or object's name.
+        stream: The bytes of the archive, at their start.
         known: As for `problem_of`.
 
     Raises:
-        CorruptionError: Something does not have its checksum.
-        TierfsError: It cannot be read.
+        CorruptionError: A record does not match its checksum.
+        TierfsError: The archive cannot be read.
     """
     if not files.has_digests(place.file) and (problem := problem_of(stream, known)) is not None:
         where = files.where(place.file)
@@ -40,34 +40,35 @@ def check_checksums(
 
 
 def problem_of(file: IO[bytes], known: memoryview | None = None) -> str | None:
-    """The records of an archive that do not have their checksum, in words.
+    """Return a description of the first record of an archive that does not match its checksum.
 
     Args:
         file: The archive, at its start.
-        known: The loaded bytes of the record that has this length, which then need not be read again. Borrowed.
+        known: The loaded bytes of a record. If they match the length and checksum of a record, it is not read again.
+            Borrowed.
 
     Returns:
-        ``None`` for nothing, and for what is no archive, is compressed, as torch's never are, or was written without checksums
-        (``torch.serialization.set_crc32_options``).
+        ``None`` if all records match, and for a file that is not an archive, that is compressed (torch never
+        compresses), or that was written without checksums (``torch.serialization.set_crc32_options``).
     """
     if file.read(len(torch_zip.LOCAL)) != torch_zip.LOCAL:
         return None
     try:
         with zipfile.ZipFile(file) as archive:
             records = [record for record in archive.infolist() if record.file_size]
-            # An uncompressed record is not longer than the file, so reading it is bounded.
+            # An uncompressed record is at most as long as the file, so reading it is bounded.
             is_torchs = all(record.compress_type == zipfile.ZIP_STORED for record in records)
             for record in records if is_torchs and any(record.CRC for record in records) else ():
                 if known is None or record.file_size != len(known) or zlib.crc32(known) != record.CRC:
                     with archive.open(record) as content:
                         for _ in iter(partial(content.read, PIECE_BYTES), b""):
-                            pass  # its checksum is looked at when it ends
+                            pass  # zipfile compares the checksum at the end of the record
     except TierfsError:
         raise
     except (zipfile.BadZipFile, EOFError, ValueError, OverflowError, NotImplementedError, RuntimeError) as error:
         return repr(error)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # to seek to before the file's start is what its own offsets ask for
+        if error.errno != errno.EINVAL:  # the archive's own offsets can make zipfile seek before the file's start
             raise
         return repr(error)
     return None

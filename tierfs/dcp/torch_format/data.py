@@ -1,6 +1,7 @@
-"""Tensors that torch's own writers stored, with either serialization.
+"""Read tensors that torch's own writers stored, with either serialization.
 
-A tensor is what ``torch.save`` wrote, at some offset of a file, or lies in a safetensors file that begins at that offset.
+A tensor is the output of ``torch.save`` at some offset of a file, or lies in a safetensors file that begins
+at that offset.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ __all__ = ["STREAM_BUFFER_BYTES", "locate", "read_archives", "read_items"]
 
 BATCH_BYTES_MAX = 256 << 20
 STREAMED_BYTES_MIN = 64 << 20
-"""An archive of this length is not held in memory beside the tensor that comes out of it."""
+"""An archive of at least this length is streamed, so that it is not in memory beside the tensor loaded from it."""
 STREAM_BUFFER_BYTES = 1 << 20
 HEADER_BYTES_MAX = 100_000_000
 
 
 def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]], planner: Any) -> None:
-    """Read items into their destinations, whoever stored them. Arguments and errors as for `locate` and `ItemReader`."""
+    """Read items into their destinations, whichever writer stored them.
+
+    Arguments and errors as for `locate` and `ItemReader`.
+    """
     bare = [pair for pair in wanted if not isinstance(pair[1].place, StockPlace)]
     if len(bare) < len(wanted):
         located, archived = locate(files, [pair for pair in wanted if isinstance(pair[1].place, StockPlace)])
@@ -45,17 +49,17 @@ def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]], plann
 
 
 def locate(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]]) -> tuple[list[tuple[Any, SavedItem]], list[Any]]:
-    """Tell what lies in safetensors files from what ``torch.save`` wrote.
+    """Separate tensors in safetensors files from those that ``torch.save`` wrote.
 
     Args:
-        files: The checkpoint's.
-        wanted: torch's `ReadItem`, and what was saved of it, with a `StockPlace`.
+        files: The checkpoint's files.
+        wanted: torch's `ReadItem`, with the saved chunk, whose place is a `StockPlace`.
 
     Returns:
-        What lies in safetensors files, with the places of its bare bytes; and the rest, as it came.
+        The items in safetensors files, with the places of their bare bytes; and the other items, unchanged.
 
     Raises:
-        CorruptionError: Something is not where the metadata says.
+        CorruptionError: A tensor is not where the metadata says.
     """
     places = sorted({(saved.place.file, saved.place.at) for _, saved in wanted})
     heads = [bytearray(8) for _ in places]
@@ -74,13 +78,13 @@ def locate(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]]) -> tuple[
 
 
 def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, SavedItem]], planner: Any) -> None:
-    """Load tensors that ``torch.save`` wrote, with ``weights_only=True``, and copy what is wanted of each.
+    """Load tensors that ``torch.save`` wrote, with ``weights_only=True``, and copy the requested parts of each.
 
-    What tierfs has no digests of is held to the archive's checksums, which torch passes over.
+    An archive that tierfs has no digests of is checked against its checksums, which torch ignores.
 
     Raises:
-        CorruptionError: Stored bytes are wrong, missing, or no tensor.
-        TierfsError: It failed.
+        CorruptionError: Stored bytes are wrong, missing, or not a tensor.
+        TierfsError: The read failed.
     """
     by_place = sorted(wanted, key=lambda pair: (pair[1].place.file, pair[1].place.at))
     batch: list[tuple[BytesPlace, list[Any], bytearray]] = []
@@ -141,7 +145,7 @@ def _load(files: ShardFiles, place: BytesPlace, items: list[Any], stream: Any, p
 
 
 def _header(files: ShardFiles, file: str, at: int, length: int) -> tuple[Mapping[str, Any], int]:
-    """The table of a safetensors file that begins at an offset, and the offset of its data."""
+    """Return the table of a safetensors file that begins at an offset, and the offset of its data."""
     if not 0 < length <= min(HEADER_BYTES_MAX, files.reader(file).length - at - 8):
         raise CorruptionError(
             f"shard file {files.where(file)}: neither torch.save nor safetensors wrote what lies at {at}", path=file
@@ -160,7 +164,7 @@ def _header(files: ShardFiles, file: str, at: int, length: int) -> tuple[Mapping
 def _in_safetensors(
     files: ShardFiles, index: Any, saved: SavedItem, table: Mapping[str, Any], data_at: int
 ) -> SavedItem:
-    """The same with the place of the tensor's bare bytes."""
+    """Return the saved item with the place of the tensor's bare bytes."""
     where = f"{index.fqn!r} in shard file {files.where(saved.place.file)}"
     assert saved.dtype is not None
     length = math.prod(saved.shape) * saved.dtype.itemsize

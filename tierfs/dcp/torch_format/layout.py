@@ -1,4 +1,4 @@
-"""The layout that torch's own readers read: tensors as ``torch.save`` writes them in ``.distcp`` files, metadata as a pickle."""
+"""Write the layout of torch's own writers: ``torch.save`` archives in ``.distcp`` files, and metadata as a pickle."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def write_archives(
     """Write tensors and serialised objects as one file, from front to back, at the store's level.
 
     Args:
-        store: Where to.
-        path: Relative to it; drawn at random.
-        items: Tensors on any device; what has to be copied for it is one at a time.
+        store: The store to write to.
+        path: Relative to the store; drawn at random.
+        items: Tensors on any device. At most one tensor is copied at a time.
 
     Returns:
         The file's length, and the offset and the length of each item; all in bytes.
@@ -55,7 +55,7 @@ def write_archives(
 
 
 def encode_pickle(metadata: Metadata, places: Mapping[MetadataIndex, BytesPlace], meta: StorageMeta) -> bytes:
-    """The content that torch's writers put into ``.metadata``."""
+    """Return the content that torch's writers put into ``.metadata``."""
     stored = {index: filesystem._StorageInfo(place.file, place.at, place.length) for index, place in places.items()}
     complete = replace(metadata, storage_data=stored, storage_meta=meta)
     return pickle.dumps(complete)
@@ -71,7 +71,7 @@ def _save_tensor(tensor: torch.Tensor, sink: SaveSink) -> None:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with no more in its storage than its elements, since ``torch.save`` writes all that is there."""
+    """Return a tensor whose storage holds only its elements, because ``torch.save`` writes the whole storage."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     is_alone = plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
     return plain if is_alone else plain.clone(memory_format=torch.contiguous_format)

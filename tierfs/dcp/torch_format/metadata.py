@@ -1,4 +1,4 @@
-"""The metadata of checkpoints that torch's own writers made: `FileSystemWriter` and `FsspecWriter`."""
+"""Read the metadata of checkpoints that torch's own writers made: `FileSystemWriter` and `FsspecWriter`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _MEMORY_FORMATS = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.
 
 @dataclass(frozen=True, slots=True)
 class StockPlace(BytesPlace):
-    """Where torch's writers put one tensor: not its bare bytes, but what holds them."""
+    """The place of the archive or safetensors file that holds one tensor, not of the tensor's bare bytes."""
 
 
 def decode_pickle(data: bytes, where: str) -> Any:
-    """Return torch's `Metadata` from a stock ``.metadata``, with `BytesPlace` for objects and `StockPlace` for chunks of tensors.
+    """Return torch's `Metadata` from a stock ``.metadata``: objects have a `BytesPlace`, chunks a `StockPlace`.
 
     Raises:
-        InvalidInputError: It is made with something else than torch's metadata, or its tensors were transformed.
-        CorruptionError: It is damaged.
+        InvalidInputError: The pickle uses more than torch's metadata needs, or its tensors were transformed.
+        CorruptionError: The metadata is damaged.
     """
     root = unpickle(data, where)
     room = _Room(len(data))
@@ -79,10 +79,10 @@ def decode_pickle(data: bytes, where: str) -> Any:
 
 
 class _Room:
-    """How much may be made of a pickle: one that names a long list many times over would make much more of it than it is long.
+    """Limits the size of the result: a pickle that refers to a long list many times would expand far beyond its length.
 
     Args:
-        count: The number of numbers, names and chunks in all: each takes bytes of the pickle where torch wrote it.
+        count: The number of numbers, names and chunks in total. Each takes bytes of the pickle if torch wrote it.
     """
 
     def __init__(self, count: int) -> None:
@@ -132,7 +132,7 @@ def _place(info: Any, kind: type[BytesPlace]) -> BytesPlace:
 
 
 def _paths(planner_data: Any, room: _Room) -> dict[str, tuple[object, ...]] | None:
-    """Where each value is in the state. A planner's own data is passed over: nothing here could use it."""
+    """Return where each value is in the state. Other planner data is ignored: nothing here could use it."""
     if not isinstance(planner_data, dict):
         return None
     paths = {}

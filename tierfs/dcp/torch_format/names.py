@@ -1,4 +1,4 @@
-"""Names, in documents, of what torch has as objects: dtypes, layouts, memory formats."""
+"""Names in documents for torch's dtypes, layouts and memory formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DTYPES", "LAYOUTS", "MEMORY_FORMATS", "name_of"]
 
 
 def _all_of(kind: type) -> dict[str, Any]:
-    # Aliases (torch.half) are the same object, whose own name (torch.float16) is what counts.
+    # An alias (torch.half) is the same object as the original, and its text is the original's name (torch.float16).
     found = [value for value in vars(torch).values() if isinstance(value, kind)]
     return {str(value).removeprefix("torch."): value for value in found}
 
@@ -24,10 +24,10 @@ MEMORY_FORMATS: Mapping[str, torch.memory_format] = _all_of(torch.memory_format)
 
 
 def name_of(names: Mapping[str, Any], value: Any, fqn: str) -> str:
-    """The name of ``value`` in documents.
+    """Return the name of ``value`` in documents.
 
     Raises:
-        InvalidInputError: It has no name there.
+        InvalidInputError: ``value`` has no name.
     """
     name = str(value).removeprefix("torch.")
     if names.get(name) is not value:

@@ -1,4 +1,4 @@
-"""Files of a store as streams, for what reads and writes streams: ``torch.save`` and ``torch.load``."""
+"""Files of a store as streams, for ``torch.save``, ``torch.load`` and other functions that need streams."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ __all__ = ["ReadStream", "SaveSink", "SaveStream"]
 
 
 class SaveSink(io.RawIOBase):
-    """Takes what is written; publishing is its owner's business.
-
-    Args:
-        writer: Where it goes.
+    """Passes written bytes to a writer, which its owner has to commit.
 
     Attributes:
-        error: The reason why a write failed. torch covers it with an error about the end of its own file.
+        error: Why a write failed. torch hides this behind an error about the end of its own file.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -27,11 +24,10 @@ class SaveSink(io.RawIOBase):
         self.error: Exception | None = None
 
     def writable(self) -> bool:
-        """It is."""
         return True
 
     def write(self, data: Any) -> int:
-        """Add bytes at the end. They are copied."""
+        """Append bytes. They are copied."""
         try:
             return self._writer.write(data)
         except Exception as error:
@@ -40,14 +36,13 @@ class SaveSink(io.RawIOBase):
 
 
 class SaveStream(SaveSink):
-    """A file that is published when it is closed; not if an exception leaves its ``with``, nor if it is never closed.
+    """A file that is published when it is closed.
 
-    Args:
-        writer: Where it goes.
+    It is discarded if an exception leaves its ``with``, or if it is never closed.
     """
 
     def close(self) -> None:
-        """Publish what was written, the first time.
+        """Publish the written bytes, at the first call.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer.commit` does.
@@ -58,7 +53,7 @@ class SaveStream(SaveSink):
         self._writer.commit()
 
     def discard(self) -> None:
-        """Publish nothing."""
+        """Close the file and publish nothing."""
         super().close()
         self._writer.abort()
 
@@ -78,12 +73,12 @@ class SaveStream(SaveSink):
 
 
 class ReadStream(io.RawIOBase):
-    """A range of a file. Every byte is verified.
+    """A range of a file. Bytes of a file that tierfs wrote are verified.
 
     Args:
-        reader: The file's.
+        reader: The file's reader.
         at: Where the range begins, in bytes.
-        length: The range's; by default to the file's end.
+        length: Of the range; by default it goes to the file's end.
     """
 
     def __init__(self, reader: Reader, at: int = 0, length: int | None = None) -> None:
@@ -94,21 +89,19 @@ class ReadStream(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to an offset in the range."""
+        """Move to an offset in the range."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer, as far as there is something.
+        """Fill a buffer with the bytes that are left, at most its length.
 
         Raises:
             CorruptionError, StoreError: See `Reader.read_into`.
@@ -120,7 +113,7 @@ class ReadStream(io.RawIOBase):
         return count
 
     def readall(self) -> bytes:
-        """The rest, read at once."""
+        """Return the rest of the range, read at once."""
         content = bytearray(max(0, self._length - self._at))
         self.readinto(content)
         return bytes(content)

@@ -1,14 +1,15 @@
-"""The pickle that torch's own writers put into ``.metadata``, read without running anything that it names.
+"""Read the pickle that torch's own writers put into ``.metadata``, without running anything that it names.
 
-Every global of the pickle is answered with a stand-in made for this one reading, which only keeps what it is given: no
-class or function of torch's is called, or could be changed, by what a pickle holds. The stand-ins are turned into torch's
-objects afterwards, and checked like any other input.
+Every global of the pickle is replaced by a stand-in that only keeps a state. The stand-ins are made for one
+pickle. So a pickle can neither call nor change a class or function of torch. The stand-ins are converted to
+torch's objects afterwards, and checked like any other input.
 
-Tuples may hold each other deeply, or one many times over, and are hashed in C by recursion: no key is hashed before it was
-looked at.
+Tuples may be nested deeply, or contain one tuple many times. C code hashes them recursively. So every key is
+checked before it is hashed.
 
-Python's unpickler that is written in C takes as much memory as a number in the pickle says. So the one written in Python
-is used, with the opcodes alone that torch's metadata needs: several times slower, bounded by the length of the pickle.
+Python's unpickler in C allocates as much memory as a number in the pickle says. So the unpickler in Python is
+used, with only the opcodes that torch's metadata needs. It is several times slower, but its memory is bounded
+by the pickle's length.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _OPCODES = (
 )  # fmt: skip
 _KEY_PARTS_MAX = 64
 _INTEGER_MAX = (1 << 63) - 1
-"""Larger ones could be chosen so that all hash to the same."""
+"""Larger integers could be chosen so that all have the same hash."""
 _ARGUMENTS_MAX = 4096
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
@@ -58,14 +59,14 @@ class Record:
 
     Attributes:
         kind: The class's name.
-        state: The state to restore it from. Nobody keeps the arguments of its class.
+        state: The state to restore it from. The arguments of its class are dropped.
     """
 
     __slots__ = ("state",)
     kind = ""
 
     def __new__(cls, *_arguments: Any) -> Record:
-        """Make one with no state yet."""
+        """Make a stand-in without a state."""
         made = object.__new__(cls)
         made.state = {}
         return made
@@ -77,12 +78,12 @@ class Record:
         self.state = state
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A member, where the state is a mapping of them."""
+        """Return a member of the state, if the state is a mapping."""
         return self.state.get(name, default) if isinstance(self.state, Mapping) else default
 
 
 def _checked(codes: bytes, check: Callable[[list[Any]], None]) -> dict[int, Callable[..., None]]:
-    """Opcodes, each done once what it takes from the stack was looked at."""
+    """Return opcode handlers that check the values on the stack first."""
 
     def checked(does: Callable[..., None]) -> Callable[..., None]:
         def load(unpickler: Any) -> None:
@@ -111,7 +112,7 @@ class _Unpickler(pickle._Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        """A stand-in for a global that torch's metadata is made of."""
+        """Return a stand-in for a global that torch's metadata uses."""
         known = self._known.get((module, name)) or self._stand_in(module, name)
         if known is None:
             raise self._refused(f"{module}.{name}")
@@ -126,7 +127,7 @@ class _Unpickler(pickle._Unpickler):
         )
 
     def _stand_in(self, module: str, name: str) -> Callable[..., Any] | Any | None:
-        """Made anew each time, so that a pickle which changes one changes nothing else."""
+        """Make a new stand-in each time, so that a pickle that changes one changes nothing else."""
 
         def path(*parts: Any) -> str:
             texts = [part for part in parts if isinstance(part, str)]
@@ -143,7 +144,7 @@ class _Unpickler(pickle._Unpickler):
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
         if (module, name) == ("torch", "Size"):
-            # A list would be copied each time.
+            # A list would be copied at each use.
             return lambda sizes: sizes if type(sizes) is tuple else None
         if (module, name) == ("torch.serialization", "_get_layout"):
             known = {f"torch.{layout}" for layout in LAYOUTS}
@@ -151,22 +152,22 @@ class _Unpickler(pickle._Unpickler):
         if (module, name) == _ENCODING:
             return lambda number: number
         if module in ("builtins", "__builtin__") and name == "getattr":
-            return member  # as Python 3.11.0 to 3.11.3 pickle a member of an enumeration, of which there is one here
+            return member  # Python 3.11.0 to 3.11.3 pickle members of enumerations this way; there is one here
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return path
         return None
 
 
 def unpickle(data: bytes, where: str) -> Any:
-    """The content of the pickle, with `Record` for torch's objects, strings for layouts and paths, tuples for sizes.
+    """Return the content of the pickle: `Record` for torch's objects, strings for layouts and paths, tuples for sizes.
 
     Args:
         data: The pickle.
-        where: How to name it in errors.
+        where: Its name in errors.
 
     Raises:
-        InvalidInputError: It names a global that has no place in it. Nothing was called.
-        CorruptionError: It is damaged.
+        InvalidInputError: The pickle names a global that torch's metadata does not use. Nothing was called.
+        CorruptionError: The pickle is damaged.
     """
     try:
         return _Unpickler(data, where).load()
@@ -188,7 +189,7 @@ def _check_arguments(arguments: Any) -> None:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether it is hashed at once: what torch has as keys, and what a planner's own data might."""
+    """Whether a value may be hashed: a key of torch's metadata, or one that a planner's own data might have."""
     return _is_plain(value) or (
         type(value) is tuple and len(value) <= _KEY_PARTS_MAX and all(_is_plain(part) for part in value)
     )
