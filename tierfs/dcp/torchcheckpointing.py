@@ -56,8 +56,9 @@ class TierStorageConfig(StorageConfig):  # type: ignore[misc]  # its classes may
 class TierStorage(Storage):  # type: ignore[misc]  # see above
     """Keeps checkpoints in stores. Safe for use by many threads.
 
-    Errors are tierfs's own, and subclasses of `OSError` where ``torch_checkpointing`` requires that. A file
-    appears when its stream is closed. A directory is renamed file by file, the metadata last.
+    Errors are tierfs's own, and subclasses of `OSError` where ``torch_checkpointing`` requires that. A path of the
+    wrong kind raises `NotADirectoryError` or `IsADirectoryError`. A file appears when its stream is closed. A
+    directory is renamed file by file, the metadata last.
 
     Args:
         options: See `TierStorageConfig`.

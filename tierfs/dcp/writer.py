@@ -73,7 +73,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             - ``"auto"``: into the device tier if that has a budget, else into the ram tier.
             - ``"device"``: the same, but without a GPU or a budget it is an error.
             - ``"lazy"``: large tensors on a GPU are read in place while training computes. Every torch optimizer
-              waits for these reads before its ``step``. For other code see `fence`.
+              waits for these reads before its ``step``. For other code see `fence`. Without a GPU it is an error.
             - ``"ram"``: into the ram tier.
             - ``"all"``: as ``"auto"``, and each rank copies all tensors that it has.
 
@@ -321,8 +321,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint. Called when every rank has saved its file.
 
-        If the ranks run on several hosts and the level is below ``"object"``, the checkpoint is announced instead,
-        and published when all parts are in the object tier.
+        If the ranks run on several hosts and the level is below ``"object"``, this announces the checkpoint instead.
+        It is then published when all parts are in the object tier.
 
         Raises:
             StoreError, CapacityError, TimeoutError: The checkpoint could not be published.

@@ -155,11 +155,7 @@ def _replaced(value: Any) -> Any:
 class UnstagedState(dict[str, Any]):
     """Replaces a state that could not be staged while other ranks wait for this one.
 
-    It is empty, and its save fails when planned.
-
-    Args:
-        save: The save.
-        error: Why the state could not be staged.
+    It is empty, and its save fails with ``error`` when it is planned.
     """
 
     def __init__(self, save: Save, error: Exception) -> None:
