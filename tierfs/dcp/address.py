@@ -25,12 +25,12 @@ class Address:
     """A URL and the options that arguments set for it. Small and picklable; nothing is opened before `open`.
 
     Attributes:
-        url: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object tier's own URL, or
-            a local path; as `full_url` returns it.
+        url: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object tier's own URL, or a local
+            path; as `full_url` returns it.
         tiers: Options of the local tiers.
         options: Options for the object tier's filesystem.
-        create: Whether the first write creates the store; ``None`` takes the environment's or the
-            configuration's value.
+        create: Whether the first write creates the store; ``None`` takes the environment's or the configuration's
+            value.
     """
 
     url: str

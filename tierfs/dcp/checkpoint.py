@@ -183,8 +183,8 @@ def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) ->
     Raises:
         NotFoundError: No checkpoint is there.
         CorruptionError, FormatError: The metadata is damaged, or of an unsupported version.
-        InvalidInputError: The metadata is a pickle that holds more than torch's metadata; nothing of it was
-            run. Or the ranks saved without collectives, and ``rank`` is ``None``.
+        InvalidInputError: The metadata is a pickle that holds more than torch's metadata; nothing of it was run. Or the
+            ranks saved without collectives, and ``rank`` is ``None``.
         TierfsError: The read failed.
     """
     path = inside(directory, metadata_file(rank))

@@ -1,11 +1,10 @@
 """The tensors of a checkpoint's metadata as columns, read from the document's text without an object for each chunk.
 
-A checkpoint of 1,024 ranks and 300 tensors has 307,200 chunks, and every rank reads where all of them are.
-Tensors of one shape are cut alike, so they share the objects of their chunks here. The place of a chunk is
-two numbers and a file.
+A checkpoint of 1,024 ranks and 300 tensors has 307,200 chunks, and every rank reads where all of them are. Tensors of
+one shape are cut alike, so they share the objects of their chunks here. The place of a chunk is two numbers and a file.
 
-Only a document that is written exactly as `tierfs.dcp.metadata.encode` writes it is read here, with the same
-checks. Any other document, and any damaged one, is left to the general JSON reader, which names the problem.
+Only a document that is written exactly as `tierfs.dcp.metadata.encode` writes it is read here, with the same checks.
+Any other document, and any damaged one, is left to the general JSON reader, which names the problem.
 
 Format: docs/reference/checkpoint-format.md, "The metadata document".
 """
@@ -130,8 +129,7 @@ def read_tensors(text: bytes, files: Mapping[str, int]) -> tuple[dict[str, Any],
         files: Length in bytes of each file of the checkpoint.
 
     Returns:
-        torch's `TensorStorageMetadata` and the places, by FQN. ``None`` if something is written differently,
-        or wrong.
+        torch's `TensorStorageMetadata` and the places, by FQN. ``None`` if something is written differently, or wrong.
     """
     try:
         return _TensorParser(files).read(text)
@@ -184,8 +182,8 @@ class _TensorParser:
         """Read the chunks of a tensor of shape ``whole``."""
         found: Sequence[tuple[bytes, ...]] = _CHUNK.findall(text)
         ats, names, lengths, offsets, shapes = zip(*found, strict=True) if found else ((),) * 5
-        # Text that no chunk matched shows as missing length. Without its values a chunk has 52 bytes, and a
-        # comma follows all but the last.
+        # Text that no chunk matched shows as missing length. Without its values a chunk has 52 bytes, and a comma
+        # follows all but the last.
         size = sum(map(len, (*ats, *names, *lengths, *offsets, *shapes)))
         if size + len(found) * _CHUNK_BYTES - bool(found) != len(text):
             raise _UnusualError

@@ -1,7 +1,7 @@
 """`install`: stock ``dcp.save``, ``async_save`` and ``load`` use tierfs's writer, reader and planner for tierfs's URLs.
 
-torch has a fixed list of what a ``checkpoint_id`` may be. So `install` replaces some functions of torch, in
-every module that refers to them by name:
+torch has a fixed list of what a ``checkpoint_id`` may be. So `install` replaces some functions of torch, in every
+module that refers to them by name:
 
 - ``_storage_setup`` chooses writer and reader.
 - ``_load_state_dict`` chooses the planner of a load.

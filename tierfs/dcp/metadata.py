@@ -67,13 +67,12 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
     """Return the document of a checkpoint.
 
     Args:
-        metadata: torch's `Metadata`, with a `BytesPlace` in ``storage_data`` for each chunk of a tensor and
-            each object.
+        metadata: torch's `Metadata`, with a `BytesPlace` in ``storage_data`` for each chunk of a tensor and each
+            object.
         extra: tierfs's own note. It has to name every file that a `BytesPlace` names.
 
     Raises:
-        InvalidInputError: A value cannot be written so that reading returns the same value. The message names
-            the FQN.
+        InvalidInputError: A value cannot be written so that reading returns the same value. The message names the FQN.
     """
     places: Mapping[Any, BytesPlace] = metadata.storage_data or {}
     tensors: dict[str, Any] = {}
@@ -151,8 +150,8 @@ def _read_columns(data: bytes, where: str) -> tuple[Any, CheckpointNote] | None:
     if not data.endswith(_END) or stated != _BEGIN + digest.checksum(b"{", rest).hex().encode():
         return None
     at = -1
-    # Closed with a brace, only the text before the document's own tensors is a document: text before a nested
-    # "tensors" is not.
+    # Closed with a brace, only the text before the document's own tensors is a document: text before a nested "tensors"
+    # is not.
     for _ in range(SPLITS_MAX):
         at = rest.find(_TENSORS, at + 1)
         if at < 0:

@@ -62,10 +62,9 @@ _warned: set[str] = set()
 class ObjectUnpickler(pickle._Unpickler):
     """Loads pickles that use only what torch allows and what is on torch's list of safe globals.
 
-    The rules are torch's, with these differences. Containers and states are filled by the methods of their
-    class, so an instance cannot bring its own. ``getattr`` finds only allowed classes inside allowed classes.
-    A NumPy dtype is restored only to a state that NumPy itself would produce. It may take as much memory as
-    torch's unpickler.
+    The rules are torch's, with these differences. Containers and states are filled by the methods of their class, so an
+    instance cannot bring its own. ``getattr`` finds only allowed classes inside allowed classes. A NumPy dtype is
+    restored only to a state that NumPy itself would produce. It may take as much memory as torch's unpickler.
 
     It is based on the unpickler in Python: the one in C allocates as much memory as a number in the pickle says.
     """

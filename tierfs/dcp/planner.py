@@ -1,7 +1,7 @@
 """A load planner that runs no code from a checkpoint.
 
-torch's own planner unpickles objects (values that are not tensors) with ``weights_only=False``. So anyone who
-can write a checkpoint can run code wherever it is loaded.
+torch's own planner unpickles objects (values that are not tensors) with ``weights_only=False``. So anyone who can write
+a checkpoint can run code wherever it is loaded.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
         """Load one object and put it into the state.
 
         Raises:
-            InvalidInputError: The object is damaged, or needs a class or function that is not allowed. Such code is
-                not run.
+            InvalidInputError: The object is damaged, or needs a class or function that is not allowed. Such code is not
+                run.
         """
         _load_object(self, read_item, value, self._allow)
 
@@ -74,9 +74,8 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
 def object_loader(planner: Any) -> Callable[[ReadItem, io.BytesIO], None]:
     """Return the function that loads one object into a planner's state: the planner's own ``load_bytes``.
 
-    torch's own planners run code from a checkpoint, and torch uses them if the caller chose no planner. So
-    for them the function loads as `TierLoadPlanner` does. A class derived from them is the caller's choice,
-    and keeps its own.
+    torch's own planners run code from a checkpoint, and torch uses them if the caller chose no planner. So for them the
+    function loads as `TierLoadPlanner` does. A class derived from them is the caller's choice, and keeps its own.
     """
     if type(planner) in _TORCHS_OWN:
         return lambda read_item, value: _load_object(planner, read_item, value, ALLOWED)
@@ -114,8 +113,7 @@ def unpickle_safely(
         mmap: Whether tensors lie in a mapping of the file.
 
     Raises:
-        InvalidInputError: The value is damaged, or needs a class or function that is not allowed. Such code is not
-            run.
+        InvalidInputError: The value is damaged, or needs a class or function that is not allowed. Such code is not run.
     """
     try:
         with _allowing():

@@ -1,8 +1,8 @@
 """Pause Python's garbage collector while DCP plans a save or a load.
 
-Plans of a thousand tensors are a hundred thousand objects: DCP creates each, pickles it for the coordinator,
-and unpickles it. They would trigger a collection of all generations, which blocks training for longer than
-the copy of its state. After planning they are gone.
+Plans of a thousand tensors are a hundred thousand objects: DCP creates each, pickles it for the coordinator, and
+unpickles it. They would trigger a collection of all generations, which blocks training for longer than the copy of its
+state. After planning they are gone.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             metadata.
 
     Args:
-        path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the
-            object tier's own URL, or a local path.
+        path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object
+            tier's own URL, or a local path.
         **options: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as
             for the filesystem, and options for the object tier's filesystem by its protocol, such as ``s3={...}``.
 
@@ -195,8 +195,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         except NotFoundError:
             return
         except StoreError as error:
-            # A save without collectives is refused where all ranks have saved together. So if this host has such
-            # a save pending, no checkpoint of all ranks was there.
+            # A save without collectives is refused where all ranks have saved together. So if this host has such a save
+            # pending, no checkpoint of all ranks was there.
             if error.transient and store.tiers is not None and store.tiers.drafts.pending(path) is not None:
                 return
             raise

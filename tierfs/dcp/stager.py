@@ -34,10 +34,10 @@ def stage(
 ) -> dict[str, Any]:
     """Copy a state dict into a shard file.
 
-    Every strided tensor in its dicts, lists and tuples becomes a view of the file; so does the local part of
-    a DTensor or ShardedTensor. A tensor that occurs twice is copied once. All other values are copied deeply
-    before this returns. Objects with their own ``__deepcopy__`` are copied by pickling: the deep copy of a
-    data frame, for example, shares its elements with the original.
+    Every strided tensor in its dicts, lists and tuples becomes a view of the file; so does the local part of a DTensor
+    or ShardedTensor. A tensor that occurs twice is copied once. All other values are copied deeply before this returns.
+    Objects with their own ``__deepcopy__`` are copied by pickling: the deep copy of a data frame, for example, shares
+    its elements with the original.
 
     Args:
         state_dict: Borrowed for the call. Its tensors may lie on any device.
@@ -46,8 +46,8 @@ def stage(
             copied.
 
     Returns:
-        The same structure. It keeps the file's memory until that is saved, which is possible once. It may be
-        sent to one other process, which then saves it.
+        The same structure. It keeps the file's memory until that is saved, which is possible once. It may be sent to
+        one other process, which then saves it.
 
     Raises:
         CapacityError: The tensors do not fit.
@@ -95,8 +95,8 @@ def stage(
         else:
             memo.update(_awaited(staged, later))
         if replicas:
-            # An object is saved with everything that it refers to. So its tensors are copied here, even if
-            # another rank saves them by name.
+            # An object is saved with everything that it refers to. So its tensors are copied here, even if another rank
+            # saves them by name.
             for key, value in state_dict.items():
                 for inner in _objects(value):
                     _copied(key, inner, memo)

@@ -1,7 +1,7 @@
 """Convert a tensor to its stored bytes and back, without a copy wherever its memory allows that.
 
-The bytes are those of the elements in row-major order and in this machine's byte order, which is
-little-endian everywhere torch runs checkpoints.
+The bytes are those of the elements in row-major order and in this machine's byte order, which is little-endian
+everywhere torch runs checkpoints.
 """
 
 from __future__ import annotations

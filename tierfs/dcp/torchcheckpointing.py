@@ -57,8 +57,8 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
     """Keeps checkpoints in stores. Safe for use by many threads.
 
     Errors are tierfs's own, and subclasses of `OSError` where ``torch_checkpointing`` requires that. A path of the
-    wrong kind raises `NotADirectoryError` or `IsADirectoryError`. A file appears when its stream is closed. A
-    directory is renamed file by file, the metadata last.
+    wrong kind raises `NotADirectoryError` or `IsADirectoryError`. A file appears when its stream is closed. A directory
+    is renamed file by file, the metadata last.
 
     Args:
         options: See `TierStorageConfig`.
@@ -75,8 +75,8 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
 
         Args:
             path: The file.
-            read_args: By default the whole file is read at once. ``direct_io`` and ``timeout_us`` are
-                ignored: the store decides both.
+            read_args: By default the whole file is read at once. ``direct_io`` and ``timeout_us`` are ignored: the
+                store decides both.
 
         Raises:
             NotFoundError: The file does not exist.
@@ -135,8 +135,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
     ) -> None:
         """Rename a file, or a directory with everything in it.
 
-        The target path must be free, except that a file may replace a file. A directory may replace an empty
-        directory.
+        The target path must be free, except that a file may replace a file. A directory may replace an empty directory.
 
         Args:
             src_path: The path to rename.

@@ -47,8 +47,8 @@ LAYOUTS = ("tierfs", "dcp")
 class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are untyped here
     """Saves checkpoints into a tierfs store. It is a `StorageWriter` and an `AsyncStager`, for all saves of a run.
 
-    `stage` copies tensors into memory from which the flusher saves them, so `write_data` moves no tensor bytes. A
-    state that was not staged (``dcp.save``) is copied by `write_data`.
+    `stage` copies tensors into memory from which the flusher saves them, so `write_data` moves no tensor bytes. A state
+    that was not staged (``dcp.save``) is copied by `write_data`.
 
     A writer can be pickled. The pickle holds its address and options. It does not hold the state of saves: which of
     them are in flight, which one finished last, and which tensors other ranks saved.
@@ -58,16 +58,16 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     Each rank always writes one file.
 
     Args:
-        path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the
-            object tier's own URL, or a local path. DCP's ``checkpoint_id`` takes its place.
+        path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object
+            tier's own URL, or a local path. DCP's ``checkpoint_id`` takes its place.
         overwrite: Whether a save may replace a checkpoint. The old checkpoint can be loaded until the new one is
             complete. If false, such a save raises `AlreadyExistsError`.
         _extensions: Transformations of streams. They are not supported.
         layout: ``"tierfs"``, or ``"dcp"`` for a checkpoint that torch's own readers can load: ``FsspecReader`` from
             the store, ``FileSystemReader`` from a copy. ``"dcp"`` copies the tensors once more in memory, and needs
             ``ack="object"`` if the ranks run on several hosts.
-        ack: The level at which a save returns; ``None`` takes the configured level. If the ranks run on several
-            hosts, the checkpoint can be loaded once every part is in the object tier, whatever the level.
+        ack: The level at which a save returns; ``None`` takes the configured level. If the ranks run on several hosts,
+            the checkpoint can be loaded once every part is in the object tier, whatever the level.
         stage: How `stage` copies tensors, so that training may change them.
 
             - ``"auto"``: into the device tier if that has a budget, else into the ram tier.
@@ -77,10 +77,10 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             - ``"ram"``: into the ram tier.
             - ``"all"``: as ``"auto"``, and each rank copies all tensors that it has.
 
-            With any other value, one rank alone copies a tensor that several ranks have, from the writer's second
-            save on.
-        device: The budget of GPU memory for the device tier, such as ``"8GiB"``; ``None`` takes the configured one,
-            by default none. If it holds twice the rank's state, a save can begin while the previous save drains.
+            With any other value, one rank alone copies a tensor that several ranks have, from the writer's second save
+            on.
+        device: The budget of GPU memory for the device tier, such as ``"8GiB"``; ``None`` takes the configured one, by
+            default none. If it holds twice the rank's state, a save can begin while the previous save drains.
         **options: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as for the
             filesystem, and options for the object tier's filesystem by its protocol, such as ``s3={...}``.
 
@@ -396,9 +396,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def fence(self) -> None:
         """Make later work on the current stream wait for saves that read tensors in place (``stage="lazy"``).
 
-        torch's optimizers do this before every ``step``. Call it before other code that changes tensors that are
-        being saved: a replay of a CUDA graph that holds the optimizer's step, or an optimizer that is not torch's. It
-        blocks until the copies are queued. With any other ``stage`` it does nothing, as nothing has to wait.
+        torch's optimizers do this before every ``step``. Call it before other code that changes tensors that are being
+        saved: a replay of a CUDA graph that holds the optimizer's step, or an optimizer that is not torch's. It blocks
+        until the copies are queued. With any other ``stage`` it does nothing, as nothing has to wait.
         """
         self._gpu.fence()
 

@@ -60,8 +60,8 @@ def boxes_of(checkpoint: Checkpoint, fqn: str, *, bytes_max: int = BATCH_BYTES) 
     Args:
         checkpoint: The checkpoint that holds the tensor.
         fqn: The tensor's name.
-        bytes_max: The maximum size of a box. A file of ``torch.save`` can only be read as a whole, so its
-            tensor is one box.
+        bytes_max: The maximum size of a box. A file of ``torch.save`` can only be read as a whole, so its tensor is one
+            box.
     """
     item = checkpoint.metadata.state_dict_metadata[fqn]
     dtype, shape = item.properties.dtype, tuple(item.size)

@@ -1,8 +1,8 @@
 """Check that the chunks of a tensor make up the whole tensor, each element once; find the boxes that no chunk covers.
 
-torch's planners request from a reader the overlaps of saved chunks with the caller's tensors. They never
-notice an element that no chunk has: it would keep the caller's value. `mark_absent` describes such elements
-as further chunks, so a plan that needs one requests it.
+torch's planners request from a reader the overlaps of saved chunks with the caller's tensors. They never notice an
+element that no chunk has: it would keep the caller's value. `mark_absent` describes such elements as further chunks, so
+a plan that needs one requests it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ The chunks of any real mesh need fewer, and a hostile document could demand the 
 def mark_absent(metadata: Any) -> Any:
     """Describe elements that no chunk of a tensor has as further chunks, with `Absent` as their place.
 
-    Plans for other parts of the tensor do not change. If chunks overlap, or there are too many gaps, one such
-    chunk stands for the whole tensor.
+    Plans for other parts of the tensor do not change. If chunks overlap, or there are too many gaps, one such chunk
+    stands for the whole tensor.
 
     Args:
         metadata: torch's `Metadata`.

@@ -1,8 +1,8 @@
 """Read the items of a plan from shard files, and put them into the destination's tensors.
 
-Bytes whose order in the destination's memory is the stored order are read directly into it. The others go
-through buffers, at most `BUFFERS_MAX` at once. If two names share their memory, one is read after the other,
-as torch does. Concurrent reads would each verify bytes that the other one wrote.
+Bytes whose order in the destination's memory is the stored order are read directly into it. The others go through
+buffers, at most `BUFFERS_MAX` at once. If two names share their memory, one is read after the other, as torch does.
+Concurrent reads would each verify bytes that the other one wrote.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ class ItemReader:
         """Read items into their destinations.
 
         Args:
-            items: torch's `ReadItem`, with the saved chunk or object. Sorted by file and offset they are read
-                fastest.
+            items: torch's `ReadItem`, with the saved chunk or object. Sorted by file and offset they are read fastest.
 
         Raises:
             CorruptionError: Stored bytes are wrong or missing.

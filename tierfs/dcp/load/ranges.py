@@ -1,7 +1,7 @@
 """Compute the bytes of a saved chunk that hold a box of it. Pure: no torch, no I/O.
 
-A chunk is a row-major array. The store verifies blocks of 1 MiB. So a gap of at most `GAP_BYTES_MAX` between
-two runs lies in blocks that one of the runs needs anyway, and reading across it reads no further block.
+A chunk is a row-major array. The store verifies blocks of 1 MiB. So a gap of at most `GAP_BYTES_MAX` between two runs
+lies in blocks that one of the runs needs anyway, and reading across it reads no further block.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def extents_of(
 ) -> Iterator[BoxExtent]:
     """Cut a box of a chunk into parts, in the order of their bytes. Each part is read in one piece.
 
-    Gaps between the elements of a part are at most `GAP_BYTES_MAX`, and a part with gaps is at most
-    `READ_BYTES_MAX` long.
+    Gaps between the elements of a part are at most `GAP_BYTES_MAX`, and a part with gaps is at most `READ_BYTES_MAX`
+    long.
 
     Args:
         shape: Of the chunk, in elements.

@@ -1,7 +1,7 @@
 """The files of one checkpoint, opened for reading: ranges of several files at once.
 
-Threads of `transfers` never wait for each other, and a reader would pass parts of several chunks to them. So
-this module cuts ranges where chunks end, and gives all parts of one chunk to one thread.
+Threads of `transfers` never wait for each other, and a reader would pass parts of several chunks to them. So this
+module cuts ranges where chunks end, and gives all parts of one chunk to one thread.
 """
 
 from __future__ import annotations

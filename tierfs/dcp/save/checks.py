@@ -90,8 +90,8 @@ def check_free(store: Store, url: str, path: str, metadata_path: str, *, overwri
         together: Whether the ranks save together, with collectives.
 
     Raises:
-        AlreadyExistsError: A checkpoint is there and may not be replaced, or a load would find it instead of
-            the new one.
+        AlreadyExistsError: A checkpoint is there and may not be replaced, or a load would find it instead of the new
+            one.
     """
     if not overwrite and kind_of(store, metadata_path) is not None:
         raise AlreadyExistsError(

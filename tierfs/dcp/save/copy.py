@@ -1,10 +1,10 @@
 """Copy tensors bit for bit: small ones with torch, large ones past the caches, which torch never does.
 
-An ordinary store to uncached memory first reads the line, because the store may write only a part of it. The
-copy of a save writes whole lines, and nothing reads them soon. So that read wastes a third of the memory's
-bandwidth, and evicts training's data from the caches. The kernels bypass the caches
-(docs/decisions/0059-one-compiled-file.md). Without the kernels, ``memcpy`` does so above a length that glibc
-derives from the sizes of the caches (its tunable ``x86_non_temporal_threshold``).
+An ordinary store to uncached memory first reads the line, because the store may write only a part of it. The copy of a
+save writes whole lines, and nothing reads them soon. So that read wastes a third of the memory's bandwidth, and evicts
+training's data from the caches. The kernels bypass the caches (docs/decisions/0059-one-compiled-file.md). Without the
+kernels, ``memcpy`` does so above a length that glibc derives from the sizes of the caches (its tunable
+``x86_non_temporal_threshold``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tierfs.processors import processors
 
 __all__ = ["LARGE_BYTES", "Batch", "copy_large", "copy_tensors"]
 
-# torch copies these as fast as memory allows, and bit for bit. It is slow at some others, and turns every
-# bool into 0 or 1.
+# torch copies these as fast as memory allows, and bit for bit. It is slow at some others, and turns every bool into 0
+# or 1.
 _COPIED_AS_THEY_ARE = frozenset(
     {
         torch.uint8,
@@ -90,8 +90,8 @@ def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy tensors byte for byte, on as many threads as there are processors.
 
     Args:
-        pairs: Targets, each with its source of the same length. All are contiguous, in this process's memory,
-            and do not overlap.
+        pairs: Targets, each with its source of the same length. All are contiguous, in this process's memory, and do
+            not overlap.
     """
     total = sum(target.nbytes for target, _ in pairs)
     most = _PIECE_BYTES if kernels.active is not None else max(total // (_PIECES * processors().count), LARGE_BYTES)

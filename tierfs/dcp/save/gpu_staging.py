@@ -70,8 +70,8 @@ class GpuStaging:
         A state without tensors on a GPU goes to the ram tier, and the log says so once.
 
         Raises:
-            InvalidInputError: ``stage="device"`` without a budget, or ``"device"`` or ``"lazy"`` on a machine
-                without a GPU.
+            InvalidInputError: ``stage="device"`` without a budget, or ``"device"`` or ``"lazy"`` on a machine without a
+                GPU.
         """
         budget = self._budget_of(store)
         if self._stage == "device" and not budget:

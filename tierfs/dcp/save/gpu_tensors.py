@@ -122,9 +122,9 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
         at_once: Whether all views have to be available on return.
 
     Returns:
-        For each tensor, a view of the file with the same dtype and shape, on the CPU. Each view has a storage
-        of its own, because pickling a tensor pickles its whole storage. A DTensor over a part of a storage
-        cannot be pickled at all (torch 2.13 reads from address 0).
+        For each tensor, a view of the file with the same dtype and shape, on the CPU. Each view has a storage of its
+        own, because pickling a tensor pickles its whole storage. A DTensor over a part of a storage cannot be pickled
+        at all (torch 2.13 reads from address 0).
 
     Raises:
         CapacityError: A tensor found no contiguous room before the timeout.
@@ -150,8 +150,8 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
         views = file.add_from_host([tensors[number] for number in host])
         for number, view in zip(host, views, strict=True):
             later.views[number] = view
-        # Nothing stops training from changing these tensors later, so they are copied now. Tensors of the
-        # other GPUs may be safe already.
+        # Nothing stops training from changing these tensors later, so they are copied now. Tensors of the other GPUs
+        # may be safe already.
         unsafe = [job for job in jobs if job.transfer.mode is CaptureMode.RAM]
         if unsafe:
             _fill(file, unsafe, later, is_alone=False)

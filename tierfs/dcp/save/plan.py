@@ -1,13 +1,12 @@
 """Lay out the tensors of one rank in its shard file: a safetensors file, cut so that the next step has the same chunks.
 
-Tensors of one dtype are packed together. Within that, tensors of one role (the last part of the name that is
-not a number) are adjacent. Tensors below 1 MiB have packs of their own. In these, a role that follows 1 MiB
-of others begins a new chunk, unless all its tensors fit into 4 MiB together with the chunk so far. A chunk is
-a request. So the part of a matrix on each of many ranks must not be a chunk of its own, and neither must the
-end of each large tensor.
+Tensors of one dtype are packed together. Within that, tensors of one role (the last part of the name that is not a
+number) are adjacent. Tensors below 1 MiB have packs of their own. In these, a role that follows 1 MiB of others begins
+a new chunk, unless all its tensors fit into 4 MiB together with the chunk so far. A chunk is a request. So the part of
+a matrix on each of many ranks must not be a chunk of its own, and neither must the end of each large tensor.
 
-In memory a pack is one *run*: contiguous, aligned for its dtype, and cut into chunks of 16 MiB. In the file
-the runs follow each other without gaps, after the header at the beginning.
+In memory a pack is one *run*: contiguous, aligned for its dtype, and cut into chunks of 16 MiB. In the file the runs
+follow each other without gaps, after the header at the beginning.
 
 Format: https://github.com/huggingface/safetensors (README, "Format"); docs/reference/checkpoint-format.md.
 """
@@ -29,8 +28,8 @@ HEADER_ALIGN = 8
 NOTE: Mapping[str, str] = {"format": "pt", "tierfs": "1"}
 # Smaller tensors have packs of their own.
 SMALL_BYTES = 1 << 20
-# Roles share a chunk up to this size. When one role changes, the others are stored again, which costs less
-# than a request.
+# Roles share a chunk up to this size. When one role changes, the others are stored again, which costs less than a
+# request.
 SHARED_BYTES_MAX = 4 << 20
 # A run of several tensors has at most so many chunks, and at most 1/RUN_SHARE of all: it needs contiguous memory.
 RUN_CHUNKS_MAX = 8

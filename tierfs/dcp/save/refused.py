@@ -16,8 +16,7 @@ class Refused(torch.Tensor):  # type: ignore[misc]  # torch's classes are untype
     """A tensor without elements that is never saved.
 
     Attributes:
-        why: Names the original tensor, and says what to store instead. torch's copies of this tensor have the
-            default.
+        why: Names the original tensor, and says what to store instead. torch's copies of this tensor have the default.
     """
 
     why = "a tensor of which there is no copy"

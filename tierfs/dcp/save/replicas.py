@@ -1,9 +1,8 @@
 """Tensors that several ranks have and one saves: each save's plan shows which, so that the next save copies them once.
 
-When DCP plans, it drops all but one of equal items. By then every rank has copied all of them. The rank that
-keeps an item depends on the plans alone, so it is the same in the next save. A tensor that another rank keeps
-is then not copied. A placeholder in the staged state stands for it, and offers the planner the item of the
-previous save.
+When DCP plans, it drops all but one of equal items. By then every rank has copied all of them. The rank that keeps an
+item depends on the plans alone, so it is the same in the next save. A tensor that another rank keeps is then not
+copied. A placeholder in the staged state stands for it, and offers the planner the item of the previous save.
 """
 
 from __future__ import annotations
@@ -81,10 +80,10 @@ class Replicas:
     def take(self, save: object) -> Mapping[str, WriteItem]:
         """Return the items, by FQN, that need not be staged in this save.
 
-        The items are forgotten until `learn` records a plan, and saves requested before that stage
-        everything. So a wrong assumption about the items makes one save fail, and the next one stages
-        everything. A planner that needs the items of other ranks would make every second save fail. So after
-        `FAILURES_MAX` failures in a row, every save stages everything.
+        The items are forgotten until `learn` records a plan, and saves requested before that stage everything. So a
+        wrong assumption about the items makes one save fail, and the next one stages everything. A planner that needs
+        the items of other ranks would make every second save fail. So after `FAILURES_MAX` failures in a row, every
+        save stages everything.
 
         Args:
             save: The save. If it is garbage-collected before `learn` is called for it, it counts as failed.

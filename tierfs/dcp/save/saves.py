@@ -1,12 +1,10 @@
 """A save, from the request to a writer until that writer knows the outcome.
 
-DCP calls a writer without saying which save a call belongs to, and reports no failures. So a save belongs to
-the state that was staged for it. It runs on the thread that reads this state, or in a process that this
-thread waits for.
+DCP calls a writer without saying which save a call belongs to, and reports no failures. So a save belongs to the state
+that was staged for it. It runs on the thread that reads this state, or in a process that this thread waits for.
 
-`TierWriter.finish` tells the writer of its own rank and process that the save finished. Other writers learn
-it from the metadata, which DCP sends to every rank, and back from another process: unpickling that metadata
-informs the writer.
+`TierWriter.finish` tells the writer of its own rank and process that the save finished. Other writers learn it from the
+metadata, which DCP sends to every rank, and back from another process: unpickling that metadata informs the writer.
 """
 
 from __future__ import annotations
@@ -115,8 +113,8 @@ _lock = PerProcess(threading.Lock)
 def read_here(staged: StagedForSave | None) -> None:
     """Note that this thread reads a staged state: the save that begins next on this thread is the one of that state."""
     _thread.staged = weakref.ref(staged) if staged is not None else None
-    # The thread that staged it may read it without saving it. Any other thread reads it to save it. If that
-    # fails, the error may keep the staged state alive, and the thread ends.
+    # The thread that staged it may read it without saving it. Any other thread reads it to save it. If that fails, the
+    # error may keep the staged state alive, and the thread ends.
     if staged is not None and staged.save is not None and staged.save.asked_on != threading.get_ident():
         _thread.save = _taken(staged)
 

@@ -1,8 +1,7 @@
 """The shard file of one rank and one save: tensors are copied into it before it has a name, and found there later.
 
-`TierWriter.stage` fills a file and returns tensors that are views of it. `TierWriter.write_data` finds these
-tensors by their memory, adds items that were not staged, and gives the file its name. So the writer keeps no
-state of the file.
+`TierWriter.stage` fills a file and returns tensors that are views of it. `TierWriter.write_data` finds these tensors by
+their memory, adds items that were not staged, and gives the file its name. So the writer keeps no state of the file.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class ShardFile:
         store: As given.
         gpu: As given.
         save: As given; ``None`` once the save has begun.
-        state: Open: can be committed. Private: is only read from. Over: was saved or discarded, so its memory
-            may have another owner.
+        state: Open: can be committed. Private: is only read from. Over: was saved or discarded, so its memory may have
+            another owner.
         runs: In order.
         names: The names that the header uses.
         transfers: Transfers from GPUs, each with the runs that it fills.
@@ -118,8 +117,8 @@ class ShardFile:
         """Reserve memory for planned tensors, and return their runs.
 
         Raises:
-            CapacityError: The tensors exceed this rank's share of the ram tier, or no room became free before
-                the timeout.
+            CapacityError: The tensors exceed this rank's share of the ram tier, or no room became free before the
+                timeout.
         """
         self._reserve(plan.length)
         is_free = self.names.isdisjoint(plan.names)

@@ -1,8 +1,7 @@
 """A staged state dict. Its tensors go to another process in one piece of shared memory.
 
-torch sends the storage of each tensor as a file descriptor of its own, and needs two of them in transfer. For
-a state of a few hundred tensors that is more than the limit of open files. For `pickle` and `copy` the state
-is a dict.
+torch sends the storage of each tensor as a file descriptor of its own, and needs two of them in transfer. For a state
+of a few hundred tensors that is more than the limit of open files. For `pickle` and `copy` the state is a dict.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class StagedState(dict[str, Any]):
     Args:
         content: Its content.
         later: The staged tensors in the content: contiguous, on the CPU, each with a storage of its own. They may be
-            anywhere in it, and be the local parts of DTensors and ShardedTensors. A tensor that is not
-            available yet is represented by an `Awaited`, until the content is read.
+            anywhere in it, and be the local parts of DTensors and ShardedTensors. A tensor that is not available yet is
+            represented by an `Awaited`, until the content is read.
         file: The shard file that the tensors lie in.
     """
 

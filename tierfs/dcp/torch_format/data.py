@@ -1,7 +1,7 @@
 """Read tensors that torch's own writers stored, with either serialization.
 
-A tensor is the output of ``torch.save`` at some offset of a file, or lies in a safetensors file that begins
-at that offset.
+A tensor is the output of ``torch.save`` at some offset of a file, or lies in a safetensors file that begins at that
+offset.
 """
 
 from __future__ import annotations

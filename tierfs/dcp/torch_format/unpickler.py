@@ -1,15 +1,15 @@
 """Read the pickle that torch's own writers put into ``.metadata``, without running anything that it names.
 
-Every global of the pickle is replaced by a stand-in that only keeps a state. The stand-ins are made for one
-pickle. So a pickle can neither call nor change a class or function of torch. The stand-ins are converted to
-torch's objects afterwards, and checked like any other input.
+Every global of the pickle is replaced by a stand-in that only keeps a state. The stand-ins are made for one pickle. So
+a pickle can neither call nor change a class or function of torch. The stand-ins are converted to torch's objects
+afterwards, and checked like any other input.
 
-Tuples may be nested deeply, or contain one tuple many times. C code hashes them recursively. So every key is
-checked before it is hashed.
+Tuples may be nested deeply, or contain one tuple many times. C code hashes them recursively. So every key is checked
+before it is hashed.
 
-Python's unpickler in C allocates as much memory as a number in the pickle says. So the unpickler in Python is
-used, with only the opcodes that torch's metadata needs. It is several times slower, but its memory is bounded
-by the pickle's length.
+Python's unpickler in C allocates as much memory as a number in the pickle says. So the unpickler in Python is used,
+with only the opcodes that torch's metadata needs. It is several times slower, but its memory is bounded by the pickle's
+length.
 """
 
 from __future__ import annotations
