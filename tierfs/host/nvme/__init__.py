@@ -1,1 +1,1 @@
-"""The nvme tier: one arena file of extents, and the index beside it."""
+"""The nvme tier: an arena file that holds the data, and an index of its extents."""

@@ -1,4 +1,4 @@
-"""The one step that makes things safe on the nvme tier: data, ``fdatasync``, commit, and only then the answer."""
+"""The commit of the nvme tier: write drafts to the arena, call ``fdatasync``, commit the index, then return."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ UPDATE drafts SET state = 'pending', note = '' WHERE state = 'damaged' AND lengt
 
 
 class EncodedDraft(NamedTuple):
-    """A draft to be stored.
+    """A draft to store.
 
     Attributes:
-        write_id: Names the change.
-        path: In the store.
-        data: The draft, encoded.
-        names: The chunks that it needs.
+        write_id: Identifies the change.
+        path: Relative to the store.
+        data: The encoded draft.
+        names: Names of the chunks that the draft needs.
     """
 
     write_id: bytes
@@ -51,7 +51,7 @@ class EncodedDraft(NamedTuple):
 
 
 class NewDraft(NamedTuple):
-    """A draft whose record is in the arena, or is about to be."""
+    """A draft with the extent reserved for its record."""
 
     record: DraftRecord
     data: bytes
@@ -59,7 +59,7 @@ class NewDraft(NamedTuple):
 
 
 def commit(state: NvmeState, drafts: Sequence[EncodedDraft], holds: Holds, elsewhere: Collection[bytes]) -> list[int]:
-    """See `tierfs.host.nvme.tier.NvmeTier.commit`."""
+    """Implement `tierfs.host.nvme.tier.NvmeTier.commit`."""
     if len(drafts) > INTENTS_MAX:
         raise InvalidInputError(f"{len(drafts)} drafts in one commit: {INTENTS_MAX} is the most")
     with state.commit_lock:
@@ -67,7 +67,7 @@ def commit(state: NvmeState, drafts: Sequence[EncodedDraft], holds: Holds, elsew
         new = {draft.write_id: draft for draft in drafts if draft.write_id not in seqs}
         with _guarded(state, [*(draft.names for draft in new.values()), *holds.values()], elsewhere) as here:
             needed = {holder: _those_in(names, here) for holder, names in holds.items()}
-            # Only commits give numbers, and there is one at a time.
+            # Only commits assign seqs, and `commit_lock` allows one commit at a time.
             records = [
                 DraftRecord(seq, state.clock.now_ns(), write_id, path, _those_in(names, here), data)
                 for seq, (write_id, path, data, names) in enumerate(new.values(), state.ledger.seq + 1)
@@ -78,7 +78,7 @@ def commit(state: NvmeState, drafts: Sequence[EncodedDraft], holds: Holds, elsew
 
 
 def unref(database: sqlite3.Connection, holder: str) -> list[bytes]:
-    """Delete what a holder needs from the index, within a change of it. Returns the names."""
+    """Delete all references of a holder in the open transaction. Return the names of the chunks."""
     names = [name for (name,) in database.execute("SELECT name FROM refs WHERE holder = ?", [holder])]
     database.execute("DELETE FROM refs WHERE holder = ?", [holder])
     return names
@@ -98,7 +98,7 @@ def _stored_already(state: NvmeState, drafts: Sequence[EncodedDraft]) -> dict[by
 
 @contextlib.contextmanager
 def _guarded(state: NvmeState, names: Sequence[Sequence[bytes]], elsewhere: Collection[bytes]) -> Iterator[set[bytes]]:
-    """Those of the names that are here, none of which is evicted before the block ends."""
+    """Yield the names that the tier has, and prevent their eviction until the block ends."""
     wanted = {name for some in names for name in some}
     with state.tables:
         while wanted & state.ledger.busy:
@@ -123,7 +123,7 @@ def _commit(state: NvmeState, records: list[DraftRecord], holds: Holds) -> None:
             new.append(NewDraft(record, data, state.take(len(data))))
         _write_drafts(state, new)
         with state.tables:
-            # The flush may not cover later writes.
+            # Commit only these chunks: the flush may not cover later writes.
             written = dict(state.ledger.written)
         released = list(state.released)
         if written or new:
@@ -133,7 +133,7 @@ def _commit(state: NvmeState, records: list[DraftRecord], holds: Holds) -> None:
             with state.tables:
                 written = {name: one for name, one in written.items() if state.ledger.written.get(name) is one}
                 needed = {name for record in records for name in record.names}.union(*holds.values())
-                # Taken back meanwhile, and what was written in its place may not be covered by the flush.
+                # These chunks were quarantined meanwhile. The flush may not cover their replacements.
                 gone = sorted(name for name in needed - set(written) if not state.ledger.is_committed(name))
                 healed = [name for name in written if state.ledger.needs[name]]
             if gone:
@@ -143,7 +143,7 @@ def _commit(state: NvmeState, records: list[DraftRecord], holds: Holds) -> None:
             with state.changing("index.commit") as database:
                 added = _insert(database, written, new, holds, now_s)
                 if written or new:
-                    # These pages were flushed, too.
+                    # The flush covered the released pages, too.
                     database.executemany("DELETE FROM releases WHERE serial = ?", [[serial] for serial in released])
                 database.executemany(_HEAL, [[name] for name in healed])
             if written or new:
@@ -171,7 +171,7 @@ def _flush(state: NvmeState) -> None:
     try:
         state.arena.sync()
     except Exception:
-        # Nobody knows which bytes the disk did not keep, and asking again may be answered with a lie.
+        # Any uncommitted bytes may be lost, and a retried fdatasync may report success although they are.
         with state.tables:
             state.flushes_failed += 1
             for written in state.ledger.written.values():
@@ -183,7 +183,7 @@ def _flush(state: NvmeState) -> None:
 def _insert(
     database: sqlite3.Connection, written: Mapping[bytes, Written], new: list[NewDraft], holds: Holds, now_s: int
 ) -> list[bytes]:
-    """Write the rows. Returns the names that are needed once more."""
+    """Insert the rows. Return the chunk name of each new reference."""
     database.executemany(
         INSERT_CHUNK,
         [
@@ -203,7 +203,7 @@ def _insert(
 def _update_ledger(
     state: NvmeState, written: Mapping[bytes, Written], new: list[NewDraft], added: list[bytes], now_s: int
 ) -> None:
-    """It is durable: the tables follow."""
+    """Apply a durable commit to the tables in memory."""
     ledger = state.ledger
     with state.tables:
         replaced = [(name, ledger.chunks[name]) for name in written if name in ledger.chunks]
@@ -217,7 +217,7 @@ def _update_ledger(
             ledger.seq = max(ledger.seq, draft.record.seq)
         ledger.need(added)
         for name in [name for name in ledger.fresh if ledger.needs[name]]:
-            del ledger.fresh[name]  # the draft it waited for is there
+            del ledger.fresh[name]  # a committed draft or hold protects the chunk now
     for name, extent in replaced:
         state.release(extent, name)
         with state.tables:
@@ -225,7 +225,7 @@ def _update_ledger(
 
 
 def _take_back(state: NvmeState, new: list[NewDraft]) -> None:
-    """Give up the extents of drafts that were not committed; where that is not sure, they stay taken until the next start."""
+    """Free the extents of drafts that were not committed. If the outcome is unknown, keep them until the next start."""
     with state.index_lock, contextlib.suppress(Exception):
         state.refresh()
     if state.is_stale:

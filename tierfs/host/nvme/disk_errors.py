@@ -1,4 +1,4 @@
-"""Errors of the local disk and SQLite as ours: with the file concerned and the next step."""
+"""Translate errors of the local disk and of SQLite to tierfs errors that name the file and the next step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tierfs.host.private import NO_RIGHTS, NO_ROOM, explain
 
 __all__ = ["disk_errors"]
 
-# Descriptors of one look-up: the database, its journal, their directory, and one for the moment.
+# Descriptors that one look-up needs: the database, its journal, their directory, and a temporary one.
 _SQLITE_FILES = 4
 
 
 @contextlib.contextmanager
 def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the errors of the operating system and of SQLite into ours.
+    """Translate errors of the operating system and of SQLite to tierfs errors.
 
     Raises:
-        CapacityError: The disk, or what the user may use of it, is full.
-        CorruptionError: The database is none, or is damaged.
-        ReadOnlyError: It may not be written.
-        StoreError: Anything else; ``transient`` where somebody else held a lock for too long.
+        CapacityError: The disk or the user's quota is full.
+        CorruptionError: The file is damaged, or is not a database.
+        ReadOnlyError: The user may not access or write the file.
+        StoreError: Any other error. ``transient`` if another process or thread held a lock for too long.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def _from_system(error: OSError, path: str) -> TierfsError:
 
 def _from_sqlite(error: sqlite3.Error, path: str) -> TierfsError:
     reason = str(error)
-    # The numbers are there from Python 3.11 on only, and the texts are part of SQLite's interface.
+    # Error codes need Python 3.11 or later. The messages are part of SQLite's interface.
     if "disk is full" in reason:
         return _full(path, reason)
     if "malformed" in reason or "not a database" in reason:
@@ -56,12 +56,12 @@ def _from_sqlite(error: sqlite3.Error, path: str) -> TierfsError:
     if "readonly" in reason:
         return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
     shortage = _shortage() if "unable to open" in reason or "disk I/O" in reason else ""
-    # Not transient, which who asks the object tier takes for its being unreachable.
+    # Not transient otherwise: a caller that asks the object tier treats a transient error as an unreachable tier.
     return StoreError(f"{path}: {reason}{shortage}", transient="locked" in reason, path=path, tier="nvme")
 
 
 def _shortage() -> str:
-    """The reason why SQLite cannot open files, if it lacks descriptors, which it does not tell; empty if not."""
+    """Return an error text if the process lacks descriptors, which SQLite does not report; empty otherwise."""
     opened: list[int] = []
     try:
         for _ in range(_SQLITE_FILES):

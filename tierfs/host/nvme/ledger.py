@@ -1,7 +1,7 @@
-"""The tables of the nvme tier's writer: which chunk lies where, who needs it, what may go. In memory; no I/O but loading.
+"""The in-memory tables of the nvme tier's writer: where chunks lie, how many holders need them, what may be evicted.
 
-Whatever the ledger says is free is free in the committed index, too; the other way round it may be behind, after a
-commit whose outcome is not known. So an extent is never used for two things.
+The tables do no I/O except to load the index. Space that the ledger reports as free is free in the committed index,
+too. The reverse does not hold after a commit whose outcome is unknown. So no extent ever has two uses.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["EvictionCandidate", "Extent", "Ledger", "Written", "candidates"]
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
 FRESH_S = 60.0
-"""How long a chunk waits for the draft that it was written for, before it counts as clean."""
+"""Seconds for which a chunk is protected from eviction while its draft is not committed."""
 
 
 class Extent(NamedTuple):
     """A part of the arena.
 
     Attributes:
-        offset: Where it begins, with its page.
-        size: Bytes of the arena.
+        offset: Offset of its page, with which it begins.
+        size: Bytes of the arena that it takes.
         length: Bytes of data.
-        serial: Its page's.
-        used_s: When it was used last as far as the index knows, seconds of the wall clock.
-        bad: Whether its data was found damaged.
+        serial: The serial in its page.
+        used_s: Time of last use according to the index, seconds of the wall clock.
+        bad: Whether its data is known to be damaged.
     """
 
     offset: int
@@ -48,7 +48,7 @@ class Extent(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A chunk in the arena that is not in the index yet."""
+    """A chunk that is in the arena but not in the index yet."""
 
     extent: Extent
     meta: bytes
@@ -56,19 +56,19 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftExtent:
-    """Where a draft's record lies."""
+    """The extent of a draft's record."""
 
     extent: Extent
     write_id: bytes
 
 
 class EvictionCandidate(NamedTuple):
-    """A chunk that may be evicted, as of some time ago.
+    """A chunk that was clean when the candidates were sorted.
 
     Attributes:
-        used_s: When it was used last, by then.
-        name: Its name.
-        extent: Where it was.
+        used_s: Time of last use at that moment, seconds of the wall clock.
+        name: The chunk's name.
+        extent: The chunk's extent at that moment.
     """
 
     used_s: int
@@ -77,33 +77,34 @@ class EvictionCandidate(NamedTuple):
 
 
 def candidates(rows: Iterable[tuple[bytes, Extent]], used: npt.NDArray[np.uint32]) -> deque[EvictionCandidate]:
-    """All of these chunks, the least recently used first. Needs no lock.
+    """Return all of these chunks, least recently used first. Needs no lock.
 
     Args:
-        rows: By name.
-        used: When each granule of the arena was used last.
+        rows: Names and extents of chunks.
+        used: Time of last use of each granule of the arena, seconds of the wall clock.
     """
     found = [EvictionCandidate(max(row.used_s, int(used[row.offset // GRANULE])), name, row) for name, row in rows]
     return deque(sorted(found, key=lambda each: each.used_s))
 
 
 class Ledger:
-    """The tables. Not safe for use by many threads.
+    """The in-memory tables of the nvme tier's writer. Not thread-safe.
 
     Attributes:
-        chunks: Committed, by name.
-        drafts: Committed, by seq.
-        needs: How many drafts and open files need a chunk.
-        written: Chunks in the arena that are not committed.
-        busy: Chunks that are being written or evicted right now.
-        guards: How many commits under way name a chunk.
-        fresh: When a chunk was written, or asked to be, by a caller who has not committed a draft that names it.
-        seq: The last one given to a draft.
+        chunks: Committed chunks, by name.
+        drafts: Committed drafts, by seq.
+        needs: Number of drafts and open files that need a chunk, by name.
+        written: Chunks in the arena that are not committed, by name.
+        busy: Names of chunks that a thread is writing or evicting.
+        guards: Number of running commits that name a chunk, by name.
+        fresh: Monotonic time at which a caller last wrote a chunk, or asked for room for it, by name. Entries stay
+            until a draft or hold that needs the chunk is committed.
+        seq: The seq assigned last.
     """
 
     def __init__(self, arena_bytes: int, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._taken: dict[int, int] = {}  # parts of the arena that no row of the index names
+        self._taken: dict[int, int] = {}  # reserved extents without a row in the index: size by offset
         self.chunks: dict[bytes, Extent] = {}
         self.drafts: dict[int, DraftExtent] = {}
         self.needs: Counter[bytes] = Counter()
@@ -116,7 +117,7 @@ class Ledger:
 
     @property
     def capacity(self) -> int:
-        """Bytes that extents may take in all."""
+        """Bytes that all extents together may take."""
         return min(self._limit_bytes, self._extents.size) // GRANULE * GRANULE - GRANULE
 
     @property
@@ -130,10 +131,10 @@ class Ledger:
         return self._extents.used_bytes - GRANULE
 
     def load(self, index: Index) -> None:
-        """Read the index anew. Uncommitted changes stay as they are.
+        """Load the tables from the index. Uncommitted changes stay as they are.
 
         Raises:
-            CorruptionError: Two rows claim the same part of the arena, or one lies behind its end.
+            CorruptionError: The extents of two rows overlap, or an extent exceeds the arena.
         """
         extents = Extents(self._extents.size, align=GRANULE)
         rows = index.select(
@@ -152,7 +153,7 @@ class Ledger:
                 raise CorruptionError(
                     f"{index.path}: an extent at {offset} cannot be", path=str(index.path), tier="nvme"
                 )
-        # A chunk that does not fit beside the rows was committed after all.
+        # An extent that overlaps a row was committed after all.
         self._taken = {offset: size for offset, size in self._taken.items() if extents.take_at(offset, size)}
         self._extents, self.chunks, self.drafts = extents, chunks, drafts
         self.written = {name: written for name, written in self.written.items() if written.extent.offset in self._taken}
@@ -163,23 +164,23 @@ class Ledger:
         self.seq = row[0]
 
     def has(self, name: bytes) -> bool:
-        """Whether a sound copy is there, committed or not."""
+        """Return whether the arena has a copy, committed or not, that is not known to be damaged."""
         return name in self.written or self.is_committed(name)
 
     def is_committed(self, name: bytes) -> bool:
-        """Whether the index names a copy, and it is not known to be bad."""
+        """Return whether the index names a copy that is not known to be damaged."""
         row = self.chunks.get(name)
         return row is not None and not row.bad
 
     def find(self, name: bytes) -> Extent | None:
-        """Where a chunk lies that is committed and not known to be bad, or was written."""
+        """Return the extent of a chunk that was written, or is committed and not known to be damaged."""
         if name in self.written:
             return self.written[name].extent
         row = self.chunks.get(name)
         return row if row is not None and not row.bad else None
 
     def take(self, length: int, serial: int, *, share: float = HIGH_WATERMARK) -> Extent | None:
-        """Take room for ``length`` bytes, unless more than ``share`` of the capacity would be taken then."""
+        """Reserve an extent for ``length`` bytes. Return None if usage would exceed ``share`` of the capacity."""
         size = extent_bytes(length)
         if self.used + size > self.capacity * share:
             return None
@@ -190,17 +191,17 @@ class Ledger:
         return Extent(offset, size, length, serial)
 
     def note_committed(self, extent: Extent) -> None:
-        """The index names this extent now."""
+        """Note that the index names this extent now."""
         self._taken.pop(extent.offset, None)
 
     def give(self, extent: Extent) -> None:
-        """Free an extent that the index does not name (any more)."""
+        """Free an extent that the index does not name."""
         if extent.size:
             self._taken.pop(extent.offset, None)
             self._extents.give(extent.offset, extent.size)
 
     def is_clean(self, name: bytes, now: float) -> bool:
-        """Whether a committed chunk may be evicted."""
+        """Return whether a committed chunk may be evicted. ``now`` is in monotonic seconds."""
         return not (
             self.needs[name]
             or self.guards[name]
@@ -210,19 +211,22 @@ class Ledger:
         )
 
     def missing(self, size: int) -> int:
-        """How many bytes to evict, so that ``size`` more leave the arena at the low watermark; 0 while they keep below the high one."""
+        """Return how many bytes to evict before ``size`` bytes are added.
+
+        That is 0 if usage would not exceed the high watermark, else enough to end at the low one.
+        """
         taken = self.used + size
         return taken - int(self.capacity * LOW_WATERMARK) if taken > self.capacity * HIGH_WATERMARK else 0
 
     def victims(
         self, wanted: int, candidates: deque[EvictionCandidate], last_used: Callable[[int], int], now: float
     ) -> list[bytes]:
-        """Clean chunks to evict, which take so many bytes of the arena, if there are so many.
+        """Return clean chunks that take ``wanted`` bytes or more together, or fewer if the candidates run out.
 
         Args:
-            wanted: The bytes.
-            candidates: Chunks, the least recently used first; those that were looked at are taken out.
-            last_used: When what lies at an offset was used last, as far as `nvme.used` knows.
+            wanted: Bytes of the arena.
+            candidates: Chunks, least recently used first. This method removes all that it considers.
+            last_used: Returns when the extent at an offset was last used, according to `nvme.used`.
             now: Monotonic seconds.
         """
         chosen = []
@@ -234,43 +238,43 @@ class Ledger:
         return chosen
 
     def drop(self, name: bytes) -> int:
-        """Forget a committed chunk whose row is gone, and free its extent. Returns bytes freed."""
+        """Forget a committed chunk whose row was removed, and free its extent. Return the bytes freed."""
         row = self.chunks.pop(name)
         self.fresh.pop(name, None)
         self.give(row)
         return row.size
 
     def need(self, names: Iterable[bytes]) -> None:
-        """Somebody's need of these chunks is in the index now."""
+        """Note that the index has one more reference to each of these chunks."""
         for name in names:
             self.needs[name] += 1
 
     def unneed(self, names: Iterable[bytes]) -> None:
-        """Somebody's need of these chunks is not in the index any more."""
+        """Note that the index has one reference less to each of these chunks."""
         for name in names:
             self.needs[name] -= 1
             if self.needs[name] <= 0:
                 del self.needs[name]
 
     def guard(self, names: Iterable[bytes], by: int) -> None:
-        """Keep these chunks from being evicted, or not any more (``by`` = 1, -1)."""
+        """Prevent the eviction of these chunks (``by`` = 1), or allow it again (``by`` = -1)."""
         for name in names:
             self.guards[name] += by
             if self.guards[name] <= 0:
                 del self.guards[name]
 
     def tail(self) -> int:
-        """Where the last extent that is in use ends."""
+        """Return the offset at which the last extent in use ends."""
         known = [row.offset + row.size for row in self.chunks.values()]
         known += [draft.extent.offset + draft.extent.size for draft in self.drafts.values()]
         known += [offset + size for offset, size in self._taken.items()]
         return max(known, default=GRANULE)
 
     def resize(self, arena_bytes: int) -> None:
-        """The arena has another size; nothing lies behind it. Load the index afterwards."""
+        """Set the size of the arena, beyond which nothing lies. Call `load` afterwards."""
         self._extents = Extents(arena_bytes, align=GRANULE)
 
     def dirty_bytes(self) -> int:
-        """Bytes that may not be evicted because they are needed, or not committed."""
+        """Return the bytes that cannot be evicted, because they are needed or not committed."""
         needed = sum(self.chunks[name].size for name in self.needs if name in self.chunks)
         return needed + sum(draft.extent.size for draft in self.drafts.values()) + sum(self._taken.values())

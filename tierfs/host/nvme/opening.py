@@ -1,4 +1,4 @@
-"""How the arena and its index are opened together, or made; and what is seen to before anybody relies on them."""
+"""Open or create the arena and its index together, and repair them before use."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _logger = logging.getLogger("tierfs.local")
 def open_tier(
     directory: Path, size: int, *, faults: Faults, clock: Clock, trust_index: bool = True
 ) -> tuple[Arena, Index, Counter[str]]:
-    """Open the arena and its index, or make them; repair what does not belong together.
+    """Open or create the arena and its index. Rebuild the index if it is damaged or belongs to another arena.
 
     Args:
-        directory: Where they are.
-        size: For an arena that has to be made.
-        faults: For the arena, and for the steps of a rebuild.
-        clock: Says when chunks were used that nobody knows more about.
-        trust_index: Whether to use an index that is sound in itself.
+        directory: Holds both files.
+        size: Bytes of the arena if it has to be created.
+        faults: Called before and after every ordered step of the arena and of a rebuild.
+        clock: Used by a rebuild, see `rebuild`.
+        trust_index: Whether to use an existing index that is consistent in itself. If false, rebuild the index.
 
     Returns:
-        Both, and how often what was not hoped for.
+        The arena, the index, and counts of fallbacks by kind.
 
     Raises:
-        FormatError: Another version of tierfs made them.
-        CapacityError: There is no room for a new arena.
-        StoreError: They cannot be read or written.
+        FormatError: Another version of tierfs made the files.
+        CapacityError: The disk has no room for a new arena.
+        StoreError: The files cannot be read or written.
     """
     counts: Counter[str] = Counter()
     index = _open_index(directory / INDEX_FILE, counts) if trust_index else None
@@ -52,8 +52,8 @@ def open_tier(
             fresh = True
         if fresh:
             if index is None and not counts:
-                # The journal of a database that is gone may be left. The index is first, so that an arena without
-                # one has lost it.
+                # Moves aside the journal that a removed database may have left. The index is created before the
+                # arena, so that an arena without an index is known to have lost it.
                 move_aside(directory / INDEX_FILE, faults)
                 faults("before index.create")
                 Index.create(directory / INDEX_FILE, epoch=secrets.token_bytes(16))
@@ -101,7 +101,7 @@ def _open_index(path: Path, counts: Counter[str]) -> Index | None:
 
 
 def _is_too_short(path: Path, counts: Counter[str]) -> bool:
-    """Whether an arena without an index has no room for a single extent, so that it cannot be told from none."""
+    """Return whether an arena without an index is too short for a single extent, and so as good as missing."""
     size = path.stat().st_size
     if size >= GRANULE:
         return False
@@ -116,7 +116,7 @@ def _is_too_short(path: Path, counts: Counter[str]) -> bool:
 
 
 def _is_empty(index: Index) -> bool:
-    """Whether an index names nothing: its arena was not made yet."""
+    """Return whether an index has no rows, so that it may belong to an arena that was not created yet."""
     try:
         return not index.select("SELECT 1 FROM chunks UNION ALL SELECT 1 FROM drafts LIMIT 1")
     except (CorruptionError, StoreError):
@@ -124,7 +124,7 @@ def _is_empty(index: Index) -> bool:
 
 
 def _restore_epoch(arena: Arena, index: Index | None, pages: list[ExtentPage], counts: Counter[str]) -> None:
-    """Give an arena whose first page is damaged its epoch back: the index knows it, or else most of its extents."""
+    """Rewrite an arena's damaged first page with its epoch, taken from the index or else from most of its extents."""
     epochs = Counter(page.epoch for page in pages)
     if index is not None and (index.epoch in epochs or not epochs):
         epoch = index.epoch
@@ -138,7 +138,7 @@ def _restore_epoch(arena: Arena, index: Index | None, pages: list[ExtentPage], c
 
 
 def _salvage(index: Index | None) -> list[Lost]:
-    """The drafts of an index whose arena is gone: nobody must believe they are safe, nor that they never were."""
+    """Return the drafts of an index whose arena is gone, to be reported as damaged instead of forgotten."""
     if index is None:
         return []
     columns = "seq, write_id, path, 0, 0, 0, 'damaged', 'the arena was gone', at_ns, data"
@@ -156,7 +156,7 @@ def _salvage(index: Index | None) -> list[Lost]:
 
 
 def _report_unknown(index: Index, other: list[Lost]) -> None:
-    """Say which drafts only the index of another arena names. They may have been published, so they do not come back."""
+    """Log the drafts that only another arena's index has. They may have been published, so they are not restored."""
     for draft in other:
         if not index.select("SELECT 1 FROM drafts WHERE write_id = ?", [draft.row[1]]):
             _logger.error(
@@ -165,26 +165,26 @@ def _report_unknown(index: Index, other: list[Lost]) -> None:
 
 
 def _release_unacknowledged(arena: Arena, index: Index) -> None:
-    """Give up drafts that a crash kept from being committed, as nobody was told that they are safe, or from being released."""
+    """Release the drafts whose commit or release a crash interrupted. Uncommitted drafts were never acknowledged."""
     for offset, serial in index.select("SELECT offset, serial FROM releases"):
         release_if_unchanged(arena, offset, serial)
     intents = arena.read_intents()
     if intents is None or intents.epoch != arena.epoch:
         return
-    # The last one first: whoever dies on the way leaves what came before, and nothing without what it followed.
+    # The last draft first. A crash in between then leaves no draft without the drafts that it follows.
     for offset, serial in reversed(intents.extents):
         if not index.select("SELECT 1 FROM drafts WHERE serial = ?", [serial]):
             release_if_unchanged(arena, offset, serial)
 
 
 def fit(arena: Arena, tail: int, size: int, counts: Counter[str]) -> None:
-    """Make the arena as large as it shall be, as far as the disk has room and nothing lies behind the new end.
+    """Resize the arena to ``size``, as far as the disk has room and no extent lies beyond the new end.
 
     Args:
         arena: The arena.
-        tail: Where its last extent ends.
-        size: Wanted.
-        counts: Where a refusal is counted.
+        tail: The offset at which its last extent ends.
+        size: The wanted size in bytes.
+        counts: Receives a count if the disk has no room.
     """
     if size > arena.size:
         try:

@@ -1,4 +1,7 @@
-"""The nvme tier as every process reads it: look up, read, look again. No lock, no pin, no word with the writer."""
+"""Read access to the nvme tier for any process: look a chunk up, read it, look it up again.
+
+Readers take no lock, pin nothing, and do not communicate with the writer.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ _logger = logging.getLogger("tierfs.local")
 
 
 class FoundChunk(NamedTuple):
-    """A chunk in the index: what it carries, and where it lies."""
+    """The index entry of a chunk: its metadata, length in bytes, and extent."""
 
     meta: bytes
     length: int
@@ -58,7 +61,7 @@ class FoundChunk(NamedTuple):
 
 
 class ChunkPlace(NamedTuple):
-    """Where a chunk's raw bytes lie in a file; only until the chunk is evicted."""
+    """The location of a chunk's raw bytes in a file. Valid only until the chunk is evicted."""
 
     path: Path
     offset: int
@@ -66,19 +69,20 @@ class ChunkPlace(NamedTuple):
 
 
 class NvmeReader:
-    """Reads what is committed. Safe for use by many threads.
+    """Reads committed chunks and drafts. Thread-safe.
 
-    A tier that is not there, is damaged, or keeps a reader waiting is as good as empty, for chunks: counted, and logged
-    once for each reason. About drafts a wrong answer would be an old file, so there waiting is longer, and then an error.
+    Look-ups of chunks treat a tier that is missing, damaged or busy as empty. Each such case is counted, and logged
+    once per reason. Treating drafts like that could return an old file, so look-ups of drafts wait longer and then
+    raise an error.
 
     Args:
-        directory: The tier's; nothing need be there.
-        clock: Says when a chunk was used.
-        busy_s: How long a look-up of a chunk waits at most for a commit.
-        draft_busy_s: How long a look-up of drafts does.
+        directory: The tier's directory. It need not exist.
+        clock: Gives the time of use of chunks.
+        busy_s: Longest wait of a chunk look-up for the writer's commit, in seconds.
+        draft_busy_s: Longest wait of a draft look-up for the writer's commit, in seconds.
 
     Attributes:
-        fallbacks: How often what was not hoped for.
+        fallbacks: Counts of fallbacks, by reason.
     """
 
     def __init__(
@@ -103,14 +107,14 @@ class NvmeReader:
         return f"NvmeReader({str(self.directory)!r}, fallbacks={dict(self.fallbacks)})"
 
     def find(self, name: bytes) -> FoundChunk | None:
-        """The index's entry of a chunk; None if it is not there."""
+        """Return the index entry of a chunk, or None if the tier does not have the chunk."""
         found = self._find(name)
         return found[1] if found is not None else None
 
     def place_of(self, name: bytes) -> ChunkPlace | None:
-        """Where a chunk's bytes lie in the arena; None if it is not there.
+        """Return where a chunk's bytes lie in the arena, or None if the tier does not have the chunk.
 
-        Whoever reads them there verifies them: the extent may be given to another chunk at any time.
+        The caller verifies the bytes: the writer may reuse the extent for another chunk at any time.
         """
         found = self.find(name)
         if found is None:
@@ -118,21 +122,21 @@ class NvmeReader:
         return ChunkPlace(self.directory / ARENA_FILE, found.offset + PAGE_BYTES, found.length)
 
     def read(self, name: bytes, start: int, out: memoryview) -> bytes | None:
-        """Copy a part of a chunk. The bytes are not verified: whoever reads them does, by the meta.
+        """Copy a part of a chunk. The caller verifies the bytes with the returned metadata.
 
-        They are, though, what was written under this name and meta, unless the disk has changed them since: the chunk is
-        looked up again after reading, and no extent is reused before its row is gone.
+        The bytes are those written under this name and metadata, unless the disk changed them. This method looks the
+        chunk up again after reading, and the writer does not reuse an extent before it has removed the chunk's row.
 
         Args:
-            name: The chunk's.
-            start: First byte wanted, counted in the chunk.
-            out: Filled whole; undefined where None is returned. Page-aligned memory saves a copy.
+            name: The chunk's name.
+            start: Offset of the part in the chunk.
+            out: Filled completely; undefined if None is returned. Page-aligned memory saves a copy.
 
         Returns:
-            The chunk's meta; None if it is not there, or was evicted meanwhile.
+            The chunk's metadata, or None if the tier does not have the chunk, or the writer evicted it meanwhile.
 
         Raises:
-            InvalidInputError: The part does not lie in the chunk.
+            InvalidInputError: The part exceeds the chunk.
         """
         for _ in range(ATTEMPTS_MAX):
             found = self._find(name)
@@ -161,16 +165,16 @@ class NvmeReader:
         return None
 
     def chunks_after(self, name: bytes, limit: int) -> list[tuple[bytes, int]]:
-        """Names and lengths of the chunks that are there, in the order of their names, from behind ``name`` on."""
+        """Return up to ``limit`` names and lengths of chunks whose names come after ``name``, sorted by name."""
         found = self._select(self._chunks, _NAMES, [name, limit])
         return [(bytes(each), length) for each, length in found[1]] if found is not None else []
 
     def draft(self, path: str) -> StoredDraft | None:
-        """The newest draft of a file that is pending, or damaged: the caller must not show an older file instead.
+        """Return the newest pending or damaged draft of a file. If it is damaged, do not show an older file instead.
 
         Raises:
-            StoreError: The writer kept the index busy for too long, or it cannot be read now.
-            CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
+            StoreError: The writer kept the index busy for too long, or the index cannot be read now.
+            CorruptionError: The index is damaged or missing. The next flusher rebuilds it from the arena.
         """
         if self._counts.is_clear(path):
             return None
@@ -179,27 +183,27 @@ class NvmeReader:
         return drafts[0] if drafts else None
 
     def drafts_below(self, prefix: str, *, conflicts: bool = False) -> list[StoredDraft]:
-        """The drafts of the file ``prefix`` and of all files in a directory of this name, pending or damaged, by seq.
+        """Return the pending and damaged drafts at or below the path ``prefix``, sorted by seq.
 
         Args:
-            prefix: Without a slash at its end; empty for all.
-            conflicts: Whether to give those that are kept because of a conflict, too.
+            prefix: Has no trailing slash. Empty for all drafts.
+            conflicts: Whether to return drafts that are kept because of a conflict, too.
 
         Raises:
-            StoreError: The writer kept the index busy for too long, or it cannot be read now.
-            CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
+            StoreError: The writer kept the index busy for too long, or the index cannot be read now.
+            CorruptionError: The index is damaged or missing. The next flusher rebuilds it from the arena.
         """
         if self._counts.is_clear(prefix):
             return []
         query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE {'1' if conflicts else _OPEN_STATES}"  # noqa: S608 - constants only
         if not prefix:
             return self._select_drafts(f"{query} ORDER BY seq", [])
-        # "0" comes right after "/", so this is everything that begins with the prefix and a slash.
+        # "0" is the character after "/", so this range is every path that begins with the prefix and a slash.
         values = [prefix, f"{prefix}/", f"{prefix}0"]
         return self._select_drafts(f"{query} AND (path = ? OR (path >= ? AND path < ?)) ORDER BY seq", values)
 
     def usage(self) -> NvmeUsage:
-        """The committed bytes of the arena. Only the writer knows ``evicted_bytes``."""
+        """Return the usage by committed data. ``evicted_bytes`` is 0: only the writer knows it."""
         durable = is_durable(filesystem_of(self.directory))
         found = self._select(self._chunks, _USAGE, [])
         chunk_bytes, draft_bytes, needed, chunks, drafts, conflicts, damaged, budget = (
@@ -211,7 +215,7 @@ class NvmeReader:
         return NvmeUsage(budget, used, dirty, used - dirty, *counts, durable, dict(self.fallbacks))
 
     def close(self) -> None:
-        """Close what is open; the next look-up opens it again."""
+        """Close the files. The next look-up opens them again."""
         self._chunks.close()
         self._drafts.close()
         self._counts.close()

@@ -1,8 +1,8 @@
-"""The index made anew from what the arena says of itself.
+"""Rebuild the index from the pages of the arena.
 
-The arena is the truth: its pages name every chunk and every draft, and a draft's record names the chunks it needs. Of two
-extents that overlap the later one counts. It reports what the arena cannot give back: such a draft comes back as
-``damaged``, with its path, and never silently disappears.
+The pages name every chunk and every draft, and a draft's record names the chunks that it needs. If two extents
+overlap, the later one counts. A draft that the arena cannot give back completely is logged, and gets the state
+``damaged``. It never disappears silently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _logger = logging.getLogger("tierfs.local")
 
 
 class Lost(NamedTuple):
-    """A draft that only a database knows, whose arena is gone."""
+    """A draft that is in an index whose arena is gone: its row, and the names of the chunks it needs."""
 
     row: tuple[Any, ...]
     names: Sequence[bytes]
@@ -53,16 +53,16 @@ def rebuild(
     clock: Clock,
     counts: Counter[str],
 ) -> Index:
-    """Make the index anew, and open it.
+    """Rebuild the index, and open it.
 
     Args:
-        path: The index; what is there is moved aside.
+        path: The index. An existing file is moved aside.
         arena: The arena.
-        pages: Its extents' pages, if they were read already.
-        lost: The drafts of another arena that is gone: they come back as damaged.
-        faults: For the steps.
-        clock: Says when chunks were used that nobody knows more about.
-        counts: Where damaged drafts are counted.
+        pages: The arena's extent pages, or None to scan the arena.
+        lost: Drafts whose arena is gone. They get the state ``damaged``.
+        faults: Called before and after every ordered step.
+        clock: Gives the time of use of all chunks, and a lower bound for new seqs.
+        counts: Receives the number of damaged drafts.
     """
     faults("before index.rebuild")
     sound = [page for page in (arena.scan() if pages is None else pages) if page.epoch == arena.epoch]
@@ -82,7 +82,7 @@ def rebuild(
             size = extent_bytes(page.length)
             yield INSERT_CHUNK, (page.name, page.offset, size, page.length, page.meta, page.serial, now_s)
         yield from rows
-        # Never a number that a process still knows another draft by.
+        # New seqs start above all earlier ones: a process may still know an older draft by its seq.
         last = max([row[1][0] for row in rows if row[0] == INSERT_DRAFT] + [clock.now_ns() // 1_000_000])
         yield "DELETE FROM sqlite_sequence", ()
         yield "INSERT INTO sqlite_sequence VALUES ('drafts', ?)", [last]
@@ -91,10 +91,10 @@ def rebuild(
         yield "INSERT INTO meta VALUES ('arena_bytes', ?)", [arena.size]
 
     faults("before index.create")
-    # The old one goes when the new one is ready, so that readers are without one for a moment only.
+    # Replace the old index only when the new one is complete, so that readers lack an index for a moment only.
     Index.create(path, epoch=arena.epoch, rows=statements(), make_way=lambda: move_aside(path, faults))
     faults("after index.create")
-    # A later rebuild must not find these either.
+    # A later rebuild must not find the overwritten drafts either.
     kept = {page.serial for page in drafts.values()}
     for page in sound:
         if page.kind is ExtentKind.DRAFT and page.serial not in kept:
@@ -151,7 +151,7 @@ def _read_draft(arena: Arena, page: ExtentPage) -> DraftRecord | None:
 
 
 def _without_overlaps(pages: list[ExtentPage]) -> list[ExtentPage]:
-    """Pages that no later extent lies over, the newest first."""
+    """Return the pages of extents that no later extent overlaps, newest first."""
     starts: list[int] = []
     ends: list[int] = []
     kept = []
@@ -167,14 +167,17 @@ def _without_overlaps(pages: list[ExtentPage]) -> list[ExtentPage]:
 
 
 def release_if_unchanged(arena: Arena, offset: int, serial: int) -> None:
-    """Give up the extent of a draft, unless another took its place."""
+    """Mark the extent of a draft as released, unless another extent has replaced it."""
     page = arena.page_at(offset)
     if page is not None and page.epoch == arena.epoch and page.serial == serial and page.kind is ExtentKind.DRAFT:
         arena.release(page)
 
 
 def move_aside(path: Path, faults: Faults) -> None:
-    """Get a database out of the way, and its journal, which SQLite would otherwise play back into the next one."""
+    """Rename a database and its journal, and delete all but the latest of those renamed earlier.
+
+    SQLite would otherwise roll the old journal back into the next database.
+    """
     journal = path.with_name(f"{path.name}-journal")
     earlier = sorted(int(match[1]) for file in entries_of(path.parent) if (match := _ASIDE.fullmatch(file.name)))
     for number in earlier[: -ASIDE_MAX + 1]:
@@ -182,7 +185,7 @@ def move_aside(path: Path, faults: Faults) -> None:
             Path(old).unlink(missing_ok=True)
     number = max(earlier, default=0) + 1
     with disk_errors(path):
-        # The database first: without its journal it would look sound.
+        # The database first: after a crash in between, a database without its journal would look sound.
         for file, aside in ((path, f"{path}.damaged-{number}"), (journal, f"{path}.damaged-{number}-journal")):
             if file.exists():
                 faults("before index.aside")

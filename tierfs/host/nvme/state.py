@@ -1,7 +1,7 @@
-"""The shared state of the nvme tier's writer: arena, index, tables, locks, and the order in which they change.
+"""The shared state of the nvme tier's writer: arena, index, tables in memory, and their locks.
 
-Locks, always taken in this order: commits one at a time; the index; the tables in memory. None is held while chunks are
-written, and the tables' never while anything waits for the disk, except to load them.
+Threads acquire the locks in this order: `commit_lock`, `index_lock`, `tables`. No lock is held while chunks are
+written. A thread that holds `tables` does not wait for the disk, except to load the tables.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ UPDATE drafts SET state = 'damaged', note = ? WHERE state = 'pending' AND seq IN
 
 
 class NvmeState:
-    """See `tierfs.host.nvme.tier.NvmeTier` for the arguments.
+    """The shared state of the nvme tier's writer. `tierfs.host.nvme.tier.NvmeTier` describes the arguments.
 
     Attributes:
-        commit_lock: Held by the one commit under way.
+        commit_lock: Held during a commit.
         index_lock: Held for each use of the index.
-        tables: Held for each use of the ledger; told when a chunk is not busy any more.
-        flushes_failed: How often; what was written before and not committed is gone then.
-        evicted_bytes: Since it was opened.
-        used: When extents were used last.
-        paths: Counts drafts for readers.
-        released: Serials of drafts whose pages were released; not flushed yet, so the index still lists them.
+        tables: Held for each use of the ledger. Notified when a chunk is no longer busy.
+        flushes_failed: Number of failed flushes of the arena. Each one loses all uncommitted chunks.
+        evicted_bytes: Bytes evicted since the tier was opened.
+        used: Time of last use of each extent.
+        paths: Counts drafts by path, for readers.
+        released: Serials of drafts whose pages are marked as released but not flushed yet. The index still lists
+            them in ``releases``.
     """
 
     def __init__(self, directory: Path, budget_bytes: int, *, clock: Clock, faults: Faults) -> None:
@@ -93,13 +94,13 @@ class NvmeState:
         self.ledger.load(self.index)
         wanted, tail = self.budget_bytes // GRANULE * GRANULE, self.ledger.tail()
         if wanted < self.arena.size:
-            # Said before it is done, or a crash would look as if it had been cut short.
+            # Record the new size before shrinking. After a crash the arena would otherwise look truncated.
             with self.index.transaction() as database:
                 database.execute(_PUT_META, ["arena_bytes", max(wanted, tail)])
         fit(self.arena, tail, wanted, self.fallbacks)
         self.ledger.resize(max(self.arena.size, tail))
         self.ledger.load(self.index)
-        # Serials of a session that ended without a commit are never used again.
+        # A new session number, so that serials of a session that ended without a commit are never reused.
         session = self.index.meta("session", 0) + 1
         with self.index.transaction() as database:
             numbers = {"session": session, "arena_bytes": self.arena.size, "budget_bytes": self.budget_bytes}
@@ -117,11 +118,14 @@ class NvmeState:
         self.paths.close()
 
     def now_s(self) -> int:
-        """Seconds of the wall clock."""
+        """Return the wall-clock time in seconds."""
         return self.clock.now_ns() // 1_000_000_000
 
     def refresh(self) -> None:
-        """Load the tables anew if the outcome of a change is not known. The index is locked; call it first then."""
+        """Reload the tables if the outcome of an index change is unknown.
+
+        The caller holds `index_lock`, and calls this method before any other use of the index.
+        """
         if self._stale:
             self.index.close()
             self.index = Index(self.index.path)
@@ -131,12 +135,15 @@ class NvmeState:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the tables may lag behind the index; what they say is free is free all the same."""
+        """Whether the tables may lag behind the index. Space that they report as free is free even then."""
         return self._stale
 
     @contextlib.contextmanager
     def changing(self, step: str) -> Iterator[sqlite3.Connection]:
-        """One durable change of the index, which is locked. After a failure the tables are loaded anew."""
+        """Change the index in one durable transaction. The caller holds `index_lock`.
+
+        After a failure the next `refresh` reloads the tables.
+        """
         try:
             self._faults(f"before {step}")
             with self.index.transaction() as database:
@@ -147,10 +154,10 @@ class NvmeState:
             raise
 
     def take(self, length: int) -> Extent:
-        """Room for ``length`` bytes, for which clean chunks are evicted. No lock is held.
+        """Reserve an extent for ``length`` bytes, and evict clean chunks for it if needed. The caller holds no lock.
 
         Raises:
-            CapacityError: There is none, and nothing that may go.
+            CapacityError: There is no room, and no chunk can be evicted.
         """
         while extent_bytes(length) <= self.ledger.capacity:
             serial = next(self._serials)
@@ -158,12 +165,12 @@ class NvmeState:
                 extent = self.ledger.take(length, serial)
             if extent is not None:
                 return extent
-            # One thread at a time: what it frees, the next one finds.
+            # One thread evicts at a time, so that the next one finds the room that it freed.
             with self.index_lock:
                 self.refresh()
                 with self.tables:
                     extent = self.ledger.take(length, serial)
-                    size = extent_bytes(length)  # at least: there may be enough, but not in one piece
+                    size = extent_bytes(length)  # evict at least this: the free bytes may not be contiguous
                     wanted = max(size, self.ledger.missing(size))
                 if extent is not None:
                     return extent
@@ -182,9 +189,10 @@ class NvmeState:
         )
 
     def make_room(self, lengths: Mapping[bytes, int]) -> None:
-        """Evict what these chunks have no room beside, as far as it may go. No lock is held.
+        """Evict clean chunks until these chunks fit, as far as possible. The caller holds no lock.
 
-        At once: evicting is a commit, and whoever finds no room while others write waits for it behind what they have given to the disk.
+        Eviction is a commit. A commit during the writes would wait for the writes that other threads have queued at
+        the disk, so this method evicts for all chunks at once beforehand.
         """
         with self.tables:
             here = [name for name in lengths if self.ledger.has(name)]
@@ -201,17 +209,18 @@ class NvmeState:
                 self.evict(victims)
 
     def _victims(self, wanted: int) -> list[bytes]:
-        """Clean chunks to evict, which take so many bytes, if there are so many. The index is locked, the tables are not.
+        """Return clean chunks that take ``wanted`` bytes or more together, or all clean chunks if they take less.
 
-        All chunks are put in order at once, without the tables' lock, and one after the other is taken from there, as long as
-        there are any: what was used or written since is newer than they are.
+        The caller holds `index_lock` but not `tables`. This method sorts all clean chunks at once without `tables`.
+        Later calls take victims from that list until it runs out. A chunk that was used or written since the sort is
+        newer than the chunks on the list, so it is skipped.
         """
         with self.tables:
             found = self.ledger.victims(wanted, self._candidates, self.used.at, self.clock.monotonic())
             if sum(self.ledger.chunks[name].size for name in found) >= wanted:
                 return found
             rows = list(self.ledger.chunks.items())
-        # Those that were found are put in order, too: a draft may ask for one meanwhile.
+        # Sort the chunks in `found` again, too: a draft may need one of them meanwhile.
         now = self.clock.monotonic()
         clean = [(name, row) for name, row in rows if self.ledger.is_clean(name, now)]
         self._candidates = candidates(clean, self.used.read(self.ledger.size))
@@ -219,11 +228,14 @@ class NvmeState:
             return self.ledger.victims(wanted, self._candidates, self.used.at, now)
 
     def evict(self, names: list[bytes], *, release: bool = False) -> int:
-        """Drop committed chunks that nobody needs. The index is locked. Returns bytes freed.
+        """Evict committed, clean chunks. The caller holds `index_lock`.
 
         Args:
-            names: The chunks'; none is busy.
-            release: Whether a rebuild must not find them.
+            names: The chunks' names. No chunk is busy.
+            release: Whether to mark their extents as released, so that a rebuild does not find the chunks.
+
+        Returns:
+            Bytes of the arena that were freed.
         """
         with self.tables:
             self.ledger.busy.update(names)
@@ -244,7 +256,10 @@ class NvmeState:
         return freed
 
     def release(self, extent: Extent, name: bytes) -> bool:
-        """Keep a rebuild from finding an extent that the index does not name any more, before it is free."""
+        """Mark an extent as released, so that a rebuild does not find it. Return whether that succeeded.
+
+        The index no longer names the extent. Call this before the extent is freed.
+        """
         if not extent.size:
             return True
         try:
@@ -258,7 +273,7 @@ class NvmeState:
         return True
 
     def mark_bad(self, names: list[bytes], why: str) -> None:
-        """Note that chunks which somebody needs are damaged, and say whose files that concerns. The index is locked."""
+        """Mark chunks as damaged, and mark and log the drafts that need them. The caller holds `index_lock`."""
         with self.changing("index.commit") as database:
             for name in names:
                 database.execute("UPDATE chunks SET bad = 1 WHERE name = ?", [name])
@@ -272,7 +287,7 @@ class NvmeState:
             _logger.error("%s was saved on this host and is not whole any more: %s", path, why)
 
     def _look_after_needed(self) -> None:
-        """See whether the extents that drafts need still say that they are what the index says."""
+        """Check that the page of each needed extent matches the index. Mark the chunks of all others as damaged."""
         bad = []
         for name in self.ledger.needs:
             extent = self.ledger.chunks.get(name)

@@ -1,4 +1,4 @@
-"""The values that the nvme tier returns: drafts, usage, and chunks that are gone."""
+"""The values that the nvme tier returns: drafts and usage, and the error for missing chunks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ PATHS_FILE = "nvme.paths"
 
 @dataclass(frozen=True, slots=True)
 class StoredDraft:
-    """A file that was closed on this host and is not in the object tier yet.
+    """A draft in the nvme tier.
 
     Attributes:
-        seq: Its place in the order of closing.
-        write_id: Names the change.
-        path: In the store.
-        data: The draft, encoded; empty where it is lost, see ``state``.
-        state: ``pending``; ``conflict``: somebody else changed the file first; ``damaged``: a chunk that only this tier had
-            is missing or wrong, or the draft is. A damaged draft is pending again once its chunks were written anew.
-        note: Why, for a person.
-        at_ns: When it was stored, wall clock.
+        seq: The position in closing order.
+        write_id: Identifies the change.
+        path: Relative to the store.
+        data: The encoded draft; empty if the draft is lost, see ``state``.
+        state: ``pending``. ``conflict``: another writer changed the path first. ``damaged``: the draft, or a chunk
+            that only this tier had, is missing or damaged. If only chunks are damaged, the draft becomes pending
+            again when they are written again.
+        note: The reason for the state, for the user.
+        at_ns: When the draft was stored, wall clock.
     """
 
     seq: int
@@ -50,17 +51,17 @@ class NvmeUsage:
     """The usage of the nvme tier, in bytes of the arena.
 
     Attributes:
-        budget_bytes: Its budget.
-        used_bytes: Dirty, clean, and being written.
-        dirty_bytes: Needed by a draft or by an open file, or not committed yet; drafts themselves, too.
-        clean_bytes: May be evicted.
-        chunks: How many are committed.
-        drafts: How many are pending or damaged.
-        conflicts: How many drafts are kept because of a conflict.
-        damaged: How many drafts lack a chunk.
-        evicted_bytes: Since the tier was opened.
-        fallbacks: How often what was not hoped for, by what it was.
-        gives_local: Whether what is committed outlives a crash of the host.
+        budget_bytes: The budget.
+        used_bytes: Dirty and clean chunks, drafts, and chunks that are being written.
+        dirty_bytes: Drafts, chunks that a draft or an open file needs, and uncommitted chunks.
+        clean_bytes: Chunks that may be evicted.
+        chunks: Number of committed chunks.
+        drafts: Number of pending and damaged drafts.
+        conflicts: Number of drafts that are kept because of a conflict.
+        damaged: Number of damaged drafts.
+        evicted_bytes: Bytes evicted since the tier was opened.
+        fallbacks: Counts of fallbacks and unexpected conditions, by kind.
+        gives_local: Whether committed data survives a crash of the host.
     """
 
     budget_bytes: int
@@ -77,10 +78,10 @@ class NvmeUsage:
 
 
 class ChunksGoneError(ConflictError):
-    """Chunks that a draft needs are not in this tier, or not any more: write them again, then commit again.
+    """The tier lacks chunks that a draft needs. The caller writes them again, then commits again.
 
     Attributes:
-        names: These chunks'.
+        names: The names of the missing chunks.
     """
 
     def __init__(self, directory: Path, names: Iterable[bytes]) -> None:

@@ -1,8 +1,8 @@
-"""The nvme tier: chunks and drafts on a local disk. Its one writer is here; readers are in `tierfs.host.nvme.reader`.
+"""The writer of the nvme tier, which holds chunks and drafts on a local disk. `tierfs.host.nvme.reader` reads it.
 
-The order of every addition: data into the arena, ``fdatasync``, one commit of the index, and only then is the caller told.
-The order of every removal: one commit of the index, and only then is the extent free for other data. So a crash leaves what
-was committed, and nothing half there.
+An addition writes data to the arena, calls ``fdatasync``, commits the index once, and only then returns to the
+caller. A removal commits the index first, and only then frees the extent for other data. A crash therefore leaves
+exactly the committed state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK_META_BYTES_MAX = 900
 
 
 def is_needed(directory: Path) -> bool:
-    """Whether somebody may need what lies in a tier that cannot be opened. If not, nothing is lost by doing without."""
+    """Whether an nvme tier that cannot be opened may hold data that exists nowhere else."""
     if not (directory / ARENA_FILE).exists():
         return False
     index = IndexReader(directory / INDEX_FILE, busy_s=0)
@@ -49,21 +49,22 @@ def is_needed(directory: Path) -> bool:
 
 
 class NvmeTier:
-    """The writer's side. At most one per directory on a host, which the flusher's lock sees to; many threads may use it.
+    """The single writer of an nvme tier. The flusher's lock ensures one per directory. Thread-safe.
 
     Args:
-        directory: Where arena and index lie; made, for its owner alone, where it is missing.
-        budget_bytes: Of the disk, for the arena.
-        clock: Says when chunks were used.
+        directory: Holds the arena and the index. Created with mode 0700 if missing.
+        budget_bytes: Disk space for the arena.
+        clock: Gives the time of use of chunks.
         faults: Called before and after every ordered step, with ``"before STEP"`` and ``"after STEP"``. Steps are
             ``arena.create``, ``arena.grow``, ``arena.shrink``, ``arena.write``, ``arena.intents``, ``arena.sync``,
-            ``arena.release``, ``index.commit``, ``index.release``, ``index.create``, ``index.rebuild``.
+            ``arena.release``, ``index.commit``, ``index.release``, ``index.create``, ``index.aside``,
+            ``index.rebuild``.
 
     Raises:
-        CapacityError: There is no room for the arena.
-        FormatError: Another version of tierfs made what is there.
-        InvalidInputError: The budget is too small for anything.
-        ReadOnlyError, StoreError: It cannot be read or written.
+        CapacityError: The disk has no room for the arena.
+        FormatError: Another version of tierfs made the existing files.
+        InvalidInputError: The budget is less than `BUDGET_BYTES_MIN`.
+        ReadOnlyError, StoreError: The files cannot be read or written.
     """
 
     def __init__(self, directory: Path, *, budget_bytes: int, clock: Clock, faults: Faults = no_faults) -> None:
@@ -81,17 +82,18 @@ class NvmeTier:
         return f"NvmeTier({str(self.directory)!r}, used={ledger.used}/{ledger.capacity})"
 
     def has(self, name: bytes) -> bool:
-        """Whether a sound copy is there, committed or written."""
+        """Return whether the tier has a copy of the chunk, committed or written, that is not known to be damaged."""
         with self._state.tables:
             return self._state.ledger.has(name)
 
     def make_room(self, lengths: Mapping[bytes, int]) -> None:
-        """Evict clean chunks until these find room, if that is to be had: before the first of many is written.
+        """Evict clean chunks until these chunks fit, as far as possible. Call it before writing the first of many.
 
-        Those that are here stay for some time, as if they were written again.
+        Chunks of ``lengths`` that the tier already has are protected from eviction for some time, as if they were
+        written again.
 
         Args:
-            lengths: In bytes, by the chunks' names.
+            lengths: The chunks' lengths in bytes, by name.
 
         Raises:
             StoreError: The index could not be changed.
@@ -107,19 +109,21 @@ class NvmeTier:
         keep: bool = True,
         is_sound: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Put a chunk into the arena. It is durable only after `commit`; nothing is written if it is there already.
+        """Write a chunk to the arena, unless the tier has it already. The chunk is durable only after `commit`.
 
         Args:
-            name: The chunk's, at most 33 bytes.
-            meta: Kept with it, at most 900 bytes.
-            data: Borrowed for the call only; page-aligned memory saves a copy.
-            keep: Whether a draft will name it: for some time it is not evicted, even if another thread commits first.
-            is_sound: Asked once it is written, and before anybody can rely on it: whether ``data`` was the chunk all the
-                while. If not it is as if nothing had been written, and a copy that was there before stays.
+            name: The chunk's name, 1 to 33 bytes.
+            meta: Metadata stored with the chunk, at most 900 bytes.
+            data: Borrowed for the call only. Page-aligned memory saves a copy.
+            keep: Whether a draft will name the chunk. If so, the chunk is protected from eviction for some time,
+                even if another thread commits first.
+            is_sound: Called after the write and before the chunk becomes visible. Returns whether ``data`` held the
+                chunk during the whole write. If not, the write is undone, and an earlier copy stays.
 
         Raises:
-            CapacityError: There is no room, and nothing that may be evicted.
-            StoreError: It could not be written.
+            CapacityError: There is no room, and no chunk can be evicted.
+            InvalidInputError: The name or the metadata has an invalid length.
+            StoreError: The chunk could not be written.
         """
         if not 0 < len(name) <= NAME_BYTES_MAX or len(meta) > CHUNK_META_BYTES_MAX:
             raise InvalidInputError(f"a chunk's name of {len(name)} bytes with {len(meta)} bytes of meta")
@@ -166,26 +170,28 @@ class NvmeTier:
         holds: Mapping[str, Sequence[bytes]] | None = None,
         elsewhere: Collection[bytes] = (),
     ) -> list[int]:
-        """Make everything written so far durable, with these drafts and holds: all of it or nothing.
+        """Commit all chunks written so far, with these drafts and holds, durably and atomically.
 
         Args:
-            drafts: In the order of closing, at most 200. One whose write id is stored already is not stored again.
-            holds: Names needed by others, by holder, added to what the holder has; none is called ``d<number>``.
-            elsewhere: Names that the object tier has: if they are not here, the draft does not need them to be.
+            drafts: In closing order, at most 200. A draft whose write id is stored already is not stored again.
+            holds: Names of chunks to hold, by holder, in addition to the holder's present ones. A holder's name must
+                not have the form ``d<number>``, which means a draft.
+            elsewhere: Names of chunks that the object tier has. The drafts do not need them in this tier.
 
         Returns:
-            The drafts' seqs. When it returns, they survive what the filesystem survives.
+            The drafts' seqs. The drafts now survive every crash that the filesystem survives.
 
         Raises:
-            ChunksGoneError: Needed chunks are not here; nothing was committed.
-            CapacityError: The disk or the arena is full.
-            StoreError: It failed. Nothing of this call counts, and what was committed before is untouched; after a
-                failed flush of the arena all chunks that were not committed have to be written again.
+            ChunksGoneError: The tier lacks chunks that the drafts or holds need. Nothing was committed.
+            CapacityError: The disk or the arena is full. Nothing was committed.
+            InvalidInputError: There are more than 200 drafts.
+            StoreError: The commit failed. It has no effect, and earlier commits are untouched. If flushing the arena
+                failed, the caller has to write all uncommitted chunks again.
         """
         return commit(self._state, drafts, holds or {}, elsewhere)
 
     def drop_hold(self, *holders: str) -> None:
-        """These holders need nothing any more."""
+        """Release all chunks that these holders hold."""
         state = self._state
         with state.index_lock:
             state.refresh()
@@ -197,16 +203,16 @@ class NvmeTier:
                 state.ledger.unneed(names)
 
     def holders(self) -> list[str]:
-        """Everybody who needs something and is no draft."""
+        """Return all holders of chunks except drafts."""
         query = "SELECT DISTINCT holder FROM refs WHERE holder NOT GLOB 'd[0-9]*' ORDER BY holder"
         with self._state.index_lock:
             self._state.refresh()
             return [holder for (holder,) in self._state.index.select(query)]
 
     def forget_drafts(self, *seqs: int) -> None:
-        """Forget drafts that were published or discarded; their chunks are clean unless others need them.
+        """Remove drafts that were published or discarded. Their chunks become clean unless others need them.
 
-        A seq that is not there is passed over. When it returns, a rebuild does not find them either.
+        Unknown seqs are ignored. After the return, a rebuild of the index does not find the drafts either.
         """
         state, ledger = self._state, self._state.ledger
         with state.index_lock:
@@ -220,7 +226,7 @@ class NvmeTier:
                     paths += [path for (path,) in database.execute("SELECT path FROM drafts WHERE seq = ?", [seq])]
                     database.execute("DELETE FROM drafts WHERE seq = ?", [seq])
                     if draft.extent.size:
-                        # The next process that opens the tier after a crash finishes this.
+                        # After a crash, the next process that opens the tier finishes this release.
                         database.execute(INSERT_RELEASE, [draft.extent.serial, draft.extent.offset])
                     names += unref(database, f"d{seq}")
             state.paths.add(paths, -1)
@@ -234,21 +240,21 @@ class NvmeTier:
                     ledger.give(draft.extent)
 
     def keep_as_conflict(self, seq: int, note: str) -> None:
-        """Say that somebody else changed a draft's path first, and with which words: it is kept, and never published."""
+        """Mark a draft as a conflict, with a note for the user. The draft is kept and never published."""
         with self._state.index_lock:
             self._state.refresh()
             with self._state.changing("index.commit") as database:
                 database.execute("UPDATE drafts SET state = 'conflict', note = ? WHERE seq = ?", [note, seq])
 
     def drafts(self) -> list[StoredDraft]:
-        """All drafts, in the order of closing."""
+        """Return all drafts, in closing order."""
         with self._state.index_lock:
             self._state.refresh()
             rows = self._state.index.select(f"SELECT {DRAFT_COLUMNS} FROM drafts ORDER BY seq")  # noqa: S608 - columns only
         return [StoredDraft(*row) for row in rows]
 
     def meta(self, name: bytes) -> bytes | None:
-        """The metadata kept with a chunk; None if it is not there."""
+        """Return the metadata stored with a chunk, or None if the tier does not have the chunk."""
         state = self._state
         with state.tables:
             written = state.ledger.written.get(name)
@@ -260,10 +266,10 @@ class NvmeTier:
         return bytes(rows[0][0]) if rows else None
 
     def read_into(self, name: bytes, start: int, out: memoryview) -> bool:
-        """Copy a part of a chunk, committed or written. Not verified: by the chunk's meta the caller does that.
+        """Copy a part of a chunk, committed or written. The caller verifies the bytes with the chunk's metadata.
 
         Returns:
-            Whether it was there; if not, ``out`` is undefined.
+            Whether the tier had the part. If not, ``out`` is undefined.
         """
         state = self._state
         with state.tables:
@@ -275,18 +281,21 @@ class NvmeTier:
             return False
         state.used.touch(extent.offset, state.now_s())
         with state.tables:
-            # If it is still there, its extent was not reused while it was being read.
+            # If the chunk still has this extent, the extent was not reused during the read.
             found = state.ledger.find(name)
             return found is not None and found.serial == extent.serial
 
     def quarantine(self, name: bytes) -> None:
-        """Never serve this copy again: it is damaged. One that a draft needs is reported; writing it anew heals it."""
+        """Stop serving a damaged copy. If a draft needs it, mark and log the draft.
+
+        Writing the chunk again heals the draft.
+        """
         state, ledger = self._state, self._state.ledger
         with state.index_lock:
             state.refresh()
             with state.tables:
                 if name in ledger.busy or not ledger.has(name):
-                    return  # a new copy is on its way, or there is none
+                    return  # another thread is writing or evicting the chunk, or there is no copy
                 written = ledger.written.pop(name, None)
                 needed = ledger.needs[name] > 0
             if written is not None:
@@ -300,10 +309,10 @@ class NvmeTier:
         state.fallbacks["quarantined"] += 1
 
     def evict(self, names: Iterable[bytes] | None = None) -> int:
-        """Drop clean chunks: these, or all.
+        """Evict the clean chunks among ``names``, or all clean chunks if it is None.
 
         Returns:
-            Bytes freed. Dirty ones stay.
+            Bytes of the arena that were freed.
         """
         state, ledger = self._state, self._state.ledger
         with state.index_lock:
@@ -315,7 +324,6 @@ class NvmeTier:
             return state.evict(clean) if clean else 0
 
     def usage(self) -> NvmeUsage:
-        """Its usage."""
         state, ledger = self._state, self._state.ledger
         with state.index_lock:
             state.refresh()
@@ -328,5 +336,5 @@ class NvmeTier:
         return NvmeUsage(state.budget_bytes, used, dirty, used - dirty, *counts, self._durable, fallbacks)
 
     def close(self) -> None:
-        """Close the files. Uncommitted changes are lost, as after a crash."""
+        """Close the files. Uncommitted changes are lost, as in a crash."""
         self._state.close()

@@ -1,1 +1,1 @@
-"""One preallocated file of extents, and how it is read and written."""
+"""The arena: a preallocated file of extents, read and written with direct I/O."""

@@ -1,4 +1,4 @@
-"""Memory that O_DIRECT can use: pages lent from a pool, and copies that let other threads run meanwhile."""
+"""Page-aligned memory for O_DIRECT: a pool of buffers, and a copy that releases the GIL."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["AlignedBuffers", "copy_bytes", "is_aligned"]
 
 
 class AlignedBuffers:
-    """Page-aligned buffers of one size, used again and again, since the first touch of fresh pages costs more than a copy.
+    """A pool of page-aligned buffers of one size. Touching new pages for the first time costs more than a copy.
 
-    Safe for use by many threads without a lock, so also after a fork.
+    Thread-safe without a lock, and therefore usable after a fork.
 
     Args:
         size: Bytes of each buffer.
-        keep_max: How many stay for the next caller; more may be lent at a time.
+        keep_max: Number of free buffers that the pool keeps. More may be lent at a time.
     """
 
     def __init__(self, size: int, *, keep_max: int) -> None:
@@ -33,11 +33,11 @@ class AlignedBuffers:
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[memoryview]:
-        """A writable buffer for as long as the block runs. Its content is whatever was left in it."""
+        """Lend a writable buffer until the block ends. Its content is undefined."""
         try:
             buffer = self._free.pop()
         except IndexError:
-            # Private: the pages that mmap shares by default would be one and the same in a forked child.
+            # Private: mmap shares pages by default, also with a forked child.
             buffer = memoryview(mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         try:
             yield buffer
@@ -46,7 +46,7 @@ class AlignedBuffers:
 
 
 def is_aligned(data: memoryview) -> bool:
-    """Whether the bytes begin at a page in memory."""
+    """Return whether the bytes begin at a page boundary in memory, or are empty."""
     if not len(data):
         return True
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]

@@ -1,10 +1,10 @@
-"""The arena: one preallocated file of extents, each behind a page that describes it.
+"""The arena: one preallocated file of extents. Each extent begins with a page that describes it.
 
-Owns the file, its growth, direct I/O and its fall-back, and the search for everything that the pages name. Which part is
-free, what is needed and what has been committed is the business of the index and of `tierfs.host.nvme.tier`.
+This module owns the file, its growth, direct I/O with its fallback, and the scan for all pages. The index and
+`tierfs.host.nvme.tier` know which parts are free, needed and committed.
 
-An extent's page and its data are written straight from the caller's pages where they are aligned. Nothing is
-durable before `sync`. Reading takes no lock; whoever reads verifies what it got.
+Page-aligned data is written from the caller's memory without a copy. Nothing is durable before `sync`. Readers take
+no lock, and verify the bytes that they read.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def _ceil(number: int) -> int:
 
 
 class Arena:
-    """The open file. Safe for use by many threads, as long as no two write the same extent.
+    """An open arena. Thread-safe, as long as no two threads write the same extent.
 
-    Made with `create` or `open`.
+    Use `create`, `open` or `open_to_read` to make one.
 
     Attributes:
-        epoch: 16 random bytes of this arena; empty where its first page is damaged, until `stamp`.
-        size: Bytes, a multiple of `GRANULE`. The first granule is the arena's own.
-        direct: Whether reads and writes pass by the page cache.
-        fallbacks: How often what was not hoped for.
+        epoch: 16 random bytes that identify this arena. Empty if its first page is damaged, until `stamp`.
+        size: Bytes, a multiple of `GRANULE`. No extent lies in the first granule.
+        direct: Whether reads and writes bypass the page cache.
+        fallbacks: Counts of fallbacks, by kind.
     """
 
     def __init__(self, path: Path, *, writable: bool, faults: Faults = no_faults) -> None:
@@ -77,10 +77,10 @@ class Arena:
 
     @classmethod
     def create(cls, path: Path, size: int, *, epoch: bytes, faults: Faults = no_faults) -> Arena:
-        """Reserve a new arena, in place of any that is there, and flush it. It is there whole or not at all.
+        """Create an arena, preallocate and flush it, and atomically replace any existing one.
 
         Raises:
-            CapacityError: The disk has no room for it; nothing is left of it.
+            CapacityError: The disk has no room for the arena. No new file is left.
         """
         temporary = path.with_name(f"{path.name}.new")
         with disk_errors(path):
@@ -103,7 +103,7 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path, *, faults: Faults = no_faults) -> Arena:
-        """Open an arena that is there, for reading and writing.
+        """Open an existing arena for reading and writing.
 
         Raises:
             FormatError: Another version of tierfs made it.
@@ -112,28 +112,28 @@ class Arena:
 
     @classmethod
     def open_to_read(cls, path: Path) -> Arena:
-        """Open an arena that is there, for reading."""
+        """Open an existing arena for reading. Raises as `open` does."""
         return cls(path, writable=False)
 
     def close(self) -> None:
-        """Close the file. Nobody may be using it."""
+        """Close the file. No other thread may be using it."""
         self._file.close()
 
     def stamp(self, epoch: bytes) -> None:
-        """Write the first page anew and flush it, where it was damaged."""
+        """Rewrite and flush the first page, which was damaged."""
         self._write_page(0, ArenaPage(epoch).encode())
         self.sync()
         self.epoch = epoch
 
     def write(self, page: ExtentPage, data: memoryview) -> None:
-        """Write an extent: its page, and its data up to the end of the last page.
+        """Write an extent: its page, and its data padded to whole pages.
 
         Args:
-            page: Says where, and how long the data is.
-            data: Borrowed for the call only. Where it begins at a page in memory it is not copied.
+            page: Gives the extent's offset and the length of the data.
+            data: Borrowed for the call only. Page-aligned data is not copied.
 
         Raises:
-            StoreError, CapacityError: It could not be written; the extent holds nothing of use.
+            StoreError, CapacityError: The write failed. The content of the extent is undefined.
         """
         with self._step("arena.write"), _pages.lend() as head:
             head[:] = page.encode()
@@ -143,16 +143,15 @@ class Arena:
                 self._write_copied(page.offset, head, data)
 
     def read_into(self, offset: int, start: int, out: memoryview) -> ExtentPage | None:
-        """Read a part of an extent's data and its page. The data is not verified.
+        """Read a part of an extent's data, and its page. The data is not verified.
 
         Args:
-            offset: Where the extent begins.
-            start: The part's, counted in the data.
-            out: Filled whole. Where it begins at a page in memory, and ``start`` at a page of the data, it is read into
-                without a copy.
+            offset: Offset of the extent in the arena.
+            start: Offset of the part in the extent's data.
+            out: Filled completely. If both ``out`` and ``start`` are page-aligned, no copy is made.
 
         Returns:
-            The extent's page; None if there is none, or if the data ends before the part does.
+            The extent's page, or None if there is no extent or its data ends before the part does.
         """
         with _pages.lend() as head:
             begin, end = _floor(start), start + len(out)
@@ -171,37 +170,37 @@ class Arena:
         return page if page is not None and page.offset == offset and page.length >= end else None
 
     def page_at(self, offset: int) -> ExtentPage | None:
-        """The page of the extent that begins there, if there is one."""
+        """Return the page of the extent that begins at ``offset``, or None if no extent does."""
         data = self._read_page(offset)
         page = ExtentPage.decode(data) if data is not None else None
         return page if page is not None and page.offset == offset else None
 
     def release(self, page: ExtentPage) -> None:
-        """Mark an extent as discarded, so that a rebuild does not find it. Not flushed: the index is what counts."""
+        """Mark an extent as released, so that a rebuild does not find it. This does not flush the mark."""
         gone = ExtentPage(ExtentKind.RELEASED, page.epoch, page.serial, page.offset, page.length, page.name)
         with self._step("arena.release"):
             self._write_page(page.offset, gone.encode())
 
     def write_intents(self, intents: IntentPage) -> None:
-        """Note which drafts are about to be written."""
+        """Record which drafts are about to be written."""
         with self._step("arena.intents"):
             self._write_page(PAGE_BYTES, intents.encode())
 
     def read_intents(self) -> IntentPage | None:
-        """The last notes of `write_intents`."""
+        """Return the page that `write_intents` wrote last, or None if it is damaged or was never written."""
         page = self._read_page(PAGE_BYTES)
         return IntentPage.decode(page) if page is not None else None
 
     def sync(self) -> None:
-        """Make everything written so far durable."""
+        """Make all earlier writes durable."""
         with self._step("arena.sync"):
             os.fdatasync(self._file.fd)
 
     def grow(self, size: int) -> None:
-        """Reserve more of the disk.
+        """Preallocate disk space up to ``size``.
 
         Raises:
-            CapacityError: There is no room; the arena stays as it is.
+            CapacityError: The disk has no room. The size stays the same.
         """
         size = size // GRANULE * GRANULE
         with self._step("arena.grow"):
@@ -214,7 +213,7 @@ class Arena:
         self.size = size
 
     def shrink(self, size: int) -> None:
-        """Give the disk back what lies behind ``size``. Nothing of use may lie there."""
+        """Truncate the file to ``size``. No extent in use may lie beyond."""
         size = size // GRANULE * GRANULE
         with self._step("arena.shrink"):
             os.ftruncate(self._file.fd, size)
@@ -222,7 +221,7 @@ class Arena:
         self.size = size
 
     def scan(self) -> Iterator[ExtentPage]:
-        """Every sound page at a granule, whatever its epoch, in the order of the file. Reads all that was ever written."""
+        """Yield every sound extent page of any epoch, by offset. Read all parts of the file that were ever written."""
         at = GRANULE
         with AlignedBuffers(SCAN_BYTES, keep_max=1).lend() as buffer:
             while (at := self._next_data(at)) < self.size:
@@ -230,7 +229,7 @@ class Arena:
                 try:
                     self._file.read([part], at)
                 except StoreError:
-                    # One bad spot must not hide what lies around it.
+                    # One unreadable page must not hide the pages around it.
                     yield from (
                         page for page in map(self._page_if_readable, range(at, at + len(part), GRANULE)) if page
                     )
@@ -256,7 +255,7 @@ class Arena:
             return None
 
     def _next_data(self, at: int) -> int:
-        """The next granule that may hold something: reserved space that was never written is skipped."""
+        """Return the next granule that may hold data. Preallocated space that was never written is skipped."""
         found = self._file.next_data(at)
         return self.size if found is None else max(at, found // GRANULE * GRANULE)
 
@@ -317,7 +316,7 @@ class Arena:
                 done += count
 
     def _reaches(self, end: int) -> bool:
-        """Whether the file is so long; the writer may have made it longer since it was opened."""
+        """Return whether the file has ``end`` bytes. The writer may have grown it since this process opened it."""
         if end > self.size and not self._writable:
             self.size = self._file.size() // GRANULE * GRANULE
         return end <= self.size

@@ -1,4 +1,4 @@
-"""A file read and written past the page cache, or through it where the filesystem refuses that."""
+"""A file with O_DIRECT, or with the page cache if the filesystem does not support O_DIRECT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierfs.host.nvme.disk_errors import disk_errors
 __all__ = ["DirectFile"]
 
 CALL_BYTES = 1 << 20
-"""Bytes of one call to the disk. With more, it gets requests of several MiB, of which it was measured to take less in the same time.
+"""Bytes of one call. Longer calls make requests of several MiB, which the measured disk processes more slowly:
 docs/decisions/0046."""
 
 _logger = logging.getLogger("tierfs.local")
@@ -25,36 +25,36 @@ _pages = AlignedBuffers(PAGE_BYTES, keep_max=8)
 
 
 class DirectFile:
-    """An open file. Offsets, lengths and the memory that is lent are page-aligned; safe for use by many threads.
+    """An open file. The caller passes page-aligned offsets, lengths and memory. Thread-safe.
 
     Args:
-        path: An existing file's.
-        writable: Whether it will be written.
+        path: An existing file.
+        writable: Whether to open it for writing, too.
 
     Attributes:
-        direct: Whether the page cache is passed by.
+        direct: Whether reads and writes bypass the page cache.
     """
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         self.path = path
         with disk_errors(path):
             self.fd, self.direct = self._open((os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-        # Other threads may be reading while a successor takes this one's place: the last of them closes it.
+        # Other threads may still read when a new object replaces this one. The last reference closes the file.
         self._close = weakref.finalize(self, os.close, self.fd)
 
     def __repr__(self) -> str:
         return f"DirectFile({str(self.path)!r}, direct={self.direct})"
 
     def size(self) -> int:
-        """Bytes of the file now."""
+        """Return the present size of the file in bytes."""
         with disk_errors(self.path):
             return os.fstat(self.fd).st_size
 
     def read(self, pieces: list[memoryview], offset: int) -> None:
-        """Fill all pieces from ``offset`` on.
+        """Fill all pieces with the bytes from ``offset`` on.
 
         Raises:
-            StoreError: It could not be read, or ends before.
+            StoreError: The file could not be read, or is too short.
         """
         with disk_errors(self.path):
             while pieces:
@@ -64,21 +64,24 @@ class DirectFile:
                 pieces, offset = _rest(pieces, count), offset + count
 
     def write(self, pieces: list[memoryview], offset: int) -> None:
-        """Write all pieces from ``offset`` on. Not flushed."""
+        """Write all pieces at ``offset``, one after the other. This does not flush them."""
         with disk_errors(self.path):
             while pieces:
                 count = os.pwritev(self.fd, _first(pieces), offset)
                 pieces, offset = _rest(pieces, count), offset + count
 
     def next_data(self, at: int) -> int | None:
-        """Where, from ``at`` on, something was written for the first time; None if nowhere; ``at`` if that is not known."""
+        """Return the first offset from ``at`` on that holds written data.
+
+        None if there is none; ``at`` if the filesystem cannot tell.
+        """
         try:
             return os.lseek(self.fd, at, os.SEEK_DATA)
         except OSError as error:
             return None if error.errno == errno.ENXIO else at
 
     def close(self) -> None:
-        """Close it. Nobody may be using it."""
+        """Close the file. No other thread may be using it."""
         self._close()
 
     def _open(self, flags: int) -> tuple[int, bool]:
@@ -86,7 +89,7 @@ class DirectFile:
             fd = os.open(self.path, flags | os.O_DIRECT)
             try:
                 with _pages.lend() as page:
-                    # Some filesystems refuse only when it comes to reading.
+                    # Some filesystems accept O_DIRECT at open and fail at the first read.
                     os.preadv(fd, [page], 0)
             except OSError:
                 os.close(fd)
@@ -98,7 +101,7 @@ class DirectFile:
 
 
 def _first(pieces: list[memoryview]) -> list[memoryview]:
-    """The part of ``pieces`` for one call."""
+    """Return the part of ``pieces`` for one call: at most `CALL_BYTES`."""
     found, length = [], 0
     for piece in pieces:
         found.append(piece[: CALL_BYTES - length])
@@ -109,7 +112,7 @@ def _first(pieces: list[memoryview]) -> list[memoryview]:
 
 
 def _rest(pieces: list[memoryview], done: int) -> list[memoryview]:
-    """The rest of ``pieces`` when their first ``done`` bytes are through."""
+    """Return ``pieces`` without their first ``done`` bytes."""
     for index, piece in enumerate(pieces):
         if done < len(piece):
             return [piece[done:], *pieces[index + 1 :]]

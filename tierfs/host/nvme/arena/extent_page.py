@@ -1,14 +1,15 @@
-"""The pages of the arena that describe it, as values and as bytes: the arena's own, an extent's, and a draft's record.
+"""The pages that describe the arena, as values and as bytes: arena page, intent page, extent page, and draft record.
 
-FORMAT is local to a host and to a version of it: a page of another version is refused, never guessed at. Numbers are
-little-endian; each page ends with the XXH3-128 of what comes before.
+The format is private to a host and to one version. A page of another version is refused. Numbers are little-endian.
+Each page ends with the XXH3-128 of the bytes before it.
 
 ::
 
     arena, page 0     magic "TFSARENA" | version u16 | 6 zeros | epoch 16 | zeros | checksum 16
-    arena, page 1     magic "TFSINTNT" | version u16 | 2 zeros | count u32 | epoch 16 | count times (offset u64, serial u64) | ...
-    extent, page 0    magic "TFSXTENT" | version u16 | kind u8 | name length u8 | meta length u32 | epoch 16 | serial u64 |
-                      offset u64 | length u64 | digest 16 | name | meta | zeros | checksum 16
+    arena, page 1     magic "TFSINTNT" | version u16 | 2 zeros | count u32 | epoch 16 |
+                      count times (offset u64, serial u64) | zeros | checksum 16
+    extent, page 0    magic "TFSXTENT" | version u16 | kind u8 | name length u8 | meta length u32 | epoch 16 |
+                      serial u64 | offset u64 | length u64 | digest 16 | name | meta | zeros | checksum 16
     draft's data      seq u64 | at_ns i64 | path length u32 | names u32 | write id length u8 |
                       write id | path | names, each with a length u8 before it | the draft, encoded
 """
@@ -39,10 +40,10 @@ __all__ = [
 ]
 
 GRANULE = 64 * 1024
-"""Where extents may begin: so many bytes apart."""
+"""Bytes of a granule. Extents begin at multiples of this, and take whole granules."""
 
 SESSION_BITS = 32
-"""Of a serial, those that count within one session; the session that wrote an extent lies above them."""
+"""The low bits of a serial count within one session. The bits above them are the number of the session."""
 
 VERSION = 1
 NAME_BYTES_MAX = 33
@@ -60,7 +61,7 @@ EXTENT_MAGIC = b"TFSXTENT"
 
 
 class ExtentKind(enum.IntEnum):
-    """The content of an extent."""
+    """The kind of an extent's content."""
 
     RELEASED = 0
     CHUNK = 1
@@ -68,7 +69,7 @@ class ExtentKind(enum.IntEnum):
 
 
 def extent_bytes(length: int) -> int:
-    """Bytes of the arena that ``length`` bytes of data take: a page before them, in whole granules."""
+    """Return the bytes of the arena that ``length`` bytes of data take: a page and the data, in whole granules."""
     return -(-(PAGE_BYTES + length) // GRANULE) * GRANULE
 
 
@@ -83,17 +84,16 @@ def _is_sealed(page: bytes, magic: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPage:
-    """The arena's own page. The epoch is drawn when it is made; the index must name it."""
+    """The arena's first page. The epoch is random for each arena. The index of the arena must have the same epoch."""
 
     epoch: bytes
 
     def encode(self) -> bytes:
-        """The page."""
         return _seal(_ARENA.pack(_ARENA_MAGIC, VERSION, self.epoch))
 
     @classmethod
     def decode(cls, page: bytes) -> ArenaPage | None:
-        """The value; None if the page is damaged or no such page.
+        """Decode the page. Return None if it is damaged or another kind of page.
 
         Raises:
             FormatError: Another version of tierfs made it.
@@ -112,19 +112,21 @@ class ArenaPage:
 
 @dataclass(frozen=True, slots=True)
 class IntentPage:
-    """Extents of drafts that are being written: what is no draft of the index after a crash was never acknowledged."""
+    """Extents of drafts that are being written.
+
+    After a crash, a draft among them that is not in the index was never acknowledged.
+    """
 
     epoch: bytes
     extents: tuple[tuple[int, int], ...]  # offset and serial
 
     def encode(self) -> bytes:
-        """The page."""
         head = _INTENTS.pack(_INTENTS_MAGIC, VERSION, len(self.extents), self.epoch)
         return _seal(head, *(_INTENT.pack(*extent) for extent in self.extents))
 
     @classmethod
     def decode(cls, page: bytes) -> IntentPage | None:
-        """The value; None if the page is damaged, or was never written."""
+        """Decode the page. Return None if it is damaged, of another version, or was never written."""
         if not _is_sealed(page, _INTENTS_MAGIC):
             return None
         _, version, count, epoch = _INTENTS.unpack_from(page)
@@ -136,17 +138,17 @@ class IntentPage:
 
 @dataclass(frozen=True, slots=True)
 class ExtentPage:
-    """An extent's own page.
+    """The first page of an extent.
 
     Attributes:
-        kind: Its content's.
-        epoch: The arena's.
-        serial: Grows with every extent written, so of two that overlap the later one is known.
-        offset: Where the extent begins in the arena, so that a copy of a page elsewhere is not taken for one.
+        kind: The kind of content.
+        epoch: The arena's epoch.
+        serial: Grows with every extent written. It tells which of two overlapping extents is the later one.
+        offset: Offset of the extent in the arena. A copy of the page at another offset is not valid.
         length: Bytes of data.
         name: A chunk's local name, or a draft's write id.
-        meta: A chunk's meta, or a draft's path.
-        digest: XXH3-128 of a draft's data. Zeros for a chunk, which is verified by its meta.
+        meta: A chunk's metadata, or a draft's path.
+        digest: XXH3-128 of a draft's data. Zeros for a chunk: its metadata has the digests.
     """
 
     kind: ExtentKind
@@ -159,10 +161,10 @@ class ExtentPage:
     digest: bytes = bytes(16)
 
     def encode(self) -> bytes:
-        """The page.
+        """Encode the page.
 
         Raises:
-            InvalidInputError: Name or meta do not fit.
+            InvalidInputError: The name is empty or too long, or the metadata is too long.
         """
         if not 0 < len(self.name) <= NAME_BYTES_MAX or len(self.meta) > META_BYTES_MAX:
             raise InvalidInputError(f"a name of {len(self.name)} bytes with {len(self.meta)} bytes of meta")
@@ -185,7 +187,7 @@ class ExtentPage:
 
     @classmethod
     def decode(cls, page: bytes) -> ExtentPage | None:
-        """The value; None if the page is damaged, of another version, or no such page."""
+        """Decode the page. Return None if it is damaged, of another version, or another kind of page."""
         if not _is_sealed(page, EXTENT_MAGIC):
             return None
         _, version, kind, name_length, meta_length, epoch, serial, offset, length, digest = _EXTENT.unpack_from(page)
@@ -203,15 +205,15 @@ class ExtentPage:
 
 @dataclass(frozen=True, slots=True)
 class DraftRecord:
-    """A draft as its extent holds it: all that is needed to find it again without the index.
+    """The data of a draft's extent: everything that a rebuild of the index needs.
 
     Attributes:
-        seq: Its place in the order of closing.
-        at_ns: When it was stored, wall clock.
-        write_id: Names the change.
-        path: The file's, in the store.
-        names: The chunks it needs from this tier.
-        data: The draft, encoded.
+        seq: The position in closing order.
+        at_ns: When the draft was stored, wall clock.
+        write_id: Identifies the change.
+        path: Relative to the store.
+        names: Names of the chunks that the draft needs from this tier.
+        data: The encoded draft.
     """
 
     seq: int
@@ -222,7 +224,6 @@ class DraftRecord:
     data: bytes
 
     def encode(self) -> bytes:
-        """The bytes."""
         path = self.path.encode("utf-8", "surrogateescape")
         head = _DRAFT.pack(self.seq, self.at_ns, len(path), len(self.names), len(self.write_id))
         names = b"".join(bytes([len(name)]) + name for name in self.names)
@@ -230,10 +231,10 @@ class DraftRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> DraftRecord:
-        """The value.
+        """Decode the record.
 
         Raises:
-            CorruptionError: It is cut short.
+            CorruptionError: The record is damaged or cut short.
         """
         try:
             seq, at_ns, path_length, count, id_length = _DRAFT.unpack_from(data)

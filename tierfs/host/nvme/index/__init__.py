@@ -1,1 +1,1 @@
-"""What the arena holds: the database, and two small files that are read without it."""
+"""The index of the arena: a database, and two small files that processes read without it."""

@@ -1,10 +1,10 @@
-"""nvme.db: what the arena holds, committed. The writing connection, and the reading ones of all other processes.
+"""nvme.db, the index of committed chunks and drafts: the flusher's connection for writing, and those of readers.
 
-SQLite with a rollback journal, never a write-ahead log, since SQLite 3.7.0 to 3.51.2 can damage a database with one when a
-checkpoint meets a reset of the log. A commit is durable when it returns (``synchronous=FULL``). The journal is kept and its
-header zeroed, which FULL flushes, too.
+It uses SQLite with a rollback journal, never a write-ahead log. SQLite 3.7.0 to 3.51.2 can damage a database with a
+write-ahead log when a checkpoint coincides with a reset of the log. A commit is durable when it returns
+(``synchronous=FULL``). SQLite keeps the journal and zeroes its header, which FULL flushes, too.
 
-Nobody may open or close this file but through SQLite: closing any descriptor of it would drop the process's locks.
+Only SQLite may open or close this file: closing any other descriptor of it would drop the process's locks.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ INSERT_REF = "INSERT OR IGNORE INTO refs VALUES (?, ?)"
 
 
 class _IndexConnection(sqlite3.Connection):
-    """One that a forked child neither uses nor closes: closing would undo what the parent is writing."""
+    """A connection that a forked child neither uses nor closes. Closing it would undo the parent's transaction."""
 
     def _renew(self) -> None:
         leave_to_parent(self)
 
 
 def _connect(path: Path, *, busy_s: float, create: bool = False) -> _IndexConnection:
-    # Readers, too, need the right to write: after a crash the first to come rolls the journal back.
+    # Readers need write access, too: after a crash the first process that opens the database rolls the journal back.
     uri = f"file:{quote(os.fsencode(path))}?mode={'rwc' if create else 'rw'}"
     connection = sqlite3.connect(
         uri, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False, factory=_IndexConnection
@@ -70,16 +70,16 @@ def _connect(path: Path, *, busy_s: float, create: bool = False) -> _IndexConnec
 
 
 class Index:
-    """The writing connection. One per store and host; not safe for use by many threads at once.
+    """The connection for writing. One per store and host. Not thread-safe.
 
     Args:
-        path: The database, which must be there; see `create`.
+        path: The database, which must exist; see `create`.
 
     Attributes:
-        epoch: Its arena's.
+        epoch: The epoch of the arena that the index belongs to.
 
     Raises:
-        CorruptionError: It is damaged, or no database.
+        CorruptionError: The file is damaged, or is not an index.
         FormatError: A newer version of tierfs made it.
     """
 
@@ -105,16 +105,16 @@ class Index:
         rows: Iterable[tuple[str, Sequence[Any]]] = (),
         make_way: Callable[[], None] | None = None,
     ) -> None:
-        """Make a database with these rows in it and put it in its place, whole or not at all.
+        """Create a database with these rows, and put it at ``path`` atomically.
 
         Args:
-            path: Where.
-            epoch: The arena's.
-            rows: Statements with their values.
-            make_way: Called when it is ready, to move what is there out of the way; not needed where nothing is.
+            path: The database.
+            epoch: The arena's epoch.
+            rows: SQL statements with their values.
+            make_way: Called when the new database is complete, to move an existing one aside.
 
         Raises:
-            CapacityError: The disk is full; nothing was changed.
+            CapacityError: The disk is full. Nothing was changed.
         """
         temporary = path.with_name(f"{path.name}.new")
         leftovers = (temporary, temporary.with_name(f"{temporary.name}-journal"))
@@ -132,32 +132,31 @@ class Index:
             flush_directory(path.parent)
 
     def check(self) -> None:
-        """Read the whole database and see that it is sound in itself.
+        """Read the whole database and check its consistency.
 
         Raises:
-            CorruptionError: It is not.
+            CorruptionError: The database is damaged.
         """
         rows = self.select("PRAGMA quick_check(1)")
         if rows != [("ok",)]:
             raise CorruptionError(f"{self.path}: {rows[0][0] if rows else 'nothing to read'}", tier="nvme")
 
     def select(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        """All rows that a query finds."""
         with disk_errors(self.path):
             return self._connection.execute(query, values).fetchall()
 
     def meta(self, key: str, default: int) -> int:
-        """A number kept under ``key``."""
+        """Return the number that the table ``meta`` has for ``key``, or ``default``."""
         rows = self.select("SELECT value FROM meta WHERE key = ?", [key])
         return int(rows[0][0]) if rows else default
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Statements that are committed, durably, when the block ends, or have no effect if it raises.
+        """Commit the statements of the block durably when it ends. If the block raises, they have no effect.
 
         Raises:
             CapacityError: The disk is full. Nothing was changed.
-            StoreError, CorruptionError: It failed for another reason; look whether it took effect.
+            StoreError, CorruptionError: The commit failed for another reason, and may have taken effect.
         """
         with disk_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
@@ -165,12 +164,11 @@ class Index:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):  # some failures have rolled it back already
+                with contextlib.suppress(sqlite3.Error):  # some errors have rolled the transaction back already
                     self._connection.execute("ROLLBACK")
                 raise
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _prepare(self) -> None:
@@ -210,13 +208,13 @@ def _epoch_of(connection: sqlite3.Connection, path: Path) -> bytes:
 
 
 class IndexReader:
-    """A reading connection, opened when it is needed, and anew when the database was replaced.
+    """A connection for reading, opened at the first query, and opened again when the database was replaced.
 
-    Safe for use by many threads.
+    Thread-safe.
 
     Args:
-        path: The database; it need not be there.
-        busy_s: How long a query waits at most while the writer commits.
+        path: The database. It need not exist.
+        busy_s: Longest wait of a query for the writer's commit, in seconds.
     """
 
     def __init__(self, path: Path, *, busy_s: float) -> None:
@@ -231,11 +229,11 @@ class IndexReader:
         return f"IndexReader({str(self.path)!r}, busy_s={self._busy_s})"
 
     def select(self, query: str, values: Sequence[Any] = ()) -> tuple[bytes, list[Any]] | None:
-        """All rows that a query finds, and the epoch of the arena that they are about; None if there is no index.
+        """Return the arena's epoch and all rows of a query, or None if there is no index.
 
         Raises:
-            StoreError: Transient where the writer kept it busy for too long.
-            CorruptionError: It is damaged, or no database.
+            StoreError: The index cannot be read. Transient if the writer kept it busy for too long.
+            CorruptionError: The file is damaged, or is not an index.
             FormatError: A newer version of tierfs made it.
         """
         with self._lock, disk_errors(self.path):
@@ -244,7 +242,7 @@ class IndexReader:
                     connection = self._opened(identity)
                     return self._epoch, self._rows(connection, query, values)
                 except BaseException as error:  # noqa: PERF203 - nothing waits for it
-                    # One that is being made anew goes away under the query: what failed then is not the one that is there.
+                    # A rebuild may replace the database during the query. Then retry with the new one.
                     replaced = isinstance(error, sqlite3.OperationalError) and self._found() != identity
                     self._close()
                     if not replaced:
@@ -253,7 +251,10 @@ class IndexReader:
             return None
 
     def _rows(self, connection: sqlite3.Connection, query: str, values: Sequence[Any]) -> list[Any]:
-        """The rows of a query. A commit takes a millisecond, and SQLite itself would look again after one, two, five and ten."""
+        """Run a query, and retry it every `BUSY_PAUSE_S` while the database is locked.
+
+        A commit takes about a millisecond. SQLite's own busy handler would retry after 1, 2, 5 and 10 ms.
+        """
         ends = time.monotonic() + self._busy_s
         while True:
             try:
@@ -264,7 +265,7 @@ class IndexReader:
             time.sleep(BUSY_PAUSE_S)
 
     def close(self) -> None:
-        """Close the connection; the next query opens one."""
+        """Close the connection. The next query opens a new one."""
         with self._lock:
             self._close()
 

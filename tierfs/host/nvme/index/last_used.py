@@ -1,4 +1,4 @@
-"""nvme.used: when each extent was last read, by any process. A hint for eviction, so it is neither locked nor flushed."""
+"""nvme.used: when any process last read each extent. Only eviction uses it, so it is neither locked nor flushed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _BYTES = 4
 
 
 class LastUsed:
-    """A file of one 32-bit number for each granule of the arena: seconds of the wall clock.
+    """A file with a 32-bit number for each granule of the arena: seconds of the wall clock.
 
-    Written with ``pwrite``, not through a mapping: where the disk is full, that fails, and does not kill the process.
+    It is written with ``pwrite`` instead of a mapping: on a full disk ``pwrite`` fails, and a mapping would kill the
+    process. All errors are ignored.
 
     Args:
         path: The file.
-        create: Whether to make it where it is missing.
+        create: Whether to create the file if it is missing.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
@@ -33,16 +34,16 @@ class LastUsed:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
             weakref.finalize(
                 self, os.close, self._fd
-            ).atexit = False  # at exit a thread may still write there, and the number be another file's
+            ).atexit = False  # at exit a thread may still write here, and the descriptor may be reused meanwhile
 
     def touch(self, offset: int, now_s: int) -> None:
-        """Note that the extent that begins there is used now."""
+        """Record that the extent at ``offset`` is used now."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.pwrite(self._fd, (now_s & 0xFFFFFFFF).to_bytes(_BYTES, "little"), offset // GRANULE * _BYTES)
 
     def at(self, offset: int) -> int:
-        """When the extent that begins there was used last; 0 where that is not known."""
+        """Return when the extent at ``offset`` was last used; 0 if unknown."""
         found = b""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
@@ -50,7 +51,7 @@ class LastUsed:
         return int.from_bytes(found, "little")
 
     def read(self, arena_bytes: int) -> npt.NDArray[np.uint32]:
-        """When each granule was used; 0 where that is not known."""
+        """Return when each granule was last used; 0 where unknown."""
         used = np.zeros(arena_bytes // GRANULE, np.dtype("<u4"))
         if self._fd >= 0:
             with contextlib.suppress(OSError):

@@ -1,10 +1,11 @@
-"""nvme.paths: how many drafts of the index lie at or below each path, for readers that have nothing to look for there.
+"""nvme.paths: how many drafts of the index lie at or below each path, so that readers can skip most queries.
 
-A query of the index waits while the writer commits, which it does all the time while small files are saved. Most files that are looked
-for are not in it. The counts are kept by a hash of the path, so several paths share one; 0 means that no draft is there.
+A query of the index waits while the writer commits, and the writer commits all the time while small files are saved.
+Most files that readers look up have no draft. The counts are kept by a hash of the path, so several paths share a
+count. A count of 0 means that no draft is at or below the path.
 
-A count is never too low for those who look. The writer raises it before it commits a draft, and lowers it after the row is gone. A file
-of another run of the kernel, or of an index that was replaced, says nothing: after a crash of the host it may be old.
+A count is never too low. The writer raises it before it commits a draft, and lowers it after it has removed the row.
+Readers ignore a file that belongs to another run of the kernel or to a replaced index: its counts may be out of date.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SIZE = _HEAD.size + COUNTS * _COUNT.size
 
 
 def _head(index: Path) -> bytes:
-    """What the file begins with if it is of the index that is there now, in this run of the kernel."""
+    """Return the head that the file has if it belongs to the present index and this run of the kernel."""
     status = os.stat(index)
     return _HEAD.pack(_MAGIC, bytes.fromhex(_BOOT), status.st_dev, status.st_ino)
 
@@ -43,20 +44,20 @@ def _place(path: str) -> int:
 
 
 def _places(path: str) -> list[int]:
-    """Where the counts of a path are, and of all directories above it."""
+    """Return the offsets of the counts of a path and of all directories above it."""
     parts = path.split("/")
     return [_place("/".join(parts[:depth])) for depth in range(len(parts) + 1)]
 
 
 class PathCounter:
-    """The writer's side; the index is locked for each call.
+    """Maintains the counts for the writer. Its caller holds the lock of the index during each call.
 
     Args:
-        path: The file; made where it is missing. Where the disk has no room for it, readers ask the index.
+        path: The file, created if missing. If the disk has no room for it, readers query the index.
         index: The database.
 
     Raises:
-        StoreError: It cannot be opened.
+        StoreError: The file cannot be opened.
     """
 
     def __init__(self, path: Path, index: Path) -> None:
@@ -65,7 +66,8 @@ class PathCounter:
         with disk_errors(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._closing = weakref.finalize(self, os.close, self._fd)
-            self._closing.atexit = False  # at exit a thread may still write there, and the number be another file's
+            # At exit a thread may still write here, and the descriptor may be reused meanwhile.
+            self._closing.atexit = False
             self._is_whole = os.fstat(self._fd).st_size >= _SIZE
         if not self._is_whole:
             with contextlib.suppress(OSError):
@@ -73,7 +75,7 @@ class PathCounter:
                 self._is_whole = True
 
     def renew(self, paths: Iterable[str]) -> None:
-        """Count anew, since the index was opened."""
+        """Count the drafts at these paths from scratch. The writer calls this after it opens the index."""
         if not self._is_whole:
             return
         counts = np.zeros(COUNTS, "<u4")
@@ -88,7 +90,7 @@ class PathCounter:
             os.pwrite(self._fd, head, 0)
 
     def add(self, paths: Iterable[str], by: int) -> None:
-        """Count so many drafts more of each path: 1 before they are committed, -1 when their rows are gone."""
+        """Add ``by`` to the counts of each path: 1 before drafts are committed, -1 after their rows are removed."""
         if not self._is_whole:
             return
         with disk_errors(self._path):
@@ -98,16 +100,15 @@ class PathCounter:
                     os.pwrite(self._fd, _COUNT.pack(max(count + by, 0)), place)
 
     def close(self) -> None:
-        """Close the file."""
         self._is_whole = False
         self._closing()
 
 
 class PathCounts:
-    """The readers' side. Safe for use by many threads.
+    """Reads the counts. Thread-safe.
 
     Args:
-        path: The file; need not be there.
+        path: The file. It need not exist.
         index: The database.
     """
 
@@ -119,7 +120,7 @@ class PathCounts:
         self._closing: weakref.finalize[..., PathCounts] | None = None
 
     def is_clear(self, path: str) -> bool:
-        """Whether it is certain that the index has no draft at or below ``path``; ``""`` is the root."""
+        """Return whether the index certainly has no draft at or below ``path``; ``""`` is the root."""
         try:
             with self._lock:
                 if self._closing is None:
@@ -133,7 +134,7 @@ class PathCounts:
             return False
 
     def close(self) -> None:
-        """Close the file; the next look opens it again."""
+        """Close the file. The next `is_clear` opens it again."""
         with self._lock:
             if self._closing is not None:
                 self._closing()
