@@ -1,4 +1,4 @@
-"""Drafts as they are found in the local tiers, decoded once each."""
+"""A cache of decoded drafts, so that each draft in the local tiers is decoded once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tierfs.host.slab.segment import Slot
 
 __all__ = ["DecodedDrafts"]
 
-# As many as are pending on a host that writes small files faster than they are flushed; 2 KiB each.
+# Enough for the pending drafts of a host that writes small files faster than they are flushed; 2 KiB each.
 DECODED_MAX = 16_384
 
 
 class DecodedDrafts:
-    """Decodes drafts, and remembers those that it decoded last. Safe for use by many threads.
+    """Decodes drafts, and caches the latest `DECODED_MAX` of them. Thread-safe.
 
     Args:
-        counters: Where it is said that one is passed over.
+        counters: Logs each draft that cannot be decoded, once.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -32,7 +32,10 @@ class DecodedDrafts:
         return f"DecodedDrafts({len(self._decoded)}/{DECODED_MAX})"
 
     def in_slot(self, slot: Slot) -> Draft | None:
-        """The draft in a slot; ``None`` if it is another's by now, or cannot be read, which is logged."""
+        """Return the draft in a slot.
+
+        ``None`` if the slot was reused, or if the draft cannot be decoded. The latter is logged.
+        """
         key = (slot.segment.id, slot.index, slot.serial)
         known = self._find(key)
         if known is not None:
@@ -49,15 +52,18 @@ class DecodedDrafts:
 
     @staticmethod
     def damaged_in_slot(slot: Slot) -> list[str]:
-        """The path of a draft that could not be read, if it is there still; an empty one where that is not known either."""
+        """Return the path of a draft that cannot be decoded, or ``""`` if its path is unknown, too.
+
+        The list is empty if the slot was reused meanwhile.
+        """
         where = slot.segment.meta(slot).decode(errors="replace")
         return [where] if slot.segment.is_still(slot) else []
 
     def in_index(self, stored: StoredDraft) -> Draft:
-        """The draft in a row of the nvme tier's index.
+        """Return the draft in a row of the nvme tier's index.
 
         Raises:
-            CorruptionError, FormatError: It cannot be read.
+            CorruptionError, FormatError: The draft cannot be decoded.
         """
         key = ("nvme", stored.seq, 0)
         known = self._find(key)
@@ -66,7 +72,7 @@ class DecodedDrafts:
         return self._remember(key, Draft.decode(stored.data, f"{stored.path}: draft {stored.seq} in the nvme tier"))
 
     def readable_in_index(self, stored: StoredDraft) -> Draft | None:
-        """The same; ``None`` if it cannot be read, which is logged."""
+        """Return the draft in a row of the nvme tier's index, or log it and return ``None`` if it cannot be decoded."""
         try:
             return self.in_index(stored)
         except (CorruptionError, FormatError) as error:

@@ -1,4 +1,4 @@
-"""Which drafts in segments are of which path, so that looking for one file does not take longer the more are pending."""
+"""An index of the drafts in segments by path. The time of a look-up does not grow with the number of pending drafts."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ __all__ = ["StagedIndex"]
 
 
 class StagedIndex:
-    """The sealed drafts in the segments of one store, by path. Safe for use by many threads.
+    """The sealed drafts in the segments of one store, by path. Thread-safe.
 
-    Each look takes in what changed in the segments' tables since the one before.
-
-    Args:
-        ram: The ram tier.
-        decoded: Decodes drafts.
+    Each look-up first applies the changes in the segments' tables since the previous look-up.
     """
 
     def __init__(self, ram: RamTier, decoded: DecodedDrafts) -> None:
         self._ram = ram
         self._decoded = decoded
         self._lock = threading.Lock()
-        self._seen: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()  # their counters of changes
-        self._paths: dict[str, dict[int, str]] = {}  # by segment, and by place in its table
-        self._places: dict[str, set[tuple[str, int]]] = {}  # by path: segments and places
-        self._sorted: list[str] = []  # the paths
+        self._seen: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()  # `Segment.changes`
+        self._paths: dict[str, dict[int, str]] = {}  # by segment id, then by slot index
+        self._places: dict[str, set[tuple[str, int]]] = {}  # by path: segment ids and slot indexes
+        self._sorted: list[str] = []  # the paths, sorted
         self._damaged: set[tuple[str, int]] = set()
 
     def __repr__(self) -> str:
         return f"StagedIndex({len(self._places)} paths)"
 
     def newest(self, path: str) -> tuple[Draft | None, bool]:
-        """The draft of a path that was closed last, and whether one that cannot be read may be newer."""
+        """Return the newest draft of a path, and whether a draft that cannot be decoded may be newer."""
         with self._lock:
             segments = self._refresh()
             slots, damaged = _slots(segments, self._places.get(path, ())), _slots(segments, self._damaged)
@@ -53,7 +49,7 @@ class StagedIndex:
         return None, self._is_hidden(path, damaged)
 
     def below(self, path: str) -> Iterator[Draft]:
-        """The drafts of paths that are, or lie below, ``path``, as they were closed; those that cannot be read are left out."""
+        """Yield the drafts at or below ``path`` in closing order, except those that cannot be decoded."""
         with self._lock:
             segments = self._refresh()
             names = self._names_below(path)
@@ -72,11 +68,11 @@ class StagedIndex:
         return [*([path] if path in self._places else ()), *names]
 
     def _is_hidden(self, path: str, damaged: Iterable[Slot]) -> bool:
-        """Whether one of these slots is of the path, or of one that nobody knows."""
+        """Return whether one of these damaged drafts is of ``path``, or of an unknown path."""
         return any(not {path, ""}.isdisjoint(self._decoded.damaged_in_slot(slot)) for slot in damaged)
 
     def _refresh(self) -> dict[str, Segment]:
-        """Take in what changed, and return the segments by id. The lock is held."""
+        """Apply all changes, and return the segments by id. The caller holds the lock."""
         segments = {segment.id: segment for segment in self._ram.segments()}
         for segment_id in [known for known in self._paths if known not in segments]:
             self._forget(segment_id)
@@ -84,7 +80,7 @@ class StagedIndex:
             changes, seen = segment.changes, self._seen.get(segment)
             if seen == changes:
                 continue
-            if seen is None:  # perhaps one that was known, opened anew
+            if seen is None:  # perhaps a known segment that was reopened
                 self._forget(segment.id)
             self._seen[segment] = -1
             changed = segment.take_changed_drafts()
@@ -129,11 +125,11 @@ class StagedIndex:
 
 
 def _slots(segments: Mapping[str, Segment], places: Iterable[tuple[str, int]]) -> list[Slot]:
-    """The sealed ones among these, as they were sealed."""
+    """Return the slots of these that are sealed, in the order in which they were sealed."""
     found = [segments[segment_id].slot(index) for segment_id, index in places]
     return sorted((slot for slot in found if slot is not None and slot.state is SlotState.SEALED), key=_turn)
 
 
 def _turn(slot: Slot) -> tuple[int, str, int]:
-    """The greater of two was sealed later."""
+    """Return the sort key of a slot: the later a slot was sealed, the greater the key."""
     return slot.stamp_ns, slot.segment.id, slot.serial

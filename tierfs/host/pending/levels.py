@@ -1,4 +1,4 @@
-"""How safe a save is: the levels, in order (DESIGN, "Words")."""
+"""The levels of safety of a save: see docs/reference/levels.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Level"]
 
 
 class Level(enum.IntEnum):
-    """Reaching one level implies the lower ones."""
+    """How safe a change is. A change that has reached a level has reached all lower ones, too."""
 
     NONE = 0
     STAGED = 1
@@ -24,10 +24,10 @@ class Level(enum.IntEnum):
 
     @classmethod
     def parse(cls, text: str | Level) -> Level:
-        """The level called ``text``; one that a save can be asked for.
+        """Return the level with this label, except ``none``. Return a `Level` unchanged.
 
         Raises:
-            InvalidInputError: No such level, or ``none``.
+            InvalidInputError: The text is ``none``, or is not the label of a level.
         """
         if isinstance(text, Level):
             return text

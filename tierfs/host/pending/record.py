@@ -1,7 +1,7 @@
-"""A draft: the record of a file that was closed on this host and is not in the object tier yet.
+"""Drafts: a draft is a sealed change of one path that this host has not published yet.
 
-It lies in a slab, and once it has reached the nvme tier in ``nvme.db`` and the arena. It is private to the host: a
-newer tierfs refuses one of another version by name instead of guessing (docs/reference/local-tiers.md).
+A draft lies in a slab, or in ``nvme.db`` and the arena once it has reached the nvme tier. The format is private to
+the host. tierfs refuses a draft of another format version (docs/reference/local-tiers.md).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _FOREIGN = 0xF0
 
 @dataclass(frozen=True, slots=True)
 class ObservedBase:
-    """The version that a write observed at its path; it is published on condition that this is still there.
+    """The version that a writer observed at its path. The draft is published only if it is still there.
 
     Attributes:
-        version: The record's in the object tier; ``None`` where there was none.
-        write_id: The draft's that was pending at the path then; ``None`` where there was none. It takes precedence.
+        version: Version of the record in the object tier; ``None`` if there was none.
+        write_id: Write id of the draft that was pending at the path; ``None`` if there was none. It takes precedence.
     """
 
     version: str | None = None
@@ -44,12 +44,12 @@ class ObservedBase:
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """A slot of a segment, and which of the slot's lives is meant.
+    """A reference to one use of a slot.
 
     Attributes:
         segment: The segment's id, 32 hexadecimal digits.
-        index: The slot's.
-        serial: Its life's.
+        index: The slot's index in the segment's table.
+        serial: Identifies the use of the slot. No serial repeats in a segment.
     """
 
     segment: str
@@ -58,24 +58,24 @@ class SlotRef:
 
     @classmethod
     def of(cls, slot: Slot) -> SlotRef:
-        """The reference to a slot in the life that it was looked up in."""
+        """Return the reference to a slot as it was looked up."""
         return cls(slot.segment.id, slot.index, slot.serial)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A change of one path, not published yet.
+    """A change of one path that is not published yet.
 
     Attributes:
         path: Relative to the store.
-        record: The record to publish. A manifest's rows have a stored length of 0 where their chunk is not known to
-            be in the object tier yet; a tombstone's check is filled in when it is published.
-        base: The version that it replaces.
-        slots: Per row of a manifest, which slot holds its chunk for this draft; ``None`` for a chunk that lies elsewhere.
-        after: Write id of a draft that has to be published before, wherever it lies: a file that was moved is there
-            before it is gone where it was.
-        boot: The run of the kernel in which it was closed.
-        stamp_ns: When, on that run's monotonic clock: what drafts are published in the order of.
+        record: The record to publish. A row of a manifest has a stored length of 0 if its chunk is not known to be in
+            the object tier. A tombstone's check is filled in at publication.
+        base: The version that the change replaces.
+        slots: For each row of a manifest, the slot that holds its chunk, or ``None`` if the chunk lies elsewhere.
+        after: Write id of a draft of any path that has to be published first. A rename thus publishes its target
+            before it removes its source.
+        boot: The boot id at the time the file was closed.
+        stamp_ns: When the file was closed, on the monotonic clock of that boot. Drafts are published in this order.
     """
 
     path: str
@@ -88,35 +88,35 @@ class Draft:
 
     @property
     def write_id(self) -> bytes:
-        """Names this change: 16 random bytes."""
+        """16 random bytes that identify the change."""
         return self.record.write_id
 
     @property
     def length(self) -> int:
-        """Bytes of the file; 0 for a removal."""
+        """Bytes of the file; 0 for a tombstone."""
         return self.record.length if isinstance(self.record, Manifest) else 0
 
     @property
     def names(self) -> tuple[bytes, ...]:
-        """Local names of the chunks, in order."""
+        """Local names of the chunks, in the order of the manifest's rows; empty for a tombstone."""
         if isinstance(self.record, Tombstone):
             return ()
         kind = self.record.digest_kind
         return tuple(local_name(kind, row.name.digest) for row in self.record.rows)
 
     def turn(self, boot: str, number: int = 0) -> tuple[int, int, int]:
-        """When it was closed, as something to compare.
+        """Return the sort key of the closing order.
 
         Args:
-            boot: The run of the kernel now. Drafts of an earlier one come first.
-            number: Its number in the nvme tier, which those are ordered by.
+            boot: The present boot id. Drafts of earlier boots come first.
+            number: The draft's seq in the nvme tier, by which drafts of earlier boots are sorted.
         """
         if self.boot != boot:
             return (0, number, 0)
         return (1, self.stamp_ns, int.from_bytes(self.write_id[:8], "big"))
 
     def encode(self) -> bytes:
-        """The bytes that a slab and ``nvme.db`` hold."""
+        """Encode the draft as slabs and ``nvme.db`` hold it."""
         base: dict[str, str] = {}
         if self.base.version is not None:
             base["version"] = self.base.version
@@ -135,11 +135,11 @@ class Draft:
 
     @classmethod
     def decode(cls, data: bytes | memoryview, where: str) -> Draft:
-        """Read a draft.
+        """Decode a draft. ``where`` names its location in errors.
 
         Raises:
-            CorruptionError: Damaged or cut short.
-            FormatError: Written by another version of tierfs.
+            CorruptionError: The draft is damaged or cut short.
+            FormatError: The draft has another format version.
         """
         view = memoryview(data)
         if len(view) < _HEAD.size + _CHECKSUM_BYTES:
@@ -180,10 +180,10 @@ class Draft:
 
 
 def local_name(kind: digest.DigestKind, chunk_digest: bytes) -> bytes:
-    """The name in the local tiers of the chunk with this digest."""
+    """Return the name that a chunk with this digest has in the local tiers."""
     return bytes((kind,)) + chunk_digest
 
 
 def foreign_name(key: str, version: str, offset: int) -> bytes:
-    """The name in the local tiers of the chunk at ``offset`` of an object that tierfs did not write, at this version."""
+    """Return the local name of the chunk at ``offset`` of one version of an object that tierfs did not write."""
     return bytes((_FOREIGN,)) + digest.checksum(key.encode(), b"\0", version.encode(), offset.to_bytes(8, "little"))

@@ -1,7 +1,7 @@
-"""Pending files of this host: drafts that were closed and are not in the object tier yet.
+"""Find the pending changes of this host: sealed drafts that are not in the object tier yet.
 
-They are found in the tiers themselves, the ram tier before the nvme tier, because a draft moves down and never up. So
-looking needs no flusher, but to have a damaged index made anew.
+Look-ups read the tiers themselves, the ram tier before the nvme tier, because a draft only moves down. They need a
+flusher only to rebuild a damaged index.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotState
 
 if TYPE_CHECKING:
-    from tierfs.host.rpc.client import FlusherClient  # a flusher loads this file, and asks nobody
+    from tierfs.host.rpc.client import FlusherClient  # a flusher loads this file too, and needs no client
 
 __all__ = ["KEPT", "Pending", "PendingDrafts", "damaged_segment"]
 
@@ -35,24 +35,21 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A draft that this host has and the object tier does not, and the level it has reached."""
+    """A draft that is not in the object tier yet, and the level that it has reached."""
 
     draft: Draft
     level: Level
 
 
 class PendingDrafts:
-    """The drafts in one store's local tiers. Safe for use by many threads.
+    """The drafts in one store's local tiers. Thread-safe.
 
     Args:
         ram: The ram tier.
         nvme: The nvme tier.
-        flusher: How to reach the flusher.
-        counters: Where it is told of what could not be had as it is meant to be.
+        flusher: Asked to rebuild a damaged index.
+        counters: Receives fallbacks.
         stored_level: The level of a draft in the nvme tier.
-
-    Attributes:
-        stored_level: As given.
     """
 
     def __init__(
@@ -77,10 +74,11 @@ class PendingDrafts:
         return f"PendingDrafts({self._ram!r}, {self._nvme!r}, {self._decoded!r})"
 
     def pending(self, path: str) -> Pending | None:
-        """The newest draft of ``path``, if any.
+        """Return the newest draft of ``path``, or None.
 
         Raises:
-            CorruptionError: There is one, and it cannot be read; what was there before is no answer.
+            CorruptionError, FormatError: The newest draft cannot be decoded, or a damaged draft may be newer.
+            StoreError: The index of the nvme tier cannot be read now.
         """
         staged, is_hidden = self._by_path.newest(path)
         if is_hidden:
@@ -97,14 +95,14 @@ class PendingDrafts:
         return Pending(staged, Level.STAGED) if staged is not None else None
 
     def level(self, path: str) -> Level:
-        """The level of the newest write of ``path`` on this host."""
+        """Return the level of this host's newest change of ``path``."""
         pending = self.pending(path)
         return Level.OBJECT if pending is None else pending.level
 
     def pending_below(self, path: str) -> dict[str, Pending]:
-        """The newest draft of every path that is, or lies below, ``path``; all of them for ``""``.
+        """Return the newest draft of each path at or below ``path``; of all paths for ``""``.
 
-        One that cannot be read is passed over, which is logged.
+        Drafts that cannot be decoded are skipped and logged.
         """
         staged = list(self._by_path.below(path))
         stored = self._stored_below(path)
@@ -117,16 +115,19 @@ class PendingDrafts:
         return found
 
     def check_hidden(self, path: str) -> None:
-        """See that no segment is damaged, where something that this host wrote at or below ``path`` may be hidden.
+        """Check that no damaged segment may hide changes of this host at or below ``path``.
 
         Raises:
-            CorruptionError: One is.
+            CorruptionError: A segment of the store is damaged.
         """
         for name, error in self._ram.damaged().items():
             raise damaged_segment(name, error, path)
 
     def is_settled(self, path: str) -> bool:
-        """Whether nothing at or below ``path`` is pending, nor kept as a conflict, as far as this process can see all."""
+        """Return whether no draft at or below ``path`` is pending or kept as a conflict.
+
+        Return false if this process cannot read a segment or a draft of the ram tier.
+        """
         if self._ram.is_blind():
             return False
         damaged: list[str] = []
@@ -136,13 +137,13 @@ class PendingDrafts:
         return not self._stored_below(path, conflicts=True)
 
     def conflicts(self) -> list[tuple[str, str]]:
-        """Paths that somebody else changed before this host's change was published, and a word on each."""
+        """Return the path of each draft in conflict, with a note for the user."""
         found = [(draft.path, KEPT) for draft in self._staged((SlotState.CONFLICT,))]
         stored = self._stored_below("", conflicts=True)
         return found + [(item.path, item.note) for item in stored if item.state == "conflict"]
 
     def kept(self, path: str) -> Draft | None:
-        """The newest change of ``path`` that is kept because somebody else was faster."""
+        """Return the newest change of ``path`` that is kept as a conflict, or None."""
         found = [draft for draft in self._staged((SlotState.CONFLICT,)) if draft.path == path]
         stored = [item for item in self._stored_below(path, conflicts=True) if item.path == path]
         found += [
@@ -153,19 +154,25 @@ class PendingDrafts:
         return found[-1] if found else None
 
     def own(self) -> list[Draft]:
-        """Drafts that this process closed and that have not left its slabs yet, or the nvme tier's commit where there is none."""
+        """Return the sealed drafts in this process's own segments.
+
+        A draft leaves them when the flusher has committed it to the nvme tier or, if there is none, published it.
+        """
         own = {segment.id for segment in self._ram.own_segments()}
         slots = [slot for slot in self._ram.drafts((SlotState.SEALED,)) if slot.segment.id in own]
         return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None]
 
     def _is_newer(self, draft: Draft, other: Draft) -> bool:
-        """Whether a draft in a slab was closed after one in the nvme tier; until its slot is marked clean it is in both."""
+        """Return whether a draft in a slab was closed after a draft in the nvme tier.
+
+        A draft is in both tiers until the flusher marks its slot as clean.
+        """
         return draft.turn(self._boot) > other.turn(self._boot)
 
     def _staged(
         self, states: tuple[SlotState, ...] = (SlotState.SEALED,), *, damaged: list[str] | None = None
     ) -> Iterator[Draft]:
-        """Drafts in slabs, as they were closed. To ``damaged`` are added the paths of those that cannot be read."""
+        """Yield the drafts in slabs, in closing order. Append the paths of undecodable drafts to ``damaged``."""
         for slot in self._ram.drafts(states):
             draft = self._decoded.in_slot(slot)
             if draft is not None:
@@ -177,7 +184,7 @@ class PendingDrafts:
         return self._look_up_stored(lambda: self._nvme.drafts_below(path, conflicts=conflicts))
 
     def _look_up_stored(self, look_up: Callable[[], _Answer]) -> _Answer:
-        """Look up drafts; where the index is of no use, after a flusher, which is started for it, has made it anew."""
+        """Look up drafts in the nvme tier. If the index is damaged, have a flusher rebuild it and retry."""
         for _ in range(REBUILDS_MAX):
             try:
                 return look_up()
@@ -190,7 +197,7 @@ class PendingDrafts:
 
 
 def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:
-    """The error for a path of which nothing is known, because a segment cannot be read."""
+    """Return the error for a path whose changes may be in a damaged segment."""
     what = f"{path}: {name}" if path else name
     return CorruptionError(
         f"{what} is no segment any more, and what was saved may have been in it alone: {error}: delete that file to give "
