@@ -1,1 +1,1 @@
-"""The flusher: the one process of a host that moves what was staged down to the nvme and the object tier."""
+"""The flusher: the one process per host and store that moves staged changes to the nvme tier and the object tier."""

@@ -1,7 +1,8 @@
-"""The flusher's way to the object tier: who handed it over, and when another one takes its place.
+"""The flusher's access to the object tier: which of the clients' options it uses, and when it changes them.
 
-Processes say with which options they reach the object tier. Options that work stay, whatever else is handed over. Where the
-object tier refuses them, the newest that a writer handed over are used; where no writer did, the newest.
+Each client sends the options with which it reaches the object tier. The flusher keeps the options in use while the
+object tier accepts them. If the object tier refuses them, the flusher uses the newest options that a writer sent, or
+else the newest that any client sent.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from tierfs.errors import InvalidInputError, StoreError, StoreNotFoundError, TierfsError
 
 if TYPE_CHECKING:
-    # A flusher answers its clients before it loads the store, which takes as long again.
+    # A flusher answers its clients before it loads the store, because loading takes as long as starting.
     from tierfs.flusher.publish import StorePublisher
 
 __all__ = ["Access", "Connect", "Way"]
@@ -28,8 +29,8 @@ class Way(NamedTuple):
 
     Attributes:
         url: The store's root.
-        options: For its filesystem, credentials among them: not to be logged.
-        writes: Whether that process has changed something in the store with them.
+        options: Options of the filesystem. They include credentials, so do not log them.
+        writes: Whether that process has changed the store with these options.
     """
 
     url: str
@@ -37,19 +38,19 @@ class Way(NamedTuple):
     writes: bool = False
 
     def leads_where(self, other: Way | None) -> bool:
-        """Whether the other one has the same URL and options."""
+        """Return whether ``other`` has the same URL and options."""
         return other is not None and self[:2] == other[:2]
 
 
 Connect = Callable[[Way], "StorePublisher"]
-"""Makes what publishes to the store; called when that is needed first."""
+"""Makes the publisher for a `Way`. Called when the publisher is needed for the first time."""
 
 
 class Access:
-    """The one way to the object tier that is used. Safe for use by many threads.
+    """The `Way` to the object tier in use, and the publisher made from it. Thread-safe.
 
     Args:
-        connect: See `Connect`; ``None`` where `use` says all that there is.
+        connect: See `Connect`. If ``None``, only `use` gives access.
     """
 
     def __init__(self, connect: Connect | None = None) -> None:
@@ -66,16 +67,16 @@ class Access:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a way."""
+        """Whether there is any access to the object tier."""
         return self._used is not None or self._publisher is not None
 
     def use(self, publisher: StorePublisher) -> None:
-        """Publish by this from now on."""
+        """Use this publisher from now on."""
         with self._lock:
             self._publisher, self._is_refused = publisher, False
 
     def hand_over(self, way: Way) -> bool:
-        """Take note of a way. Returns whether it is used from now on, and another one was before, or none."""
+        """Note a client's way. Return whether the way in use has changed."""
         if self._connect is None:
             return False
         with self._lock:
@@ -89,11 +90,11 @@ class Access:
             return self._renew()
 
     def call(self, do: Callable[[StorePublisher], _Done]) -> _Done:
-        """Do something with the object tier; once more where the way is refused and a newer one is known.
+        """Call ``do`` with the publisher. If the object tier refuses the way and a newer one is known, retry with that.
 
         Raises:
-            StoreError: There is no way yet; it is transient.
-            TierfsError: As ``do`` does.
+            StoreError: No client has sent a way yet. Transient.
+            TierfsError: Raised by ``do``.
         """
         while True:
             publisher = self._loaded()
@@ -109,7 +110,7 @@ class Access:
                 return done
 
     def asked(self) -> dict[str, Any]:
-        """See `StorePublisher.asked`; nothing before it was needed."""
+        """Return `StorePublisher.asked`, or an empty dict if no publisher has been needed yet."""
         publisher = self._publisher
         return {} if publisher is None else publisher.asked()
 
@@ -127,7 +128,7 @@ class Access:
             return publisher
 
     def _is_replaced(self, publisher: StorePublisher, error: TierfsError) -> bool:
-        """Whether another way is used by now than the one on which this error came up, which is a refusal."""
+        """Return whether the error is a refusal and another publisher is in use now, so that a retry may succeed."""
         if not _is_refusal(error):
             return False
         with self._lock:
@@ -138,7 +139,7 @@ class Access:
             return publisher is not self._publisher
 
     def _renew(self) -> bool:
-        """Use the newest way where that is better. Returns whether it was not in use. The lock is held."""
+        """Switch to the newest way if it is better. Return whether the way changed. The caller holds the lock."""
         used, newest = self._used, self._newest
         if newest is None or newest.leads_where(used):
             return False
@@ -149,6 +150,6 @@ class Access:
 
 
 def _is_refusal(error: TierfsError) -> bool:
-    """Whether others may fare better than who got this: no rights, credentials that have expired, another endpoint."""
+    """Return whether other options may avoid this error: missing rights, expired credentials, a wrong endpoint."""
     is_refused = isinstance(error, (InvalidInputError, StoreNotFoundError)) or getattr(error, "refused", False)
     return is_refused and error.tier in {None, "object"}

@@ -1,6 +1,6 @@
-"""A store's flusher put together from its parts.
+"""Build a store's flusher from its parts.
 
-Nothing here, nor what it imports, knows the object tier: a flusher answers before that is loaded.
+This module and its imports do not load the object tier, because a flusher answers its clients before that is loaded.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ def build_engine(
     faults: Faults = no_faults,
     fallbacks: Sequence[str] = (),
 ) -> FlushEngine:
-    """Put a flusher together, to be run as a `Service`.
+    """Build the engine of a flusher, to be run by a `Service`.
 
     Args:
         host: The host.
-        uuid: The store's.
-        connect: Makes what publishes to the store from what a client hands over, which is waited for.
-        ram_bytes: The budget of the ram tier; 0 where that is off.
-        nvme_bytes: The budget of the nvme tier; 0 where that is off.
-        bandwidth: Bytes per second to the object tier; 0 for no bound.
-        own: A way to the object tier to begin with, before a client hands one over.
-        publisher: Publishes to the store where there is no ``connect``.
-        clock: Where time comes from.
+        uuid: The store's uuid.
+        connect: Makes the publisher from the `Way` that a client hands over. The flusher waits for a client's way
+            unless ``own`` is given.
+        ram_bytes: The budget of the ram tier; 0 if that is off.
+        nvme_bytes: The budget of the nvme tier; 0 if that is off.
+        bandwidth: Most bytes of encoded chunks per second to the object tier; 0 for no bound.
+        own: A way to the object tier that is used until a client hands over a better one.
+        publisher: Publishes to the store if there is no ``connect``.
+        clock: The source of time.
         faults: Called before and after each ordered step.
-        fallbacks: Those of this process, to be counted.
+        fallbacks: Counters to increment at the start: the fallbacks of this process so far.
     """
     clock = clock or SystemClock()
 
@@ -89,9 +90,10 @@ def build_engine(
 
 
 def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Faults) -> tuple[NvmeTier | None, str]:
-    """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet.
+    """Open the nvme tier if it is on, or if it was switched off and still has drafts.
 
-    Where there is none: why, if somebody asked for one.
+    Returns:
+        The tier or None, and the reason why a tier that is on could not be opened, else an empty string.
     """
     arena = directory / ARENA_FILE
     if not budget_bytes and not arena.exists():

@@ -1,4 +1,4 @@
-"""The flusher's answers to the processes of its host: messages in, plain values out."""
+"""Answer the requests of the flusher's clients: a request arrives as a message, its result is plain values."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _Work: TypeAlias = "Callable[[], dict[str, Any] | None]"
 
 
 class FlushEngine:
-    """A flusher behind messages. Safe for use by many threads.
+    """Runs requests on a flusher. Thread-safe.
 
     Args:
-        build: Makes what does the work; called by `start`, when nobody else works on these tiers.
+        build: Makes the flusher. `start` calls it when no other process writes these tiers.
     """
 
     def __init__(self, build: Callable[[], Flusher]) -> None:
@@ -45,15 +45,15 @@ class FlushEngine:
         return self._started
 
     def keep_up(self, open_store: Callable[[], Store], policy: UpkeepPolicy) -> None:
-        """Collect garbage and scrub in the background as well, from `start` on. Called before that."""
+        """Also collect garbage and scrub in the background. Call this before `start`."""
 
         def count(name: str, more: int) -> None:
-            self._flusher.note(name, more)  # which is made when it starts
+            self._flusher.note(name, more)  # looked up here: `start` makes the flusher
 
         self._upkeep = Upkeep(open_store, policy, count)
 
     def start(self) -> None:
-        """Begin to work. Only the flusher that holds the lock is started.
+        """Build the flusher and start it. The caller holds the lock of the store's flusher.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: A local tier cannot be opened.
@@ -69,40 +69,41 @@ class FlushEngine:
             raise
 
     def stop(self) -> None:
-        """Have every `handle` under way end soon, and come to rest otherwise; see `Flusher.stop`.
+        """Stop the flusher, and make running `handle` calls end soon; see `Flusher.stop`.
 
-        An error that a `handle` raises from now on reaches nobody: its client asks the next flusher.
+        The client of a `handle` call that fails from now on asks the next flusher instead.
         """
         if self._upkeep is not None:
             self._upkeep.stop()
         self._flusher.stop()
 
     def close(self) -> None:
-        """Release the tiers. Called after `stop`, when no `handle` is under way and none will be."""
+        """Release the tiers. Call this after `stop`, when no `handle` call is running or will follow."""
         self._flusher.close()
 
     def is_idle(self) -> bool:
-        """Whether there is nothing left to do; see `Flusher.is_idle`."""
         return self._flusher.is_idle()
 
     def gone(self, peer: Peer) -> None:
-        """End what a client waits for, since it hung up. Does not block.
+        """End the request of a client that has hung up. Does not block.
 
-        Called when its last request has returned, and before that if one is under way: perhaps twice.
+        The service calls this during a running request, if there is one, and again after the last request. So there
+        may be two calls.
         """
         self._flusher.nudge()
 
     def handle(self, do: str, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        """Do what a client asks; may take as long as it takes. Returns what JSON holds, within a message.
+        """Run a client's request, without a time limit. Return values that JSON can hold and that fit in one message.
 
         Args:
-            do: The request; "hello" comes first on each connection.
-            arguments: From the client; checked by nobody yet.
-            peer: The client. When it hangs up nobody waits for the answer: see `gone`.
+            do: The request. "hello" is the first on each connection.
+            arguments: The client's arguments, not validated yet.
+            peer: The client. It may hang up meanwhile: see `gone`.
 
         Raises:
-            InvalidInputError: The message is not understood.
-            TierfsError, TimeoutError: Raised again at the client. Anything else becomes a StoreError there.
+            InvalidInputError: The request is unknown, or its arguments are invalid.
+            TierfsError, TimeoutError: The request failed. The client raises the same error. Any other exception
+                becomes a StoreError at the client.
         """
         method = getattr(self, f"_do_{do}", None)
         if method is None:
@@ -113,7 +114,8 @@ class FlushEngine:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
         return work() or {}
 
-    # Each reads its arguments and returns the work, in which the same errors are no fault of the client's.
+    # Each method parses its arguments and returns the work as a function. A KeyError or TypeError in the method is the
+    # client's mistake; in the returned function it is ours.
 
     def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         options = arguments.get("options")
@@ -123,7 +125,7 @@ class FlushEngine:
         return lambda: self._flusher.hand_over(way)
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        """Something was sealed."""
+        """A client has sealed a draft."""
         return self._flusher.nudge
 
     def _do_wait(self, arguments: dict[str, Any], peer: Peer) -> _Work:

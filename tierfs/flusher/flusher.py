@@ -1,19 +1,22 @@
-"""The flusher: takes sealed drafts down, from the ram tier to the nvme tier to the object tier.
+"""The flusher: moves sealed drafts from the ram tier to the nvme tier, and from there to the object tier.
 
-One per host and store, and the only writer of the nvme tier. A draft goes through these steps, each of which may be
-the last thing that ever happens; whoever comes next finds in slabs, ``nvme.db`` and the object tier how far it got:
+There is one flusher per host and store, and it is the only writer of the nvme tier. It takes a draft through these
+steps. After a crash at any point, the next flusher finds in slabs, ``nvme.db`` and the object tier how far the draft
+got:
 
-1. its chunks and itself to the arena, one ``fdatasync``, one commit: level ``local``;
-2. its slots marked clean, the chunks first, the draft last;
-3. its chunks to the object tier;
-4. its record, in closing order and on condition of its base;
-5. its row in ``nvme.db`` removed, or where there is no nvme tier its slots marked clean: level ``object``.
+1. Write the chunks and the draft to the arena, with one ``fdatasync`` and one commit: level ``local``.
+2. Mark the slots as clean, the chunks first and the draft last.
+3. Put the chunks into the object tier.
+4. Publish the record, in closing order and on condition of its base.
+5. Remove the row in ``nvme.db``, or mark the slots as clean if the draft is not in the nvme tier: level ``object``.
 
-Drafts that follow each other share the commits of steps 1 and 5. Chunks of a large one are written before it is there (`tierfs.host.write.ahead`). Step 3 of a large draft goes on beside step 1 while
-nobody waits for ``local``. The next draft of a path is not published before
-step 5, so a draft whose record stands already is known by its write id alone. Finding drafts is the business of
-`tierfs.flusher.scan`, steps 1 and 2 of `tierfs.flusher.nvme`, 3 to 5 of `tierfs.flusher.upload`; here they are run,
-waited for and reported, on a few threads.
+Consecutive drafts share the commits of steps 1 and 5. Chunks of a large file are written to the arena before its
+draft is sealed (`tierfs.host.write.ahead`). Step 3 of a large draft runs beside step 1 while no request waits for
+``local``. The next draft of a path is not published before step 5. The write id therefore suffices to recognize a
+record that is already published.
+
+`tierfs.flusher.scan` finds drafts, `tierfs.flusher.nvme` does steps 1 and 2, and `tierfs.flusher.upload` does steps
+3 to 5. This module runs these parts on a few threads, waits for drafts, and reports.
 """
 
 from __future__ import annotations
@@ -44,34 +47,33 @@ if TYPE_CHECKING:
 __all__ = ["Flusher"]
 
 SWEEP_S = 1.0
-# Who waits for many drafts looks at them for a tenth of the time at most.
+# A request that waits for many drafts checks them for at most about a tenth of its time.
 LOOK_SHARE = 10
-# From one look at a segment that could not be opened to the next, while somebody waits.
+# While a request waits: interval between attempts to open a segment, and how long to try.
 SEE_S = 0.05
 SEE_S_MAX = 10.0
-# In a report, which has to fit into a message.
+# Drafts named in each list of a report, which has to fit into a message.
 NAMED_MAX = 20
 _logger = logging.getLogger("tierfs.flush")
 
 
 class Flusher:
-    """Moves one store's drafts down. Safe for use by many threads.
+    """Moves one store's drafts to lower tiers. Thread-safe.
 
     Args:
         ram: The host's ram tier for the store.
-        nvme: The nvme tier, or ``None`` where there is none.
-        clock: Where time comes from.
-        random: Uniform in [0, 1); spreads retries out.
-        bandwidth: Bytes of chunks per second that go there at most, before they are encoded; 0 for no bound.
-        faults: Called with the name of each ordered step before and after it, for tests to fail there.
-        connect: Makes what publishes to the store from what a client hands over.
-        nvme_problem: Why there is no nvme tier, though there was to be one; empty where there is none to be.
+        nvme: The nvme tier, or ``None`` if there is none.
+        clock: The source of time.
+        random: Uniform in [0, 1). Adds jitter to retries.
+        bandwidth: Most bytes of encoded chunks per second to the object tier; 0 for no bound.
+        faults: Called before and after each ordered step with its name, so that tests can fail there.
+        connect: Makes the publisher from the `Way` that a client hands over.
+        nvme_problem: Why a configured nvme tier could not be opened; empty if none is configured or it is open.
 
     Attributes:
-        ram: As given; so are ``nvme`` and ``nvme_problem``.
         scan: Finds drafts.
-        persister: Takes them, and chunks to be read later, to the nvme tier.
-        uploader: Takes them to the object tier.
+        persister: Moves drafts, and chunks for later reads, to the nvme tier.
+        uploader: Moves drafts to the object tier.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class Flusher:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take up what the tiers hold, and begin."""
+        """Find the drafts in the tiers, and start the threads."""
         self.scan.resume()
         for target in (self._persist, self._upload):
             thread = threading.Thread(
@@ -112,7 +114,7 @@ class Flusher:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """End after the steps that are under way; the rest is for the next flusher. Requests of others end soon."""
+        """Finish the running steps and end the threads. Running requests end soon. The next flusher does the rest."""
         state = self._state
         with state.changed:
             state.stopping = True
@@ -121,7 +123,7 @@ class Flusher:
             thread.join()
 
     def close(self) -> None:
-        """Release the tiers, when it was stopped and nobody is at work in it any more."""
+        """Release the tiers. Call this after `stop`, when no request is running."""
         self.uploader.stop()
         self.persister.stop()
         self.ram.close()
@@ -129,12 +131,11 @@ class Flusher:
             self.nvme.close()
 
     def use(self, publisher: StorePublisher) -> None:
-        """Publish by this from now on."""
         self._state.access.use(publisher)
         self._try_again()
 
     def hand_over(self, way: Way) -> None:
-        """Take note of how a process reaches the object tier: see `tierfs.flusher.access.Access`."""
+        """Note how a client reaches the object tier: see `tierfs.flusher.access.Access`."""
         if self._state.access.hand_over(way):
             self._try_again()
         if way.writes and not self._opens_ahead:
@@ -144,12 +145,12 @@ class Flusher:
                 self._threads.append(thread)
 
     def _open_ahead(self) -> None:
-        """Open the store while a client still stages its first file: the upload would wait for it."""
-        with contextlib.suppress(TierfsError):  # the upload meets it again, and says so
+        """Open the store while a client still stages its first file, so that the upload need not wait for it."""
+        with contextlib.suppress(TierfsError):  # the upload meets the same error, and reports it
             self._state.access.call(lambda publisher: publisher.open())
 
     def _try_again(self) -> None:
-        """Forget earlier failures: they say nothing of another way to the object tier."""
+        """Forget earlier failures, because they may not recur with another way to the object tier."""
         state = self._state
         with state.changed:
             for entry in state.entries:
@@ -157,7 +158,7 @@ class Flusher:
             state.changed.notify_all()
 
     def is_idle(self) -> bool:
-        """Whether nothing is on its way but what is kept for a person to decide about."""
+        """Return whether no drafts are in flight except conflicts, and all segments can be opened."""
         if self._state.ram.unread():
             return False
         self.scan.discover()
@@ -165,17 +166,17 @@ class Flusher:
             return all(entry.conflict for entry in self._state.entries)
 
     def nudge(self) -> None:
-        """Say that there is something new in a slab."""
+        """Tell the flusher that a slab may have a new draft. Wake all waiting requests."""
         with self._state.changed:
             self._state.nudged = True
             self._state.changed.notify_all()
 
     def note(self, what: str, count: int = 1) -> None:
-        """Count something, such as what was done by a fallback."""
+        """Add to a counter, such as that of a fallback."""
         self._state.counters[what] += count
 
     def _keep_on(self, step: Callable[[], None]) -> None:
-        """Do one step after the other."""
+        """Repeat a step until the flusher stops."""
         while not self._state.stopping:
             self._try(step)
 
@@ -183,7 +184,7 @@ class Flusher:
         state = self._state
         try:
             step()
-        except Exception:  # whatever it is, the thread must go on: nobody else flushes
+        except Exception:  # the thread must go on after any error: no other thread flushes
             self.note("unforeseen_errors")
             with state.changed:
                 state.persisting_since = None
@@ -199,7 +200,7 @@ class Flusher:
         if not state.stopping:
             self.scan.discover()
             self.persister.persist_all()
-            self.scan.sweep()  # which nobody waits for
+            self.scan.sweep()  # last, because no request waits for it
             self.persister.commit_ahead()
 
     def _upload(self) -> None:
@@ -223,22 +224,23 @@ class Flusher:
         write_id: bytes | None = None,
         path: str | None = None,
     ) -> bool:
-        """Wait until the drafts that are pending now and selected have reached ``level``.
+        """Wait until all selected drafts that are pending at the time of the call have reached ``level``.
 
         Args:
-            selects: Which of all drafts.
-            level: The level.
-            timeout_s: For how long.
-            is_gone: Whether nobody waits any more.
-            write_id: The one draft that is meant, where that is known; the others are not looked at then.
-            path: See that nothing at or below it was lost.
+            selects: Returns whether to wait for a draft.
+            level: The level to reach.
+            timeout_s: How long to wait; ``None`` for no limit.
+            is_gone: Returns whether the client has hung up, which ends the wait.
+            write_id: The write id of the one draft to consider. If ``None``, consider all drafts.
+            path: Check that no draft at or below this path is lost. ``None`` for no check.
 
         Returns:
-            Whether there are any.
+            Whether a pending draft was selected.
 
         Raises:
-            TimeoutError: They have not, in time; names what is pending and the last error.
-            TierfsError: One of them cannot get there without somebody doing something.
+            TimeoutError: The drafts did not reach the level in time. The message has their number and size, one path,
+                and the last error.
+            TierfsError: A selected draft cannot reach the level without intervention.
         """
         state = self._state
         deadline = None if timeout_s is None else state.clock.monotonic() + timeout_s
@@ -253,7 +255,7 @@ class Flusher:
             is_known = bool(waiting)
             for entry in waiting:
                 if not entry.conflict:
-                    state.entries.hasten(entry)  # somebody waits for it now
+                    state.entries.hasten(entry)  # a client waits for the draft now
             state.changed.notify_all()
             is_local = level <= state.local_level
             state.local_waits += is_local
@@ -265,9 +267,9 @@ class Flusher:
         return is_known
 
     def _discover_all(self, deadline: float | None, is_gone: Callable[[], bool]) -> None:
-        """Find what there is in every segment; wait until each could be looked into, though not for ever.
+        """Find the drafts in all segments. While a segment cannot be opened, retry for up to `SEE_S_MAX` seconds.
 
-        Who cannot for long says so: the client asks again.
+        Then raise a transient error, so that the client asks again.
         """
         state = self._state
         give_up_at = state.clock.monotonic() + SEE_S_MAX
@@ -291,7 +293,7 @@ class Flusher:
     def _wait_for(
         self, waiting: list[FlushItem], level: Level, deadline: float | None, is_gone: Callable[[], bool]
     ) -> None:
-        """See `wait`. The lock is held."""
+        """Wait for these drafts as `wait` does. The caller holds the lock."""
         state, look_at = self._state, float("-inf")
         while True:
             now = state.clock.monotonic()
@@ -300,7 +302,7 @@ class Flusher:
                 waiting = [entry for entry in waiting if entry.level < level and entry.draft.write_id in state.entries]
                 for entry in waiting:
                     self._raise_hopeless(entry, level)
-                # What changes wakes whoever waits; for many drafts that would be a walk over all of them for each one that goes on.
+                # Every change wakes the waiting requests. Walking over all drafts each time would take too long.
                 look_at = now + LOOK_SHARE * (state.clock.monotonic() - now)
             if not waiting or is_gone():
                 return
@@ -315,7 +317,7 @@ class Flusher:
         if entry.conflict and entry.error is not None:
             raise entry.error
         state = self._state
-        # It still has to be published to get there, and not only to be taken to the nvme tier.
+        # Conflicts only block publication, so they matter only if the draft still has to be published for this level.
         is_blocked = state.entries.has_conflicts and (entry.past_nvme or level > state.local_level)
         blocker = state.entries.blocker(entry) if is_blocked else None
         if blocker is not None:
@@ -336,11 +338,14 @@ class Flusher:
         return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still on their way"
 
     def report_damage(self, key: str) -> None:
-        """See `StorePublisher.report_damage`."""
         self._state.access.call(lambda publisher: publisher.report_damage(key))
 
     def discard(self, path: str) -> int:
-        """Give up what cannot be flushed of a path, conflicts and damage, and what was built on it. Returns how many drafts."""
+        """Discard the drafts of a path that are conflicts or damaged, and all drafts that build on them.
+
+        Returns:
+            How many drafts were discarded.
+        """
         state = self._state
         lost = self.scan.discard_lost(path)
         with state.changed:
@@ -349,7 +354,7 @@ class Flusher:
                 for entry in state.entries
                 if entry.path == path and (entry.conflict or isinstance(entry.error, CorruptionError))
             ]
-            # If one was built on another, the second is a dependent of the first as well.
+            # A dict removes duplicates: a draft of `given_up` may also be a dependent of another one.
             found = {entry: None for first in given_up for entry in (first, *state.entries.dependents(first))}
             kept = sorted((entry for entry in found if not entry.busy), key=lambda entry: entry.turn)
         for entry in reversed(kept):
@@ -367,7 +372,7 @@ class Flusher:
     # -- seen by a person ----------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """The queue, the conflicts, the errors and the counters, as plain values."""
+        """Return the queue, the conflicts, the errors and the counters, as plain values."""
         usage = self.nvme.usage() if self.nvme is not None else None
         state = self._state
         unread = len(state.ram.unread()) + len(state.ram.damaged())

@@ -1,4 +1,4 @@
-"""From memory to the nvme tier: steps 1 and 2 of `tierfs.flusher.flusher`, and what else is copied there."""
+"""Move drafts from memory to the nvme tier: steps 1 and 2 of `tierfs.flusher.flusher`. Copy other chunks there, too."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from tierfs.host.slab.segment import Slot, SlotState
 
 __all__ = ["NvmePersister"]
 
-# At once to the arena, each of which has one request at the disk at a time. Measured, docs/decisions/0046.
+# Chunks written to the arena at once. Each has one request at the disk at a time. Measured, docs/decisions/0046.
 WRITES_MAX = 6
-# The bounds of one commit, which costs as much for one small file as for all of them.
+# The bounds of one commit. A commit costs as much for one small file as for many.
 BATCH_DRAFTS_MAX = 100
 BATCH_BYTES_MAX = 64 << 20
-# Chunks that were written ahead are committed by their draft, if that comes so soon.
+# How long chunks that were written ahead wait for their draft before `commit_ahead` commits them without it.
 DRAFT_S = 2.0
-# For room, for memory that its process has not handed over yet, or for the object tier to say what it has: about ten seconds.
+# Retries of a draft that waits for room, for a segment that cannot be opened yet, or for an answer of the object tier.
+# About ten seconds.
 WAITS_MAX = 40
 _logger = logging.getLogger("tierfs.flush")
 
 
 class NvmePersister:
-    """Brings drafts to the nvme tier, in closing order.
+    """Persists drafts: moves them to the nvme tier, in closing order.
 
     Args:
         state: Shared by the flusher's parts.
@@ -47,19 +48,19 @@ class NvmePersister:
         self._state = state
         self._put = put
         self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
-        self._ahead_at: float | None = None  # when something was written ahead of its draft, and not committed since
+        self._ahead_at: float | None = None  # time of the last write ahead of a draft, if there was no commit since
 
     def stop(self) -> None:
-        """End after what is under way."""
+        """Finish the running work, then end the threads."""
         self._writes.shutdown()
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def persist_all(self) -> None:
-        """Persist what has to be, until something keeps those behind it waiting."""
+        """Persist queued drafts in order. Stop at the first that has to wait."""
         state = self._state
         with state.changed:
-            # Those that come later are for the next call.
+            # Drafts that are queued later are for the next call.
             last, waiting = state.entries.last_waiting(), self.waiting()
             state.persisting_since = state.clock.monotonic() if waiting else None
         while waiting and not state.stopping:
@@ -73,17 +74,17 @@ class NvmePersister:
             state.changed.notify_all()
 
     def waiting(self) -> list[FlushItem]:
-        """The first drafts to be persisted, in closing order: no more than one commit takes. The lock is held."""
+        """Return the first drafts to persist, in closing order, at most one commit's. The caller holds the lock."""
         return self._state.entries.waiting(BATCH_DRAFTS_MAX)
 
     def batch(self, waiting: Sequence[FlushItem]) -> list[FlushItem]:
-        """How many of them go together: one at least, unless the first has to wait for its next attempt."""
+        """Return the drafts of the next commit: at least one, unless the first one's next attempt is not due."""
         now = self._state.clock.monotonic()
         ready = list(itertools.takewhile(lambda entry: now >= entry.retry_at, waiting))
         return list(_small(ready, BATCH_BYTES_MAX)) or ready[:1]
 
     def persist(self, batch: Sequence[FlushItem]) -> bool:
-        """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well."""
+        """Persist consecutive drafts in one commit. Return false if the drafts behind them have to wait."""
         nvme = self._state.nvme
         if nvme is None:
             self._pass_by(batch)
@@ -102,9 +103,9 @@ class NvmePersister:
             self._store(nvme, batch)
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
             if len(batch) > 1:
-                return self._persist_each(batch)  # shows which of them it is
+                return self._persist_each(batch)  # finds the draft that fails
             with contextlib.suppress(TierfsError):
-                nvme.commit()  # what was written of it counts as clean from then on, and may go when it was not used for long
+                nvme.commit()  # the draft's chunks that were written are clean then, and can be evicted
             return self._give_up(batch[0], self._state.known(error, batch[0].path))
         return True
 
@@ -112,7 +113,7 @@ class NvmePersister:
         return all(self.persist([entry]) for entry in batch)
 
     def _pass_by(self, batch: Sequence[FlushItem], error: TierfsError | None = None) -> None:
-        """Leave drafts where they are, to go to the object tier from there."""
+        """Leave drafts in memory, from where they go to the object tier."""
         with self._state.changed:
             for entry in batch:
                 entry.clear(error)
@@ -120,7 +121,10 @@ class NvmePersister:
             self._state.changed.notify_all()
 
     def _give_up(self, entry: FlushItem, error: TierfsError) -> bool:
-        """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
+        """Handle a draft that could not be persisted: let it wait, or let it go to the object tier from memory.
+
+        Return false if it has to wait, and all drafts behind it.
+        """
         state = self._state
         is_hopeful = entry.failures < WAITS_MAX or (isinstance(error, NotAskedError) and not state.access.is_known)
         if isinstance(error, (UnreadSegmentError, NotAskedError)) and is_hopeful:
@@ -134,7 +138,7 @@ class NvmePersister:
             self._pass_by([entry], error)
             return True
         if entry.failures < WAITS_MAX and self._may_get_room():
-            # Full of what is dirty: room comes as that reaches the object tier, which the other threads go on with.
+            # The tier is full of dirty data. The other threads free room by moving it to the object tier.
             state.counters["nvme_full_waits"] += 1
             state.fail(entry, error, wait_s=RETRY_S_MIN)
             return False
@@ -146,7 +150,7 @@ class NvmePersister:
         return True
 
     def _may_get_room(self) -> bool:
-        """Whether something in the nvme tier can still leave it, so that it is worth waiting for."""
+        """Return whether a draft in the nvme tier can be published, which frees room."""
         entries = self._state.entries
         with self._state.changed:
             inside = (other for other in entries if other.number is not None and not other.conflict)
@@ -156,9 +160,10 @@ class NvmePersister:
         return length > self._state.nvme_bytes // 2
 
     def _passes_by(self, entry: FlushItem) -> bool:
-        """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.
+        """Return whether the draft bypasses the nvme tier.
 
-        Or because one does that has to be published before: if the host crashed, this one would be there without it.
+        It does if it would never fit. It also does if it waits for a draft that bypasses the tier: a crash of the host
+        would otherwise keep this draft and lose the earlier one.
         """
         if self._is_too_large(entry.draft.length):
             return True
@@ -175,7 +180,7 @@ class NvmePersister:
             try:
                 left = self._commit(nvme, batch, absent)
             except ChunksGoneError:
-                # Evicted since, to make room for others: it was not needed by any draft yet.
+                # Chunks were evicted to make room for others before the commit made them needed.
                 if last:
                     raise
             else:
@@ -187,10 +192,10 @@ class NvmePersister:
     def _commit(
         self, nvme: NvmeTier, batch: Sequence[FlushItem], elsewhere: Sequence[bytes]
     ) -> list[tuple[Draft, Slot]]:
-        """Commit drafts, but for those that became conflicts, which stay where they are marked.
+        """Commit drafts, except those that became conflicts. These stay in their slots, where they are marked.
 
         Returns:
-            The others, and the slots that each was in.
+            The committed drafts, each with the slot that held it.
         """
         state = self._state
         with state.placing:
@@ -209,7 +214,7 @@ class NvmePersister:
         return [(entry.draft, slot) for entry, slot in moved]
 
     def _copy_chunks(self, nvme: NvmeTier, entry: FlushItem) -> list[bytes]:
-        """Write a draft's chunks to the arena. Returns the names of those that the object tier has."""
+        """Write a draft's chunks to the arena. Return the names of those that the object tier has and no slab holds."""
         draft = entry.draft
         others: list[bytes] = []
         found: list[Slot] = []
@@ -231,10 +236,10 @@ class NvmePersister:
         return others
 
     def _is_published(self, row: Row) -> bool:
-        """Whether the object tier has a chunk that this draft took over from another one, published meanwhile.
+        """Return whether the object tier has a chunk that this draft took over from a draft published meanwhile.
 
         Raises:
-            NotAskedError: It cannot be told now.
+            NotAskedError: The object tier cannot be asked now.
         """
         try:
             self._state.access.call(lambda publisher: publisher.find_chunk(row))
@@ -252,19 +257,20 @@ class NvmePersister:
         _raise_first([self._writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks])
 
     def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
-        """Write one slot's chunk to the arena; it is not durable before the next commit."""
+        """Write one slot's chunk to the arena. It is durable only after the next commit."""
         segment = chunk.segment
         meta, view = segment.meta(chunk), segment.view(chunk)
         nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))
 
     def write_ahead(self, references: Sequence[SlotRef], length: int) -> None:
-        """Write chunks of a file that is not complete yet to the arena, to be committed with its draft.
+        """Write chunks of an unfinished file to the arena, to be committed with its draft.
 
-        Perhaps it never gets one: they take no room from others then. What keeps them from the arena keeps the file from nothing.
+        If the file never gets a draft, the chunks can be evicted. Errors are logged and counted, and do not affect the
+        file.
 
         Args:
             references: The chunks' slots.
-            length: Bytes that the file has so far.
+            length: Present length of the file in bytes.
         """
         state = self._state
         if state.nvme is None or self._is_too_large(length):
@@ -279,16 +285,16 @@ class NvmePersister:
         self._ahead_at = state.clock.monotonic()
 
     def commit_ahead(self) -> None:
-        """Commit what was written ahead of drafts that did not come soon after: it is clean then, and can be evicted."""
+        """Commit chunks that were written ahead of a draft which has not followed soon. They are clean then."""
         nvme, written_at = self._state.nvme, self._ahead_at
         if nvme is None or written_at is None or self._state.clock.monotonic() < written_at + DRAFT_S:
             return
         self._ahead_at = None
-        with contextlib.suppress(TierfsError):  # the next draft's will say so
+        with contextlib.suppress(TierfsError):  # the commit of the next draft reports the error
             nvme.commit()
 
     def backfill(self, references: Sequence[SlotRef]) -> None:
-        """Copy clean chunks from slabs to the nvme tier, for reading."""
+        """Copy clean chunks from slabs to the nvme tier, for later reads."""
         nvme = self._state.nvme
         if nvme is None:
             return
@@ -298,14 +304,14 @@ class NvmePersister:
         nvme.commit()
 
     def spill(self, holder: str, references: Sequence[SlotRef], timeout_s: float | None) -> None:
-        """Take chunks of a file that is still being written out of its slab, because the file is larger than the ram tier.
+        """Move chunks of an unfinished file out of its slab, because the file is larger than the ram tier.
 
-        Where the nvme tier is off or full they go to the object tier, where the record that will name them makes sure of
-        them again. Where that does not take them either, its writer waits.
+        If the nvme tier is off or full, the chunks go to the object tier. Publishing the file's record later ensures
+        that they are still there. If the object tier fails transiently, this method retries until the timeout.
 
         Raises:
-            CapacityError: No tier took them in time.
-            TierfsError: They cannot be stored.
+            CapacityError: No tier took the chunks before the timeout.
+            TierfsError: The chunks cannot be stored.
         """
         state = self._state
         slots = state.chunks(references)
@@ -338,7 +344,7 @@ class NvmePersister:
             except CapacityError as full:
                 self._state.counters["nvme_passed_by"] += 1
                 _logger.info("what a writer has no room for goes to the object tier: %s", full)
-            # Also what found room before there was none left: else nobody would ever give that up.
+            # Hold also the chunks that were written before the tier was full.
             held = [slot for slot in slots if nvme.has(slot.name)]
             self._state.holders.add(holder)
             nvme.commit(holds={holder: [slot.name for slot in held]})
@@ -347,9 +353,9 @@ class NvmePersister:
             self._put(slot)
 
     def look_after(self, name: bytes, raw_length: int) -> None:
-        """See whether the nvme tier's copy of a chunk is damaged, as a reader says; then it is not served any more.
+        """Check a chunk in the nvme tier that a reader reported as damaged. If it is, quarantine the copy.
 
-        Where the ram tier has a sound one, that is written anew.
+        If the ram tier has the chunk, write it to the nvme tier again.
         """
         nvme = self._state.nvme
         meta = None if nvme is None else nvme.meta(name)
@@ -365,7 +371,7 @@ class NvmePersister:
 
 
 def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool:
-    """Whether a chunk's bytes have the digests that its meta says; true if it is not there any more."""
+    """Return whether a chunk's bytes match the digests in its metadata. True if the tier no longer has the chunk."""
     with buffers().lend(raw_length) as raw:
         if not nvme.read_into(name, 0, raw):
             return True
@@ -379,7 +385,7 @@ def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool
 
 
 def _small(entries: Sequence[FlushItem], bytes_max: int) -> Iterator[FlushItem]:
-    """Those, from the first on, that have no more bytes together."""
+    """Yield the first drafts that have at most ``bytes_max`` bytes together."""
     for entry in entries:
         bytes_max -= entry.draft.length
         if bytes_max < 0:
@@ -388,6 +394,6 @@ def _small(entries: Sequence[FlushItem], bytes_max: int) -> Iterator[FlushItem]:
 
 
 def _raise_first(tasks: Sequence[Future[None]]) -> None:
-    """Wait for all, then raise what went wrong with one."""
+    """Wait for all tasks, then raise the first error, if any."""
     for error in [error for task in tasks if (error := task.exception()) is not None]:
         raise error

@@ -1,8 +1,9 @@
-"""In which order a host publishes: as its files were closed, directory by directory.
+"""The order in which a host publishes drafts: closing order, directory by directory.
 
-A draft waits for every draft that was closed before it and lies in its directory or below that. So ``run/latest``
-never appears before what was saved under ``run/`` until then, a checkpoint's metadata never before its shards, and
-checkpoints side by side do not wait for each other. A draft that cannot be published holds up those behind it.
+A draft waits for every draft that was closed earlier and lies in or below its directory. So ``run/latest`` never
+appears before the files that were saved under ``run/`` until then, and a checkpoint's metadata never before its
+shards. Checkpoints in sibling directories do not wait for each other. A draft that cannot be published delays the
+drafts that wait for it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import TypeAlias
 __all__ = ["ClosingOrder", "Turn"]
 
 Turn: TypeAlias = tuple[int, int, int]
-"""When a file was closed, as something to compare: see `Draft.turn`."""
+"""The sort key of the closing order: see `Draft.turn`."""
 
 
 class ClosingOrder:
-    """Which of the pending drafts may be published now. Not thread-safe."""
+    """The pending drafts of each directory in closing order. Not thread-safe."""
 
     def __init__(self) -> None:
         self._below: dict[str, list[Turn]] = {}
@@ -27,12 +28,10 @@ class ClosingOrder:
         return f"ClosingOrder({len(self._below.get('', []))} pending)"
 
     def add(self, path: str, turn: Turn) -> None:
-        """Note a pending draft."""
         for directory in _ancestors(path):
             bisect.insort(self._below.setdefault(directory, []), turn)
 
     def remove(self, path: str, turn: Turn) -> None:
-        """Note that it is pending no more."""
         for directory in _ancestors(path):
             turns = self._below[directory]
             del turns[bisect.bisect_left(turns, turn)]
@@ -40,11 +39,11 @@ class ClosingOrder:
                 del self._below[directory]
 
     def first(self, path: str) -> Turn:
-        """The draft to publish before the draft at ``path``, or that draft: the first that was closed in or below its directory."""
+        """Return the turn of the earliest pending draft in or below the directory of ``path``."""
         return self._below[path.rpartition("/")[0]][0]
 
     def firsts(self, path: str) -> Iterator[Turn]:
-        """The drafts that come first in the directories above ``path``; one may come several times."""
+        """Yield the turn of the earliest pending draft of each directory above ``path``. A turn may repeat."""
         for directory in _ancestors(path):
             turns = self._below.get(directory)
             if turns:
@@ -52,7 +51,7 @@ class ClosingOrder:
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """Every directory above ``path``, the root (``""``) last."""
+    """Yield every directory above ``path``; the root (``""``) comes last."""
     while path:
         path = path.rpartition("/")[0]
         yield path

@@ -1,4 +1,7 @@
-"""How the flusher's process shares the processors with whoever trains on them: see docs/decisions/0037-the-flusher-gives-way.md."""
+"""Lower the priority of the flusher's process in favour of training.
+
+See docs/decisions/0037-the-flusher-gives-way.md.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,22 @@ from pathlib import Path
 __all__ = ["NICER", "give_way"]
 
 NICER = 10
-# Where it is there, sessions share the processors, whatever is nice within them: see sched(7).
+# If this file exists, the kernel divides the processors among sessions. Nice values then count only within a session:
+# see sched(7).
 _SESSION = Path("/proc/self/autogroup")
 _ATTEMPTS_MAX = 5
-_ATTEMPT_S = 0.1  # the kernel takes one such change in so long from those who are not root
+_ATTEMPT_S = 0.1  # the kernel accepts one change per this time from a user other than root
 _logger = logging.getLogger("tierfs.flush")
 
 
 def give_way() -> bool:
-    """Be nicer by 10 from now on, with all threads that begin later: a tenth of what somebody else has who wants the processor as well.
+    """Raise the nice value of this thread, and of all threads that it starts later, by 10.
 
-    Its session does so as a whole, where that is its own.
+    It then gets about a tenth of the processor time of a competing process with its former nice value. If this process
+    leads its session, the session gets the lower priority, too.
 
     Returns:
-        False where the kernel kept the session from it, so that nothing came of it; that is logged.
+        False if the kernel refused to change the session, which makes the nice value ineffective. That is logged.
     """
     os.nice(NICER)
     if os.getsid(0) != os.getpid():

@@ -1,4 +1,4 @@
-"""The store as the flusher sees it: chunks first, then the record that names them, on condition of what it replaces."""
+"""Publish drafts to the object tier: first the chunks, then the record that names them, on condition of its base."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tierfs.store.write.preconditions import ensure_chunks_durable
 __all__ = ["PLANS_MAX", "StorePublisher"]
 
 PLANS_MAX = 10_000
-"""Files of which a plan is kept. Beyond that the oldest goes, and the save after it is encoded against one before that."""
+"""Number of files whose plan is kept. If a plan is dropped, the next save is encoded against an earlier save."""
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -45,11 +45,12 @@ class _OpenedStore(NamedTuple):
 
 
 class StorePublisher:
-    """Puts chunks into the object tier, then the records that name them. Safe for use by many threads.
+    """Puts chunks into the object tier, then the records that name them. Thread-safe.
 
     Args:
-        open_store: Opens the store without local tiers, at first use, and again after that failed or the store went away.
-        check: Raises where the store does not lie where what comes from this host is to go; called each time.
+        open_store: Opens the store without local tiers. Called at first use, after a failure, and when the store is
+            no longer at its root.
+        check: Called before each use. Raises if the opened store is not the one that this host's changes belong to.
     """
 
     def __init__(self, open_store: Callable[[], Store], check: Callable[[Store], None] = lambda _: None) -> None:
@@ -57,17 +58,17 @@ class StorePublisher:
         self._check = check
         self._lock = threading.Lock()
         self._opened: _OpenedStore | None = None
-        self._plans: dict[bytes, FilePlan] = {}  # by write id, until their files are published; those of others stay
+        self._plans: dict[bytes, FilePlan] = {}  # by write id, until the file is published
 
     def __repr__(self) -> str:
         return f"StorePublisher({None if self._opened is None else self._opened.store!r})"
 
     def open(self) -> None:
-        """Load what talks to the object tier, and open the store there. The first request would do it."""
+        """Load the client of the object tier and open the store, so that the first request need not."""
         self._open()
 
     def plan(self, draft: Draft, read: ReadRow) -> Sequence[ChunkContext]:
-        """The facts about each chunk of a file, before they are put; none where nothing is known."""
+        """Return the encoding context of each chunk of a file, or an empty sequence if nothing is known."""
         store, _, keyframes = self._open()
         plan = keyframes.plan(draft, read, derives=store.encoder.derives)
         if plan is not None:
@@ -92,15 +93,16 @@ class StorePublisher:
         read: ReadRow,
         pace: Callable[[int], None],
     ) -> Row | None:
-        """Make sure that the object tier holds a chunk's bytes, and say under which name; ``None`` if ``fill`` says that they are gone.
+        """Ensure that the object tier holds a chunk, and return its row; ``None`` if ``fill`` finds no bytes.
 
         Args:
-            length: The chunk's: 1 byte to 16 MiB.
-            fill: Gets its bytes.
-            context: The facts about them, if there are any.
-            rows: The file's, as far as they are stored: those that the context's sources are parts of.
-            read: Gets at chunks that lie on this host.
-            pace: Called with the number of bytes before they are sent, to wait until so many may be.
+            length: The chunk's length: 1 byte to 16 MiB.
+            fill: Reads the chunk's bytes.
+            context: The encoding context, if known.
+            rows: The file's rows, with ``None`` for a chunk that is not stored yet. The context's sources refer to
+                them by index.
+            read: Reads chunks that lie on this host.
+            pace: Called with the number of stored bytes before they are sent. It waits until they may be sent.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
@@ -113,32 +115,32 @@ class StorePublisher:
             return store_chunk(store, raw, _Sending(store, context, rows, read, pace), into=raw, unread=context.unread)
 
     def find_chunk(self, row: Row) -> Row:
-        """The same for a chunk that no local tier holds: it was published before.
+        """Return the row of a chunk that no local tier holds, because it was published before.
 
         Raises:
-            CorruptionError: It is not in the object tier either.
+            CorruptionError: The object tier does not hold a sound copy of the chunk either.
             StoreError, ReadOnlyError: The object tier failed.
         """
         store = self._open().store
         while True:
-            # One that is not sound is passed over the next time. What this flusher put itself, for a file that is larger than the
-            # local tiers, need not come back over the network.
+            # The next look-up skips a damaged object, because `is_sound` marks it. Chunks that this flusher put itself,
+            # for a file larger than the local tiers, are not read back over the network.
             found = find_chunk(store, row, store.url)
             if is_sound(store, found, reread=not store.lease_cache.is_own(found.name)):
                 return found
 
     def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
-        """Publish the draft's record with these rows, on condition that its base is there still. May be repeated.
+        """Publish the draft's record with these rows, on condition that its base is still current. Idempotent.
 
         Args:
             draft: The change.
-            rows: Its chunks. What is not there to stay any more is stored anew.
-            read: Gets at chunks that lie on this host.
+            rows: The rows of its chunks. A chunk that garbage collection may delete is stored again.
+            read: Reads chunks that lie on this host.
 
         Raises:
-            ConflictError: Somebody else changed the path since the draft's base was observed; theirs stands.
-            StoreError, CapacityError, ReadOnlyError: The object tier failed. If it is transient, the record may be
-                there or not.
+            ConflictError: Another writer changed the path after the draft's base was observed. That change stands.
+            StoreError, CapacityError, ReadOnlyError: The object tier failed. If the error is transient, the record
+                may have been published or not.
         """
         store, commits, keyframes = self._open()
         try:
@@ -159,18 +161,18 @@ class StorePublisher:
             _commit(store, commits, directory)
 
     def report_damage(self, key: str) -> None:
-        """Note that the chunk object under this key is damaged or missing: its bytes are stored anew if they come by.
+        """Mark the chunk object with this key as damaged or missing. A later save of the same bytes stores it again.
 
         Raises:
-            FormatError: It is no chunk's key.
+            FormatError: The key is not a chunk's key.
             StoreError, ReadOnlyError: The store cannot be opened.
         """
         store = self._open().store
         store.lease_cache.mark_damaged(keys.parse_chunk_key(key, store.descriptor.digest_kind))
 
     def asked(self) -> dict[str, Any]:
-        """See `tierfs.store.request_metrics`; nothing before the store was opened. Never blocks."""
-        opened = self._opened  # without the lock, which is held while the store is opened
+        """Return the metrics of requests and codecs, or an empty dict if the store is not open. Never blocks."""
+        opened = self._opened  # without the lock: another thread holds it while it opens the store
         if opened is None:
             return {}
         codecs = {**opened.store.encoder.status(), **opened.keyframes.fallbacks()}
@@ -189,11 +191,11 @@ class StorePublisher:
         publish(store, observed, record, term=term)
 
     def _base(self, store: Store, draft: Draft) -> Observed | None:
-        """The version that the draft replaces; ``None`` if it is published already."""
+        """Return the version that the draft replaces, or ``None`` if the draft is published already."""
         if draft.base.write_id is None:
             version = None if draft.base.version is None else Version(draft.base.version)
             return Observed(draft.path, keys.record_key(draft.path), None, version)
-        # It was made on top of another draft of this host, which is published by now: whatever version that became.
+        # The base was a draft of this host, which is published now. The record's version is unknown until observed.
         there = observe(store, draft.path)
         found = there.record.write_id if there.record is not None else None
         if found == draft.write_id:
@@ -207,11 +209,11 @@ class StorePublisher:
         return there
 
     def _open(self) -> _OpenedStore:
-        """The store and what is known of it, looked for again where its root does not hold it any more.
+        """Return the opened store. Open it again if it is no longer at its root.
 
         Raises:
-            StoreNotFoundError: Another one is there, or none: what was written to a store must never get into another one.
-            InvalidInputError: It is a copy of the one whose local tiers these are.
+            StoreNotFoundError: Another store is at the root, or none. Changes of one store must never reach another.
+            InvalidInputError: The store at the root is a copy of the store that the local tiers belong to.
         """
         with self._lock:
             opened = self._opened
@@ -230,22 +232,22 @@ class StorePublisher:
 
 
 def _commit(store: Store, commits: Commits, directory: str) -> None:
-    """Commit a checkpoint, if the published file is the last that it waited for.
+    """Commit the checkpoint in a directory if all of its files are published.
 
     Raises:
-        StoreError: It cannot be told now; it is transient.
+        TierfsError: The object tier failed transiently. All other errors are logged.
     """
     try:
         commits.advance(directory)
     except TierfsError as error:
         if getattr(error, "transient", False):
             raise
-        # The file that was published is none the worse for it.
+        # The published file itself is fine.
         _logger.error("%s: no save there can be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
 
 
 class _Sending(ChunkSend):
-    """A chunk of which all is known that this host does."""
+    """Sends a chunk, encoded with all that this host knows about it."""
 
     def __init__(
         self,
@@ -264,7 +266,7 @@ class _Sending(ChunkSend):
     def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
         context = self._context
         if self._store.lease_cache.is_lost(ChunkName(digest)):
-            # Others may be encoded against it, which are healed by nothing but what stands alone.
+            # Other chunks may be encoded against the lost chunk. Only a chunk that is encoded by itself heals them.
             context = replace(context, base=None, sources=())
         if context.base is not None and not self._may_need(context.base, digest, self._chain_max - 1):
             context = replace(context, base=None)
@@ -273,7 +275,7 @@ class _Sending(ChunkSend):
         return self._store.encoder.encode(raw, context, sources, into=into, read=read, fetch=self._fetch)
 
     def _read_base(self, base: Row, row: Row, start: int, out: memoryview) -> bool:
-        """See `ReadRow`. A copy of the base on this host says nothing of the object that the chunk is going to need."""
+        """Read as `ReadRow`, but read the base only if its object is sound: the encoded chunk will need that object."""
         return self._read(row, start, out) and (row.name != base.name or is_sound_base(self._store, base))
 
     @contextlib.contextmanager
@@ -283,7 +285,7 @@ class _Sending(ChunkSend):
             yield
 
     def _sources(self, context: ChunkContext, digest: bytes) -> list[SourcePiece]:
-        """The context's sources as they are stored; none if one of them will not do."""
+        """Return the context's sources with their stored rows, or none if a source is unsuitable."""
         found: list[SourcePiece] = []
         for index, offset, length in context.sources:
             row = self._rows[index]
@@ -293,10 +295,11 @@ class _Sending(ChunkSend):
         return found
 
     def _may_need(self, row: Row, digest: bytes, steps_max: int) -> bool:
-        """Whether a chunk may be encoded against this one, from which at most so many steps lead to one that stands alone.
+        """Return whether the chunk with this digest may be encoded against the chunk of a row.
 
-        Not against itself, nor against what is damaged or may go at any time. Of a chunk that needs others, a row does not
-        tell more than whether they stand alone.
+        It may not if the row is the chunk itself, or if the row or one of its bases is damaged or may be deleted at any
+        time. The chain from the row to chunks that are encoded by themselves has at most ``steps_max`` steps. A row
+        only tells whether its bases are encoded by themselves, so longer chains than one step are refused.
         """
         names = (row.name, *row.bases)
         steps = 0 if not row.bases else 1 if all(name.recipe == NO_RECIPE for name in row.bases) else 2

@@ -1,4 +1,4 @@
-"""The drafts that a flusher has on its way, each with how far it has come."""
+"""The queue of a flusher's drafts in flight, and the progress of each."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ if TYPE_CHECKING:
 
 __all__ = ["LARGE_BYTES_MIN", "FlushItem", "FlushQueue"]
 
-# A draft of so many bytes is uploaded while it goes to the nvme tier.
+# Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon
+# for that to pay.
 LARGE_BYTES_MIN = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
 class FlushItem:
-    """One draft on its way.
+    """One draft in flight.
 
     Attributes:
         draft: The draft to publish.
-        turn: When its file was closed: see `Draft.turn`.
-        slot: Where it lies in a slab; ``None`` once the slab is not needed for it any more.
-        number: Its row's in ``nvme.db``; ``None`` before it is there.
-        level: The level that it has reached.
-        rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
-        contexts: The facts about each chunk; ``None`` before they were asked for.
-        past_nvme: Whether nothing is to be done any more to bring it to the nvme tier: it is there, passed it by, or is kept
+        turn: The draft's place in the closing order: see `Draft.turn`.
+        slot: The draft's slot in a slab; ``None`` once the slab does not need to hold the draft.
+        number: The draft's seq in ``nvme.db``; ``None`` before the draft is there.
+        level: The level that the draft has reached.
+        rows: The rows to publish; ``None`` for a chunk that is not in the object tier yet.
+        contexts: The encoding context of each chunk; ``None`` before the publisher was asked for them.
+        past_nvme: Whether no work is left to bring the draft to the nvme tier: it is there, bypasses it, or is kept
             as a conflict.
-        ahead: Whether it was uploaded, or that was tried, before that.
-        uploaded: Whether every row is there.
-        published: Whether its record stands, and only the local tiers are still to be told.
-        busy: Whether a thread is at work on it.
-        conflict: Whether somebody else changed its path, so that it is kept and never published.
-        error: The last one.
-        failures: How often in a row something did.
-        retry_at: Not before this, monotonic seconds.
+        ahead: Whether the running or last upload began before ``past_nvme`` was set.
+        uploaded: Whether all chunks are in the object tier.
+        published: Whether the record is published, and only the local tiers have to release the draft.
+        busy: Whether a thread is working on the draft.
+        conflict: Whether another writer changed the path, so that the draft is kept and never published.
+        error: The last error.
+        failures: Number of failures in a row.
+        retry_at: Earliest time of the next attempt, monotonic seconds.
     """
 
     draft: Draft
@@ -69,50 +70,53 @@ class FlushItem:
 
     @property
     def path(self) -> str:
-        """The path that changes."""
         return self.draft.path
 
     def fail(self, error: TierfsError, retry_at: float) -> None:
-        """Note that the last attempt failed; a conflict that it was drawn into meanwhile stays, with what is said of it."""
+        """Note that an attempt failed. If the draft became a conflict meanwhile, keep that conflict and its error."""
         if not self.conflict:
             self.error, self.retry_at = error, retry_at
             self.failures += 1
             self.conflict = isinstance(error, ConflictError)
 
     def clear(self, error: TierfsError | None = None) -> None:
-        """Note that it went well, or may from now on, whatever ``error`` was before; here, too, a conflict stays."""
+        """Reset the failures after a success, or before a fresh attempt. ``error`` is kept to be reported.
+
+        A conflict stays.
+        """
         if not self.conflict:
             self.error, self.failures, self.retry_at = error, 0, 0.0
 
     def builds_on(self) -> set[bytes]:
-        """Write ids of the drafts without which this one is not to be published."""
+        """Return the write ids of the drafts that have to be published for this one to be published."""
         return {write_id for write_id in (self.draft.base.write_id, self.draft.after) if write_id}
 
 
 class FlushQueue:
-    """All drafts on their way, in closing order. Not thread-safe: the flusher holds its lock.
+    """All drafts in flight, in closing order. Not thread-safe: the caller holds the flusher's lock.
 
-    Those that something is to be done for are kept apart from those that wait, for another one or for their next attempt, so that
-    finding the next one takes no longer the more are pending. So whoever changes a draft's state does it here.
+    The queue separates drafts that can be advanced from drafts that wait for another draft or for their next attempt.
+    So the time to find the next draft does not grow with the number of pending drafts. Callers change the state of a
+    draft through the methods of this class only.
 
     Attributes:
-        busy: How many drafts a thread is at work on.
-        large: Those of `LARGE_BYTES_MIN` at least that are not past the nvme tier, and that no thread was at work on yet.
+        busy: Number of drafts that a thread is working on.
+        large: Drafts of `LARGE_BYTES_MIN` or more that are not past the nvme tier and were never begun, by write id.
     """
 
     def __init__(self) -> None:
         self._by_write_id: dict[bytes, FlushItem] = {}
         self._sorted: list[FlushItem] = []
         self._order = ClosingOrder()
-        self._standing: set[str] = set()  # paths of those that are published: one draft for each
-        self._needs: Counter[bytes] = Counter()
-        self._built_on: dict[bytes, list[FlushItem]] = {}  # by the write id of what they build on
-        self._waiting: list[FlushItem] = []  # to be brought to the nvme tier
-        self._ready: list[FlushItem] = []  # past the nvme tier, and perhaps something can be done for them
-        self._resting: list[tuple[float, int, FlushItem]] = []  # past it, by the time of their next attempt: a heap
+        self._standing: set[str] = set()  # paths of published drafts that are not released yet: one draft per path
+        self._needs: Counter[bytes] = Counter()  # how many drafts name a chunk
+        self._built_on: dict[bytes, list[FlushItem]] = {}  # drafts by the write id of the draft that they build on
+        self._waiting: list[FlushItem] = []  # not past the nvme tier
+        self._ready: list[FlushItem] = []  # past the nvme tier, and `next_ready` has to look at them
+        self._resting: list[tuple[float, int, FlushItem]] = []  # past it: a heap by the time of the next attempt
         self._rests = itertools.count()
-        self._kept: dict[bytes, FlushItem] = {}  # in conflict
-        self._passed: dict[bytes, FlushItem] = {}  # past it, and in memory all the same
+        self._kept: dict[bytes, FlushItem] = {}  # in conflict, by write id
+        self._passed: dict[bytes, FlushItem] = {}  # past the nvme tier but still in a slab, by write id
         self.busy = 0
         self.large: dict[bytes, FlushItem] = {}
 
@@ -126,11 +130,9 @@ class FlushQueue:
         return write_id in self._by_write_id
 
     def get(self, write_id: bytes) -> FlushItem | None:
-        """The draft with this write id."""
         return self._by_write_id.get(write_id)
 
     def add(self, entry: FlushItem) -> None:
-        """Note a draft."""
         self._by_write_id[entry.draft.write_id] = entry
         _insert(self._sorted, entry)
         self._order.add(entry.path, entry.turn)
@@ -147,7 +149,7 @@ class FlushQueue:
                 self.large[entry.draft.write_id] = entry
 
     def pass_nvme(self, entry: FlushItem) -> None:
-        """Note that nothing is to be done any more to bring a draft to the nvme tier."""
+        """Note that no work is left to bring a draft to the nvme tier."""
         if not entry.past_nvme:
             entry.past_nvme = True
             _take_out(self._waiting, entry)
@@ -155,37 +157,37 @@ class FlushQueue:
             self._note_past_nvme(entry)
 
     def begin(self, entry: FlushItem) -> None:
-        """Note that a thread is at work on a draft."""
+        """Note that a thread begins to work on a draft."""
         entry.busy, entry.ahead = True, not entry.past_nvme
         self.busy += 1
         self.large.pop(entry.draft.write_id, None)
         _take_out(self._ready, entry)
 
     def end(self, entry: FlushItem) -> None:
-        """Note that it is not any more."""
+        """Note that the thread has finished its work on a draft."""
         entry.busy = False
         self.busy -= 1
         self._rouse(entry)
 
     def fail(self, entry: FlushItem, error: TierfsError, retry_at: float) -> None:
-        """See `FlushItem.fail`. One in conflict stays where it is: nothing is to be done for it, in the nvme tier neither."""
+        """Call `FlushItem.fail`. If the draft is in conflict now, it stays in its tier, so set ``past_nvme``."""
         entry.fail(error, retry_at)
         if entry.conflict and entry.draft.write_id in self._by_write_id:
             self._note_kept(entry)
             self.pass_nvme(entry)
 
     def clear(self, entry: FlushItem) -> None:
-        """See `FlushItem.clear`."""
+        """Call `FlushItem.clear`, and let `next_ready` consider the draft again."""
         entry.clear()
         self._rouse(entry)
 
     def hasten(self, entry: FlushItem) -> None:
-        """Have the next attempt made now."""
+        """Make the next attempt due now."""
         entry.retry_at = 0.0
         self._rouse(entry)
 
     def pass_on(self, entry: FlushItem) -> None:
-        """Note that a draft's record stands: it is others' turn, but for those that change the same path."""
+        """Note that a draft's record is published. The next draft may follow, unless it changes the same path."""
         entry.published = True
         self._order.remove(entry.path, entry.turn)
         self._standing.add(entry.path)
@@ -193,7 +195,7 @@ class FlushQueue:
         self._rouse_next(entry)
 
     def take_back(self, entry: FlushItem) -> None:
-        """The draft is to be published again, after all."""
+        """Undo `pass_on`, so that the draft is published again."""
         entry.published = False
         self._order.add(entry.path, entry.turn)
         self._standing.remove(entry.path)
@@ -201,7 +203,7 @@ class FlushQueue:
         self._rouse_next(entry)
 
     def remove(self, entry: FlushItem) -> None:
-        """Note that a draft is done with, or discarded."""
+        """Remove a draft that was published and released, or discarded."""
         write_id = entry.draft.write_id
         if entry.published:
             self._standing.remove(entry.path)
@@ -223,15 +225,18 @@ class FlushQueue:
         self._rouse_next(entry)
 
     def waiting(self, count: int) -> list[FlushItem]:
-        """The first drafts to be brought to the nvme tier, in closing order."""
+        """Return the first ``count`` drafts that are not past the nvme tier, in closing order."""
         return self._waiting[:count]
 
     def last_waiting(self) -> Turn | None:
-        """The turn of the last draft to be brought to the nvme tier."""
+        """Return the turn of the last draft that is not past the nvme tier, or None if there is none."""
         return self._waiting[-1].turn if self._waiting else None
 
     def next_ready(self, now: float) -> FlushItem | None:
-        """The first draft past the nvme tier that something is to be done for now. Those before it wait for what rouses them."""
+        """Return the first draft past the nvme tier that can be advanced now, or None.
+
+        Drafts before it are set aside until `_rouse` is called for them.
+        """
         while self._resting and self._resting[0][0] <= now:
             self._rouse(heapq.heappop(self._resting)[2])
         found, parked = None, 0
@@ -257,13 +262,13 @@ class FlushQueue:
         self._rouse(entry)
 
     def _rouse(self, entry: FlushItem) -> None:
-        """Have `next_ready` look at a draft again."""
+        """Let `next_ready` consider a draft again."""
         is_open = entry.past_nvme and not (entry.busy or entry.conflict or entry.published)
         if is_open and entry.draft.write_id in self._by_write_id and _place(self._ready, entry) is None:
             _insert(self._ready, entry)
 
     def _rouse_next(self, entry: FlushItem) -> None:
-        """The same for the drafts whose turn it may be without this one."""
+        """Let `next_ready` consider the drafts that may have waited for this one."""
         for turn in self._order.firsts(entry.path):
             at = bisect.bisect_left(self._sorted, turn, key=_turn)
             while at < len(self._sorted) and self._sorted[at].turn == turn:
@@ -276,17 +281,17 @@ class FlushQueue:
             self._rouse(other)
 
     def is_needed(self, name: bytes) -> bool:
-        """Whether a draft names this chunk."""
+        """Return whether a draft names this chunk."""
         return name in self._needs
 
     def is_first(self, entry: FlushItem) -> bool:
-        """Whether no draft has to be published before this one."""
+        """Return whether no other draft has to be published before this one."""
         if entry.draft.after in self._by_write_id or entry.path in self._standing:
             return False
         return self._order.first(entry.path) == entry.turn
 
     def dependents(self, entry: FlushItem) -> list[FlushItem]:
-        """Drafts that are only to be published if this one is: those chained on it, and those chained on these."""
+        """Return all drafts that build on this one, directly or through others, in closing order."""
         found = {entry: None}
         walk = [entry]
         for each in walk:
@@ -296,22 +301,22 @@ class FlushQueue:
         return sorted(walk[1:], key=_turn)
 
     def kept_base(self, entry: FlushItem) -> FlushItem | None:
-        """A draft in conflict that this one builds on, so that it is to be kept as well; `None` if there is none."""
+        """Return a draft in conflict that this one builds on, or None. If there is one, keep this draft as well."""
         return next((self._kept[write_id] for write_id in entry.builds_on() if write_id in self._kept), None)
 
     def _is_before(self, other: FlushItem, entry: FlushItem) -> bool:
-        """Whether one draft has to be published before another."""
+        """Return whether ``other`` has to be published before ``entry``."""
         if other.published or other.turn >= entry.turn:
             return False
         directory = entry.path.rpartition("/")[0]
         return not directory or other.path.startswith(f"{directory}/") or other.draft.write_id == entry.draft.after
 
     def follows_passed(self, entry: FlushItem) -> bool:
-        """Whether this one waits for a draft that goes to the object tier from memory."""
+        """Return whether this draft waits for a draft that goes to the object tier from memory."""
         return any(self._is_before(one, entry) for one in self._passed.values() if not one.conflict)
 
     def blocker(self, entry: FlushItem) -> FlushItem | None:
-        """The first draft in conflict that this one waits for, if any."""
+        """Return the first draft in conflict that this one waits for, or None."""
         return min((one for one in self._kept.values() if self._is_before(one, entry)), key=_turn, default=None)
 
     @property

@@ -1,4 +1,4 @@
-"""Finds what there is to flush: drafts in slabs and in ``nvme.db``, whoever sealed them, and what dead processes left."""
+"""Find drafts to flush in slabs and in ``nvme.db``, from all processes, and free the leftovers of dead processes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
 
 __all__ = ["PendingScan"]
 
-# Seconds between two walks over all drafts. A look sees a draft once, so a step that fails afterwards would leave it behind.
+# Seconds between walks over all drafts. A look at the changes returns each draft once, so an error after it would
+# leave the draft behind.
 WALK_S = 10.0
 _PENDING = (SlotState.SEALED, SlotState.CONFLICT)
 _logger = logging.getLogger("tierfs.flush")
 
 
 class PendingScan:
-    """Adds entries for drafts that it has not seen. Safe for use by many threads."""
+    """Adds an entry to the queue for each new draft. Thread-safe."""
 
     def __init__(self, state: FlushState) -> None:
         self._state = state
         self._boot = boot_id()
-        self._looking = threading.Lock()  # who looks meanwhile waits for what was found already
+        self._looking = threading.Lock()  # a concurrent `discover` waits, so that it has the results of this one, too
         self._walk_at_s = float("-inf")
         self._unreadable: set[bytes] = set()  # write ids
-        self._lost: dict[int | Slot, str] = {}  # paths of those in the nvme tier, by number, and of those in slabs
+        self._lost: dict[int | Slot, str] = {}  # paths of unreadable drafts, by seq in the nvme tier or by slot
 
     @property
     def unreadable(self) -> int:
-        """How many drafts were found that cannot be read."""
+        """Number of drafts that were found but cannot be decoded."""
         return len(self._unreadable)
 
     def resume(self) -> None:
-        """Find what an earlier flusher left in the nvme tier, before anything is published."""
+        """Find the drafts that an earlier flusher left in the nvme tier, then those in slabs.
+
+        Call this before anything is published.
+        """
         state = self._state
         if state.nvme is not None:
             for stored in state.nvme.drafts():
@@ -61,15 +65,16 @@ class PendingScan:
         self.discover()
 
     def discover(self) -> None:
-        """Find drafts that were sealed since the last call. The first call, and one every `WALK_S`, goes over all drafts.
+        """Find drafts that were sealed since the last call.
 
-        One segment is looked at after the other. So a draft may be missed, and one be found that another process sealed after it. A
-        second look finds all that came before those of the first.
+        The first call, and one every `WALK_S`, walks over all drafts. This method looks at one segment after the other,
+        so a look may miss a draft and find a later one of another process. A second look finds all drafts that were
+        sealed before those of the first. Drafts that were sealed after those are left for the next call.
         """
         with self._looking:
             now_s, walk_at_s = self._state.clock.monotonic(), self._walk_at_s
             is_walk = now_s >= walk_at_s
-            self._walk_at_s = float("-inf")  # if this look fails, the next one has to find what this one did
+            self._walk_at_s = float("-inf")  # if this call fails, the next one walks over all drafts
             found = self._look(walk=is_walk)
             with self._state.changed:
                 new_ns = [slot.stamp_ns for slot in found if slot.name not in self._state.entries]
@@ -85,7 +90,7 @@ class PendingScan:
             self._walk_at_s = now_s + WALK_S if is_walk else walk_at_s
 
     def _look(self, *, walk: bool) -> list[Slot]:
-        """The pending drafts: all of them, or those whose slots changed since the last look."""
+        """Return the slots of all pending drafts, or of those that changed since the last look."""
         found: list[Slot] = []
         for segment in self._state.ram.segments():
             changed = segment.take_changed_drafts().values()
@@ -116,7 +121,8 @@ class PendingScan:
         with state.changed:
             known = state.entries.get(draft.write_id)
             if known is None:
-                # Looked at again, because it is marked clean before it is forgotten here: it may be done with already.
+                # Look at the slot again. The flusher marks a slot as clean before it removes the entry, so this draft
+                # may be finished already.
                 now = segment.slot(slot.index)
                 if now is None or now.serial != slot.serial or now.state not in _PENDING:
                     return
@@ -129,16 +135,17 @@ class PendingScan:
                 state.changed.notify_all()
                 return
         if known.number is not None:
-            # An earlier flusher committed it and ended before it said so here, perhaps after a conflict was marked in part.
+            # An earlier flusher committed the draft and ended before it marked the slots as clean. It may also have
+            # marked only some drafts of a conflict.
             state.release(known.draft, slot)
 
     # -- what cannot be read -------------------------------------------------------------------------------------------
 
     def check_lost(self, path: str) -> None:
-        """See that no draft at or below ``path`` was found unreadable, nor a segment, which may have held one.
+        """Check that no draft at or below ``path`` is unreadable, and no segment, which may have held a draft.
 
         Raises:
-            CorruptionError: One was: what this host wrote there last is lost.
+            CorruptionError: A draft or a segment is damaged, so this host's last change there may be lost.
         """
         for name, error in self._state.ram.damaged().items():
             raise damaged_segment(name, error, path)
@@ -146,7 +153,7 @@ class PendingScan:
             if not where or is_at_or_below(where, path):
                 if isinstance(number, int):
                     advice = "write it again, or give it up with `tierfs flusher discard`"
-                else:  # which refuses its path to writers, too
+                else:  # an unreadable draft in a slab also keeps writers from its path, so discard it first
                     of = "" if where else ", of the store's root"
                     advice = f"give it up with `tierfs flusher discard`{of}, and write it again"
                 raise CorruptionError(
@@ -156,7 +163,7 @@ class PendingScan:
                 )
 
     def discard_lost(self, path: str) -> int:
-        """Forget what was lost of ``path``. Returns how many drafts."""
+        """Discard the unreadable drafts of ``path``. Return how many."""
         lost = [number for number, where in list(self._lost.items()) if where == path]
         for number in lost:
             if isinstance(number, int):
@@ -171,7 +178,7 @@ class PendingScan:
     # -- dead owners ---------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Free what dead processes left unsealed; what they sealed is on its way like everything else."""
+        """Free slots and holds that dead processes left without a sealed draft."""
         state = self._state
         freed = state.ram.reclaim(self._needed_slots)
         if freed:
@@ -179,7 +186,7 @@ class PendingScan:
             _logger.info("freed %d bytes of slabs whose processes are gone", freed)
         gone = [holder for holder in list(state.holders) if not state.ram.host.is_alive(holder.split(":")[1])]
         if gone and state.nvme is not None and not self._unreadable and not state.ram.is_blind():
-            # Their owners are dead by now, and may have sealed what they wrote right before.
+            # The owners may have sealed drafts right before they died. Look for these first.
             self.discover()
             if state.ram.is_blind():
                 return
@@ -189,15 +196,15 @@ class PendingScan:
             state.holders.difference_update(useless)
 
     def _needed_slots(self, segment: Segment) -> set[int]:
-        """The chunk slots of a segment that drafts still need."""
+        """Return the indexes of the chunk slots of a segment that drafts still need."""
         state = self._state
         is_blind = state.ram.is_blind()
-        # Its owner is dead by now, and may have sealed something right before.
+        # The owner may have sealed a draft right before it died. Look for it first.
         self.discover()
         chunks = segment.slots(kind=SlotKind.CHUNK)
         with state.changed:
             if self._unreadable or is_blind or state.ram.is_blind():
-                # A draft that cannot be read may need any of them.
+                # An unreadable draft may need any of these chunks.
                 return {chunk.index for chunk in chunks}
             named = {
                 reference

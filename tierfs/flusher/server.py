@@ -1,9 +1,10 @@
-"""The flusher's face to its clients: the socket, the lock that makes it the only one, and when it retires.
+"""The flusher's service: its socket, the lock that makes it the only flusher of a store, and its retirement.
 
-What it does for them is its engine's business (`tierfs.flusher.engine`). A client's connection carries one request at a time; a
-client with several under way has several connections, so a long wait holds up nothing else. There is nothing here to
-lose: what was staged lies in slabs and in the index, requests may be repeated, and a client whose connection broke
-before the answer came asks the next flusher. That is why it may retire at any moment that finds it idle.
+The engine (`tierfs.flusher.engine`) executes the requests. A connection carries one request at a time. A client with
+several concurrent requests opens several connections, so a long wait delays no other request.
+
+The service may retire whenever it is idle, because it has no state to lose. Staged data lies in slabs and in the
+index. All requests are idempotent, and a client whose connection breaks before the answer asks the next flusher.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Peer", "Service"]
 
-CONNECTIONS_MAX = 256  # and as many threads
-FIRST_CLIENT_S = 5.0  # it was started for somebody: even without a linger they get this long to connect
-# A process that looks for a flusher holds its lock for an instant, and a retiring one until it has closed all.
+CONNECTIONS_MAX = 256  # each has a thread
+FIRST_CLIENT_S = 5.0  # least time for the client that started the flusher to connect, even with a shorter linger
+# How long to wait for the lock. A process that looks for a flusher holds it for an instant, and a retiring flusher
+# until it has closed everything.
 ACQUIRE_S = 1.0
 TICK_S = 0.1
-TICK_BUSY_S = 1.0  # while there are clients or work: it cannot retire anyway
+TICK_BUSY_S = 1.0  # while there are clients or work, so that the service cannot retire anyway
 _PAUSE_S = 0.01
 _logger = logging.getLogger("tierfs.flush")
 
@@ -46,10 +48,10 @@ class Peer:
     """A client's connection.
 
     Attributes:
-        number: No other connection to this flusher ever has it.
-        pid: The client's; 0 where it is in another PID namespace. To be shown, not relied on.
-        version: Its tierfs's.
-        gone: Set when it hung up, before the engine is told.
+        number: Unique among all connections to this flusher.
+        pid: The client's process id, or 0 if the client is in another PID namespace. For display only.
+        version: The client's version of tierfs.
+        gone: Set when the client has hung up, before the service calls `FlushEngine.gone`.
     """
 
     number: int
@@ -59,13 +61,13 @@ class Peer:
 
 
 class _ClientConnection:
-    """One client. Its thread asks the engine; the service's own thread sees the hang-up, and closes the socket."""
+    """A connection, whose thread calls the engine. The service's thread detects hang-ups and closes the socket."""
 
     def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
         self.sock = sock
         self.number = number
         self.pid = pid
-        self.peer: Peer | None = None  # once it said hello
+        self.peer: Peer | None = None  # None before the hello
         self.is_watched = True
         self.is_busy = False
         self.is_over = False
@@ -77,13 +79,13 @@ class _ClientConnection:
 
 
 class Service:
-    """One flusher, to be run once.
+    """The service of one flusher. Call `run` once.
 
     Args:
-        engine: Does the work.
-        directory: The store's directory on this host, absolute; the lock and the socket are put there.
-        version: This tierfs's. A client with a newer one may have it retire.
-        linger_s: How long it stays when there is neither a client nor anything to do.
+        engine: Executes the requests.
+        directory: The store's directory on this host, absolute. It holds the lock and the socket.
+        version: The version of this tierfs. A client with a newer version may make the service retire.
+        linger_s: Seconds to stay without clients and work before retiring.
         clock: Measures lingering.
     """
 
@@ -114,15 +116,15 @@ class Service:
         return f"Service({str(self._directory)!r}, {len(self._connections)}/{CONNECTIONS_MAX} connections)"
 
     def stop(self) -> None:
-        """Have `run` return soon. Called from any thread or a signal handler."""
+        """Make `run` return soon. Any thread or a signal handler may call this."""
         self._is_stopping = True
         self._wake()
 
     def run(self) -> bool:
-        """Serve until it retires or is stopped.
+        """Serve until the service retires or is stopped.
 
         Returns:
-            False where another flusher holds the lock: nothing was done.
+            False if another flusher held the lock, so that this one did nothing.
         """
         lock = ExclusiveLock(self._directory / LOCK_NAME)
         patience_ends = time.monotonic() + ACQUIRE_S
@@ -146,7 +148,10 @@ class Service:
         return True
 
     def _serve(self, listener: socket.socket) -> None:
-        """Accept and watch, until this very step finds nobody connected and nothing to do."""
+        """Accept clients and detect hang-ups, until there has been no client and no work for long enough.
+
+        The step of the loop that decides to retire has itself found no client and no work.
+        """
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
         poll.register(listener, select.POLLIN)
@@ -168,7 +173,7 @@ class Service:
                 continue
             pause_s = TICK_BUSY_S if self._connections else TICK_S
             if wire.identity_of(self._directory) != self._identity:
-                # Taken away or replaced: clients do not find us any more, but the next flusher they will.
+                # The socket was removed or replaced. Clients cannot find this flusher, but they will find the next.
                 _logger.warning("%s is gone: this flusher retires", self._directory / wire.SOCKET_NAME)
                 return
             if self._connections or not self._engine.is_idle():
@@ -194,7 +199,7 @@ class Service:
             sock.close()
             return
         if len(self._connections) >= CONNECTIONS_MAX:
-            sock.close()  # the client comes back in a moment
+            sock.close()  # the client retries in a moment
             return
         sock.settimeout(None)
         self._served += 1
@@ -211,20 +216,20 @@ class Service:
         poll.register(sock, select.POLLRDHUP)
 
     def _drop_an_idle_one(self) -> None:
-        """Close the connection that was not used for longest; its client opens another when it needs one."""
+        """Close the least recently used idle connection. Its client opens another when it needs one."""
         idle = [connection for connection in self._connections.values() if not connection.is_busy]
         if idle:
             min(idle, key=lambda connection: connection.used_at).hang_up(socket.SHUT_RD)
 
     def _tell_of_hang_up(self, connection: _ClientConnection) -> None:
-        connection.is_watched = False  # before its peer is looked for: see `_greeted`
+        connection.is_watched = False  # set before reading `peer`: see `_greeted`
         if connection.peer is not None:
             connection.peer.gone.set()
             if connection.is_busy:
                 self._engine.gone(connection.peer)
 
     def _close_those_over(self, poll: select.poll) -> None:
-        # Only here: a descriptor that is polled may not become the number of something else.
+        # Sockets are closed only here, because a polled descriptor must not be reused for another file.
         for descriptor, connection in list(self._connections.items()):
             if connection.is_over:
                 if connection.is_watched:
@@ -240,14 +245,14 @@ class Service:
                 wire.unlink(self._directory)
             self._listener.close()
         for connection in self._connections.values():
-            connection.hang_up(socket.SHUT_RD)  # an answer on its way still goes out
+            connection.hang_up(socket.SHUT_RD)  # an answer in flight is still sent
         try:
             self._engine.stop()
         finally:
             for connection in self._connections.values():
                 self._tell_of_hang_up(connection)
             for thread in self._threads:
-                thread.join()  # however long: while a request is at work the lock may not be another's, nor the tiers closed
+                thread.join()  # without a limit: no request may run when the tiers are closed and the lock is released
             self._engine.close()
             for connection in self._connections.values():
                 connection.sock.close()
@@ -264,7 +269,7 @@ class Service:
                 finally:
                     connection.used_at = time.monotonic()
                     connection.is_busy = False
-                # A client that does not read its answers fills its own connection, and loses it.
+                # If a client does not read its answers, its connection fills up, and this send fails and closes it.
                 wire.send(connection.sock, packet, flags=socket.MSG_DONTWAIT)
         except FormatError as error:
             _logger.warning("the connection of process %d is closed: %s", connection.pid, error)
@@ -281,16 +286,16 @@ class Service:
                 self._wake()
 
     def _answer(self, connection: _ClientConnection, message: dict[str, Any]) -> bytes:
-        """Ask the engine. Returns the packet to be sent.
+        """Execute a request, and return the packet with the answer.
 
         Raises:
-            FormatError: It is no request, or comes before the hello.
+            FormatError: The message is not a request, or the first message is not a hello.
         """
         number, do, arguments = message.get("id"), message.get("do"), message.get("arguments", {})
         if type(number) is not int or not isinstance(do, str) or not isinstance(arguments, dict):
             raise FormatError("not a request")
         peer = connection.peer or self._greeted(connection, do, arguments)
-        # To be asked again, of the next flusher.
+        # Tells the client to ask the next flusher.
         ended = wire.encode({"id": number, "ended": True})
         if self._is_stopping:
             return ended
@@ -304,7 +309,7 @@ class Service:
             return wire.encode({"id": number, "ok": outcome | more})
         except Exception as error:
             if self._is_stopping:
-                return ended  # which may well be what went wrong
+                return ended  # the stop probably caused the error
             if not isinstance(error, (TierfsError, TimeoutError)):
                 _logger.exception("%s failed", do)
             return wire.encode({"id": number, "error": wire.describe_error(error)})
@@ -315,7 +320,7 @@ class Service:
             raise FormatError("a connection begins with hello and the client's version")
         connection.peer = peer = Peer(connection.number, connection.pid, version)
         if not connection.is_watched:
-            peer.gone.set()  # it hung up before we knew it by a name
+            peer.gone.set()  # the client hung up before `peer` was set
         return peer
 
     def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> None:
@@ -328,12 +333,12 @@ class Service:
         self.stop()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # another thread may have closed the descriptor
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
 
     def _renew(self) -> None:
-        """Release everything in a forked child: no client may reach it, nor be kept from seeing that we ended."""
+        """Close all sockets in a forked child. Clients must not reach the child, and must notice the parent's end."""
         wakeup, self._wakeup = self._wakeup, -1
         if wakeup >= 0:
             os.close(wakeup)

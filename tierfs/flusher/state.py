@@ -1,6 +1,7 @@
-"""The shared state of a flusher's parts: the tiers, the drafts on their way, one lock, and the errors.
+"""The state that a flusher's parts share: the tiers, the queue of drafts, the lock, and the handling of errors.
 
-The lock is never held while bytes move. A thread that changes a draft's entry holds it, and tells the others.
+No thread holds the lock while it moves bytes. A thread that changes a draft's entry holds the lock and notifies the
+others.
 """
 
 from __future__ import annotations
@@ -25,37 +26,41 @@ __all__ = ["FlushState", "UnreadSegmentError"]
 
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0
-# How long drafts on their way to the nvme tier keep others from being uploaded: somebody may be waiting for that, and it
-# is over soon, where this takes as long as it takes.
+# How long writing drafts to the nvme tier defers the upload of others. A client may wait for the nvme tier, which is
+# reached soon, while an upload may take long.
 PERSISTING_FIRST_S = 10.0
 _logger = logging.getLogger("tierfs.flush")
 
 
 class UnreadSegmentError(StoreError):
-    """A chunk lies in a segment that could not be opened yet."""
+    """A chunk may lie in a segment that could not be opened yet."""
 
 
 class NotAskedError(StoreError):
-    """Whether the object tier has a chunk that no local tier has cannot be told now: it is unreachable, or nobody has said yet where it is."""
+    """The object tier cannot be asked for a chunk that no local tier has.
+
+    It is unreachable, or no client has sent its location yet.
+    """
 
 
 class FlushState:
-    """See `tierfs.flusher.flusher.Flusher` for the arguments.
+    """The state that a flusher's parts share. `tierfs.flusher.flusher.Flusher` describes the arguments.
 
     Attributes:
-        changed: Held for each use of what follows; told of every change.
-        placing: Held while drafts get their place in the nvme tier, and while drafts are marked as conflicts where they lie:
-            so each is marked where it stays. Never taken while ``changed`` is held.
-        entries: The drafts on their way.
-        access: The way to the object tier.
+        changed: Held for each use of the attributes below. Notified of every change.
+        placing: Held while drafts move to the nvme tier, and while drafts are marked as conflicts, so that no draft
+            moves while it is being marked. Never acquired while ``changed`` is held.
+        entries: The drafts in flight.
+        access: The access to the object tier.
         stopping: Whether the flusher is about to end.
-        nudged: Whether there may be something new in a slab, or room for what had to wait.
-        persisting_since: Since when drafts are on their way to the nvme tier, monotonic seconds; None while there are none.
-        local_waits: How many wait for drafts to be in the nvme tier.
-        holders: Files that are being written and have chunks in the nvme tier already.
-        counters: Events, by name.
+        nudged: Whether a slab may have a new draft, or a draft that waited for room may fit now.
+        persisting_since: When the present pass of writing drafts to the nvme tier began, monotonic seconds; None if
+            no pass runs.
+        local_waits: Number of requests that wait for drafts to reach the nvme tier.
+        holders: Holders in ``nvme.db``: unfinished files that have chunks in the nvme tier.
+        counters: Counts of events, by name.
         local_level: The level of a draft in the nvme tier.
-        nvme_bytes: The nvme tier's budget; 0 where there is none.
+        nvme_bytes: The nvme tier's budget; 0 if there is no nvme tier.
         fault: Called before and after each ordered step.
     """
 
@@ -89,16 +94,19 @@ class FlushState:
         self.nvme_bytes = usage.budget_bytes if usage is not None else 0
 
     def persists_first(self) -> bool:
-        """Whether no draft that is in the nvme tier is begun with now, for the sake of those that are not."""
+        """Return whether the upload of drafts past the nvme tier is deferred, in favour of drafts that go there."""
         since = self.persisting_since
         return since is not None and self.clock.monotonic() - since < PERSISTING_FIRST_S
 
     def persists_alone(self) -> bool:
-        """Whether those are not uploaded meanwhile, either, because somebody waits."""
+        """Return whether large drafts are not uploaded early either, because a request waits for the nvme tier."""
         return self.local_waits > 0 and self.persists_first()
 
     def fail(self, entry: FlushItem, error: TierfsError, wait_s: float | None = None) -> None:
-        """Note that an attempt failed, and when the next one is due; by default later each time, and said."""
+        """Note that an attempt failed, and schedule the next one after ``wait_s`` seconds.
+
+        By default the wait grows exponentially with jitter, and the failure is counted and logged.
+        """
         if wait_s is None:
             wait_s = min(RETRY_S_MAX, RETRY_S_MIN * 2**entry.failures) * (0.5 + self._random() / 2)
             self.counters["failures"] += 1
@@ -107,7 +115,7 @@ class FlushState:
             self.entries.fail(entry, error, self.clock.monotonic() + wait_s)
 
     def known(self, error: Exception, path: str) -> TierfsError:
-        """An error as one of ours; one that nobody foresaw is logged, and counts as a failure of the store."""
+        """Return a `TierfsError` as it is. Log and count any other error, and return it as a `StoreError`."""
         if isinstance(error, TierfsError):
             return error
         self.counters["unforeseen_errors"] += 1
@@ -117,19 +125,20 @@ class FlushState:
     # -- slabs ---------------------------------------------------------------------------------------------------------
 
     def chunk(self, reference: SlotRef) -> Slot | None:
-        """The slot that a draft refers to, unless it has got another life."""
+        """Return the slot that a draft refers to, or None if the slot was reused or its segment cannot be opened."""
         segment = self.ram.segment(reference.segment)
         slot = None if segment is None else segment.slot(reference.index)
         return slot if slot is not None and slot.serial == reference.serial else None
 
     def chunks(self, references: Sequence[SlotRef]) -> list[Slot]:
-        """Those of these slots that have not got another life."""
+        """Return the slots of these references that still exist; see `chunk`."""
         return [slot for slot in map(self.chunk, references) if slot is not None]
 
     def missing(self, entry: FlushItem, reference: SlotRef | None, error: TierfsError) -> TierfsError:
-        """The error for a chunk that no tier has and whose slot could not be seen: ``error``, or that it has to be tried again.
+        """Return the error for a chunk that was found in no tier: ``error``, or a transient one if a retry may find it.
 
-        A segment may have been opened meanwhile. Until then the draft keeps its place before those that were closed later.
+        A retry may find the chunk if a segment could not be opened, or was opened meanwhile. Until then the draft keeps
+        its place before drafts that were closed later.
         """
         if reference is None or entry.slot is None:
             return error
@@ -139,9 +148,10 @@ class FlushState:
         return UnreadSegmentError(text, transient=True, path=entry.path, tier="ram")
 
     def release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:
-        """Mark a draft's slots clean: a lower tier has it. The draft itself last, so that no chunk is left behind.
+        """Mark a draft's slots as clean, because a lower tier has the draft or it is discarded.
 
-        Nobody else has a chunk of one that is discarded: if a copy of the file is pending, its slot stays dirty.
+        The draft's own slot is last, so that a crash leaves no dirty chunk without its draft. If the draft is
+        discarded, no lower tier has its chunks, so chunks that another pending draft shares stay dirty.
         """
         self.fault("before release.chunks")
         for name, reference in zip(draft.names, draft.slots, strict=True):
@@ -153,7 +163,7 @@ class FlushState:
         self.fault("after release.draft")
 
     def _is_lent(self, draft: Draft, name: bytes, reference: SlotRef | None) -> bool:
-        """Whether another draft in a slab relies on this one's slot: a copy of a file that was not published yet."""
+        """Return whether another draft in a slab needs this draft's slot: a copy of a file that is still pending."""
         with self.changed:
             return any(
                 name == other and theirs in {None, reference}
@@ -162,10 +172,13 @@ class FlushState:
                 for other, theirs in zip(entry.draft.names, entry.draft.slots, strict=True)
             )
 
-    # -- what went ahead of a draft ------------------------------------------------------------------------------------
+    # -- chunks written ahead of a draft ---------------------------------------------------------------------------
 
     def drop_holds(self, draft: Draft) -> None:
-        """Hold chunks that went ahead of a draft no longer: it is in the nvme tier itself, or not pending any more."""
+        """Drop the holds on chunks that were written ahead of a draft.
+
+        Call this when the draft itself is in the nvme tier, or no longer pending.
+        """
         ours = [holder for holder in self.holders if holder.endswith(f":{draft.write_id.hex()}")]
         if ours and self.nvme is not None:
             self.nvme.drop_hold(*ours)
@@ -173,7 +186,7 @@ class FlushState:
 
 
 def read_slot(slot: Slot, start: int, out: memoryview) -> bool:
-    """Copy bytes of a chunk out of its slot, from an offset on; false if it is not there any more."""
+    """Copy bytes of a chunk from its slot, beginning at ``start``. Return whether the slot still held the chunk."""
     if start + len(out) > slot.length:
         return False
     slot.segment.read(slot, start, out)

@@ -1,6 +1,6 @@
-"""Garbage collection and scrubbing as policies of a flusher that runs by itself. Both are off unless they are asked for.
+"""Background garbage collection and scrubbing by a flusher that runs by itself. Both are off by default.
 
-Several flushers of one store share a schedule: the store notes when each of the two ended last, whoever did it.
+Several flushers of one store share a schedule: the store records when each of the two jobs last ended on any host.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from tierfs.errors import ConflictError, TierfsError
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
-    from tierfs.store.store import Store  # a flusher answers before that is loaded
+    from tierfs.store.store import Store  # a flusher answers its clients before it loads the store
 
 __all__ = ["Upkeep", "UpkeepPolicy"]
 
-# How often it is seen whether something is due, and how long scrubbing goes on before that.
+# Interval between checks for due work, and the longest run of scrubbing before the next check.
 TURN_S = 60.0
 SCRUB_AGE_S = 7 * 86400.0
-"""Chunks that were verified within so long are not read again: a bucket's reads cost money."""
+"""Chunks that were verified within this time are not read again, because reads of a bucket cost money."""
 STOP_S = 30.0
 _logger = logging.getLogger("tierfs.flush")
 
 
 @dataclass(frozen=True, slots=True)
 class UpkeepPolicy:
-    """The work in the background.
+    """Which background work to do, and how often.
 
     Attributes:
-        gc_every_s: Collect garbage when so much time has passed since that was done; ``None`` for never.
-        scrub_bandwidth: Bytes that are verified in a second; 0 for none.
+        gc_every_s: Collect garbage this many seconds after the last collection ended; ``None`` for never.
+        scrub_bandwidth: Bytes to verify per second; 0 for no scrubbing.
     """
 
     gc_every_s: float | None = None
@@ -41,18 +41,18 @@ class UpkeepPolicy:
 
     @property
     def is_off(self) -> bool:
-        """Whether there is nothing to do, ever."""
+        """Whether neither job is on."""
         return self.gc_every_s is None and not self.scrub_bandwidth
 
 
 class Upkeep:
-    """One thread that does what a policy says.
+    """One thread that does the background work of a policy.
 
     Args:
-        open_store: Opens the store, without local tiers, when it is needed first.
-        policy: What to do.
-        count: Called with the name of a counter, and how much it grows.
-        turn_s: How often it is seen whether something is due.
+        open_store: Opens the store, without local tiers, when it is first needed.
+        policy: The work to do.
+        count: Called with the name of a counter and its increment.
+        turn_s: Interval between checks for due work, in seconds.
     """
 
     def __init__(
@@ -75,17 +75,16 @@ class Upkeep:
         return f"Upkeep({self._policy})"
 
     def start(self) -> None:
-        """Begin."""
         self._thread = start_daemon(self._run, name="upkeep")
 
     def stop(self) -> None:
-        """End soon. A gc that is under way then is as one that was killed: the next one goes on."""
+        """End the thread, and wait up to `STOP_S` for it. A running gc is aborted; the next one continues its work."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
 
     def turn(self) -> None:
-        """Do what is due now."""
+        """Do the work that is due now."""
         if self._store is None:
             self._store = self._open_store()
         if self._policy.gc_every_s is not None:
@@ -100,7 +99,7 @@ class Upkeep:
             except TierfsError as error:
                 self._count("upkeep_failures", 1)
                 _logger.warning("upkeep is tried again later: %s", error)
-            except Exception:  # whatever it is, the thread must go on: nobody else collects and scrubs
+            except Exception:  # the thread must go on after any error: no other thread collects and scrubs
                 self._count("unforeseen_errors", 1)
                 _logger.exception("upkeep met an error that it does not know, and is tried again later")
             self._ended.wait(self._turn_s)
@@ -115,7 +114,7 @@ class Upkeep:
         try:
             report = collect(store, GcOptions(), lambda *_: self._check())
         except ConflictError as error:
-            _logger.info("no gc now: %s", error)  # somebody else's is at work
+            _logger.info("no gc now: %s", error)  # another gc is running
             return
         self._count("gc_runs", 1)
         self._count("gc_deleted_bytes", report.deleted.bytes)
@@ -143,6 +142,6 @@ class Upkeep:
         self._count("scrub_damaged", len(report.damage) - healed)
 
     def _check(self) -> None:
-        """End a gc that is under way, if the flusher is to end."""
+        """Abort a running gc if the flusher ends."""
         if self._ended.is_set():
             raise ConflictError("the flusher ends")

@@ -1,4 +1,4 @@
-"""To the object tier: steps 3 to 5 of `tierfs.flusher.flusher`."""
+"""Move drafts to the object tier: steps 3 to 5 of `tierfs.flusher.flusher`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Uploader", "uploads_at_once"]
 
-# A connection to a cloud brings some tens of MB/s, however fast the host is. Each upload takes two chunks' memory.
+# A connection to a cloud carries some tens of MB/s, however fast the host is. Each upload takes two chunks' memory.
 UPLOADS_MIN = 4
 UPLOADS_MAX = 16
 DRAFTS_AT_ONCE_MAX = 4
-# Smaller drafts are in the nvme tier before an upload beside it would have been worth it.
-PACE_S = 1.0
-RATE_S = 10  # what "now" means for the rate of uploads
+PACE_S = 1.0  # longest sleep of `_pace`, so that it notices a stop
+RATE_S = 10  # seconds over which `Uploader.rate` averages
 _logger = logging.getLogger("tierfs.flush")
 
 
 def uploads_at_once() -> int:
-    """Chunks on their way at once: as many as this process has processors, between 4 and 16. See docs/decisions/0026."""
+    """Return how many chunks to upload at once: one per processor of this process, 4 to 16. See docs/decisions/0026."""
     return min(max(UPLOADS_MIN, len(os.sched_getaffinity(0))), UPLOADS_MAX)
 
 
 class Uploader:
     """Uploads chunks of several drafts at once, and publishes their records in closing order.
 
-    A draft whose record stands makes way for the next at once, unless that one changes the same path. Its row in
-    ``nvme.db`` goes a little later, together with those of the drafts that were published meanwhile: until then a
-    flusher that has to begin anew knows its record by the write id.
+    After a draft's record is published, the next draft follows at once, unless it changes the same path. The draft's
+    row in ``nvme.db`` is removed a little later, in one commit with the rows of drafts that were published meanwhile.
+    A flusher that restarts before that recognizes the record by its write id.
 
     Args:
         state: Shared by the flusher's parts.
@@ -57,22 +56,22 @@ class Uploader:
         self._chunks = ThreadPoolExecutor(uploads_at_once(), thread_name_prefix="tierfs-upload")
         self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
-        self._published: list[FlushItem] = []  # whose rows are still there
-        self._uploaded: Counter[int] = Counter()  # bytes, by the second in which they arrived, of the last RATE_S
+        self._published: list[FlushItem] = []  # published drafts that the local tiers have not released yet
+        self._uploaded: Counter[int] = Counter()  # bytes by the second of their arrival, for the last RATE_S seconds
 
     def stop(self) -> None:
-        """End after what is under way."""
+        """Finish the running work, then end the threads."""
         self._drafts.shutdown()
         self._chunks.shutdown()
         self._releases.shutdown()
 
     def begin(self, entry: FlushItem) -> None:
-        """Have a thread take a draft one step further. The lock is held."""
+        """Submit a draft to a thread that runs `advance`. The caller holds the lock."""
         self._state.entries.begin(entry)
         self._drafts.submit(self.advance, entry)
 
     def next(self) -> FlushItem | None:
-        """A draft that something can be done for now. The lock is held."""
+        """Return a draft that can be advanced now, or None. The caller holds the lock."""
         state = self._state
         if not state.access.is_known:
             return None
@@ -81,16 +80,16 @@ class Uploader:
             return None
         now = state.clock.monotonic()
         found = None if state.persists_first() else entries.next_ready(now)
-        # The chunks of a large one are uploaded before it is in the nvme tier.
+        # The chunks of a large draft are uploaded before it is in the nvme tier.
         for entry in () if state.persists_alone() else entries.large.values():
             if now >= entry.retry_at and (not found or entry.turn < found.turn):
                 found = entry
         return found
 
     def advance(self, entry: FlushItem) -> None:
-        """Put what is missing of a draft into the object tier, and publish it if it is its turn.
+        """Upload the missing chunks of a draft, and publish it if it is its turn.
 
-        One that was on its way to the nvme tier when it was begun with is only uploaded, and that is tried once.
+        A draft that had not reached the nvme tier at `begin` is only uploaded, in a single attempt.
         """
         state = self._state
         try:
@@ -110,7 +109,7 @@ class Uploader:
         with state.changed:
             base = state.entries.kept_base(entry)
         try:
-            if base is not None:  # found after that was kept
+            if base is not None:  # this draft was found after its base became a conflict
                 raise ConflictError(str(base.error), path=base.path)
             state.access.call(lambda publisher: self._upload_and_publish(publisher, entry))
         except ConflictError as error:
@@ -126,12 +125,12 @@ class Uploader:
             self._publish(publisher, entry)
 
     def _go_ahead(self, entry: FlushItem) -> None:
-        """Upload what another thread takes to the nvme tier meanwhile, up to the first error, which is not the draft's."""
+        """Upload a draft while another thread writes it to the nvme tier. An error ends the upload, not the draft."""
         state = self._state
         references = [reference for reference in entry.draft.slots if reference is not None]
         try:
             if any(state.chunk(reference) is None for reference in references):
-                return  # it is not all to be seen yet, or not any more
+                return  # a segment cannot be opened yet, or a slot was reused
             state.access.call(lambda publisher: self._upload(publisher, entry))
         except Exception as error:  # noqa: BLE001 - it is done once more when the draft is in the nvme tier
             state.counters["ahead_stops"] += 1
@@ -158,11 +157,12 @@ class Uploader:
                 for index in indexes
             ]
 
-        # Sources of derived chunks go first, and the derived ones among the rest: deriving takes processors, the rest the link.
+        # Upload the sources of derived chunks first. Mix the derived chunks with the rest: deriving a chunk takes
+        # processor time, and the other chunks take the network.
         derived = [index for index in missing if index in contexts and contexts[index].sources]
         rest = [index for index in missing if index not in sources and index not in derived]
         before = submit(index for index in missing if index in sources)
-        # Half of the rest does not wait: what others are derived from may have to be sent again and again.
+        # Half of the rest does not wait for the sources, because the sources may need many retries.
         first = max(uploads_at_once(), len(rest) // 2) if derived else len(rest)
         tasks = [*before, *submit(rest[:first])]
         wait(before)
@@ -215,7 +215,7 @@ class Uploader:
             raise (lost if seen else state.missing(entry, reference, lost)) from error
 
     def _sources(self, name: bytes, reference: SlotRef | None) -> Iterator[Callable[[int, memoryview], bool]]:
-        """Where a chunk may be read from, the nearest first. The caller checks the bytes."""
+        """Yield functions that read a chunk from a local tier, nearest tier first. The caller verifies the bytes."""
         state = self._state
         slots = [None if reference is None else state.chunk(reference), state.ram.find(name)]
         for slot in slots:
@@ -226,7 +226,7 @@ class Uploader:
             yield lambda start, out: nvme.read_into(name, start, out)
 
     def _reader(self, entry: FlushItem) -> ReadRow:
-        """A reader of the chunks of a draft, and of others that lie on this host."""
+        """Return a function that reads the draft's chunks, and other chunks that lie on this host."""
         record = entry.draft.record
         if not isinstance(record, Manifest):
             return lambda *_: False
@@ -241,7 +241,7 @@ class Uploader:
         return read
 
     def put(self, chunk: Slot) -> None:
-        """Put a slot's chunk into the object tier, ahead of any record that names it."""
+        """Put a slot's chunk into the object tier before any record names it."""
 
         def read(start: int, out: memoryview) -> bool:
             chunk.segment.read(chunk, start, out)
@@ -262,7 +262,7 @@ class Uploader:
         rows: Sequence[Row | None],
         reader: ReadRow,
     ) -> Row | None:
-        """Put a chunk into the object tier; ``None`` if it is not where it is to be read from."""
+        """Put a chunk into the object tier. Return ``None`` if ``read`` does not find its bytes."""
         state = self._state
         failures: list[TierfsError] = []
         sent: list[int] = []
@@ -273,7 +273,7 @@ class Uploader:
                 if is_there:
                     state.fault("before upload.chunk")
             except TierfsError as error:
-                failures.append(error)  # of this host: no other way to the object tier is to be tried for that
+                failures.append(error)  # an error of this host must not make the publisher try another way
                 return False
             return is_there
 
@@ -286,12 +286,12 @@ class Uploader:
             raise failures.pop()
         if stored is not None:
             state.fault("after upload.chunk")
-            if sent:  # the object tier did not have it
+            if sent:  # the object tier did not have the chunk
                 self._count(length)
         return stored
 
     def rate(self) -> float:
-        """Bytes of chunks per second that went to the object tier lately. The lock is held."""
+        """Return the recent upload rate in bytes of chunks, before encoding, per second. The caller holds the lock."""
         now = int(self._state.clock.monotonic())
         return sum(self._uploaded[second] for second in range(now - RATE_S, now)) / RATE_S
 
@@ -304,7 +304,7 @@ class Uploader:
                 del self._uploaded[second]
 
     def _pace(self, count: int) -> None:
-        """Wait until so many bytes more may be sent."""
+        """Wait until ``count`` more bytes may be sent, or the flusher stops."""
         if not self._bandwidth:
             return
         state = self._state
@@ -328,12 +328,12 @@ class Uploader:
         self._releases.submit(self._release)
 
     def _release(self) -> None:
-        """Give up what the local tiers hold for drafts whose records stand."""
+        """Release the rows and slots of published drafts in the local tiers."""
         state = self._state
         with state.changed:
             done, self._published = self._published, []
         if not done:
-            return  # with those before
+            return  # an earlier call released them, too
         try:
             state.fault("before finish.release")
             if state.nvme is not None:
@@ -362,16 +362,16 @@ class Uploader:
             _logger.info("published %s", entry.path, extra={"path": entry.path, "bytes": entry.draft.length})
 
     def _keep(self, entry: FlushItem, error: ConflictError) -> None:
-        """Somebody else changed the path: theirs stands. This one, and what was built on it, is kept until a person decides.
+        """Keep a draft, and all drafts that build on it, as conflicts: another writer changed the path.
 
         Raises:
-            TierfsError: That could not be noted for all of them where the next flusher looks: it is to be tried again.
+            TierfsError: Not all drafts could be marked. The caller retries.
         """
         state = self._state
         with state.placing:
             with state.changed:
                 kept = [entry, *state.entries.dependents(entry)]
-            # The last one first, so that none is to be seen without what it builds on, wherever this ends.
+            # The last draft first: after a crash in between, no pending draft builds on a conflict.
             for each in reversed(kept):
                 if each.number is not None:
                     assert state.nvme is not None
@@ -387,7 +387,7 @@ class Uploader:
 
 
 def _spread(few: Sequence[int], many: Sequence[int]) -> list[int]:
-    """Both in their order, ``few`` as evenly as can be among ``many``."""
+    """Merge both sequences, each in its order, with ``few`` spread evenly among ``many``."""
     placed = [((number + 1) / (len(few) + 1), each) for number, each in enumerate(few)]
     placed += [((number + 0.5) / len(many), each) for number, each in enumerate(many)]
     return [each for _, each in sorted(placed)]
