@@ -87,8 +87,8 @@ class FlushEngine:
     def gone(self, peer: Peer) -> None:
         """End the request of a client that has hung up. Does not block.
 
-        The service calls this during a running request, if there is one, and again after the last request. So there
-        may be two calls.
+        The service calls this during a running request, if there is one, and again after the last request. So there may
+        be two calls.
         """
         self._flusher.nudge()
 
@@ -102,8 +102,8 @@ class FlushEngine:
 
         Raises:
             InvalidInputError: The request is unknown, or its arguments are invalid.
-            TierfsError, TimeoutError: The request failed. The client raises the same error. Any other exception
-                becomes a StoreError at the client.
+            TierfsError, TimeoutError: The request failed. The client raises the same error. Any other exception becomes
+                a StoreError at the client.
         """
         method = getattr(self, f"_do_{do}", None)
         if method is None:

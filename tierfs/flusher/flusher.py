@@ -15,8 +15,8 @@ draft is sealed (`tierfs.host.write.ahead`). Step 3 of a large draft runs beside
 ``local``. The next draft of a path is not published before step 5. The write id therefore suffices to recognize a
 record that is already published.
 
-`tierfs.flusher.scan` finds drafts, `tierfs.flusher.nvme` does steps 1 and 2, and `tierfs.flusher.upload` does steps
-3 to 5. This module runs these parts on a few threads, waits for drafts, and reports.
+`tierfs.flusher.scan` finds drafts, `tierfs.flusher.nvme` does steps 1 and 2, and `tierfs.flusher.upload` does steps 3
+to 5. This module runs these parts on a few threads, waits for drafts, and reports.
 """
 
 from __future__ import annotations

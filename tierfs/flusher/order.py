@@ -1,9 +1,9 @@
 """The order in which a host publishes drafts: closing order, directory by directory.
 
 A draft waits for every draft that was closed earlier and lies in or below its directory. So ``run/latest`` never
-appears before the files that were saved under ``run/`` until then, and a checkpoint's metadata never before its
-shards. Checkpoints in sibling directories do not wait for each other. A draft that cannot be published delays the
-drafts that wait for it.
+appears before the files that were saved under ``run/`` until then, and a checkpoint's metadata never before its shards.
+Checkpoints in sibling directories do not wait for each other. A draft that cannot be published delays the drafts that
+wait for it.
 """
 
 from __future__ import annotations

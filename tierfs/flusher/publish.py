@@ -48,8 +48,8 @@ class StorePublisher:
     """Puts chunks into the object tier, then the records that name them. Thread-safe.
 
     Args:
-        open_store: Opens the store without local tiers. Called at first use, after a failure, and when the store is
-            no longer at its root.
+        open_store: Opens the store without local tiers. Called at first use, after a failure, and when the store is no
+            longer at its root.
         check: Called before each use. Raises if the opened store is not the one that this host's changes belong to.
     """
 
@@ -99,8 +99,8 @@ class StorePublisher:
             length: The chunk's length: 1 byte to 16 MiB.
             fill: Reads the chunk's bytes.
             context: The encoding context, if known.
-            rows: The file's rows, with ``None`` for a chunk that is not stored yet. The context's sources refer to
-                them by index.
+            rows: The file's rows, with ``None`` for a chunk that is not stored yet. The context's sources refer to them
+                by index.
             read: Reads chunks that lie on this host.
             pace: Called with the number of stored bytes before they are sent. It waits until they may be sent.
 
@@ -139,8 +139,8 @@ class StorePublisher:
 
         Raises:
             ConflictError: Another writer changed the path after the draft's base was observed. That change stands.
-            StoreError, CapacityError, ReadOnlyError: The object tier failed. If the error is transient, the record
-                may have been published or not.
+            StoreError, CapacityError, ReadOnlyError: The object tier failed. If the error is transient, the record may
+                have been published or not.
         """
         store, commits, keyframes = self._open()
         try:

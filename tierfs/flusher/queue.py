@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LARGE_BYTES_MIN", "FlushItem", "FlushQueue"]
 
-# Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon
-# for that to pay.
+# Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
+# that to pay.
 LARGE_BYTES_MIN = 64 << 20
 
 
@@ -39,8 +39,8 @@ class FlushItem:
         level: The level that the draft has reached.
         rows: The rows to publish; ``None`` for a chunk that is not in the object tier yet.
         contexts: The encoding context of each chunk; ``None`` before the publisher was asked for them.
-        past_nvme: Whether no work is left to bring the draft to the nvme tier: it is there, bypasses it, or is kept
-            as a conflict.
+        past_nvme: Whether no work is left to bring the draft to the nvme tier: it is there, bypasses it, or is kept as
+            a conflict.
         ahead: Whether the running or last upload began before ``past_nvme`` was set.
         uploaded: Whether all chunks are in the object tier.
         published: Whether the record is published, and only the local tiers have to release the draft.

@@ -16,8 +16,8 @@ from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
 
 __all__ = ["PendingScan"]
 
-# Seconds between walks over all drafts. A look at the changes returns each draft once, so an error after it would
-# leave the draft behind.
+# Seconds between walks over all drafts. A look at the changes returns each draft once, so an error after it would leave
+# the draft behind.
 WALK_S = 10.0
 _PENDING = (SlotState.SEALED, SlotState.CONFLICT)
 _logger = logging.getLogger("tierfs.flush")

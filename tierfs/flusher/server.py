@@ -3,8 +3,8 @@
 The engine (`tierfs.flusher.engine`) executes the requests. A connection carries one request at a time. A client with
 several concurrent requests opens several connections, so a long wait delays no other request.
 
-The service may retire whenever it is idle, because it has no state to lose. Staged data lies in slabs and in the
-index. All requests are idempotent, and a client whose connection breaks before the answer asks the next flusher.
+The service may retire whenever it is idle, because it has no state to lose. Staged data lies in slabs and in the index.
+All requests are idempotent, and a client whose connection breaks before the answer asks the next flusher.
 """
 
 from __future__ import annotations

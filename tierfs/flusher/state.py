@@ -54,8 +54,8 @@ class FlushState:
         access: The access to the object tier.
         stopping: Whether the flusher is about to end.
         nudged: Whether a slab may have a new draft, or a draft that waited for room may fit now.
-        persisting_since: When the present pass of writing drafts to the nvme tier began, monotonic seconds; None if
-            no pass runs.
+        persisting_since: When the present pass of writing drafts to the nvme tier began, monotonic seconds; None if no
+            pass runs.
         local_waits: Number of requests that wait for drafts to reach the nvme tier.
         holders: Holders in ``nvme.db``: unfinished files that have chunks in the nvme tier.
         counters: Counts of events, by name.

@@ -52,8 +52,8 @@ def open_tier(
             fresh = True
         if fresh:
             if index is None and not counts:
-                # Moves aside the journal that a removed database may have left. The index is created before the
-                # arena, so that an arena without an index is known to have lost it.
+                # Moves aside the journal that a removed database may have left. The index is created before the arena,
+                # so that an arena without an index is known to have lost it.
                 move_aside(directory / INDEX_FILE, faults)
                 faults("before index.create")
                 Index.create(directory / INDEX_FILE, epoch=secrets.token_bytes(16))

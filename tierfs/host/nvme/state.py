@@ -47,8 +47,8 @@ class NvmeState:
         evicted_bytes: Bytes evicted since the tier was opened.
         used: Time of last use of each extent.
         paths: Counts drafts by path, for readers.
-        released: Serials of drafts whose pages are marked as released but not flushed yet. The index still lists
-            them in ``releases``.
+        released: Serials of drafts whose pages are marked as released but not flushed yet. The index still lists them
+            in ``releases``.
     """
 
     def __init__(self, directory: Path, budget_bytes: int, *, clock: Clock, faults: Faults) -> None:
@@ -191,8 +191,8 @@ class NvmeState:
     def make_room(self, lengths: Mapping[bytes, int]) -> None:
         """Evict clean chunks until these chunks fit, as far as possible. The caller holds no lock.
 
-        Eviction is a commit. A commit during the writes would wait for the writes that other threads have queued at
-        the disk, so this method evicts for all chunks at once beforehand.
+        Eviction is a commit. A commit during the writes would wait for the writes that other threads have queued at the
+        disk, so this method evicts for all chunks at once beforehand.
         """
         with self.tables:
             here = [name for name in lengths if self.ledger.has(name)]

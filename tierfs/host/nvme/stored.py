@@ -27,9 +27,9 @@ class StoredDraft:
         write_id: Identifies the change.
         path: Relative to the store.
         data: The encoded draft; empty if the draft is lost, see ``state``.
-        state: ``pending``. ``conflict``: another writer changed the path first. ``damaged``: the draft, or a chunk
-            that only this tier had, is missing or damaged. If only chunks are damaged, the draft becomes pending
-            again when they are written again.
+        state: ``pending``. ``conflict``: another writer changed the path first. ``damaged``: the draft, or a chunk that
+            only this tier had, is missing or damaged. If only chunks are damaged, the draft becomes pending again when
+            they are written again.
         note: The reason for the state, for the user.
         at_ns: When the draft was stored, wall clock.
     """

@@ -1,8 +1,8 @@
 """The writer of the nvme tier, which holds chunks and drafts on a local disk. `tierfs.host.nvme.reader` reads it.
 
-An addition writes data to the arena, calls ``fdatasync``, commits the index once, and only then returns to the
-caller. A removal commits the index first, and only then frees the extent for other data. A crash therefore leaves
-exactly the committed state.
+An addition writes data to the arena, calls ``fdatasync``, commits the index once, and only then returns to the caller.
+A removal commits the index first, and only then frees the extent for other data. A crash therefore leaves exactly the
+committed state.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class NvmeTier:
             name: The chunk's name, 1 to 33 bytes.
             meta: Metadata stored with the chunk, at most 900 bytes.
             data: Borrowed for the call only. Page-aligned memory saves a copy.
-            keep: Whether a draft will name the chunk. If so, the chunk is protected from eviction for some time,
-                even if another thread commits first.
+            keep: Whether a draft will name the chunk. If so, the chunk is protected from eviction for some time, even
+                if another thread commits first.
             is_sound: Called after the write and before the chunk becomes visible. Returns whether ``data`` held the
                 chunk during the whole write. If not, the write is undone, and an earlier copy stays.
 

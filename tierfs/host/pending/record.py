@@ -1,7 +1,7 @@
 """Drafts: a draft is a sealed change of one path that this host has not published yet.
 
-A draft lies in a slab, or in ``nvme.db`` and the arena once it has reached the nvme tier. The format is private to
-the host. tierfs refuses a draft of another format version (docs/reference/local-tiers.md).
+A draft lies in a slab, or in ``nvme.db`` and the arena once it has reached the nvme tier. The format is private to the
+host. tierfs refuses a draft of another format version (docs/reference/local-tiers.md).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Draft:
             the object tier. A tombstone's check is filled in at publication.
         base: The version that the change replaces.
         slots: For each row of a manifest, the slot that holds its chunk, or ``None`` if the chunk lies elsewhere.
-        after: Write id of a draft of any path that has to be published first. A rename thus publishes its target
-            before it removes its source.
+        after: Write id of a draft of any path that has to be published first. A rename thus publishes its target before
+            it removes its source.
         boot: The boot id at the time the file was closed.
         stamp_ns: When the file was closed, on the monotonic clock of that boot. Drafts are published in this order.
     """

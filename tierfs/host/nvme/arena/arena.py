@@ -3,8 +3,8 @@
 This module owns the file, its growth, direct I/O with its fallback, and the scan for all pages. The index and
 `tierfs.host.nvme.tier` know which parts are free, needed and committed.
 
-Page-aligned data is written from the caller's memory without a copy. Nothing is durable before `sync`. Readers take
-no lock, and verify the bytes that they read.
+Page-aligned data is written from the caller's memory without a copy. Nothing is durable before `sync`. Readers take no
+lock, and verify the bytes that they read.
 """
 
 from __future__ import annotations
