@@ -1,1 +1,1 @@
-"""How chunks are encoded on their way to the object tier."""
+"""Encode chunks for the object tier."""

@@ -1,4 +1,4 @@
-"""Chunks that others are encoded against."""
+"""Read the chunks on this host that others are encoded against."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["AbsentError", "LocalBase", "read_verified"]
 
 
 class AbsentError(Exception):
-    """A chunk is not on this host, or not any more."""
+    """A chunk is not, or no longer, on this host."""
 
 
 class LocalBase:
-    """A copy of a chunk on this host. Of use once, and to one thread.
+    """A copy of a chunk on this host, as a base for one chunk. For one thread.
 
-    Bytes other than a reader will have make a difference that nobody can undo: so all of it is verified before anything is
-    encoded against it, or remembered of it.
+    A delta against wrong bytes cannot be decoded. So the whole base is verified before a chunk is encoded
+    against it, or before a finding about it is remembered.
 
     Args:
         kind: The store's digests.
         row: The chunk.
-        read: Gets at it; ``None`` where the memory holds its verified bytes.
-        memory: Where it is read to, as long as the chunk.
+        read: Reads the chunk from this host; ``None`` if ``memory`` holds its verified bytes.
+        memory: Receives the bytes; as long as the chunk. Borrowed.
     """
 
     def __init__(self, kind: DigestKind, row: Row, read: ReadRow | None, memory: memoryview) -> None:
@@ -39,11 +39,11 @@ class LocalBase:
 
     @property
     def is_verified(self) -> bool:
-        """Whether all of it was read, and found to be the chunk."""
+        """Whether the whole chunk was read and has its digest."""
         return self._read is None
 
     def whole(self) -> memoryview:
-        """All of it, verified. Raises `AbsentError`."""
+        """Return the whole chunk, verified. Raises `AbsentError`."""
         if self._read is not None:
             if not read_verified(self._kind, self._row, self._memory, self._read):
                 raise AbsentError
@@ -51,7 +51,7 @@ class LocalBase:
         return self._memory
 
     def part(self, start: int, count: int) -> memoryview:
-        """A part of it, verified only where all of it is. Raises `AbsentError`."""
+        """Return a part of the chunk, verified only if the whole chunk is. Raises `AbsentError`."""
         out = self._memory[start : start + count]
         if self._read is not None and not self._read(self._row, start, out):
             raise AbsentError
@@ -59,10 +59,10 @@ class LocalBase:
 
 
 def read_verified(kind: DigestKind, row: Row, out: memoryview, read: ReadRow) -> bool:
-    """Read a whole chunk from this host into ``out``, and say whether that holds its bytes now."""
+    """Read a whole chunk from this host into ``out``. Return whether ``out`` now holds the chunk's bytes."""
     digests = []
     for number, block in enumerate(blocks_of(out)):
         if not read(row, number * BLOCK_BYTES, block):
             return False
-        digests.append(digest.hash_bytes(kind, block))  # while it is in the caches
+        digests.append(digest.hash_bytes(kind, block))  # while the block is in the CPU caches
     return digest.combine(kind, row.raw_length, digests) == row.name.digest

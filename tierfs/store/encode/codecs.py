@@ -1,4 +1,4 @@
-"""Which codecs a store's chunks may have: the option ``codecs``."""
+"""The codecs that a store's chunks may have: the option ``codecs``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["AUTO", "Codecs"]
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
-    """What is allowed.
+    """The codecs that the encoder may use.
 
     Attributes:
-        allowed: The codecs; STORE always is, and CONST with any other: what it is used for, no other codec is tried on.
+        allowed: The codecs. Always has STORE. Has CONST unless STORE is the only one: a block for which CONST
+            is right is not tried with any other codec.
         always: Encode also where sending the raw bytes would be faster.
     """
 
@@ -24,10 +25,12 @@ class Codecs:
 
     @classmethod
     def parse(cls, text: str) -> Codecs:
-        """Read ``auto`` (all, where they save time), ``all`` (wherever they save bytes), ``off``, or names: ``"zstd,plane"``.
+        """Parse the option: ``auto``, ``all``, ``off``, or names like ``"zstd,plane"``.
+
+        ``auto`` uses all codecs where they save time, and ``all`` uses them wherever they save bytes.
 
         Raises:
-            InvalidInputError: It is none of these.
+            InvalidInputError: ``text`` is none of these.
         """
         if text == "auto":
             return cls()

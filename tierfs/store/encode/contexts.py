@@ -1,4 +1,4 @@
-"""What is known of a chunk beside its bytes, for whoever encodes it."""
+"""Facts about a chunk besides its bytes, for the encoder."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tierfs.format.manifest import Row
 __all__ = ["NO_CONTEXT", "ChunkContext", "ChunkPart", "Fill", "ReadRow", "Tensor"]
 
 Fill = Callable[[memoryview], bool]
-"""Fills memory with a chunk's bytes, unverified; false if they are not there any more. It may be called again."""
+"""Fills memory with a chunk's bytes, unverified; false if they are gone. May be called again."""
 ReadRow = Callable[[Row, int, memoryview], bool]
-"""Copies bytes of a chunk, from an offset on, out of a tier of this host, unverified; false if none has it."""
+"""Copies a chunk's bytes from an offset on out of a tier of this host, unverified; false if no tier has them."""
 
 
 class ChunkPart(NamedTuple):
     """A part of a chunk of the same file.
 
     Attributes:
-        chunk: Its number in the file.
-        offset: Of the part, in the chunk's bytes.
-        length: Of the part.
+        chunk: The chunk's index in the file.
+        offset: Where the part begins in the chunk's bytes.
+        length: Bytes of the part.
     """
 
     chunk: int
@@ -31,12 +31,12 @@ class ChunkPart(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """What is known of the elements that a block holds, or most of it.
+    """The elements that a block holds, or that most of it holds.
 
     Attributes:
-        name: What a choice for them is remembered under; empty for nothing.
+        name: The key under which the encoder remembers its choice; empty to remember nothing.
         kind: ``"float"``, ``"integer"`` or ``"bytes"``.
-        width: Of an element, in bytes.
+        width: Bytes of an element.
     """
 
     name: str = ""
@@ -46,15 +46,15 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """What is known of a chunk beside its bytes.
+    """Facts about a chunk besides its bytes.
 
     Attributes:
-        tensors: Of each block; fewer, or none, where that is not known.
-        save: How many saves of its file there were before: tells how old a choice is.
-        base: The chunk at its place in the keyframe, of the same length.
-        sources: What it may be derived from, of twice its length in all.
-        unread: Digests of chunks of the file that is replaced, to be read back: see `tierfs.store.chunks.store_chunk`. All chunks
-            of a file share one set.
+        tensors: The tensor of each block; shorter or empty where that is not known.
+        save: How many saves of the file came before this one. Tells how old a remembered choice is.
+        base: The chunk at the same place in the keyframe, of the same length.
+        sources: The parts that the chunk may be derived from; twice its length in all.
+        unread: Digests of the replaced file's chunks that have to be read back: see
+            `tierfs.store.chunks.store_chunk`. All chunks of a file share one set.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -65,4 +65,4 @@ class ChunkContext:
 
 
 NO_CONTEXT = ChunkContext()
-"""Of a chunk of which nothing is known."""
+"""The context of a chunk about which nothing is known."""

@@ -1,4 +1,4 @@
-"""Chunks that follow from others: working copies in bfloat16 of what the same save holds in float32."""
+"""Encode chunks that follow from others: working copies in bfloat16 of float32 tensors in the same save."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _DERIVE = BlockPlan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
 
 
 class SourcePiece(NamedTuple):
-    """A part of a chunk.
+    """A part of a stored chunk.
 
     Attributes:
-        row: The chunk, as it is stored.
-        offset: Of the part, in its raw bytes.
-        length: Of the part.
+        row: The chunk object.
+        offset: Where the part begins in the chunk's raw bytes.
+        length: Bytes of the part.
     """
 
     row: Row
@@ -37,20 +37,16 @@ class SourcePiece(NamedTuple):
 
 
 class Deriver:
-    """Encodes chunks as derived, one at a time: for one thread at a time.
+    """Encodes chunks as derived, one at a time. For one thread at a time.
 
-    It takes the memory of three chunks, and hardly longer than copying them where they are in memory.
-
-    Args:
-        kind: The store's digests.
-        codecs: Which ones may be used.
+    Uses the memory of three chunks. Takes hardly longer than copying the sources if they are in memory.
     """
 
     def __init__(self, kind: DigestKind, codecs: Codecs) -> None:
         self._kind = kind
         self._codecs = codecs
         self._reference: memoryview | None = None
-        self._source: memoryview | None = None  # the last chunk that parts were read of
+        self._source: memoryview | None = None  # the chunk that was last read in parts
         self._source_name: ChunkName | None = None
 
     def __repr__(self) -> str:
@@ -59,13 +55,17 @@ class Deriver:
     def encode(
         self, raw: memoryview, sources: Sequence[SourcePiece], read: ReadRow, into: memoryview
     ) -> Encoded | None:
-        """Encode a chunk as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name.
+        """Encode a chunk as derived from wider elements.
 
         Args:
-            raw: The chunk. Borrowed; it stays as it is where there is no result.
-            sources: Where those elements are, in order.
-            read: Gets at chunks that lie on this host.
+            raw: The chunk. Borrowed, and unchanged if the result is ``None``.
+            sources: The wider elements, in order.
+            read: Reads chunks from this host.
             into: See `tierfs.store.encode.pipeline.encode_chunk`.
+
+        Returns:
+            ``None`` if no block follows from the sources, if a source is not on this host, or if the chunk
+            would need more chunks than a row may name.
         """
         if len(_needs(sources)) > BASES_MAX:
             return None
@@ -73,7 +73,8 @@ class Deriver:
             self._reference = fresh(2 * CHUNK_BYTES)
         reference = self._reference[: 2 * len(raw)]
         begins = itertools.accumulate((length for _, _, length in sources), initial=0)
-        # Each source once: of those that are read as a whole, only the last is kept.
+        # Sorted by name, so that each source is read once: only the last source that is read in parts is
+        # kept.
         for at, (row, offset, length) in sorted(zip(begins, sources, strict=False), key=lambda part: part[1].row.name):
             out = reference[at : at + length]
             if length == row.raw_length:
@@ -86,16 +87,17 @@ class Deriver:
                 out[:] = whole[offset : offset + length]
         plans = [_DERIVE._replace(base=base) for base in blocks_of(reference, 2)]
         with block_buffers().lend(BLOCK_BYTES) as out:
-            # The chunk may be overwritten below, so that it is not a derived one has to be known before.
+            # Check that some block is derived before encoding: `encode_chunk` may overwrite the chunk.
             pairs = zip(blocks_of(raw), plans, strict=True)
             if all(encode_block(block, plan.coding, plan.base, out)[0] is not Codec.DERIVE for block, plan in pairs):
                 return None
         return with_bases(encode_chunk(raw, plans, into, self._codecs.allowed), sources)
 
     def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
-        """All bytes of a chunk, verified, if it is on this host.
+        """Read a whole chunk from this host and verify it; ``None`` if this host does not have it.
 
-        Those of the last one are kept: small copies that follow each other are derived from parts of the same.
+        The last chunk is kept, because small tensors that follow each other often derive from parts of one
+        chunk.
         """
         if self._source is None:
             self._source = fresh(CHUNK_BYTES)
@@ -109,7 +111,7 @@ class Deriver:
 
 
 def with_bases(blocks: list[EncodedBlock], pieces: Sequence[SourcePiece]) -> Encoded:
-    """Blocks that are encoded against these pieces, one after the other."""
+    """Return the encoded chunk of blocks that are encoded against these pieces, laid end to end."""
     bases = tuple(
         BaseRange(row.name, row.raw_length, row.stored_length, offset, length) for row, offset, length in pieces
     )
@@ -117,5 +119,5 @@ def with_bases(blocks: list[EncodedBlock], pieces: Sequence[SourcePiece]) -> Enc
 
 
 def _needs(pieces: Iterable[SourcePiece]) -> tuple[ChunkName, ...]:
-    """Every chunk object that it takes to read the pieces."""
+    """Return the names of all chunk objects that are needed to read the pieces."""
     return tuple(dict.fromkeys(name for row, _, _ in pieces for name in (row.name, *row.bases)))

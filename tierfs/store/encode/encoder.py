@@ -1,7 +1,7 @@
-"""How chunks are encoded on their way to the object tier.
+"""Choose how each chunk is encoded for the object tier.
 
-Decided once per tensor, on a sample of its first chunk, and remembered from save to save. Under pressure a chunk is sent as
-it is: docs/decisions/0055-raw-under-pressure.md.
+The encoder chooses once per tensor, on a sample of its first chunk, and remembers the choice from save to
+save. Under pressure it sends a chunk raw: docs/decisions/0055-raw-under-pressure.md.
 """
 
 from __future__ import annotations
@@ -35,33 +35,35 @@ __all__ = ["Encoder", "FetchRow"]
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
 GROUPS_MAX = 10_000
-# What a base has to save, of its own size, to be fetched for that from the object tier.
+# The share of its own size that a base has to save to be fetched from the object tier for encoding.
 FETCH_WORTH = 0.5
-# The same where that is this host's own, and it is read there as fast as elsewhere.
+# The same for an object tier on this host, which is read as fast as any other tier.
 FETCH_NEAR_WORTH = 0.05
-# Of those that upload, of which there are as many as processors or a few more, a quarter fetches at a time.
+# A quarter of the uploading threads, of which there are about as many as processors, may fetch bases at a
+# time.
 PROCESSORS_A_FETCH = 4
-# How much of what a base typically saves the newest tensor makes up.
+# The weight of the newest tensor in the typical saving.
 NEWEST = 0.1
-# What a base saves is found out again after so many were not fetched.
+# After this many bases that were not fetched, the typical saving is measured again.
 PASSED_MAX = 32
 _logger = logging.getLogger("tierfs.store")
 
-# As many threads encode at a time as there are processors: each takes the memory of a base, and of a few blocks. These are not
-# the turns of those who decode: one that encodes may have to read a chunk of the object tier first.
+# As many threads encode at a time as there are processors: each uses memory for a base and a few blocks.
+# These turns are not the decoders' turns, because an encoding thread may first have to read a chunk from the
+# object tier.
 _encoders = PerProcess(Processors)
 
 FetchRow = Callable[[Row, int, memoryview], None]
-"""Copies bytes of a chunk, from an offset on, out of the object tier, verified; raises a `TierfsError` if it cannot."""
+"""Copies a chunk's verified bytes from an offset on out of the object tier; raises a `TierfsError` if it cannot."""
 
 
 class _Known(NamedTuple):
-    """What is remembered of a tensor.
+    """The remembered choice for a tensor.
 
     Attributes:
-        save: When it was found out.
-        choice: What.
-        misses: How often in a row differences were too large when they were tried, be it in the sample or in the rest.
+        save: Number of the save in which the choice was made.
+        choice: The choice.
+        misses: How many times in a row the differences were too large, in the sample or in the rest.
     """
 
     save: int
@@ -70,27 +72,28 @@ class _Known(NamedTuple):
 
     @property
     def is_miss(self) -> bool:
-        """Whether differences were too large, when they were tried."""
+        """Whether differences were tried and were too large."""
         return self.choice.delta is None and self.choice.delta_ratio is not None
 
     def holds(self, save: int) -> bool:
-        """Whether it counts at this save.
+        """Return whether the choice still counts at this save.
 
-        A miss is tried again with the next save, since differences grow with the distance from the keyframe, and there may
-        be another by then; then less and less often, since some tensors never have small ones.
+        A miss is tried again with the next save: differences grow with the distance from the keyframe, and
+        the next save may have a newer one. Further misses are tried again less and less often, since some
+        tensors never have small differences.
         """
         saves = min(2 ** min(self.misses - 1, 30), REPROBE_SAVES) if self.is_miss else REPROBE_SAVES
         return 0 <= save - self.save < saves
 
 
 class _Asked(NamedTuple):
-    """What is to be encoded.
+    """A chunk to encode.
 
     Attributes:
         raw: The chunk.
         into: Memory for the encoded blocks.
-        tensors: Of each block.
-        known: The choice that was made for each; ``None`` for one that is to be made now.
+        tensors: The tensor of each block.
+        known: The remembered choice for each tensor; ``None`` if the choice is still to be made.
     """
 
     raw: memoryview
@@ -100,7 +103,10 @@ class _Asked(NamedTuple):
 
 
 class _Typical:
-    """What a base saves of the raw size of tensors of a kind, see `Choice.saved`; ``None`` where that is to be found out."""
+    """The share of the raw size that a base typically saves for one kind of tensor.
+
+    See `Choice.saved`. ``saved`` is ``None`` if it has to be measured.
+    """
 
     def __init__(self) -> None:
         self.saved: float | None = None
@@ -113,7 +119,6 @@ class _Typical:
             self.saved, self._passed = None, 0
 
     def add(self, choice: Choice) -> None:
-        """Learn from what was found out about one tensor."""
         if choice.delta_ratio is not None:
             self.saved = choice.saved if self.saved is None else self.saved + (choice.saved - self.saved) * NEWEST
 
@@ -126,17 +131,17 @@ class _Attempt(NamedTuple):
 
     @property
     def needs_base(self) -> bool:
-        """Whether it cannot be read without what it was encoded against."""
+        """Whether a block is encoded against the base."""
         return any(block.codec.base_factor for block in self.blocks)
 
 
 class Encoder:
-    """What one process knows of a store's tensors. Safe for use by many threads.
+    """Encodes the chunks of a store, and remembers what it found out about tensors. Safe for use by many threads.
 
     Args:
         kind: The store's digests.
-        codecs: Which ones may be used.
-        is_near: Whether the object tier is this host's own, so that a base costs little to fetch.
+        codecs: The codecs that may be used.
+        is_near: Whether the object tier is on this host, so that a base is cheap to fetch.
     """
 
     def __init__(self, kind: DigestKind, codecs: Codecs, *, is_near: bool) -> None:
@@ -148,7 +153,7 @@ class Encoder:
         self._typical: dict[tuple[str, int], _Typical] = {}  # by kind and width of elements
         self._saves: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
-        self._encoding = self._sending = 0  # chunks, now
+        self._encoding = self._sending = 0  # chunks in flight
         self._processors = len(os.sched_getaffinity(0))
         self._deriver, self._deriving = Deriver(kind, codecs), threading.Lock()
         self._fetching = threading.Semaphore(max(len(os.sched_getaffinity(0)) // PROCESSORS_A_FETCH, 1))
@@ -157,16 +162,19 @@ class Encoder:
         return f"Encoder({self.codecs}, {self.status()})"
 
     def status(self) -> dict[str, Any]:
-        """What was done so far, for a person to see.
+        """Return counters for a person.
 
         Returns:
-            ``raw_bytes`` and ``encoded_bytes`` of what was sent, ``blocks`` by codec and by reason.
+            ``raw_bytes`` and ``encoded_bytes`` of the encoded chunks, and ``blocks`` by codec and by reason.
         """
         with self._lock:
             return dict(self._counts)
 
     def count_save(self, group: str) -> int:
-        """Begin a file; returns how many of its group were begun before, as far as that is remembered: see `ChunkContext.save`."""
+        """Count a save of this group, and return how many came before: see `ChunkContext.save`.
+
+        Only the newest `GROUPS_MAX` groups are remembered.
+        """
         with self._lock:
             count = self._saves.pop(group, 0)
             self._saves[group] = count + 1
@@ -176,7 +184,7 @@ class Encoder:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """What sends a chunk goes in here."""
+        """Count a chunk as being sent while the ``with`` block runs."""
         with self._lock:
             self._sending += 1
         try:
@@ -187,7 +195,7 @@ class Encoder:
 
     @contextlib.contextmanager
     def _one_more(self) -> Iterator[bool]:
-        """Be a chunk that is encoded; or not, under pressure: see `docs/decisions/0055-raw-under-pressure.md`."""
+        """Yield whether to encode a chunk, or send it raw under pressure."""
         with self._lock:
             is_encoded = self.codecs.always or self._sending >= self._processors or self._encoding < self._processors
             self._encoding += is_encoded
@@ -199,7 +207,7 @@ class Encoder:
 
     @property
     def derives(self) -> bool:
-        """Whether it is of use to know what chunks may be derived from."""
+        """Whether DERIVE is allowed, so that callers look for the sources of chunks."""
         return Codec.DERIVE in self.codecs.allowed
 
     def encode(
@@ -212,22 +220,22 @@ class Encoder:
         read: ReadRow,
         fetch: FetchRow,
     ) -> Encoded:
-        """Encode a chunk in the way that makes it smallest; under pressure not at all.
+        """Encode a chunk in the way that makes it smallest; under pressure, leave it raw.
 
         Args:
-            raw: The chunk. Borrowed; blocks that are stored as they are lie in it afterwards.
-            context: What is known of it.
+            raw: The chunk. Borrowed; blocks that are stored raw lie in it afterwards.
+            context: Facts about the chunk.
             sources: The sources that the context names, as they are stored.
             into: See `tierfs.store.encode.pipeline.encode_chunk`.
-            read: Gets at chunks that lie on this host.
-            fetch: Gets at those that do not.
+            read: Reads chunks from this host.
+            fetch: Reads chunks from the object tier.
         """
         if not {Codec.DPLANE, Codec.SPARSE} & self.codecs.allowed:
-            context = replace(context, base=None)  # not to be read for nothing
+            context = replace(context, base=None)  # no allowed codec would use it
         with self._one_more() as is_encoded:
             encoded = None if is_encoded else Encoded([_raw_block(block) for block in blocks_of(raw)])
             if encoded is None and sources and self.derives:
-                with self._deriving, _encoders().turn():  # others send while one waits for that
+                with self._deriving, _encoders().turn():  # other threads send while this one waits for its turn
                     encoded = self._deriver.encode(raw, sources, read, into)
             if encoded is None:
                 encoded = self._encode_chosen(raw, context, into, read, fetch)
@@ -260,16 +268,16 @@ class Encoder:
         return with_bases(blocks, (SourcePiece(row, 0, len(raw)),))
 
     def _try_local(self, asked: _Asked, row: Row, read: ReadRow) -> _Attempt | None:
-        """`_try` against a chunk of this host; ``None`` if that is not there, or not sound."""
+        """Run `_try` against a base on this host; return ``None`` if the base is absent or damaged."""
         with _encoders().turn(), buffers().lend(row.raw_length) as memory, contextlib.suppress(AbsentError):
             return self._try(asked, LocalBase(self._kind, row, read, memory))
         return None
 
     def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
-        """`_try` against a chunk of the object tier; ``None`` if that is not worth it, or cannot be.
+        """Run `_try` against a base in the object tier; return ``None`` if it is not worth fetching or unreadable.
 
-        Beyond a network few threads do it at a time: each takes the memory of one more chunk while it waits, and what the
-        first one finds out may save the others from it.
+        If the object tier is behind a network, few threads do this at a time. Each uses the memory of one
+        more chunk while it waits, and the first thread's findings may save the others a fetch.
         """
         fetching, encoding = (
             (_encoders().turn(), contextlib.nullcontext()) if self._is_near else (self._fetching, _encoders().turn())
@@ -281,14 +289,16 @@ class Encoder:
                 return self._try(asked, LocalBase(self._kind, row, None, memory))
 
     def _try(self, asked: _Asked, base: LocalBase | None) -> _Attempt:
-        """Encode block by block, each against the base's, where that is worth it. The chunk stays as it is if this raises.
+        """Encode block by block, each against the base's block where that is worth it.
+
+        The chunk is unchanged if this raises.
 
         Args:
-            asked: What.
-            base: What the chunk may be encoded against.
+            asked: The chunk.
+            base: The chunk to encode against, if any.
 
         Raises:
-            AbsentError: As the base does.
+            AbsentError: The base is not on this host.
         """
         choices = dict(asked.known)
         found: list[tuple[Tensor, Choice]] = []
@@ -306,12 +316,13 @@ class Encoder:
                 for plan, block in zip(plans, blocks_of(base.whole()), strict=True)
             ]
         if base is not None and not base.is_verified:
-            # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
+            # The sample may have been compared with wrong bytes. So the finding about deltas must not be used
+            # for other chunks.
             found = [(tensor, choice.alone()) for tensor, choice in found]
         return _Attempt(encode_chunk(asked.raw, plans, asked.into, self.codecs.allowed), found)
 
     def _known(self, tensor: Tensor, context: ChunkContext) -> Choice | None:
-        """What is remembered of a tensor, if it counts still."""
+        """Return the remembered choice for a tensor, if it still counts."""
         with self._lock:
             known = self._choices.get(tensor.name)
         if known is None or not known.holds(context.save):
@@ -319,10 +330,10 @@ class Encoder:
         return None if known.choice.delta_ratio is None and context.base is not None else known.choice
 
     def _choose(self, number: int, block: memoryview, tensor: Tensor, base: LocalBase | None) -> Choice:
-        """Find out about a tensor from one block of it, which has this number in the chunk."""
+        """Make the choice for a tensor from one of its blocks, which has this index in the chunk."""
         start, count = sample_of(len(block))
         if base is not None and tensor.name:
-            base.whole()  # what comes of it is to be remembered
+            base.whole()  # the choice is remembered, so the base has to be verified
         with block_buffers().lend(count) as out:
             return choose(
                 block[start : start + count],
@@ -334,8 +345,8 @@ class Encoder:
             )
 
     def _learn(self, attempt: _Attempt, tensors: Sequence[Tensor], save: int, raw: memoryview) -> None:
-        """Remember what was chosen, and of which tensors the differences were too large all the same."""
-        sizes: dict[Tensor, tuple[int, int]] = {}  # of differences: encoded, raw
+        """Remember the choices, and the tensors whose differences were too large although the sample's were small."""
+        sizes: dict[Tensor, tuple[int, int]] = {}  # bytes of the delta blocks: encoded, raw
         for tensor, block, source in zip(tensors, attempt.blocks, blocks_of(raw), strict=True):
             if tensor.name and block.reason is Reason.DELTA:
                 encoded, count = sizes.get(tensor, (0, 0))
@@ -347,7 +358,8 @@ class Encoder:
                     known = self._choices.pop(tensor.name, None)
                     misses = known.misses if known is not None and (known.is_miss or known.holds(save)) else 0
                     found = _Known(save, choice, misses)
-                    # Once a save, however many of its chunks were tried at the same time.
+                    # Count one miss per save, even if several chunks of the tensor were tried at the same
+                    # time.
                     is_news = known is None or not known.is_miss or known.save != save
                     self._choices[tensor.name] = (
                         found._replace(misses=misses + 1) if found.is_miss and is_news else found
@@ -359,15 +371,15 @@ class Encoder:
                 if known is None or known.is_miss:
                     continue
                 is_worth_it = encoded <= DELTA_WORTH * known.choice.static_ratio * count
-                if known.save != save:  # one that has grown too large was small, and may be again
+                if known.save != save:  # differences that grew too large were small once, and may be again
                     found_at = known.save if is_worth_it else save - REPROBE_SAVES + 1
                     self._choices[tensor.name] = _Known(found_at, known.choice)
-                elif not is_worth_it:  # the sample was not like the rest
+                elif not is_worth_it:  # the sample was unlike the rest of the tensor
                     missed = known.choice._replace(delta=None, delta_ratio=encoded / count)
                     self._choices[tensor.name] = _Known(save, missed, known.misses + 1)
 
     def _is_worth_fetching(self, row: Row, asked: _Asked) -> bool:
-        """Whether a base that is not on this host is to be had from the object tier."""
+        """Return whether to fetch a base from the object tier."""
         if self.codecs.always:
             return True
         tensors, known = asked.tensors, asked.known
@@ -383,9 +395,9 @@ class Encoder:
         return False
 
     def _saved(self, tensor: Tensor, choice: Choice | None) -> float | None:
-        """What a base is expected to save, of the raw size; ``None`` if that has to be found out.
+        """Return the share of the raw size that a base is expected to save; ``None`` if that has to be measured.
 
-        What has no name is never remembered. Then what its kind mostly came to counts.
+        Nothing is remembered of tensors without a name. For these, the typical saving of their kind counts.
         """
         if choice is not None or tensor.name:
             return None if choice is None else choice.saved
@@ -394,7 +406,7 @@ class Encoder:
         return None if typical is None else typical.saved
 
     def _fetch(self, row: Row, out: memoryview, fetch: FetchRow) -> bool:
-        """Fetch a base; ``False`` if it cannot be read."""
+        """Fetch a base. Return whether it could be read."""
         try:
             fetch(row, 0, out)
         except TierfsError as error:

@@ -1,8 +1,9 @@
-"""What a file's chunks are encoded against: the same places of the save before it.
+"""Choose the bases of a file's chunks: the chunks at the same places in the save before it.
 
-A chunk's *place* is the tensor that it begins in, where in that, and its length: headers that grow and tensors that come and go
-shift nothing. At each place the newest chunk that stands alone is the *keyframe*; those of later saves are encoded against it, so that
-no chain is longer than one, until the keyframe is old and the next one is to stand alone again.
+A chunk's *place* is the tensor in which it begins, the offset in that tensor, and the chunk's length. So a
+header that grows, or a tensor that comes or goes, shifts no other place. At each place, the newest chunk that
+stands alone is the *keyframe*. Chunks of later saves are encoded against it, so no chain is longer than one.
+When the keyframe is old, the next chunk stands alone again.
 """
 
 from __future__ import annotations
@@ -35,21 +36,22 @@ from tierfs.store.tree.records import observe
 __all__ = ["FilePlan", "KeyframeIndex"]
 
 KEYFRAME_SAVES = 10
-# Of a keyframe that is known from what was encoded against it alone.
+# The age of a keyframe that is only known from a chunk encoded against it.
 KEYFRAME_AGE = KEYFRAME_SAVES // 2
 SERIES_MAX = 10_000
 KEYFRAMES_MAX = 200_000
 SOURCE_SAMPLE = 2048
-# The share of a chunk that may be derived from nothing: more than that, in a block, DERIVE does not take.
+# The share of a chunk that may be derived from nothing. DERIVE does not encode a block with a larger share.
 LACKING_MAX = 0.25
-# Reading a delta takes a request more: a header, which is what is read first of a file, does not get so much smaller.
+# Reading a delta takes one more request. A header, which a reader needs first, does not shrink enough to be
+# worth that.
 DELTA_BYTES_MIN = 64 << 10
-NARROW, WIDE = 2, 4  # bytes of an element
+NARROW, WIDE = 2, 4  # bytes per element
 _logger = logging.getLogger("tierfs.store")
 
 
 class Keyframe(NamedTuple):
-    """A chunk that others may be encoded against, and how many saves were since."""
+    """A chunk that others may be encoded against, and how many saves came after it."""
 
     row: Row
     age: int
@@ -57,14 +59,15 @@ class Keyframe(NamedTuple):
 
 @dataclass(slots=True)
 class SaveSeries:
-    """The saves of one file, or of one file in a row of directories.
+    """The saves of one file, or of files with the same name in consecutive directories.
 
     Attributes:
-        path: Of the newest.
-        saves: How many there were since this flusher began.
+        path: Path of the newest save.
+        saves: How many saves came since this flusher began.
         term: The lease in which the keyframes were last known to be in the store.
-        keyframes: The newest chunk that stands alone, at each place.
-        renewing: The save that is under way and stands alone where keyframes are old, by its write id.
+        keyframes: The newest chunk that stands alone, by place.
+        renewing: Write id of the unpublished save whose chunks stand alone where keyframes are old, if there
+            is one.
     """
 
     path: str
@@ -75,12 +78,12 @@ class SaveSeries:
 
 
 class FilePlan(NamedTuple):
-    """What is known of a file that is to be published.
+    """Facts about a file to publish.
 
     Attributes:
-        series: The saves that it comes after; ``None`` for a file that is too small for differences.
-        places: Of its chunks.
-        contexts: For each of them.
+        series: The earlier saves of the file; ``None`` for a file that is too small for deltas.
+        places: The places of its chunks.
+        contexts: The context of each chunk.
     """
 
     series: SaveSeries | None
@@ -89,7 +92,7 @@ class FilePlan(NamedTuple):
 
 
 class KeyframeIndex:
-    """What one flusher knows of the saves of a store. Safe for use by many threads.
+    """The saves of a store that one flusher knows. Safe for use by many threads.
 
     Args:
         store: The store, without local tiers.
@@ -106,7 +109,7 @@ class KeyframeIndex:
         return f"KeyframeIndex({len(self._known)} files)"
 
     def fallbacks(self) -> dict[str, int]:
-        """How many files were stored without what was to be known of them: the save before, how they are laid out."""
+        """Return how many files were stored with an unknown layout or an unknown save before them."""
         with self._lock:
             return dict(self._fallbacks)
 
@@ -117,12 +120,18 @@ class KeyframeIndex:
         _logger.log(logging.WARNING if is_first else logging.DEBUG, text, *arguments)
 
     def plan(self, draft: Draft, read: ReadRow, *, derives: bool) -> FilePlan | None:
-        """What is known of a file that is to be published. Whatever goes wrong, it can be stored without that.
+        """Look up the facts about a file to publish.
+
+        An error of the object tier or a chunk that this host lost leads to a plan with fewer facts, not to an
+        exception.
 
         Args:
             draft: The file.
-            read: Gets at chunks that lie on this host.
+            read: Reads chunks from this host.
             derives: Whether to look for tensors that are copies of others.
+
+        Returns:
+            ``None`` for a file without rows, a file with an indirect table, or a draft that is no file.
         """
         manifest = draft.record
         if not isinstance(manifest, Manifest) or not manifest.rows or manifest.indirect:
@@ -139,7 +148,8 @@ class KeyframeIndex:
             return FilePlan(None, [place for place, _ in spans], [ChunkContext(tensors) for _, tensors in spans])
         series = self._series(draft)
         found, contexts = [], []
-        # Those that come behind before it is published go on with what there is, unless it never is.
+        # Until the renewing save is published, later saves still use the old keyframes. Twice the age is the
+        # limit, in case that save is never published.
         is_renewed = series.renewing not in {None, manifest.write_id}
         age_max = KEYFRAME_SAVES * (2 if is_renewed else 1)
         lengths = [row.raw_length for row in manifest.rows]
@@ -156,13 +166,19 @@ class KeyframeIndex:
         return FilePlan(series, found, contexts)
 
     def note(self, draft: Draft, plan: FilePlan, rows: Sequence[Row]) -> None:
-        """Learn from what was published: its rows, in order."""
+        """Update the series after a file was published.
+
+        Args:
+            draft: The file.
+            plan: The result of `plan` for it.
+            rows: The published rows, in order.
+        """
         series = plan.series
         if series is None:
             return
         with self._lock:
             for place, uploaded in zip(plan.places, rows, strict=True):
-                # It may have had to be stored anew right before it was published.
+                # The chunk may have been stored again under another name right before publishing.
                 row = self._store.lease_cache.find(uploaded.name.digest) or uploaded
                 known = series.keyframes.pop(place, None)
                 if not row.bases:
@@ -185,7 +201,7 @@ class KeyframeIndex:
             del self._known[next(iter(self._known))]
 
     def _series(self, draft: Draft) -> SaveSeries:
-        """The saves before this one, with keyframes that are known to be in the store."""
+        """Return the saves before this one, with keyframes that are known to be in the store."""
         manifest = draft.record
         assert isinstance(manifest, Manifest)
         given = given_parent(self._store, manifest)
@@ -211,7 +227,7 @@ class KeyframeIndex:
         return series
 
     def _read(self, path: str) -> SaveSeries:
-        """What the object tier tells of a save."""
+        """Read the keyframes of a save from the object tier."""
         series = SaveSeries(path, saves=1, term=self._store.lease_cache.ensure())
         manifest = observe(self._store, path).manifest
         if manifest is None:
@@ -232,7 +248,7 @@ class KeyframeIndex:
         return series
 
     def _keyframe(self, path: str, row: Row) -> Keyframe | None:
-        """What to encode against, in place of a chunk that was stored before: itself, or else what it was encoded against."""
+        """Return the keyframe at the place of a stored chunk: the chunk itself, or else its base."""
         if not row.bases:
             return Keyframe(row, 1)
         if len(row.bases) > 1:
@@ -242,12 +258,12 @@ class KeyframeIndex:
         except (CorruptionError, FormatError) as error:
             _logger.info("what comes after it is stored without regard to it: %s", error)
             return None
-        # Else it was not a difference that was stored, but what the chunk is a copy of.
+        # Otherwise the chunk is no delta, but was derived from the base.
         is_like_it = base.offset == 0 and base.length == base.raw_length == row.raw_length
         return Keyframe(Row(base.name, base.raw_length, base.stored_length), KEYFRAME_AGE) if is_like_it else None
 
     def _look_again(self, series: SaveSeries) -> SaveSeries:
-        """Whether the keyframes may be referred to still: what names them is there, and it was heard in this lease."""
+        """Drop the keyframes that the newest save no longer names, and renew the others for this lease."""
         term = self._store.lease_cache.ensure()
         manifest = observe(self._store, series.path).manifest
         rows = () if manifest is None else expand_rows(self._store, manifest, series.path)
@@ -263,7 +279,7 @@ class KeyframeIndex:
 
 
 class _LocalFile:
-    """A file whose chunks lie on this host, unverified: what it says is only ever taken as a hint."""
+    """A file whose chunks lie on this host, unverified. Its content is only used to choose bases and codecs."""
 
     def __init__(self, rows: Sequence[Row], read: ReadRow) -> None:
         self._rows = rows
@@ -271,7 +287,7 @@ class _LocalFile:
         self.starts = list(itertools.accumulate((row.raw_length for row in rows), initial=0))
 
     def parts(self, start: int, stop: int) -> list[ChunkPart]:
-        """Which parts of which chunks make up a range."""
+        """Return the parts of chunks that make up a range."""
         found = []
         index = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
@@ -284,7 +300,7 @@ class _LocalFile:
         """Fill a buffer from an offset on.
 
         Raises:
-            StoreError: Some of it is not on this host.
+            StoreError: Some of the bytes are not on this host.
         """
         at = 0
         for index, offset, length in self.parts(start, start + len(out)):
@@ -294,9 +310,10 @@ class _LocalFile:
 
 
 def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row], contexts: list[ChunkContext]) -> None:
-    """Find tensors that others of the file are copies of, in less precision: the working copy of what an optimizer keeps.
+    """Find chunks of narrow tensors that are copies of wide ones, such as the working copy of an optimizer's weights.
 
-    Whatever they are called: those that have the same sample are taken for the same.
+    Adds the sources to the contexts. Names do not matter: two tensors with the same sample are taken for
+    copies.
     """
     narrow = [span for span in layout if (span.kind, span.width) == ("float", NARROW)]
     counts = {span.stop - span.start for span in narrow}
@@ -319,8 +336,8 @@ def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row],
 
 
 def _sample(file: _LocalFile, span: Span) -> bytes | None:
-    """Some numbers from the middle of a tensor, in two bytes each; ``None`` where it is not on this host."""
-    # They bring numpy, which importing the package must not.
+    """Return some elements from the middle of a tensor, in two bytes each; ``None`` if they are not on this host."""
+    # These modules import numpy, which importing the package must not do.
     from tierfs.codec.delta.derive import derive  # noqa: PLC0415
     from tierfs.codec.scratch import elements_of  # noqa: PLC0415
 
@@ -342,12 +359,13 @@ def _sample(file: _LocalFile, span: Span) -> bytes | None:
 def _derived_parts(
     file: _LocalFile, inside: Iterable[Span], start: int, stop: int, sources: Mapping[str, Span]
 ) -> list[ChunkPart]:
-    """What a chunk is a copy of; nothing if too much of it is a copy of nothing.
+    """Return the parts that a chunk is a copy of; an empty list if too much of it is a copy of nothing.
 
-    What little is has its place in the reference as well, where any bytes will do: those of a tensor beside it.
+    A small rest that is a copy of nothing needs a part too. Any bytes serve for it, so it gets a part of the
+    longest range.
     """
     ranges: list[list[int]] = []
-    lacking: list[tuple[int, int]] = []  # where in `ranges` something is to stand in, for so many bytes
+    lacking: list[tuple[int, int]] = []  # index in `ranges` of a part to fill in, and its bytes
     for span in inside:
         source = sources.get(span.name)
         begin, end = max(start, span.start) - span.start, min(stop, span.stop) - span.start

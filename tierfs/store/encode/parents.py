@@ -1,4 +1,4 @@
-"""Which save comes before a file: the one that it names itself, or one that is found by what saves are called."""
+"""Find the save that a file follows: the one that the file names itself, or one found by the names of saves."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ from tierfs.store.tree.walk import names_in
 __all__ = ["ListedNames", "find_parent", "given_parent"]
 
 PARENT = "parent"
-"""What a file's metadata names the path under that its deltas are to be taken against."""
+"""The metadata key under which a file names the path that its deltas are taken against."""
 PARENTS_TRIED_MAX = 4
 NAMES_KEPT_S = 5.0
 LISTINGS_KEPT_MAX = 100
 
 
 class ListedNames:
-    """Names in directories of the object tier, each listing kept for five seconds. Safe for use by many threads.
+    """Names in directories of the object tier, each listing cached for five seconds. Safe for use by many threads.
 
-    A save that another host published within that time is not found as a parent, so its chunks are no base: that costs bytes, and
-    nothing else.
-
-    Args:
-        store: The store.
+    A save that another host publishes within that time is not found as a parent, so its chunks cannot be
+    bases. That costs bytes and nothing else.
     """
 
     def __init__(self, store: Store) -> None:
@@ -41,7 +38,7 @@ class ListedNames:
         return f"ListedNames({len(self._kept)} directories)"
 
     def in_directory(self, path: str) -> list[str]:
-        """See `tierfs.store.tree.walk.names_in`."""
+        """Return the names in a directory of the object tier, at most `NAMES_KEPT_S` old."""
         now = self._store.clock.monotonic()
         with self._lock:
             listed_at, names = self._kept.get(path, (-NAMES_KEPT_S, []))
@@ -57,7 +54,10 @@ class ListedNames:
 
 
 def given_parent(store: Store, manifest: Manifest) -> str | None:
-    """What the file says itself that it comes after: a path in the store, or a URL of it."""
+    """Return the parent that the file's metadata names, as a path in the store; ``None`` if it names none.
+
+    The metadata may have the path or a URL.
+    """
     given = manifest.metadata.get(PARENT)
     if not isinstance(given, str):
         return None
@@ -67,7 +67,12 @@ def given_parent(store: Store, manifest: Manifest) -> str | None:
 
 
 def find_parent(listed: ListedNames, draft: Draft) -> str | None:
-    """The save before one that this flusher knows nothing of: what it overwrites, or its namesake in the directory before."""
+    """Find the save before a draft whose series this flusher does not know.
+
+    Returns:
+        The path itself if the draft replaces a file. Else the file of the same group in an earlier save, or
+        ``None``.
+    """
     if draft.base.version is not None:
         return draft.path
     parts = draft.path.split("/")
@@ -78,7 +83,7 @@ def find_parent(listed: ListedNames, draft: Draft) -> str | None:
     for at in reversed(counting):
         names = [name for name in listed.in_directory("/".join(parts[:at])) if () < numbers(name) < numbers(parts[at])]
         alike = [name for name in names if group_of("/".join([*parts[:at], name, *parts[at + 1 :]])) == group]
-        # All of it may have been deleted in the newest ones.
+        # The newest of these directories may be empty, because their files were deleted.
         for name in heapq.nlargest(PARENTS_TRIED_MAX, alike, key=numbers):
             if at == len(parts) - 1:
                 return "/".join([*parts[:at], name])
@@ -91,7 +96,7 @@ def find_parent(listed: ListedNames, draft: Draft) -> str | None:
 
 
 def _newest(listed: ListedNames, directory: str, group: str) -> str | None:
-    """The file of a group that lies in a directory."""
+    """Return the file of a group in a directory; if there are several, the one whose path sorts last."""
     found = [
         path for name in listed.in_directory(directory) if group_of(path := f"{directory}/{name}".lstrip("/")) == group
     ]
@@ -99,9 +104,10 @@ def _newest(listed: ListedNames, directory: str, group: str) -> str | None:
 
 
 def _below(parts: Sequence[str], counting: str, before: str) -> Iterator[list[str]]:
-    """Which directories may be below one in place of those below a later one, if their names count the saves.
+    """Yield the directories that may be below an earlier save in place of those below a later one.
 
-    The same number may be in those below, checkpoint-20/global_step20, or be there for something else: step_2/rank_2.
+    The directories below may count the save too, as in checkpoint-20/global_step20. Or they may have the same
+    number for another reason, as in step_2/rank_2.
     """
     number = re.compile(rf"(?<!\d){last_number(counting)}(?!\d)")
     counted = [number.sub(last_number(before), part) for part in parts]

@@ -1,4 +1,4 @@
-"""Chunks on their way to the object tier, encoded."""
+"""Encode the blocks of a chunk for the object tier."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tierfs.format.keys import ChunkName
 __all__ = ["BlockPlan", "Encoded", "EncodedBlock", "blocks_of", "encode_chunk"]
 
 _ALL = frozenset(Codec)
-# At most as many blocks are encoded together.
+# Most blocks that are encoded together.
 _TOGETHER_MAX = 4
 _outs = PerProcess(lambda: Buffers(_TOGETHER_MAX * BLOCK_BYTES))
 
 
 class EncodedBlock(NamedTuple):
-    """One block as it is to be stored. Its bytes lie in the chunk's memory, or in the memory that it was encoded into."""
+    """One encoded block. Its bytes lie in the chunk's memory, or in the memory that it was encoded into."""
 
     codec: Codec
     reason: Reason
@@ -29,12 +29,12 @@ class EncodedBlock(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A chunk as it is to be stored.
+    """An encoded chunk.
 
     Attributes:
-        blocks: In order.
-        bases: What they are encoded against.
-        needs: All chunk objects that are needed for that, those that the bases are encoded against included.
+        blocks: The encoded blocks, in order.
+        bases: The bytes that the blocks are encoded against.
+        needs: All chunk objects that a reader of the bases needs, including the bases of the bases.
     """
 
     blocks: list[EncodedBlock]
@@ -43,13 +43,14 @@ class Encoded(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """How a block is to be encoded.
+    """How to encode a block.
 
     Attributes:
-        coding: What to try.
-        reason: Why.
-        base: Against what, if that is known: as long as the block is, or twice.
-        part_of: Of what it is a part; only blocks of the same are alike enough to be encoded together.
+        coding: The coding to try.
+        reason: Why this coding, for a person.
+        base: The bytes to encode against, if any: as long as the block, or twice as long.
+        part_of: The tensor that the block is part of. Only blocks of one tensor are encoded together, because
+            others are not alike enough.
     """
 
     coding: Coding
@@ -61,17 +62,20 @@ class BlockPlan(NamedTuple):
 def encode_chunk(
     raw: memoryview, plans: Iterable[BlockPlan], into: memoryview, allowed: Container[Codec] = _ALL
 ) -> list[EncodedBlock]:
-    """Encode a chunk's blocks, each to where it begins in the chunk.
+    """Encode a chunk's blocks. Each encoded block lies at the offset of its raw block.
 
-    That may be the chunk's own memory: a few blocks at a time are encoded elsewhere, which stays in the caches, and copied.
+    The target may be the chunk's own memory: a few blocks at a time are encoded into a buffer that stays in
+    the CPU caches, and copied from there.
 
     Args:
         raw: The chunk.
-        plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for up to three that
-            might be encoded together with it: the bases of four count at the same time.
-        into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself where the chunk may be overwritten.
-        allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
-            not do, STORE.
+        plans: How to encode each block. A plan is drawn when all blocks before it are encoded, except up to
+            three that may be encoded together with it. So the bases of four blocks have to be valid at the
+            same time.
+        into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself if the chunk may be
+            overwritten.
+        allowed: Codecs that a block may get. A block gets STORE if another codec turned out to be better, or
+            if its planned codec does not work for it.
     """
     import numpy as np  # noqa: PLC0415 - importing the package must not bring it
 
@@ -96,11 +100,11 @@ def encode_chunk(
 
 
 _Group: TypeAlias = list[tuple[BlockPlan, slice]]
-"""Blocks that are to be encoded in the same way, each with its place in the chunk."""
+"""Blocks to encode in the same way, each with its place in the chunk."""
 
 
 def _together(planned: Iterable[tuple[BlockPlan, slice]]) -> Iterator[_Group]:
-    """Blocks that are to be encoded in the same way, as many as are best encoded together."""
+    """Yield groups of consecutive blocks with the same plan, as large as are best encoded together."""
     group: _Group = []
     alike: tuple[Coding, object, int] | None = None
     for plan, place in planned:
@@ -118,11 +122,10 @@ def _together(planned: Iterable[tuple[BlockPlan, slice]]) -> Iterator[_Group]:
 
 
 def _places(raw: memoryview) -> Iterator[slice]:
-    """The places of a chunk's blocks in it."""
     return (slice(at, min(at + BLOCK_BYTES, len(raw))) for at in range(0, len(raw), BLOCK_BYTES))
 
 
 def blocks_of(raw: memoryview, factor: int = 1) -> Iterator[memoryview]:
-    """The blocks of a chunk; or, of what is longer than a chunk by a factor, what belongs to each of its blocks."""
+    """Yield the blocks of a chunk; of memory ``factor`` times as long, yield the part that goes with each block."""
     size = factor * BLOCK_BYTES
     return (raw[at : at + size] for at in range(0, len(raw), size))

@@ -1,4 +1,4 @@
-"""The names of the saves of a file: which part of a path counts them, and what they have in common."""
+"""The names of a file's saves: the part of the path that counts them, and the name that all saves share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ __all__ = ["group_of", "last_number", "numbered", "numbers"]
 
 _DIGITS = re.compile(r"\d+")
 _COUNTER = re.compile(r"((?:step|epoch|iter|iteration|checkpoint|ckpt)[^0-9a-z]*)\d+", re.IGNORECASE)
-_RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # names a save apart from all others
+_RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # an id that differs in every save
 
 
 def numbered(parts: Sequence[str]) -> list[int]:
-    """Which components of a path count its saves.
+    """Return the indexes of the path components that count the saves.
 
-    Those that say so. Without any, directories that are a number, else the last one with a number in it, else the file's name.
-    Other numbers in the name of a file that is new with every save are others: of its rank, for example.
+    These are the components that say so, like ``step_20``. Without any, they are the directories that are a
+    number, else the last directory with a number in it, else the file's name. Other numbers in the name of a
+    file that is new with every save mean something else, such as its rank.
     """
     directories = parts[:-1]
     counting = [at for at, part in enumerate(parts) if _COUNTER.search(part)]
@@ -28,17 +29,16 @@ def numbered(parts: Sequence[str]) -> list[int]:
 
 
 def numbers(name: str) -> tuple[int, ...]:
-    """All numbers in a name, in order."""
+    """Return all numbers in a name, in order."""
     return tuple(int(number) for number in _DIGITS.findall(name))
 
 
 def last_number(name: str) -> str:
-    """The last number in a name."""
     return str(_DIGITS.findall(name)[-1])
 
 
 def group_of(path: str) -> str:
-    """What the saves of a file have in common."""
+    """Return the name that all saves of a file share: the path with its counters and random ids masked."""
     parts = path.split("/")
     for at in numbered(parts):
         masked, found = _COUNTER.subn(r"\1#", parts[at])

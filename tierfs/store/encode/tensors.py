@@ -1,4 +1,4 @@
-"""Where the chunks of a file lie in its tensors."""
+"""Map the chunks of a file to the tensors that they hold."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from tierfs.store.read.reader import Reader
 __all__ = ["LOOK_BLOCKS_MAX", "TensorPlace", "layout_of", "places", "stored_layout", "unknown_layout"]
 
 LOOK_BLOCKS_MAX = 1024
-"""How many blocks are fetched to see how a file is laid out: as many as a large model has tensors, in one to four requests each."""
-HELD_BLOCKS = 3  # a table is looked ahead into by 64 KiB, across the small chunk that a file begins with
+"""Most blocks fetched to find a file's layout: as many as a large model has tensors, in one to four requests each."""
+HELD_BLOCKS = 3  # a parser looks 64 KiB ahead, which may cross the small chunk that a file begins with
 
 
 class TensorPlace(NamedTuple):
-    """Where a chunk lies in its file, however the file is laid out."""
+    """A chunk's position in its file, independent of the file's layout.
+
+    Attributes:
+        name: The tensor that the chunk begins in.
+        offset: Where the chunk begins in that tensor, in bytes.
+        length: Bytes of the chunk.
+    """
 
     name: str
     offset: int
@@ -28,15 +34,15 @@ class TensorPlace(NamedTuple):
 
 
 def layout_of(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
-    """How a file is laid out, if it can be read."""
+    """Return the tensors of a file in order; one span of unknown bytes if `tierfs.codec.spans` finds no table."""
     return spans(read, length) or unknown_layout(0, length)
 
 
 def stored_layout(file: Reader) -> list[Span] | None:
-    """The same of a file in the object tier: ``None`` if more than `LOOK_BLOCKS_MAX` of its blocks are in the way.
+    """Return the layout of a file in the object tier; ``None`` if finding it takes more than `LOOK_BLOCKS_MAX` blocks.
 
     Raises:
-        CorruptionError, StoreError, ReadOnlyError, FormatError: It cannot be read.
+        CorruptionError, StoreError, ReadOnlyError, FormatError: The file cannot be read.
     """
     try:
         return layout_of(_Blocks(file).read_into, file.length)
@@ -45,20 +51,23 @@ def stored_layout(file: Reader) -> list[Span] | None:
 
 
 def unknown_layout(start: int, stop: int) -> list[Span]:
-    """Of bytes of which nothing is known."""
+    """Return the layout of bytes without a known structure."""
     return [Span(start, stop, 1, "", "bytes")] if start < stop else []
 
 
 def places(
     layout: Sequence[Span], lengths: Iterable[int], group: str, *, start: int = 0
 ) -> Iterator[tuple[TensorPlace, tuple[Tensor, ...]]]:
-    """Of each chunk its place, and of each of its blocks what most of it is. Only of tensors something is kept, by their names.
+    """Yield the place of each chunk, and for each of its blocks the tensor that fills most of it.
+
+    Bytes outside any named tensor give an empty `Tensor`, for which no choice is remembered.
 
     Args:
-        layout: Of the file, without gaps from where the first chunk begins to where the last one ends.
-        lengths: Of the chunks.
-        group: What the saves of the file have in common: see `tierfs.store.encode.series.group_of`.
-        start: Where the first one begins.
+        layout: The file's spans, without gaps from the beginning of the first chunk to the end of the last
+            one.
+        lengths: The chunks' lengths in bytes.
+        group: The name that all saves of the file share: see `tierfs.store.encode.series.group_of`.
+        start: The offset of the first chunk in the file.
     """
     starts = [span.start for span in layout]
     for length in lengths:
@@ -84,11 +93,14 @@ class _TooManyBlocksError(Exception):
 
 
 class _Blocks:
-    """Reads a file in small pieces, front to back with a short look ahead, and fetches each block once for all of those in it."""
+    """Reads a file in small pieces, front to back with a short look ahead, and fetches each block once.
+
+    Raises `_TooManyBlocksError` instead of fetching more than `LOOK_BLOCKS_MAX` blocks.
+    """
 
     def __init__(self, file: Reader) -> None:
         self._file = file
-        self._held: list[tuple[int, memoryview]] = []  # blocks, and where in the file they begin
+        self._held: list[tuple[int, memoryview]] = []  # offset in the file, and block
         self._left = LOOK_BLOCKS_MAX
 
     def read_into(self, start: int, out: memoryview) -> None:
