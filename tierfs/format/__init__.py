@@ -1,1 +1,1 @@
-"""Bytes to values and back, with no input or output: the store format of docs/reference/FORMAT.md."""
+"""Encode and decode the store format of docs/reference/FORMAT.md, without input or output."""

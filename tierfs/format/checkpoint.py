@@ -1,6 +1,7 @@
 """The parts of a checkpoint's metadata that publishing needs: its save, and the files that it names.
 
-docs/reference/checkpoint-format.md, "Commit" and "The metadata document". The rest of the document is torch's business.
+docs/reference/checkpoint-format.md, "Commit" and "The metadata document". torch reads the rest of the
+document.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tierfs.format.manifest import Manifest
 __all__ = ["ROOT", "SEQUENCE_MAX", "SaveMark", "is_save_id", "named_files", "turn_of"]
 
 ROOT = ".metadata"
-"""The file of a checkpoint's directory that holds its metadata, and is published last."""
+"""The file in a checkpoint's directory that holds its metadata. It is published last."""
 SEQUENCE_MAX = (1 << 63) - 1
 _KEY = "checkpoint"
 _SAVE_ID = re.compile(r"[0-9a-f]{1,64}")
@@ -24,23 +25,23 @@ _SAVE_ID = re.compile(r"[0-9a-f]{1,64}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class SaveMark:
-    """The save of a file that holds a checkpoint's metadata. The greater of two began later.
+    """The save that wrote a checkpoint's metadata. The greater of two marks began later.
 
     Attributes:
-        sequence: Grows with each save to the same place.
-        save_id: Drawn at random; hexadecimal digits.
+        sequence: Grows with each save to the same path.
+        save_id: Random hexadecimal digits.
     """
 
     sequence: int
     save_id: str
 
     def as_metadata(self) -> dict[str, object]:
-        """The JSON for the file's manifest."""
+        """Return the entry for the metadata of the file's manifest."""
         return {_KEY: {"save_id": self.save_id, "sequence": self.sequence}}
 
     @classmethod
     def of(cls, metadata: Mapping[str, object]) -> SaveMark | None:
-        """The mark in a manifest; ``None`` for a file that is no checkpoint's metadata, or has an impossible mark."""
+        """Return the mark in a manifest's metadata; ``None`` if there is none or it is invalid."""
         said = metadata.get(_KEY)
         if not isinstance(said, dict):
             return None
@@ -53,14 +54,15 @@ class SaveMark:
 
 
 def is_save_id(name: str) -> bool:
-    """Whether a file of this name may be what announces a save, which is called by its id."""
+    """Return whether a file of this name may be the file that announces a save, which is named after the save id."""
     return _SAVE_ID.fullmatch(name) is not None
 
 
 def turn_of(manifest: Manifest | None) -> SaveMark | None:
-    """The save that a checkpoint's metadata is of; ``None`` where there is no file.
+    """Return the save that wrote a checkpoint's metadata; ``None`` if there is no file.
 
-    Metadata of no save, stock DCP's for one, counts as begun when it was written.
+    Metadata without a mark, such as that of stock DCP, counts as a save that began at the file's modification
+    time.
     """
     if manifest is None:
         return None
@@ -68,14 +70,14 @@ def turn_of(manifest: Manifest | None) -> SaveMark | None:
 
 
 def named_files(document: bytes, where: str) -> frozenset[str]:
-    """Names of the files that a metadata document says its checkpoint lies in.
+    """Return the names of the files that a metadata document lists.
 
     Args:
-        document: Its bytes.
-        where: How to name it in errors.
+        document: The document's bytes.
+        where: The name of the document in errors.
 
     Raises:
-        FormatError: It is no such document.
+        FormatError: The bytes are no metadata document.
     """
     try:
         files = json.loads(document)["files"]

@@ -1,7 +1,7 @@
-"""The collector's record: who collects garbage, under which number, and what it has come to.
+"""The collector's record: which gc is running, its number, and the state of the condemned lists.
 
-FORMAT.md, "Collector". One object per store, replaced by conditional puts alone, so it is the lease of the one gc that may be at
-work, and what the next one goes on with.
+FORMAT.md, "Collector". There is one such object per store, replaced only by conditional puts. So it is the
+lease of the one gc that may run, and the state from which the next gc continues.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class EpochState:
     """The state of one condemned list. Times are the object tier's own, in nanoseconds.
 
     Attributes:
-        seen_ns: When the list was known to be there for everybody to see.
-        swept_ns: When the last deletions of what it names had been answered; ``None`` if none was begun.
+        seen_ns: When the list was known to be visible to everyone.
+        swept_ns: When the last deletions of the chunks that it names were acknowledged; ``None`` if none was
+            begun.
     """
 
     seen_ns: int
@@ -39,14 +40,14 @@ class EpochState:
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """See the module.
+    """The content of the collector's record.
 
     Attributes:
-        holder: 16 random bytes, drawn by each gc; `NOBODY` if none is at work.
+        holder: 16 random bytes, new for each gc; `NOBODY` if no gc runs.
         fence: Grows with each gc that takes over; the upper 48 bits of the epochs that it publishes.
         sequence: Counts puts.
-        duration_s: How long the holder's turn lasts from the object tier's time of this put.
-        epochs: The condemned lists.
+        duration_s: How long the holder's turn lasts, from the object tier's time of this put.
+        epochs: The condemned lists, by epoch.
         last: The result of the last gc, for people; JSON values.
     """
 
@@ -58,10 +59,10 @@ class Collector:
     last: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The bytes of the record.
+        """Return the bytes of the record.
 
         Raises:
-            InvalidInputError: More lists or notes than fit.
+            InvalidInputError: The lists and notes exceed the size limit.
         """
         epochs = {
             f"{epoch:016x}": {"seen_ns": state.seen_ns, "swept_ns": state.swept_ns}
@@ -77,11 +78,11 @@ class Collector:
 
     @classmethod
     def decode(cls, data: Buffer, where: str) -> Collector:
-        """Read the record.
+        """Decode the record.
 
         Raises:
-            CorruptionError: Damaged, cut short, or something else.
-            FormatError: Another version, or a field over its limit.
+            CorruptionError: The data is damaged, cut short, or of another kind.
+            FormatError: The data is of another version, or a field is over its limit.
         """
         cursor = open_plain(data, Kind.COLLECTOR, "the collector's record", where)
         holder = cursor.bytes(16)

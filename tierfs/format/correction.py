@@ -1,7 +1,8 @@
-"""Find the one bit that flipped in an object that ends with a checksum. Pure functions.
+"""Find a single flipped bit in an object that ends with a checksum. Pure functions.
 
-The checksum has 128 bits: of all objects that differ in one bit, only the one that was written has it. So trying every bit
-gives the object back, and never another one. It takes a time that grows with the square of the length: 0.4 s for 24 KiB.
+The checksum has 128 bits: of all objects that differ in one bit, only the written one matches it. So trying
+every bit restores the object and never yields another one. The time grows with the square of the length: an
+object of 24 KiB takes 0.4 s.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from tierfs.format.header import CHECKSUM_BYTES, HEADER_BYTES
 __all__ = ["CORRECTED_BYTES_MAX", "correct_descriptor", "correct_envelope", "correct_sealed"]
 
 CORRECTED_BYTES_MAX = 32 << 10
-_LENGTH_AT = 12  # of the envelope, in its header
+_LENGTH_AT = 12  # offset of the envelope's length in its header
 
 
 def correct_sealed(data: Buffer) -> bytes | None:
-    """An object that ends with a checksum over all bytes before it, as it was before one of its bits flipped.
+    """Restore an object that ends with a checksum over all bytes before it, if one bit flipped.
 
     Returns:
-        ``None`` if more than one bit is wrong, or the object is longer than `CORRECTED_BYTES_MAX`.
+        The object; ``None`` if more than one bit is wrong, or the object is longer than
+        `CORRECTED_BYTES_MAX`.
     """
     if not HEADER_BYTES + CHECKSUM_BYTES <= len(data) <= CORRECTED_BYTES_MAX:
         return None
@@ -44,12 +46,12 @@ def correct_sealed(data: Buffer) -> bytes | None:
 
 
 def correct_envelope(data: Buffer) -> bytes | None:
-    """The envelope at the beginning of a chunk object, as it was before one of its bits flipped; ``None`` if it cannot be told."""
+    """Restore the envelope at the beginning of a chunk object, if one bit flipped; else return ``None``."""
     head = bytearray(data[:ENVELOPE_BYTES_MAX])
     if len(head) < HEADER_BYTES:
         return None
     length = int.from_bytes(head[_LENGTH_AT:HEADER_BYTES], "little")
-    for bit in range(8 * (HEADER_BYTES - _LENGTH_AT)):  # the length itself may be what is wrong
+    for bit in range(8 * (HEADER_BYTES - _LENGTH_AT)):  # the flipped bit may be in the length itself
         other = length ^ 1 << bit
         if HEADER_BYTES + CHECKSUM_BYTES <= other <= len(head):
             tried = head[:other]
@@ -60,7 +62,7 @@ def correct_envelope(data: Buffer) -> bytes | None:
 
 
 def correct_descriptor(data: bytes, where: str) -> bytes | None:
-    """A store's descriptor as it was before one of its bits flipped; ``None`` if it cannot be told."""
+    """Restore a store's descriptor, if one bit flipped; else return ``None``."""
     if len(data) > CORRECTED_BYTES_MAX:
         return None
     tried = bytearray(data)

@@ -1,4 +1,4 @@
-"""``store.json``: what a store is, and what its endpoint can promise.
+"""``store.json``: the description of a store, and the promises of its endpoint.
 
 FORMAT.md, "Descriptor". It is JSON so that a person can read it; its checksum covers the canonical form.
 """
@@ -28,12 +28,12 @@ class Capabilities:
     """The promises of an endpoint.
 
     Attributes:
-        conditional_create: A create fails where the object exists, whoever else is writing.
-        conditional_update: An overwrite or delete fails where the version is another than the one named.
-        list_after_write: A listing shows everything acknowledged before it began.
-        atomic_put: No reader ever sees part of an object.
-        checksums: Algorithms the endpoint verifies before it stores; the first is preferred.
-        host_local: The objects lie on this host and share its fate.
+        conditional_create: A create fails if the object exists, even with concurrent writers.
+        conditional_update: An overwrite or delete fails if the current version is not the one it names.
+        list_after_write: A listing shows every object whose put was acknowledged before the listing began.
+        atomic_put: No reader sees part of an object.
+        checksums: Algorithms that the endpoint verifies before it stores; the first is preferred.
+        host_local: The objects lie on this host and are lost with it.
     """
 
     conditional_create: bool
@@ -50,7 +50,7 @@ class Capabilities:
 
     @property
     def missing(self) -> list[str]:
-        """The promises that it does not keep, in words for a person."""
+        """The promises that the endpoint does not keep, in words for a person."""
         words = {
             "conditional creates": self.conditional_create,
             "conditional updates": self.conditional_update,
@@ -66,14 +66,14 @@ class Descriptor:
     """The description of a store.
 
     Attributes:
-        uuid: 32 hex digits, made at init.
-        created_ns: When, nanoseconds since the epoch.
-        digest_kind: How contents are named.
+        uuid: 32 hex digits, made when the store was made.
+        created_ns: When the store was made, nanoseconds since the epoch.
+        digest_kind: The digests that name contents.
         inline_bytes: Files up to this size lie in their manifest.
-        chain_max: Deltas a chunk may be away from a standalone one.
-        lease_s: How long a writer's knowledge counts without renewal.
-        grace_s: How long replaced, deleted and condemned things stay readable.
-        endpoint: The promises of the object tier at init.
+        chain_max: Most deltas between a chunk and a chunk that stands alone.
+        lease_s: How long a writer may rely on its knowledge without renewing its lease.
+        grace_s: How long replaced, deleted and condemned objects stay readable.
+        endpoint: The promises of the object tier, from the last probe.
     """
 
     uuid: str
@@ -91,7 +91,7 @@ class Descriptor:
         return self.endpoint.single_writer
 
     def encode(self) -> bytes:
-        """The bytes of ``store.json``."""
+        """Return the bytes of ``store.json``."""
         document: dict[str, object] = {
             "magic": _MAGIC,
             "format": VERSION,
@@ -112,15 +112,15 @@ class Descriptor:
 
     @classmethod
     def decode(cls, data: Buffer, where: str) -> Descriptor:
-        """Read ``store.json``.
+        """Decode ``store.json``.
 
         Raises:
-            CorruptionError: Damaged or cut short.
-            FormatError: Another version, or sizes that this tierfs does not know.
+            CorruptionError: The data is damaged or cut short.
+            FormatError: The data is of another version, or has sizes that this tierfs does not support.
         """
         try:
             return cls._decode(data, where)
-        except RecursionError as error:  # what is nested deeply can be read, and neither be written again nor shown
+        except RecursionError as error:  # json.loads accepts deeper nesting than json.dumps and repr
             raise CorruptionError(
                 f"{where}: the store descriptor is damaged: it is nested too deeply", path=where
             ) from error

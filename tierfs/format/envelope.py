@@ -1,4 +1,4 @@
-"""The envelope of a chunk object: everything needed to fetch, decode and verify one block alone.
+"""The envelope of a chunk object: the data to fetch, decode and verify one block alone.
 
 FORMAT.md, "Chunk envelope".
 """
@@ -29,7 +29,7 @@ __all__ = [
 BASES_MAX = 64
 STORED_BYTES_MAX = CHUNK_BYTES + (1 << 16)
 """Largest size of a chunk object."""
-# The codec whose encoded bytes are the raw ones; no other may be as long as the raw bytes.
+# The codec that stores raw bytes. With any other codec, the encoded block is shorter than the raw one.
 STORE = 0
 _FIXED_BYTES = 40
 _BLOCK_EXTRA_BYTES = 8
@@ -50,14 +50,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BaseRange:
-    """Bytes of another chunk that this one is encoded against.
+    """A range of another chunk that this one is encoded against.
 
     Attributes:
-        name: Which chunk object.
-        raw_length: Its decoded bytes.
-        stored_length: Bytes of the object.
-        offset: Where in its decoded bytes those that are needed begin.
-        length: How many those are.
+        name: The other chunk object.
+        raw_length: Bytes of that chunk when decoded.
+        stored_length: Bytes of that object.
+        offset: Where the range begins in the decoded bytes.
+        length: Bytes of the range.
     """
 
     name: ChunkName
@@ -67,7 +67,7 @@ class BaseRange:
     length: int
 
     def encode(self) -> bytes:
-        """Its row of the base table."""
+        """Return its row of the base table."""
         numbers = (self.raw_length, self.stored_length, self.offset, self.length)
         return self.name.encode() + b"".join(number.to_bytes(4, "little") for number in numbers)
 
@@ -80,9 +80,9 @@ class Envelope:
         digest_kind: Kind of every digest in it.
         digest: The chunk's digest, over its length and its blocks' digests.
         raw_length: Decoded bytes, 1 to 16 MiB.
-        blocks: One row per MiB begun.
-        bases: Laid end to end, the bytes that the blocks are encoded against: as many as the raw ones or, for a chunk that is
-            derived from elements twice as wide, twice as many.
+        blocks: One row per started MiB.
+        bases: The ranges that the blocks are encoded against, in order. Their total length is the chunk's raw
+            length. For a chunk that is derived from elements of twice the width, it is twice that.
     """
 
     digest_kind: DigestKind
@@ -93,7 +93,7 @@ class Envelope:
 
     @property
     def recipe(self) -> bytes:
-        """The part of a key that tells chunk objects of one content apart: see `recipe_of`."""
+        """The part of the key that distinguishes chunk objects with the same content: see `recipe_of`."""
         return recipe_of(self.bases)
 
     @property
@@ -107,7 +107,7 @@ class Envelope:
         return self.header_length + sum(block.encoded_length for block in self.blocks)
 
     def encode(self) -> bytes:
-        """The bytes to put before the encoded blocks."""
+        """Return the bytes that precede the encoded blocks."""
         out = bytearray(header(Kind.CHUNK, self.header_length))
         out += bytes((self.digest_kind, 0))
         out += len(self.blocks).to_bytes(2, "little")
@@ -125,16 +125,17 @@ class Envelope:
 
     @classmethod
     def decode(cls, data: Buffer, where: str, *, stored_length: int) -> Envelope:
-        """Read an envelope from the first bytes of a chunk object.
+        """Decode an envelope from the first bytes of a chunk object.
 
         Args:
-            data: The object's first bytes; bytes behind the envelope are not looked at.
-            where: How to call the object in an error.
-            stored_length: Bytes of the whole object, as the object tier counts them.
+            data: The object's first bytes; bytes after the envelope are ignored.
+            where: The name of the object in errors.
+            stored_length: Bytes of the whole object, as the object tier reports them.
 
         Raises:
-            CorruptionError: Damaged, cut short, or its digest does not follow from its blocks' digests.
-            FormatError: Another version, or a field over its limit.
+            CorruptionError: The envelope is damaged or cut short, its digest does not follow from its blocks'
+                digests, or the object has another length than the envelope says.
+            FormatError: The envelope is of another version, or a field is over its limit.
         """
         kind, header_length = peek_kind(data, where)
         if kind is not Kind.CHUNK:
@@ -181,7 +182,10 @@ class Envelope:
 
 
 def recipe_of(bases: Sequence[BaseRange]) -> bytes:
-    """The recipe of a chunk object with these bases, which tells it from others of the same content; `NO_RECIPE` without bases."""
+    """Return the recipe of a chunk object with these bases; `NO_RECIPE` without bases.
+
+    It distinguishes the object from others with the same content.
+    """
     if not bases:
         return NO_RECIPE
     recipe = digest.checksum(*(base.encode() for base in bases))[: len(NO_RECIPE)]
@@ -199,12 +203,12 @@ def _decode_base(cursor: Cursor, kind: DigestKind) -> BaseRange:
 
 
 def block_count(raw_length: int) -> int:
-    """Blocks of a chunk of ``raw_length`` bytes."""
+    """Return the number of blocks of a chunk of ``raw_length`` bytes."""
     return -(-raw_length // BLOCK_BYTES)
 
 
 def envelope_bytes(kind: DigestKind, blocks: int, bases: int = 0) -> int:
-    """Bytes of an envelope with this many blocks and bases."""
+    """Return the bytes of an envelope with this many blocks and bases."""
     rows = blocks * (kind.size + _BLOCK_EXTRA_BYTES) + bases * (kind.size + _BASE_EXTRA_BYTES)
     return _FIXED_BYTES + kind.size + rows + CHECKSUM_BYTES
 

@@ -1,7 +1,7 @@
 """The common frame of binary objects: magic, version, kind, and a checksum at the end.
 
-FORMAT.md, "Common header". Reading is bounded: a count or length found in an object is compared with the bytes that
-are really there before anything is allocated for it.
+FORMAT.md, "Common header". Reading is bounded: a count or length found in an object is compared with the
+available bytes before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<8sHHI")
 
 
 class Kind(enum.IntEnum):
-    """The kinds of objects."""
+    """The kinds of binary objects."""
 
     CHUNK = 1
     FILE = 2
@@ -49,19 +49,19 @@ class Kind(enum.IntEnum):
 
 
 def header(kind: Kind, word: int) -> bytes:
-    """The 16 bytes an object starts with. ``word`` is the kind's own: flags, or the header's length."""
+    """Return the first 16 bytes of an object. ``word`` depends on the kind: flags, or the header's length."""
     return _HEADER.pack(MAGIC, VERSION, kind, word)
 
 
 def peek_kind(data: Buffer, where: str) -> tuple[Kind, int]:
-    """Read the common header.
+    """Decode the common header.
 
     Returns:
         The kind, and the kind's own word.
 
     Raises:
-        CorruptionError: Too short, or the magic is not there.
-        FormatError: Another format version, or an unknown kind.
+        CorruptionError: The data is too short, or does not begin with the magic.
+        FormatError: The data is of another format version, or of an unknown kind.
     """
     if len(data) < HEADER_BYTES:
         raise CorruptionError(
@@ -84,15 +84,15 @@ def peek_kind(data: Buffer, where: str) -> tuple[Kind, int]:
 
 
 def seal(body: bytes) -> bytes:
-    """``body`` with its checksum behind it."""
+    """Return ``body`` followed by its checksum."""
     return body + digest.checksum(body)
 
 
 def open_sealed(data: Buffer, where: str) -> Cursor:
-    """Check the checksum behind ``data`` and return a cursor over what it guards, past the common header.
+    """Verify the checksum at the end of ``data`` and return a cursor over the fields between header and checksum.
 
     Raises:
-        CorruptionError: The checksum does not fit: a bit flipped, or bytes are missing.
+        CorruptionError: The checksum does not match: a bit flipped, or bytes are missing.
     """
     view = memoryview(data)
     if len(view) < HEADER_BYTES + CHECKSUM_BYTES or digest.checksum(view[:-CHECKSUM_BYTES]) != view[-CHECKSUM_BYTES:]:
@@ -106,12 +106,12 @@ def open_plain(data: Buffer, expected: Kind, name: str, where: str) -> Cursor:
     Args:
         data: The whole object.
         expected: Its kind.
-        name: How to call an object of that kind in an error, with its article.
-        where: How to call this one.
+        name: The name of that kind in errors, with its article.
+        where: The name of this object in errors.
 
     Raises:
-        CorruptionError: Damaged, cut short, or of another kind.
-        FormatError: Another format version, or flags.
+        CorruptionError: The object is damaged, cut short, or of another kind.
+        FormatError: The object is of another format version, or has flags.
     """
     kind, flags = peek_kind(data, where)
     if kind is not expected:
@@ -123,7 +123,7 @@ def open_plain(data: Buffer, expected: Kind, name: str, where: str) -> Cursor:
 
 
 class Cursor:
-    """Reads fields one after another from a buffer whose checksum fits; a field that leaves it is a `FormatError`."""
+    """Reads fields one after another from verified data. A field that exceeds the data raises `FormatError`."""
 
     def __init__(self, data: memoryview, where: str) -> None:
         self._data = data
@@ -136,7 +136,7 @@ class Cursor:
         return len(self._data) - self._at
 
     def take(self, count: int) -> memoryview:
-        """The next ``count`` bytes, not copied."""
+        """Return the next ``count`` bytes without copying."""
         end = self._at + count
         if end > len(self._data):
             raise self.malformed(f"a field of {count} bytes where {self.remaining} are left")
@@ -145,26 +145,26 @@ class Cursor:
         return piece
 
     def bytes(self, count: int) -> bytes:
-        """The next ``count`` bytes, copied."""
+        """Return a copy of the next ``count`` bytes."""
         return bytes(self.take(count))
 
     def unsigned(self, size: int) -> int:
-        """The next ``size`` bytes as a little-endian unsigned number."""
+        """Return the next ``size`` bytes as a little-endian unsigned number."""
         return int.from_bytes(self.take(size), "little")
 
     def signed(self, size: int) -> int:
-        """The next ``size`` bytes as a little-endian two's complement number."""
+        """Return the next ``size`` bytes as a little-endian two's complement number."""
         return int.from_bytes(self.take(size), "little", signed=True)
 
     def text(self, count: int, field: str) -> str:
-        """The next ``count`` bytes as UTF-8."""
+        """Return the next ``count`` bytes as UTF-8 text."""
         try:
             return str(self.take(count), "utf-8")
         except UnicodeDecodeError:
             raise self.malformed(f"{field} is not UTF-8") from None
 
     def digest_kind(self) -> DigestKind:
-        """The next byte as a digest kind."""
+        """Return the next byte as a digest kind."""
         number = self.unsigned(1)
         try:
             return DigestKind(number)
@@ -172,36 +172,36 @@ class Cursor:
             raise self.malformed(f"unknown digest kind {number}") from None
 
     def chunk_name(self, kind: DigestKind) -> ChunkName:
-        """The next bytes as an encoded `ChunkName`."""
+        """Return the next bytes as an encoded `ChunkName`."""
         return ChunkName.decode(self.bytes(name_bytes(kind)))
 
     def bounded(self, size: int, limit: int, field: str) -> int:
-        """The next ``size`` bytes as a number of at most ``limit``."""
+        """Return the next ``size`` bytes as a number of at most ``limit``."""
         value = self.unsigned(size)
         if value > limit:
             raise self.malformed(f"{field} is {value}, over the limit of {limit}")
         return value
 
     def zeros(self, count: int) -> None:
-        """Pass over reserved bytes, which must be zero."""
+        """Skip reserved bytes, which must be zero."""
         if any(self.take(count)):
             raise self.malformed("reserved bytes are not zero: written by a newer tierfs?")
 
     def finish(self) -> None:
-        """Check that nothing is left over."""
+        """Check that no bytes are left."""
         if self.remaining:
             raise self.malformed(f"{self.remaining} bytes too many")
 
     def malformed(self, what: str) -> FormatError:
-        """The error for a field that breaks FORMAT.md."""
+        """Return the error for a field that breaks FORMAT.md."""
         return FormatError(f"{self.where}: {what}", path=self.where)
 
 
 def check_writable(value: int, limit: int, field: str) -> None:
-    """Check a field on its way out against the limit that a reader will hold it to.
+    """Check a field before writing it, against the limit that readers enforce.
 
     Raises:
-        InvalidInputError: It is larger.
+        InvalidInputError: The value is larger.
     """
     if value > limit:
         raise InvalidInputError(f"{field} is {value}, over the limit of {limit}")

@@ -1,7 +1,7 @@
-"""Where things lie below a store's root: paths and chunk names to object keys, and back.
+"""Map paths and chunk names to object keys below a store's root, and back.
 
-FORMAT.md, "Keys". A key component that ends in ``!`` is a record, any other is a directory, so a record and a
-directory of one name never collide, not even on a backend whose keys are real file names.
+FORMAT.md, "Keys". A key component that ends in ``!`` is a record, and any other is a directory. So a record
+and a directory of the same name never collide, not even on a backend whose keys are real file names.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ GENERATION_MAX = (1 << 32) - 1
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.=+,@")
 _PLAIN_COMPONENT = re.compile(r"[A-Za-z0-9\-_.=+,@]*")
-# The byte that an escape is for, as a character. No path has a NUL, and no part of one a slash.
+# The character of the byte that each escape stands for. No path has a NUL, and no part of a path has a slash.
 _ESCAPED = {f"{byte:02x}": chr(byte) for byte in range(1, 256) if byte not in _PLAIN and byte != ord("/")}
 _DOTS = frozenset({".", ".."})
 _CONDEMNED = re.compile(r"[0-9a-f]{16}")
@@ -71,24 +71,24 @@ _CHUNK = re.compile(r"([0-9a-f]{2})/([0-9a-f]{32}|[0-9a-f]{64})\.(0|[1-9][0-9]{0
 
 
 class ChunkName(NamedTuple):
-    """Names one chunk object: what is in it, which copy of it, and how it is encoded."""
+    """The name of one chunk object: the digest of its content, the copy, and the encoding."""
 
     digest: bytes
     generation: int = 0
     recipe: bytes = NO_RECIPE
 
     def encode(self) -> bytes:
-        """Its `name_bytes` bytes in a table."""
+        """Return the `name_bytes` bytes of the name in a table."""
         return self.digest + self.generation.to_bytes(4, "little") + self.recipe
 
     @classmethod
     def decode(cls, data: bytes) -> ChunkName:
-        """The name that `encode` made these bytes of."""
+        """Return the name that `encode` turned into these bytes."""
         return cls(data[:-12], int.from_bytes(data[-12:-8], "little"), data[-8:])
 
 
 def name_bytes(kind: DigestKind) -> int:
-    """Bytes of an encoded `ChunkName`: digest, generation and recipe."""
+    """Return the bytes of an encoded `ChunkName`: digest, generation and recipe."""
     return kind.size + 12
 
 
@@ -102,8 +102,8 @@ def validate_path(path: str) -> str:
     """Check a path relative to the store's root, and return it.
 
     Raises:
-        InvalidInputError: Empty, absolute, with ``.``, ``..``, an empty part or a NUL in it, below ``.tierfs``, not
-            UTF-8, or over a limit.
+        InvalidInputError: The path is empty, absolute, below ``.tierfs``, not UTF-8, or over a limit; or it
+            has ``.``, ``..``, an empty part or a NUL.
     """
     parts = path.split("/")
     problem = ""
@@ -134,34 +134,36 @@ def validate_path(path: str) -> str:
 
 
 def inside(directory: str, name: str) -> str:
-    """The path of what is called ``name`` in a directory of a store, which may be its root."""
+    """Return the path of ``name`` in a directory of a store. ``""`` is the root."""
     return f"{directory}/{name}" if directory else name
 
 
 def is_at_or_below(path: str, directory: str) -> bool:
-    """Whether a path in the store is, or lies below, another; everything lies below ``""``."""
+    """Return whether ``path`` is ``directory`` or lies below it. Every path lies below ``""``."""
     return not directory or path == directory or path.startswith(f"{directory}/")
 
 
 def record_key(path: str) -> str:
-    """The key of the record of the file ``path``: its manifest, or its tombstone."""
+    """Return the key of the record of the file ``path``: its manifest, or its tombstone."""
     return TREE + "/".join(_encode(part) for part in validate_path(path).split("/")) + "!"
 
 
 def directory_prefix(path: str) -> str:
-    """The prefix of the keys of all records below the directory ``path``. ``""`` is the root."""
+    """Return the prefix of the keys of all records below the directory ``path``. ``""`` is the root."""
     if not path:
         return TREE
     return TREE + "/".join(_encode(part) for part in validate_path(path).split("/")) + "/"
 
 
 def marker_key(path: str) -> str:
-    """The key of the record that says that the directory ``path`` exists even when it is empty."""
+    """Return the key of the marker that keeps the directory ``path`` in existence when it is empty."""
     return directory_prefix(path) + "!"
 
 
 def parse_record_key(key: str) -> str:
-    """The path whose record lies at ``key``; for a directory's marker it ends with ``/`` (``"/"`` is the root's).
+    """Return the path whose record lies at ``key``.
+
+    The path of a directory's marker ends with ``/``; that of the root's is ``"/"``.
 
     Raises:
         FormatError: No path's record lies there.
@@ -181,7 +183,9 @@ def parse_record_key(key: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_directory(encoded: str) -> str:
-    """The path of the directory whose records lie there. One for all names in it, as a listing has them next to each other.
+    """Return the path of the directory whose records lie there.
+
+    Cached, because a listing has all names of a directory next to each other.
 
     Raises:
         FormatError: No directory's records lie there.
@@ -194,7 +198,7 @@ def _parse_directory(encoded: str) -> str:
 
 
 def parse_component(encoded: str) -> str:
-    """Turn one encoded part of a path back into the user's name.
+    """Decode one encoded part of a path.
 
     Raises:
         FormatError: No name encodes to this.
@@ -212,17 +216,17 @@ def parse_component(encoded: str) -> str:
 
 
 def chunk_key(name: ChunkName) -> str:
-    """The key of a chunk object."""
+    """Return the key of a chunk object."""
     text = name.digest.hex()
     recipe = "" if name.recipe == NO_RECIPE else f"-{name.recipe.hex()}"
     return f"{CHUNKS}{text[:2]}/{text}.{name.generation}{recipe}"
 
 
 def parse_chunk_key(key: str, kind: DigestKind) -> ChunkName:
-    """The inverse of `chunk_key`.
+    """Return the name that `chunk_key` turned into this key.
 
     Raises:
-        FormatError: This is no chunk's key in a store with digests of this kind.
+        FormatError: The key is no chunk's in a store with digests of this kind.
     """
     match = _CHUNK.fullmatch(key.removeprefix(CHUNKS))
     if match is None or match[2][:2] != match[1] or len(match[2]) != 2 * kind.size or int(match[3]) > GENERATION_MAX:
@@ -231,20 +235,20 @@ def parse_chunk_key(key: str, kind: DigestKind) -> ChunkName:
 
 
 def lease_key(holder: bytes) -> str:
-    """The key of the lease of the writer with this id."""
+    """Return the key of the lease of the writer with this id."""
     return f"{LEASES}{holder.hex()}"
 
 
 def references_key(path: str) -> str:
-    """The key of the reference list of the checkpoint in the directory ``path``; ``""`` is the root."""
+    """Return the key of the reference list of the checkpoint in the directory ``path``; ``""`` is the root."""
     return f"{REFERENCES}{digest.checksum(f'{path}/'.encode()).hex()}"
 
 
 def is_condemned_key(key: str) -> bool:
-    """Whether a condemned list lies at this key; anything else below ``gc/`` belongs to nothing."""
+    """Return whether this is the key of a condemned list."""
     return _CONDEMNED.fullmatch(key.removeprefix(GC)) is not None
 
 
 def condemned_key(epoch: int) -> str:
-    """The key of the list of chunks condemned in this epoch; keys sort as epochs do."""
+    """Return the key of the list of chunks condemned in this epoch. Keys sort as epochs do."""
     return f"{GC}{epoch:016x}"

@@ -24,12 +24,12 @@ CONDEMNED_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A writer's time-bound right to rely on what it knows of the store.
+    """A writer's time-bound right to rely on its knowledge of the store.
 
     Attributes:
         holder: 16 random bytes, one id per writing process and store.
         sequence: Counts renewals.
-        duration_s: How long it counts from the server's time of the last renewal.
+        duration_s: How long the lease counts, from the server's time of the last renewal.
         host: Name of the machine, for people.
         renewed_ns: The writer's own clock at renewal, for people.
     """
@@ -41,7 +41,7 @@ class Lease:
     renewed_ns: int
 
     def encode(self) -> bytes:
-        """The bytes of the lease object."""
+        """Return the bytes of the lease object."""
         host = self.host.encode()[:HOST_BYTES_MAX].decode(errors="ignore").encode()
         out = header(Kind.LEASE, 0) + self.holder + self.sequence.to_bytes(8, "little")
         out += self.renewed_ns.to_bytes(8, "little", signed=True) + self.duration_s.to_bytes(4, "little")
@@ -49,11 +49,11 @@ class Lease:
 
     @classmethod
     def decode(cls, data: Buffer, where: str) -> Lease:
-        """Read a lease object.
+        """Decode a lease object.
 
         Raises:
-            CorruptionError: Damaged, cut short, or something else.
-            FormatError: Another version, or a field over its limit.
+            CorruptionError: The data is damaged, cut short, or of another kind.
+            FormatError: The data is of another version, or a field is over its limit.
         """
         cursor = open_plain(data, Kind.LEASE, "a lease", where)
         holder, sequence, renewed_ns = cursor.bytes(16), cursor.unsigned(8), cursor.signed(8)
@@ -66,7 +66,7 @@ class Lease:
 
 
 class NameTable(AbstractSet[ChunkName]):
-    """Names of chunk objects as a list holds them: a million take 28 MB, where a set of them would take ten times that.
+    """A set of chunk names, kept as encoded bytes. A million names take 28 MB; a Python set takes ten times that.
 
     Args:
         kind: The digests' kind.
@@ -114,11 +114,11 @@ class NameTable(AbstractSet[ChunkName]):
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """Chunks that one mark found unreached. Writers treat them as absent from now on.
+    """Chunks that one mark found unreached. Writers treat them as absent once they see the list.
 
     Attributes:
-        epoch: Number of the mark; grows.
-        published_ns: When, nanoseconds since the epoch, for people.
+        epoch: Number of the list; grows.
+        published_ns: When the list was published, nanoseconds since the epoch, for people.
         digest_kind: Kind of the digests.
         names: The chunk objects.
     """
@@ -129,10 +129,10 @@ class Condemned:
     names: AbstractSet[ChunkName]
 
     def encode(self) -> bytes:
-        """The bytes of the list.
+        """Return the bytes of the list.
 
         Raises:
-            InvalidInputError: More than a million names: publish several epochs.
+            InvalidInputError: There are more than a million names: publish several epochs.
         """
         check_writable(len(self.names), CONDEMNED_MAX, "condemned chunks in one list")
         out = bytearray(header(Kind.CONDEMNED, 0))
@@ -147,11 +147,11 @@ class Condemned:
 
     @classmethod
     def decode(cls, data: Buffer, where: str) -> Condemned:
-        """Read a condemned list.
+        """Decode a condemned list.
 
         Raises:
-            CorruptionError: Damaged, cut short, or something else.
-            FormatError: Another version, or a field over its limit.
+            CorruptionError: The data is damaged, cut short, or of another kind.
+            FormatError: The data is of another version, or a field is over its limit.
         """
         cursor = open_plain(data, Kind.CONDEMNED, "a condemned list", where)
         epoch, published_ns = cursor.unsigned(8), cursor.signed(8)

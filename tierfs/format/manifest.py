@@ -1,7 +1,8 @@
-"""The records of the tree: a file's manifest, a directory's marker, and the tombstone of what was deleted.
+"""The records of the tree: a file's manifest, a directory's marker, and the tombstone of a deleted path.
 
-FORMAT.md, "Manifest" and "Tombstone". A record carries a check of its own path, so two records that were swapped are
-both found out, and a tombstone is told from everything else by its size alone, so a listing needs no GET for it.
+FORMAT.md, "Manifest" and "Tombstone". A record holds a check of its own path, so two swapped records are both
+detected. A tombstone differs from every other record by its size alone, so a listing finds tombstones without
+a GET.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class Row:
     """One chunk of a file.
 
     Attributes:
-        name: Which chunk object.
-        raw_length: Decoded bytes it contributes.
-        stored_length: Bytes of the object, so that it can be fetched whole and counted without asking.
+        name: The chunk object.
+        raw_length: Decoded bytes.
+        stored_length: Bytes of the object, so that it can be fetched whole and counted without a request.
         bases: Every other chunk object that is needed to decode it.
     """
 
@@ -69,18 +70,19 @@ class Manifest:
 
     Attributes:
         kind: `Kind.FILE` or `Kind.DIRECTORY`.
-        write_id: 16 random bytes, new with every write: settles whether a write whose answer was lost took effect.
+        write_id: 16 random bytes, new with every write. Shows whether a write took effect if its response was
+            lost.
         length: Bytes of the file.
-        created_ns: When the file first appeared, nanoseconds since the epoch.
+        created_ns: When the file was first written, nanoseconds since the epoch.
         modified_ns: When this content was written.
         digest_kind: Kind of every digest in it.
-        digest: The content's: over the length and the chunks' digests in order.
-        rows: The chunks in order; of the table instead of the file where ``indirect`` is set.
-        inline: The content itself where it is at most 64 KiB, else ``None``.
+        digest: The content's digest, over the length and the chunks' digests in order.
+        rows: The chunks in order. If ``indirect`` is set, the chunks of the row table instead.
+        inline: The content itself if it is at most 64 KiB, else ``None``.
         indirect: Whether the row table itself is stored in chunks.
-        element: Element type of the content where known, else 0.
-        previous: The version that this replaced, as the object tier calls it; empty for a first write.
-        metadata: The user's, kept with the file; JSON values.
+        element: Element type of the content if known, else 0.
+        previous: The version that this write replaced, as the object tier names it; empty for a first write.
+        metadata: The user's metadata for the file; JSON values.
     """
 
     kind: Kind
@@ -98,7 +100,7 @@ class Manifest:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
     def encode(self, path: str) -> bytes:
-        """The bytes of the record of ``path``.
+        """Return the bytes of the record of ``path``.
 
         Raises:
             InvalidInputError: A field is over its limit, or the metadata is no JSON.
@@ -136,12 +138,12 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Says that a path was deleted, so that a late write that saw the file cannot bring it back.
+    """Marks a path as deleted, so that a late write that saw the file cannot bring it back.
 
     Attributes:
         write_id: 16 random bytes, as in `Manifest`.
-        deleted_ns: When, nanoseconds since the epoch.
-        previous_check: XXH3-64 of the version that was deleted.
+        deleted_ns: When the path was deleted, nanoseconds since the epoch.
+        previous_check: XXH3-64 of the deleted version.
     """
 
     write_id: bytes
@@ -149,14 +151,14 @@ class Tombstone:
     previous_check: int
 
     def encode(self, path: str) -> bytes:
-        """The bytes of the record of ``path``: always 80."""
+        """Return the bytes of the record of ``path``: always 80."""
         out = header(Kind.TOMBSTONE, 0) + self.write_id + path_check(path)
         out += self.deleted_ns.to_bytes(8, "little", signed=True) + self.previous_check.to_bytes(8, "little")
         return seal(out)
 
     @staticmethod
     def check_of(version: str) -> int:
-        """The `previous_check` for this version."""
+        """Return the `previous_check` for this version."""
         return xxhash.xxh3_64_intdigest(version.encode())
 
 
@@ -164,26 +166,26 @@ Record: TypeAlias = Manifest | Tombstone
 
 
 def path_check(path: str) -> bytes:
-    """The hash that binds a record to its path."""
+    """Return the hash that binds a record to its path."""
     return xxhash.xxh3_128_digest(path.encode())
 
 
 def content_digest(kind: DigestKind, length: int, chunk_digests: list[bytes]) -> bytes:
-    """Digest of a file's content: the same for the same bytes cut in the same places."""
+    """Return the digest of a file's content: the same for the same bytes cut in the same places."""
     return digest.combine(kind, length, chunk_digests)
 
 
 def decode_record(data: Buffer, path: str, where: str) -> Record:
-    """Read the record of ``path``.
+    """Decode the record of ``path``.
 
     Args:
         data: The whole object.
         path: The path that the record was looked up under.
-        where: How to call the object in an error.
+        where: The name of the object in errors.
 
     Raises:
-        CorruptionError: Damaged, cut short, or the record of another path.
-        FormatError: Another version, or a field that breaks FORMAT.md.
+        CorruptionError: The record is damaged, cut short, or that of another path.
+        FormatError: The record is of another version, or a field breaks FORMAT.md.
     """
     kind, flags = peek_kind(data, where)
     if kind not in (Kind.FILE, Kind.DIRECTORY, Kind.TOMBSTONE):
@@ -253,7 +255,7 @@ def _decode_manifest(cursor: Cursor, kind: Kind, flags: int, write_id: bytes) ->
 
 
 def inline_digest(kind: DigestKind, inline: bytes) -> bytes:
-    """Content digest of a file that is held in its manifest: as if it were one chunk of one block."""
+    """Return the content digest of a file that is held in its manifest: as if it were one chunk of one block."""
     if not inline:
         return content_digest(kind, 0, [])
     return content_digest(kind, len(inline), [digest.digests_of(kind, inline)[1]])
@@ -272,10 +274,10 @@ def _decode_metadata(cursor: Cursor, length: int) -> dict[str, object]:
 
 
 def encode_rows(rows: tuple[Row, ...]) -> bytes:
-    """The row table of a manifest, or what an indirect table's chunks hold.
+    """Return the row table of a manifest, or the content of an indirect table's chunks.
 
     Raises:
-        InvalidInputError: A chunk needs more others than a reader takes.
+        InvalidInputError: A chunk has more bases than a reader accepts.
     """
     out = bytearray()
     for row in rows:
@@ -290,10 +292,10 @@ def encode_rows(rows: tuple[Row, ...]) -> bytes:
 
 
 def decode_rows(cursor: Cursor, count: int | None, kind: DigestKind) -> tuple[Row, ...]:
-    """Read ``count`` rows, or all there are, each checked against its limits.
+    """Decode ``count`` rows, or all rows if ``count`` is ``None``. Check each against its limits.
 
     Raises:
-        FormatError: There are fewer, or a field is over its limit.
+        FormatError: There are fewer rows, or a field is over its limit.
     """
     if count is not None and count * (kind.size + ROW_EXTRA_BYTES) > cursor.remaining:
         raise cursor.malformed(f"{count} rows do not fit into {cursor.remaining} bytes")

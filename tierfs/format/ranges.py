@@ -1,4 +1,4 @@
-"""Which blocks of a chunk are needed for parts of it, and where each of them is decoded to."""
+"""Find the blocks of a chunk that its wanted parts need, and the memory that each block is decoded into."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from tierfs.digest import BLOCK_BYTES
 
 __all__ = ["ANY_SHARE", "EXACT_SHARE", "WHOLE_SHARE", "BlockTargets", "Part", "block_runs", "by_chunk", "runs_of"]
 
-# The part of a chunk from which on all of it is fetched. Reading less than a quarter is no reason to. Whoever knows that nothing else
-# is wanted of it gets what it asks for, but for this much, and the block that its range shares with others. Whoever knows that
-# the rest is about to be wanted has all of it come at once.
+# The share of a chunk that a read has to want for the whole chunk to be fetched. EXACT_SHARE is for callers
+# that know they want nothing else of the chunk: they get at most 10 % more bytes than wanted, besides the
+# rest of partly wanted blocks. ANY_SHARE is for callers that will soon want the rest: the whole chunk is
+# fetched at once.
 WHOLE_SHARE = 0.25
 EXACT_SHARE = 1 / 1.1
 ANY_SHARE = 0.0
 
 Part: TypeAlias = tuple[int, memoryview]
-"""The offset in a chunk, or in a file, of bytes that are wanted, and the writable memory that they are to fill."""
+"""The offset of wanted bytes in a chunk or a file, and the writable memory that they fill."""
 
 
 def by_chunk(parts: Iterable[Part], starts: Sequence[int]) -> dict[int, list[Part]]:
     """Cut parts of a file where its chunks end.
 
     Args:
-        parts: In any order; all in the file. Those without length are left out.
+        parts: In any order; all within the file. Empty parts are left out.
         starts: The offset of each chunk, and the file's length.
 
     Returns:
-        By the number of a chunk, what is wanted of it, by its offset in the chunk.
+        The wanted parts of each chunk by its index, with offsets in the chunk.
     """
     found: dict[int, list[Part]] = {}
     for offset, out in parts:
         at, end = offset, offset + len(out)
         index = bisect.bisect_right(starts, at) - 1
-        if at < end <= starts[index + 1]:  # nearly all of many small ones
+        if at < end <= starts[index + 1]:  # nearly all parts, if there are many small ones
             found.setdefault(index, []).append((at - starts[index], out))
             continue
         while at < end:
@@ -47,12 +48,12 @@ def by_chunk(parts: Iterable[Part], starts: Sequence[int]) -> dict[int, list[Par
 
 
 def block_runs(parts: Iterable[Part]) -> list[range]:
-    """The blocks that parts of a chunk lie in, each once, in order: those side by side are one range."""
+    """Return the blocks that parts of a chunk lie in, without duplicates, in order. Adjacent blocks form one range."""
     return runs_of(sorted({index for part in parts for index in _blocks(part)}))
 
 
 def runs_of(numbers: Iterable[int]) -> list[range]:
-    """Numbers in ascending order as ranges."""
+    """Group ascending numbers into ranges."""
     runs: list[range] = []
     for number in numbers:
         if runs and runs[-1].stop == number:
@@ -68,15 +69,15 @@ def _blocks(part: Part) -> range:
 
 
 class BlockTargets:
-    """Where each needed block goes: into a caller's buffer where one wants all of it, else beside them.
+    """Chooses the memory for each needed block: a caller's buffer if a part wants the whole block, else lent memory.
 
     Args:
         raw_length: Bytes of the chunk.
         parts: The wanted parts of it, in any order; may overlap. Borrowed until `finish`.
-        lend: Gives memory that is good until `finish`, by its length in bytes.
+        lend: Returns memory of a length in bytes, which stays valid until `finish`.
 
     Attributes:
-        blocks: The needed ones, in order.
+        blocks: Indexes of the needed blocks, in order.
     """
 
     def __init__(self, raw_length: int, parts: Iterable[Part], lend: Callable[[int], memoryview]) -> None:
@@ -106,11 +107,11 @@ class BlockTargets:
         return index in self._views
 
     def view(self, index: int) -> memoryview:
-        """Where block ``index`` goes, exactly its length."""
+        """Return the memory for block ``index``, exactly its length."""
         return self._views[index]
 
     def finish(self) -> None:
-        """Copy to those who want a part of a block, or the same as another one."""
+        """Copy each block to the other parts that want some or all of it."""
         for index, takers in self._takers.items():
             begin, block = index * BLOCK_BYTES, self._views[index]
             end = begin + len(block)

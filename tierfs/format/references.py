@@ -1,7 +1,7 @@
-"""The reference list of a checkpoint: every chunk object that its files need, so that a mark reads one object for all of them.
+"""The reference list of a checkpoint: every chunk object that its files need, so that a mark reads one object.
 
-FORMAT.md, "Reference list". It says for which versions of which records it speaks. Where these are no longer all that is there, it
-counts for nothing, and the records are read.
+FORMAT.md, "Reference list". The list names the versions of the records that it covers. If the directory now
+has other records or versions, the list is ignored and the mark reads the records.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ REFERENCES_BYTES_MAX = RECORDS_MAX * CHECK_BYTES + REFERENCED_MAX * 44 + PATH_BY
 
 
 def record_check(key: str, version: str) -> bytes:
-    """A list's entry for one version of one record."""
+    """Return a list's entry for one version of one record."""
     return digest.checksum(f"{key}\0{version}".encode())
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceList:
-    """See the module.
+    """The content of a reference list.
 
     Attributes:
-        path: The directory.
+        path: The checkpoint's directory.
         digest_kind: Kind of the digests.
-        records: Checks of the records that the list speaks for, sorted, laid end to end.
-        names: The chunk objects that these need, as condemned lists have them, sorted, each once, laid end to end.
+        records: Checks of the records that the list covers, sorted, laid end to end.
+        names: The chunk objects that these records need, encoded as in condemned lists. Sorted, without
+            duplicates, laid end to end.
     """
 
     path: str
@@ -46,14 +47,14 @@ class ReferenceList:
 
     @classmethod
     def of(cls, path: str, kind: DigestKind, checks: Iterable[bytes], names: Iterable[bytes]) -> ReferenceList:
-        """The list of some records and of the encoded names that they need, in any order."""
+        """Return the list for these record checks and these encoded names, each in any order."""
         return cls(path, kind, b"".join(sorted(checks)), b"".join(sorted(set(names))))
 
     def encode(self) -> bytes:
-        """The bytes of the object.
+        """Return the bytes of the object.
 
         Raises:
-            InvalidInputError: More records or names than fit: such a checkpoint has no list.
+            InvalidInputError: There are more records or names than fit. Such a checkpoint has no list.
         """
         width, path = name_bytes(self.digest_kind), self.path.encode()
         records, names = len(self.records) // CHECK_BYTES, len(self.names) // width
@@ -66,11 +67,11 @@ class ReferenceList:
 
     @classmethod
     def decode(cls, data: Buffer, where: str) -> ReferenceList:
-        """Read a reference list.
+        """Decode a reference list.
 
         Raises:
-            CorruptionError: Damaged, cut short, or something else.
-            FormatError: Another version, or a field over its limit.
+            CorruptionError: The data is damaged, cut short, or of another kind.
+            FormatError: The data is of another version, or a field is over its limit.
         """
         cursor = open_plain(data, Kind.REFERENCES, "a reference list", where)
         digest_kind = cursor.digest_kind()

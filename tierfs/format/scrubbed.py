@@ -1,6 +1,6 @@
-"""The record of scrubbing: when the chunk objects of each prefix were last verified, and which are damaged.
+"""The scrub record: when the chunk objects of each prefix were last verified, and which are damaged.
 
-FORMAT.md, "Scrub record". It is advice: who loses it verifies from the beginning.
+FORMAT.md, "Scrub record". The record is advisory: without it, scrubbing starts from the beginning.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SCRUB_BYTES_MAX = NOTES_BYTES_MAX + 256
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
-    """How far one prefix has come.
+    """The scrubbing progress of one prefix.
 
     Attributes:
         verified_ns: When the last round over the whole prefix ended; 0 if none has.
-        after: The key of the last object that the round under way verified; empty if none is under way.
+        after: Key of the last object that the current round verified; empty if no round is in progress.
     """
 
     verified_ns: int = 0
@@ -35,10 +35,10 @@ class PrefixState:
 
 @dataclass(frozen=True, slots=True)
 class ScrubRecord:
-    """See the module.
+    """The content of the scrub record.
 
     Attributes:
-        prefixes: By the two hexadecimal digits.
+        prefixes: Progress by prefix, two hexadecimal digits.
         damaged: The problem of each damaged object, by key.
         last: The result of the last run, for people; JSON values.
     """
@@ -48,10 +48,10 @@ class ScrubRecord:
     last: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The bytes of the record.
+        """Return the bytes of the record.
 
         Raises:
-            InvalidInputError: More damage than fits.
+            InvalidInputError: The damage notes exceed the size limit.
         """
         prefixes = {
             name: {"verified_ns": state.verified_ns, "after": state.after}
@@ -64,11 +64,11 @@ class ScrubRecord:
 
     @classmethod
     def decode(cls, data: Buffer, where: str) -> ScrubRecord:
-        """Read the record.
+        """Decode the record.
 
         Raises:
-            CorruptionError: Damaged, cut short, or something else.
-            FormatError: Another version, or a field over its limit.
+            CorruptionError: The data is damaged, cut short, or of another kind.
+            FormatError: The data is of another version, or a field is over its limit.
         """
         cursor = open_plain(data, Kind.SCRUB, "the record of scrubbing", where)
         notes = cursor.bytes(cursor.bounded(4, NOTES_BYTES_MAX, "length of the notes"))
