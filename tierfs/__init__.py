@@ -1,7 +1,7 @@
 """tierfs: the storage under large-model training.
 
-An fsspec filesystem and tiered cache whose saves are published whole, verified on every read, and pay only for the
-bytes that changed. ``import tierfs`` is cheap: what it offers is loaded at first use.
+An fsspec filesystem and tiered cache. Saves are published as a whole, verified on every read, and cost only
+the bytes that changed. ``import tierfs`` is cheap: its exports are loaded at first use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.session"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "mount":  # a package that can be called
+    if name == "mount":  # a callable package
         return import_module("tierfs.mount")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)

@@ -1,8 +1,9 @@
-"""Forked children, and the objects that they inherit.
+"""Support for forked children: per-process objects, and resources that a child must not inherit.
 
-A `Store` and what hangs on it are the parent's: a child that uses one gets an error, and opens its own. This file has the rest: one of something
-for each process (`PerProcess`), and files and connections that a child must not keep open, since a lock or the other end would not
-see that the parent is gone (`renew_in_children`).
+A `Store` and its parts belong to the parent: a child that uses one gets an error, and opens its own. This
+module handles the rest. `PerProcess` makes one object for each process. `renew_in_children` closes files and
+connections in a child: if the child kept them, a lock or the other end would not notice that the parent is
+gone.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ _Made = TypeVar("_Made")
 
 
 class Renewable(Protocol):
-    """Something that a child may not have as its parent left it."""
+    """An object whose inherited state a child must not use."""
 
     def _renew(self) -> None:
-        """Close what is the parent's, or make anew what each process has. Called in a child before anything else runs there."""
+        """Close the parent's resources, or recreate the per-process ones.
+
+        Called in a child before any other code runs there.
+        """
 
 
 _logger = logging.getLogger("tierfs")
@@ -31,26 +35,27 @@ _owners: weakref.WeakSet[Renewable] = weakref.WeakSet()
 
 
 def renew_in_children(owner: Renewable) -> None:
-    """Have ``owner`` told in every process forked from here, for as long as it lives."""
+    """Call ``owner._renew()`` in every process forked from here while ``owner`` lives. Holds a weak reference."""
     _owners.add(owner)
 
 
 def leave_to_parent(inherited: object) -> None:
-    """Keep from being collected what belongs to the parent of this process, also when the interpreter ends.
+    """Keep an object of the parent process from ever being destroyed in this process, even at interpreter exit.
 
-    Its destructors would tell the kernel to forget the parent's connections: an epoll descriptor is shared with it.
+    Its destructor would tell the kernel to drop the parent's connections, because both processes share an
+    epoll descriptor.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 
 class PerProcess(Generic[_Made]):
-    """An object of which each process has one; a forked child's is a new one.
+    """An object that exists once per process; a forked child makes a new one.
 
     Args:
-        make: Makes it.
+        make: Makes the object.
 
     Attributes:
-        shared: This process's; a call gives it, too.
+        shared: The object of this process; calling the instance returns it, too.
     """
 
     def __init__(self, make: Callable[[], _Made]) -> None:
@@ -59,7 +64,6 @@ class PerProcess(Generic[_Made]):
         renew_in_children(self)
 
     def __call__(self) -> _Made:
-        """This process's."""
         return self.shared
 
     def _renew(self) -> None:

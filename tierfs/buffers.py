@@ -1,4 +1,4 @@
-"""Memory that is used again and again: touching fresh memory takes longer than copying into warm memory."""
+"""Pools of reusable buffers: touching fresh memory takes longer than copying into warm memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 __all__ = ["KEPT_MAX", "Buffers", "block_buffers", "buffers", "fresh"]
 
 KEPT_MAX = 8
-# What is smaller than this part of a buffer is had as fast without.
+# Below this fraction of a buffer's size, allocating memory is as fast as pooling it.
 POOLED_PART = 16
 
 
 class Buffers:
-    """Buffers of one size. Safe for use by many threads.
+    """A pool of buffers of one size. Safe for use by many threads.
 
-    As many are kept for whoever is next as are in use at the time, and a few where those are fewer.
+    Keeps as many free buffers as are in use, and at least ``kept``.
 
     Args:
-        size: Bytes of each.
-        kept: How many are a few.
+        size: Bytes of each buffer.
+        kept: Number of free buffers to keep if fewer are in use.
     """
 
     def __init__(self, size: int = CHUNK_BYTES, kept: int = KEPT_MAX) -> None:
         self._size = size
         self._kept_max = kept
         self._taken = 0
-        # Garbage may be collected while it is held, and what is collected may hand a buffer back.
+        # Reentrant: the garbage collector may run while the lock is held, and a collected object may return a
+        # buffer.
         self._lock = threading.RLock()
         self._free: list[memoryview] = []
 
@@ -39,7 +40,7 @@ class Buffers:
         return f"Buffers({self._taken} taken, {len(self._free)} free)"
 
     def take(self) -> memoryview:
-        """A buffer. Its content is undefined; give it back with `give`."""
+        """Take a buffer. Its content is undefined; return it with `give`."""
         with self._lock:
             if self._free:
                 self._taken += 1
@@ -50,16 +51,20 @@ class Buffers:
         return memory
 
     def give(self, buffer: memoryview) -> None:
-        """Hand a buffer back; the caller must not use it any more."""
+        """Return a buffer; the caller must not use it any more."""
         with self._lock:
             self._taken -= 1
             self._free.append(buffer)
-            # Of those that are never given back, since a write was discarded, none keeps more than one.
+            # A discarded write may never return its buffer. Each such buffer makes the pool keep at most one
+            # more.
             del self._free[max(self._kept_max, self._taken) :]
 
     @contextlib.contextmanager
     def lend(self, length: int) -> Iterator[memoryview]:
-        """So much writable memory, of undefined content, for the time of a ``with`` block: a buffer's, where it fits one."""
+        """Yield ``length`` writable bytes of undefined content, valid in the ``with`` block.
+
+        They are part of a pooled buffer if they fit into one and are not much smaller.
+        """
         if not self._size // POOLED_PART <= length <= self._size:
             yield memoryview(bytearray(length))
             return
@@ -71,12 +76,12 @@ class Buffers:
 
 
 def fresh(length: int) -> memoryview:
-    """So many zero bytes, of which this process has only those pages in memory that it writes to."""
-    # Mapped, not allocated: that would be cleared at once, and no other thread could run meanwhile.
+    """Return ``length`` zero bytes; only the pages that this process writes to take memory."""
+    # Mapped, because `bytearray` would clear the memory at once, and hold the GIL while it does.
     return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 buffers = PerProcess(Buffers)
 """This process's `Buffers` of 16 MiB, a chunk's size."""
 block_buffers = PerProcess(lambda: Buffers(BLOCK_BYTES))
-"""Those of 1 MiB, a block's size."""
+"""This process's `Buffers` of 1 MiB, a block's size."""

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-"""C-contiguous bytes-like object; where it is lent to be filled, it is writable."""
+"""A C-contiguous bytes-like object; writable if it is lent to be filled."""
 
 BLOCK_BYTES = 1 << 20
 CHUNK_BLOCKS = 16
@@ -35,7 +35,7 @@ CHUNK_BYTES = BLOCK_BYTES * CHUNK_BLOCKS
 
 
 class DigestKind(enum.IntEnum):
-    """How a store names its contents. The number is stored in every envelope and manifest."""
+    """The hash function that names a store's contents. The number is stored in every envelope and manifest."""
 
     XXH3_128 = 1
     BLAKE3 = 2
@@ -75,26 +75,26 @@ def _blake3() -> Callable[[Any], bytes]:
 
 
 def hash_bytes(kind: DigestKind, data: Buffer) -> bytes:
-    """Digest one block of raw bytes (canonical, big-endian). Releases the GIL; thread-safe."""
+    """Return the digest of raw bytes, in canonical big-endian form. Releases the GIL; thread-safe."""
     if kind is DigestKind.XXH3_128:
         return xxhash.xxh3_128_digest(data)
     return _blake3()(data)
 
 
 def combine(kind: DigestKind, length: int, parts: Iterable[bytes]) -> bytes:
-    """Digest a sequence of ``length`` bytes from its parts' digests: blocks of a chunk, chunks of a file."""
+    """Return the digest of ``length`` bytes from the digests of their parts: a chunk's blocks, or a file's chunks."""
     return hash_bytes(kind, length.to_bytes(8, "little") + b"".join(parts))
 
 
 def digests_of(kind: DigestKind, raw: Buffer) -> tuple[list[bytes], bytes]:
-    """Digest a chunk's raw bytes: the digests of its blocks, in order, and its own."""
+    """Return the digests of a chunk's blocks, in order, and the digest of the chunk."""
     view = memoryview(raw)
     blocks = [hash_bytes(kind, view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
     return blocks, combine(kind, len(view), blocks)
 
 
 def checksum(*pieces: Buffer) -> bytes:
-    """XXH3-128 over ``pieces`` laid end to end: what guards headers and manifests against damage."""
+    """Return XXH3-128 over ``pieces`` laid end to end, the checksum of headers and manifests."""
     state = xxhash.xxh3_128()
     for piece in pieces:
         state.update(piece)

@@ -1,6 +1,6 @@
-"""The one tree of errors, grouped by what the caller does next.
+"""The tree of errors, grouped by what the caller does next.
 
-``CorruptionError`` and ``ConflictError`` are on purpose no ``OSError``: fsspec and many callers treat an
+``CorruptionError`` and ``ConflictError`` are deliberately no ``OSError``: fsspec and many callers treat an
 ``OSError`` during a walk as "skip this entry", and damage must never be skipped silently.
 """
 
@@ -51,7 +51,7 @@ class TierfsError(Exception):
 
 
 class InvalidInputError(TierfsError, ValueError):
-    """An argument is wrong, and nothing was done: correct the call."""
+    """An argument is invalid, and nothing was done: correct the call."""
 
     kind = "invalid-input"
     exit_code = 2
@@ -72,7 +72,7 @@ class StoreNotFoundError(NotFoundError):
 
 
 class AlreadyExistsError(TierfsError, FileExistsError):
-    """An exclusive create found something in its place, and left it as it was: pick another name."""
+    """An exclusive create found that the path exists, and left it unchanged: pick another name."""
 
     kind = "already-exists"
     exit_code = 4
@@ -80,7 +80,7 @@ class AlreadyExistsError(TierfsError, FileExistsError):
 
 
 class ConflictError(TierfsError):
-    """Another writer changed it first, and that change stands: reload and retry."""
+    """Another writer changed the path or object first, and that change stands: reload and retry."""
 
     kind = "conflict"
     exit_code = 5
@@ -93,7 +93,7 @@ class CorruptionError(TierfsError):
         message: The problem, its place, and the next step.
         path: The path, key or URL concerned.
         tier: The tier that the bytes were read from.
-        block: The damaged block of the chunk, if it is one alone.
+        block: The index of the damaged block in the chunk, if only one is damaged.
     """
 
     kind = "corruption"
@@ -107,7 +107,7 @@ class CorruptionError(TierfsError):
 
 
 class FormatError(TierfsError, ValueError):
-    """Another version wrote it, or another program: it breaks a rule of FORMAT.md."""
+    """Another version of tierfs or another program wrote the data: it breaks a rule of FORMAT.md."""
 
     kind = "format"
     exit_code = 7
@@ -121,7 +121,8 @@ class StoreError(TierfsError, OSError):
         transient: Whether the same request may succeed if it is sent again.
         throttled: Whether the endpoint asks for fewer requests; then the error is transient.
         retry_after_s: Pause in seconds that the endpoint asks for; ``None`` if it does not say.
-        refused: Whether other credentials or options may be accepted. The flusher then tries those that it was sent.
+        refused: Whether other credentials or options may be accepted. The flusher then tries others that
+            clients sent it.
         path: The key concerned.
         tier: The tier that failed.
     """
@@ -156,11 +157,12 @@ class CapacityError(TierfsError, OSError):
 
 
 class ReadOnlyError(TierfsError, PermissionError):
-    """It may be read but not changed, or access was denied.
+    """The path or store is read-only, or access was denied.
 
     Args:
         message: The problem, its place, and the next step.
-        refused: Whether other credentials or options may be accepted. The flusher then tries those that it was sent.
+        refused: Whether other credentials or options may be accepted. The flusher then tries others that
+            clients sent it.
         path: The path, key or URL concerned.
         tier: The tier concerned.
     """

@@ -1,7 +1,7 @@
-"""Pause Python's garbage collector while many objects are created that stay, or all go soon.
+"""Pause Python's garbage collector while many objects are created that all stay, or all go soon.
 
-They would set off a collection of all generations, which stops all threads. With torch imported it takes 0.2 s.
-`untied` keeps an error from being garbage that only the collector finds.
+They would trigger a collection of all generations, which stops all threads. With torch imported that takes
+0.2 s. `untied` breaks the cycles that keep an error's memory until the collector runs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ __all__ = ["Uncollected", "untied"]
 
 
 class Uncollected:
-    """Nothing is collected until `end`, or until a ``with`` block of it ends. Several may overlap, on any threads.
+    """Pauses the garbage collector until `end`, or until the ``with`` block ends. May overlap, on any threads.
 
-    What the program says meanwhile with ``gc.disable()`` is undone in the end; collections that it asks for are done. A child
-    that is forked meanwhile collects.
+    At the end, the collector is enabled if it was enabled before, even if the program called ``gc.disable()``
+    meanwhile. Explicit collections still run. A child forked meanwhile has the collector enabled.
 
     Args:
-        seconds: After so many nothing is put off any more, where it is not sure that `end` is called.
+        seconds: The pause ends after this time at the latest, for callers that may never call `end`; ``None``
+            for no limit.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -45,7 +46,7 @@ class Uncollected:
         self.end()
 
     def end(self) -> None:
-        """Put nothing off any more. May be called twice."""
+        """End the pause. May be called twice."""
         with _switch.lock:
             if not self._is_off:
                 return
@@ -59,16 +60,16 @@ class Uncollected:
 
 
 class _Switch:
-    """Off while somebody has it off.
+    """Disables the collector while at least one pause is active.
 
     Attributes:
-        lock: A handler of signals may take it within its own thread. Whatever that or a fork comes in between of, it is not off
-            without being counted.
+        lock: Reentrant, because a signal handler may take it within the same thread. The collector is never
+            disabled without being counted, even if a signal handler or a fork interrupts a call.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._epoch = 0  # of this process: what was begun in its parent does not end here
+        self._epoch = 0  # counts forks, so that a pause of the parent does not end one of this process
         self._count = 0
         self._was_enabled = False
         renew_in_children(self)
@@ -102,11 +103,12 @@ _switch = _Switch()
 
 
 def untied(error: BaseException) -> BaseException:
-    """Return ``error`` after taking the context managers that are generators out of its traceback.
+    """Return ``error`` after removing generator-based context managers from its traceback.
 
-    A context manager that raises another error in place of ``error`` calls this. From Python 3.12 on, the frame of a generator
-    leads back to contextlib's frame, which holds ``error``. That is a cycle: whatever the frames of the traceback hold, such as
-    memory that was lent to a call, would stay until the garbage collector runs.
+    A context manager that raises another error in place of ``error`` calls this. From Python 3.12 on, the
+    generator's frame leads back to contextlib's frame, which holds ``error``. Without this cycle, the objects
+    in the traceback's frames, such as memory lent to a call, are freed at once and not when the garbage
+    collector runs.
     """
     chained: list[BaseException | None] = [error]
     seen: set[int] = set()

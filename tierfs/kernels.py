@@ -1,6 +1,6 @@
-"""The compiled loops of ``_kernels.c``, where they were built; numpy does the same without them, more slowly.
+"""Access to the compiled loops of ``_kernels.c``; without them, numpy does the same more slowly.
 
-They are used wherever they can be imported; ``TIERFS_KERNELS=0`` switches them off.
+They are used if they can be imported. ``TIERFS_KERNELS=0`` disables them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from types import ModuleType
 
 __all__ = ["active", "status"]
 
-# The function that came last: a build without it is left over from an older checkout.
+# The newest function. A build without it comes from an older checkout.
 _NEWEST = "survey"
 
 
@@ -27,9 +27,9 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 active, _how = _load()
-"""The extension module; ``None`` where it was not built, or is switched off. Tests set it."""
+"""The extension module; ``None`` if it is not built or is disabled. Tests set it."""
 
 
 def status() -> str:
-    """``compiled``, or why numpy is used instead."""
+    """Return ``compiled``, or why numpy is used instead."""
     return _how

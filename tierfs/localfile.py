@@ -1,4 +1,4 @@
-"""Files of this host's that what is read goes into."""
+"""Write downloaded data to files of this host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Have an error that a write has no room say of which file, which Python's does not."""
+    """Add the file's name to an error about a full disk. Python's own error does not name the file."""
     try:
         yield
     except OSError as error:
@@ -29,16 +29,16 @@ def naming(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-    """Write a file that gets its name when it is complete: what is there stays as it is until then, and on an error.
+    """Yield a new file that replaces ``path`` when the block ends. Until then, and on an error, ``path`` is unchanged.
 
-    A link is followed, a file keeps its rights, and what is no regular file, like ``/dev/null``, is written to as it is.
-    Parents are made.
+    Symbolic links are followed, and an existing file keeps its mode. A target that is no regular file, like
+    ``/dev/null``, is written to directly. Missing parent directories are made.
 
     Raises:
-        IsADirectoryError: A directory is there.
-        OSError: It cannot be written.
+        IsADirectoryError: ``path`` is a directory.
+        OSError: The file cannot be written.
     """
-    # A pipe may have no name of its own, but only links to it, like ``/dev/stdout``.
+    # A link like ``/dev/stdout`` may point to a pipe, which has no name of its own: open the link itself.
     target = path if os.path.exists(path) and not os.path.isfile(path) else os.path.realpath(path)
     try:
         mode = os.stat(target).st_mode
@@ -53,8 +53,9 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     directory = os.path.dirname(target)
     os.makedirs(directory, exist_ok=True)
     temporary = os.path.join(directory, f".tierfs-get-{secrets.token_hex(8)}")
-    # As any new file, so that the kernel applies the umask, which no thread can read without changing it for all. Not so
-    # where it takes the place of one that others may not read.
+    # A new file gets the default mode, so that the kernel applies the umask: no thread can read the umask
+    # without changing it for the whole process. A replacement gets 0600 until it is complete, because the old
+    # file may not be readable by others.
     rights = 0o666 if mode is None else 0o600
     try:
         with naming(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
@@ -69,15 +70,15 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def write_all(file: BinaryIO, piece: memoryview) -> None:
-    """Write a piece to a file that may take a part of it, as one without a buffer does, stdout where Python runs unbuffered.
+    """Write all bytes to a file whose ``write`` may write only some, like an unbuffered stdout.
 
     Raises:
-        BlockingIOError: It takes nothing now, and does not wait.
+        BlockingIOError: The file is non-blocking and cannot take bytes now.
     """
     while len(piece):
         count: int | None = file.write(piece)
         if count is None and not isinstance(file, io.RawIOBase):
-            return  # one of somebody's own, which takes all and does not say so
+            return  # a user-defined file whose write takes everything and returns None
         if not count:
             raise BlockingIOError(errno.EAGAIN, "the file takes no more bytes now: open it so that it waits")
         piece = piece[count:]

@@ -1,7 +1,7 @@
-"""Folders that code for local paths made of a URL: ``./tierfs::file:`` and the like in the working directory.
+"""Find directories that code made by taking a tierfs URL for a local path: ``./tierfs::file:`` and the like.
 
-``pathlib.Path(url)`` and ``os.makedirs(url)`` succeed. Files that are saved there are in no store, and nobody says so. It is
-named when the process ends, and by ``tierfs status``.
+``pathlib.Path(url)`` and ``os.makedirs(url)`` succeed. Files saved there are in no store, and no error is
+raised. So tierfs warns about such directories when the process ends, and ``tierfs status`` lists them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _PREFIX = "tierfs:"
 
 
 def misplaced(directory: str | None = None) -> list[str]:
-    """Full paths of such folders in a directory, by default the working directory; none where it cannot be read."""
+    """Return the paths of such entries in a directory, by default the working directory; none if it is unreadable."""
     try:
         where = os.getcwd() if directory is None else directory
         with os.scandir(where) as entries:
             looked_at = itertools.islice(entries, ENTRIES_MAX)
             return sorted(entry.path for entry in looked_at if entry.name.startswith(_PREFIX))
-    except OSError:  # it was removed, or may not be looked into
+    except OSError:  # the directory was removed or is unreadable
         return []
 
 
 def warn_at_exit() -> None:
-    """Look for such folders when this process ends, where it was when it loaded tierfs and where it is then."""
+    """Warn at exit about such directories in the current working directory and in the one at exit."""
     try:
         begun_in = [os.getcwd()]
     except OSError:
@@ -37,12 +37,12 @@ def warn_at_exit() -> None:
 
 
 def do_not_warn() -> None:
-    """Say nothing at the end of this process: for commands, of which ``tierfs status`` names them."""
+    """Disable the warning at exit, for commands: ``tierfs status`` lists the directories."""
     atexit.unregister(_warn)
 
 
 def _warn(process: int, begun_in: list[str]) -> None:
-    # One of a job's ranks on a host is enough, and the process that was forked has a parent that looks.
+    # One rank per host is enough. A forked process has a parent that warns.
     if process != os.getpid() or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     found = {*misplaced(), *(path for directory in begun_in for path in misplaced(directory))}

@@ -1,6 +1,7 @@
-"""Work that is bound by the processor, shared out among as many threads as there are processors; one set per process.
+"""Share CPU-bound work among as many threads as there are processors; one set of threads per process.
 
-A call never waits for a thread to be free, only for what one has begun of it: calls within calls cannot wait for each other.
+A call never waits for a free thread, only for helpers that already work on its own tasks. So nested calls
+cannot deadlock.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ THREADS_MAX = 16
 
 
 class Processors:
-    """Threads that help whoever calls `share_out`. Safe for use by many threads.
+    """Helper threads for `share_out`. Safe for use by many threads.
 
     Args:
-        threads_max: Threads that work at once, if there are so many processors; callers count as well.
+        threads_max: Most threads that work at once, callers included. Fewer if there are fewer processors.
     """
 
     def __init__(self, threads_max: int = THREADS_MAX) -> None:
@@ -49,26 +50,26 @@ class Processors:
     def share_out(
         self, task: Callable[[_In], object], arguments: Iterable[_In], *, threads_max: int | None = None
     ) -> None:
-        """Run ``task`` on every argument: here, and on a helper for each processor on which nothing is shared out by now.
+        """Run ``task`` on every argument: on this thread, and on a helper for each processor that is idle now.
 
-        However many calls there are at once, and within each other, a process has no more helpers than other processors,
-        and a call that gets none goes on alone. More threads would only get in each other's way: measured on two processors,
-        sixteen copy and hash a tenth slower than two.
+        With concurrent or nested calls, a process has no more helpers than other processors. A call that gets
+        no helper runs alone. More threads would slow each other down: on two processors, sixteen threads copy
+        and hash a tenth slower than two.
 
         Args:
             task: Called with each argument.
-            arguments: In the order in which they are begun.
-            threads_max: At most so many threads, the caller's among them; by default one for each processor.
+            arguments: Started in this order.
+            threads_max: Most threads for this call, the caller included; by default one for each processor.
 
         Raises:
-            BaseException: Of the errors of tasks that of the first in order, after every task has ended. Some were not
-                begun then, but all before that one.
+            BaseException: The error of the first failed task in the order of arguments, after all running
+                tasks have ended. Tasks after it may not have started; all before it have run.
         """
         job = _Job(task, arguments)
         wanted = len(job) if threads_max is None else min(len(job), threads_max)
         helpers = self._take(wanted - 1)
         try:
-            # None can be started where memory runs out, or at the interpreter's end.
+            # No thread can start if memory is exhausted or the interpreter is exiting.
             with contextlib.suppress(RuntimeError):
                 for _ in range(helpers):
                     self._threads().submit(job.help)
@@ -79,23 +80,26 @@ class Processors:
         job.raise_first()
 
     def turn(self) -> AbstractContextManager[object]:
-        """Be one of as many threads as there are processors, in a ``with`` block; waits for it.
+        """Return a context manager that waits for a turn: only as many threads as processors have one at a time.
 
-        For what threads do between waiting for others: many at once would wait for the interpreter's lock, and push what
-        the others work on out of the caches. Nothing in the block may wait for another thread, but for those it shares out to.
-        The main thread does not wait, and does not count: an interrupt could have it leave without giving its turn back.
+        For the CPU-bound work that threads do between waits. More threads would contend for the GIL and evict
+        each other's data from the caches. Code in the block may wait for no other thread, except for helpers
+        of its own `share_out` calls. The main thread neither waits nor counts: an interrupt could make it
+        leave without releasing its turn.
         """
         return contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else self._turns
 
     def place(self) -> AbstractContextManager[object]:
-        """Be one of as many threads, in a ``with`` block around their `turn`: for what they hold until it comes, and may have to wait for.
+        """Return a context manager that bounds the threads that hold a resource while they wait for a `turn`.
 
-        Others take their turns meanwhile. Nothing in the block may wait for another one's place. For the main thread see `turn`.
+        As many threads as processors may be inside. They may also wait for the resource there, such as a free
+        slot, while other threads take their turns. Code in the block must not wait for another thread's
+        place. The main thread neither waits nor counts, as in `turn`.
         """
         return contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else self._places
 
     def _take(self, wanted: int) -> int:
-        """How many helpers a caller may have, who works as well."""
+        """Reserve up to ``wanted`` helpers for a caller, which also works itself. Return how many."""
         with self._lock:
             helpers = max(0, min(wanted, self.count - self._busy - 1))
             self._busy += helpers + 1
@@ -108,13 +112,13 @@ class Processors:
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._helpers is None:
-                # Not those of `Transfers`: who waits for requests would keep helpers waiting.
+                # Not the threads of `Transfers`: those wait for requests, and helpers would wait behind them.
                 self._helpers = ThreadPoolExecutor(self.threads_max, thread_name_prefix="tierfs-share")
             return self._helpers
 
 
 class _Job(Generic[_In]):
-    """What one call shares out."""
+    """The tasks of one call of `share_out`."""
 
     def __init__(self, task: Callable[[_In], object], arguments: Iterable[_In]) -> None:
         self._task = task
@@ -127,7 +131,7 @@ class _Job(Generic[_In]):
         return len(self._waiting)
 
     def work(self) -> None:
-        """Do what nobody else does, until an error ends it all."""
+        """Run tasks that no other thread has started, until none is left or one fails."""
         while True:
             try:
                 number, argument = self._waiting.popleft()
@@ -140,7 +144,7 @@ class _Job(Generic[_In]):
                 self._waiting.clear()
 
     def help(self) -> None:
-        """Work on another thread than the caller's, unless it is done."""
+        """Run tasks on a helper thread, unless none is left."""
         with self._changed:
             if not self._waiting:
                 return
@@ -155,9 +159,10 @@ class _Job(Generic[_In]):
                 self._changed.notify()
 
     def end(self) -> None:
-        """Let nothing more be begun, and wait for what was: an interrupt must not take from under it what it works on.
+        """Start no more tasks, and wait for the running ones.
 
-        Then forget the task: a helper refers to the job for a moment longer, and the caller's memory is only lent.
+        An interrupt does not end the wait: running tasks use memory that the caller lent. Afterwards the task
+        is dropped, because a helper refers to the job for a moment longer.
         """
         self._waiting.clear()
         while True:
@@ -171,12 +176,12 @@ class _Job(Generic[_In]):
         del self._task
 
     def raise_first(self) -> None:
-        """Raise the error of the first task that failed; an interrupt comes before them all."""
+        """Raise the error of the first task that failed; an interrupt takes precedence."""
         try:
             if self._errors:
                 raise self._errors[min(self._errors)]
         finally:
-            self._errors.clear()  # they refer to the job, and to the caller's memory, which would live on until garbage is collected
+            self._errors.clear()  # the errors refer to the job and the caller's memory: do not leave a cycle
 
 
 processors = PerProcess(Processors)

@@ -1,8 +1,9 @@
-"""Warnings that a process has logged are not logged again for a while, however many instances and threads find the same.
+"""Drop warnings that this process has logged in the last ten minutes.
 
-A process opens a store once for each filesystem instance, rank thread or set of options, and each of them meets the same
-unreadable file or missing tier. Loggers of this package drop a warning whose text is that of an earlier one. Where the text has a
-number that changes, ``extra={"repeat_of": ...}`` says what it is a repeat of.
+A process opens a store once for each filesystem instance, rank thread or set of options, and each meets the
+same unreadable file or missing tier. So the loggers of this package drop a warning whose text equals that of
+an earlier one. For a text with a number that changes, ``extra={"repeat_of": ...}`` gives the key to compare
+instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LOGGERS = (
 
 
 class _Repeats(logging.Filter):
-    """Lets a warning pass if none with its text was logged lately. Safe for use by many threads."""
+    """Passes a warning if none with its text was logged recently. Safe for use by many threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,6 @@ class _Repeats(logging.Filter):
         self._said: dict[tuple[str, str], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter.filter`."""
         if record.levelno != logging.WARNING:
             return True
         text = getattr(record, "repeat_of", None) or record.getMessage()
@@ -52,7 +52,6 @@ class _Repeats(logging.Filter):
         return True
 
     def forget(self) -> None:
-        """Log everything once more."""
         with self._lock:
             self._said.clear()
 
@@ -61,11 +60,11 @@ _repeats = _Repeats()
 
 
 def drop_repeats() -> None:
-    """Have the loggers of this package do so. May be called again."""
+    """Make the loggers of this package drop repeats. Idempotent."""
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_repeats)
 
 
 def forget_repeats() -> None:
-    """Have every warning logged once more."""
+    """Make every warning be logged again."""
     _repeats.forget()

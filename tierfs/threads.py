@@ -1,4 +1,4 @@
-"""Threads that do something on the side, and that nobody waits for when the program ends."""
+"""Background threads that do not keep the process alive."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def start_daemon(task: Callable[..., object], *arguments: object, name: str) -> 
     """Run ``task(*arguments)`` on a daemon thread of this name.
 
     Returns:
-        The thread; ``None`` if there can be none: an interpreter that is about to end starts no more (from Python 3.12 on), though
-        saves on other threads still run, and neither does one without memory for it.
+        The thread; ``None`` if none can start. From Python 3.12 on, an exiting interpreter starts no threads,
+        though saves on other threads may still run. A process without memory for a thread starts none either.
     """
     thread = threading.Thread(target=task, args=arguments, name=f"tierfs-{name}", daemon=True)
     try:

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Format and parse sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtTpP]?)(i?)([bB]?)\s*")
 
 
 def format_bytes(count: int) -> str:
-    """``1536`` as ``"1.5 KiB"``: three significant digits, binary units."""
+    """Format a byte count with binary units and three significant digits: ``1536`` as ``"1.5 KiB"``."""
     if abs(count) < BINARY:
         return f"{count} B"
     value, power = count / BINARY, 0
@@ -23,12 +23,12 @@ def format_bytes(count: int) -> str:
         value /= BINARY
         power += 1
     unit = _BINARY[power]
-    # Three digits, but never in exponential form, which four digits before the point would bring.
+    # Three digits. ``.3g`` would print four digits before the point in exponential form.
     return f"{value:.0f} {unit}" if abs(value) >= 999.5 else f"{value:.3g} {unit}"  # noqa: PLR2004
 
 
 def parse_size(text: str | int) -> int:
-    """``"8GiB"``, ``"10M"``, ``"512"`` or a plain number as a count. ``i`` means powers of 1024, else of 1000.
+    """Parse ``"8GiB"``, ``"10M"`` or ``"512"``; return an int as it is. ``i`` means powers of 1024, else of 1000.
 
     Raises:
         InvalidInputError: The text is no size.
@@ -44,10 +44,10 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_share(text: str | int, whole: int) -> int:
-    """Like `parse_size`, and ``"25%"`` or ``"0.5%"`` as that much of ``whole``, rounded down.
+    """Parse a size like `parse_size`, or ``"25%"`` or ``"0.5%"`` as that share of ``whole``, rounded down.
 
     Raises:
-        InvalidInputError: The text is neither a size nor a share, or a share of more than all.
+        InvalidInputError: The text is neither a size nor a share, or a share over 100 %.
     """
     match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
