@@ -1,1 +1,1 @@
-"""Upkeep of a store over the years: garbage collection, scrubbing and repair."""
+"""Maintenance of a store: garbage collection, scrubbing and repair."""

@@ -1,4 +1,4 @@
-"""The chunk objects of a content, looked up again and again in the order of their keys."""
+"""Look up the chunk objects of contents, in the order of their keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ __all__ = ["ChunkNames"]
 class ChunkNames:
     """The names of the chunk objects of one store. Safe for use by many threads.
 
-    The listing of the last prefix is kept, so lookups in the order of their keys list each prefix once. Others may delete
-    what it names, and what they store meanwhile is not in it.
-
-    Args:
-        store: The store.
+    The listing of the last prefix is cached, so lookups in the order of keys list each prefix once. Other
+    processes may delete objects of a cached listing, and objects that they store meanwhile are not in it.
     """
 
     def __init__(self, store: Store) -> None:
@@ -27,7 +24,7 @@ class ChunkNames:
         self._listed: tuple[bytes, dict[bytes, list[ChunkName]]] = (b"", {})
 
     def find(self, content: bytes) -> Sequence[ChunkName]:
-        """The names of all chunk objects of one content.
+        """Return the names of all chunk objects with this content's digest.
 
         Raises:
             StoreError, ReadOnlyError: The object tier failed.
@@ -41,7 +38,7 @@ class ChunkNames:
         return tuple(names.get(content, ()))
 
     def add(self, name: ChunkName) -> None:
-        """Note an object that was stored."""
+        """Add an object that was stored to the cached listing."""
         first, names = self._listed
         if first == name.digest[:1] and name not in names[name.digest]:
             names[name.digest].append(name)

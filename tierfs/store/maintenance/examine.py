@@ -1,4 +1,4 @@
-"""One chunk object, read whole and held to its digests."""
+"""Read one whole chunk object and verify its digests."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OBJECT_BYTES_MAX = CHUNK_BYTES + ENVELOPE_BYTES_MAX
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What came of reading a chunk object.
+    """The result of reading a chunk object.
 
     Attributes:
-        raw_length: Bytes of the chunk; 0 where the object does not tell.
+        raw_length: Bytes of the chunk; 0 if the object does not tell.
         kind: Category of the error; empty if all bytes are right.
         problem: The error in words.
     """
@@ -39,17 +39,16 @@ class Examined:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all bytes are right."""
         return not self.kind
 
 
 def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
-    """Read a chunk object once, and check every block of it.
+    """Read a chunk object once, and verify every block of it.
 
     Args:
         store: The store, without its local tiers.
-        name: Of the object.
-        size: Bytes of the object, as a listing told.
+        name: Name of the object.
+        size: Bytes of the object, as a listing reported.
 
     Returns:
         ``None`` if the object was deleted meanwhile.
@@ -84,17 +83,17 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
 
 
 def check_envelope(envelope: Envelope, name: ChunkName, where: str) -> None:
-    """See that an envelope is that of the chunk whose name the object has.
+    """Check that an envelope belongs to the chunk that the object is named after.
 
     Raises:
-        CorruptionError: It is another's.
+        CorruptionError: The envelope belongs to another chunk.
     """
     if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
         raise CorruptionError(f"{where} holds another chunk: objects were swapped", path=where, tier="object")
 
 
 def block_places(envelope: Envelope) -> Iterator[tuple[int, int]]:
-    """Where each encoded block begins and ends in the object."""
+    """Yield the offsets in the object at which each encoded block begins and ends."""
     lengths = (block.encoded_length for block in envelope.blocks)
     return itertools.pairwise(itertools.accumulate(lengths, initial=envelope.header_length))
 
@@ -105,13 +104,13 @@ def bad_blocks(
     base: Callable[[int], memoryview | None],
     where: str,
 ) -> Iterator[tuple[int, CorruptionError | FormatError]]:
-    """Decode every block of a chunk object, and give those that do not have their digests, each with the error.
+    """Decode every block of a chunk object, and yield the index of each bad block with its error.
 
     Args:
-        envelope: Of the object.
-        encoded: Gives the bytes of the object from one offset to another.
-        base: Gives the bytes that a block, by its index, is encoded against; ``None`` if against nothing.
-        where: How to call the object in an error.
+        envelope: The object's envelope.
+        encoded: Returns the bytes of the object from one offset to another.
+        base: Returns the bytes that a block, by its index, is encoded against; ``None`` if it has no base.
+        where: The name of the object in errors.
     """
     with buffers().lend(min(BLOCK_BYTES, envelope.raw_length)) as memory:
         for index, (begin, end) in enumerate(block_places(envelope)):

@@ -1,7 +1,8 @@
-"""The turn to collect garbage: one gc at a time, by a conditional lease on the object tier's own clock.
+"""The turn to collect garbage: a conditional lease lets one gc run at a time.
 
-FORMAT.md, "Collector". All times that gc compares are those that the object tier gave in its answers to the puts of one object, the
-collector's record. The clock of the host that gc runs on measures how long this process may believe in its turn, and nothing else.
+FORMAT.md, "Collector". gc only compares times that the object tier gave in its responses to puts of one
+object, the collector's record. The clock of gc's own host only measures how long this process may rely on its
+turn.
 """
 
 from __future__ import annotations
@@ -23,20 +24,17 @@ __all__ = ["MARGIN_NS", "SECOND_NS", "Turn", "read_collector", "server_now"]
 
 SECOND_NS = 1_000_000_000
 MARGIN_NS = 2 * SECOND_NS
-"""Object tiers tell times to the second, and their machines' clocks differ by a little."""
+"""Object tiers report times in whole seconds, and their machines' clocks differ slightly."""
 PART_BITS = 16
 _logger = logging.getLogger("tierfs.gc")
 
 
 class Turn:
-    """The right of one gc to publish condemned lists and to delete. For one thread.
-
-    Args:
-        store: The store.
+    """The right of one gc to publish condemned lists and to delete chunks. For one thread.
 
     Attributes:
-        now_ns: The object tier's time of the last put of the record: it is not earlier now.
-        record: The record as this gc put it last.
+        now_ns: The object tier's time of the last put of the record. The current time is not earlier.
+        record: The record as this gc last put it.
     """
 
     def __init__(self, store: Store) -> None:
@@ -50,15 +48,15 @@ class Turn:
         """Take the turn.
 
         Raises:
-            ConflictError: Another gc has it.
-            StoreError: The object tier failed; or it answers with metadata that is older than what was just put.
+            ConflictError: Another gc has the turn.
+            StoreError: The object tier failed, or it answers with metadata older than the last put.
         """
         store = self._store
         found, version = read_collector(store)
         epochs = [epoch_of(item.key) for item in _lists(store)]
         if found.holder != NOBODY:
             self._check_is_over(found)
-        # What is made anew must not count from one again: epochs are never used twice.
+        # A new record must not start from 1 again: an epoch is never used twice.
         floor = found.fence if version is not None and found.sequence else store.clock.now_ns() // SECOND_NS
         fence = max([floor, *(epoch >> PART_BITS for epoch in epochs)]) + 1
         known = {epoch: state for epoch, state in found.epochs.items() if epoch in set(epochs)}
@@ -66,37 +64,38 @@ class Turn:
         self._version = version
         self._put()
         self._check_is_fresh()
-        # A list that a gc put right before it ended counts from now on: whoever looks sees it.
+        # If a gc put a list right before it ended, the list counts as seen from now on: from now on all
+        # writers see it.
         self.note(
             {**known, **{epoch: EpochState(self.now_ns) for epoch in epochs if epoch not in known}}, self.record.last
         )
 
     def hold(self) -> None:
-        """Make sure, right before something is done that only one gc may do, that it is this one's turn still.
+        """Renew the turn if it is due. Call it right before an action that only one gc may take.
 
         Raises:
             ConflictError: Another gc has taken over.
-            StoreError: It cannot be told.
+            StoreError: The object tier failed, so the turn cannot be confirmed.
         """
         if self._store.clock.monotonic() >= self._renew_at:
             self._put()
 
     def renew(self) -> int:
-        """Put the record, and return the object tier's time of that."""
+        """Put the record, and return the object tier's time of the put."""
         self._put()
         return self.now_ns
 
     def note(self, epochs: Mapping[int, EpochState], last: Mapping[str, Any]) -> None:
-        """Change what the record says; it is put with the next renewal."""
+        """Change the record's notes; the next renewal puts them."""
         self.record = replace(self.record, epochs=dict(epochs), last=dict(last))
 
     def epoch(self, part: int) -> int:
-        """Number of a condemned list of this gc."""
+        """Return the epoch of a condemned list of this gc."""
         assert part < 1 << PART_BITS
         return self.record.fence << PART_BITS | part
 
     def end(self) -> None:
-        """Give the turn back, with what was noted. Does nothing where another gc has it."""
+        """End the turn, and put the notes. Does nothing if another gc has taken over."""
         if self._version is None:
             return
         self.record = replace(self.record, holder=NOBODY)
@@ -105,7 +104,7 @@ class Turn:
         self._version = None
 
     def _check_is_over(self, found: Collector) -> None:
-        # The record's time in the answer to a read is that of its last put.
+        # The modification time of the record is that of its last put.
         put_ns = self._store.objects.head(keys.COLLECTOR).modified_ns
         left_ns = put_ns + found.duration_s * SECOND_NS + MARGIN_NS - server_now(self._store)
         if left_ns > 0:
@@ -116,7 +115,7 @@ class Turn:
             )
 
     def _check_is_fresh(self) -> None:
-        """Whether what is asked right after a put tells of that put: all that gc relies on is told in that way."""
+        """Check that a HEAD and a listing right after a put show that put: gc relies on such answers."""
         store = self._store
         listed = {item.key: item for item in objects_below(store.objects, keys.GC)}
         told = {"HEAD": store.objects.head(keys.COLLECTOR), "a listing": listed.get(keys.COLLECTOR)}
@@ -143,16 +142,20 @@ class Turn:
                 f"{store.url}: another gc has taken over; this one has stopped", path=store.url
             ) from error
         self._version = info.version
-        # Not earlier than what was told before, should the answers come from machines whose clocks differ.
+        # Never earlier than a time reported before: responses may come from machines with different clocks.
         self.now_ns = max(self.now_ns, info.modified_ns or store.objects.head(keys.COLLECTOR).modified_ns)
         duration = self.record.duration_s
         self._valid_until, self._renew_at = started + duration, started + duration / 3
 
 
 def read_collector(store: Store) -> tuple[Collector, Version | None]:
-    """The collector's record and its version; an empty one where there is none, or a damaged one.
+    """Return the collector's record and its version.
+
+    An empty record stands for a missing one. A damaged one is returned as that of an unknown gc, whose turn
+    may still run.
 
     Raises:
+        FormatError: A newer tierfs wrote the record.
         StoreError, ReadOnlyError: The object tier failed.
     """
     version: Version | None = None
@@ -164,15 +167,15 @@ def read_collector(store: Store) -> tuple[Collector, Version | None]:
         return Collector(), None
     except CorruptionError as error:
         _logger.warning("the collector's record is made anew: %s", error)
-        version = version or store.objects.head(keys.COLLECTOR).version  # where it is too large to be read
+        version = version or store.objects.head(keys.COLLECTOR).version  # `read` refused an object over the limit
         return Collector(bytes([1]) * 16, duration_s=store.descriptor.lease_s), version
 
 
 def server_now(store: Store) -> int:
-    """The object tier's time, in nanoseconds: that of an object which is put for it.
+    """Return the object tier's time in nanoseconds: the modification time of an object that is put for this purpose.
 
     Raises:
-        StoreError, ReadOnlyError: It cannot be put.
+        StoreError, ReadOnlyError: The object cannot be put.
     """
     key = f"{keys.PROBE}now-{store.random_bytes(8).hex()}"
     now_ns = put_checked(store.objects, key, [b"now"]).modified_ns or store.objects.head(key).modified_ns
@@ -181,10 +184,9 @@ def server_now(store: Store) -> int:
 
 
 def epoch_of(key: str) -> int:
-    """The epoch of the condemned list that lies there."""
+    """Return the epoch of the condemned list at this key."""
     return int(key.removeprefix(keys.GC), 16)
 
 
 def _lists(store: Store) -> list[ObjectInfo]:
-    """The condemned lists that are there."""
     return [item for item in objects_below(store.objects, keys.GC) if keys.is_condemned_key(item.key)]

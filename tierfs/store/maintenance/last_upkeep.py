@@ -1,4 +1,4 @@
-"""What the last gc and the last scrub of a store came to, whoever ran them: for people, and for monitoring."""
+"""The results of a store's last gc and last scrub, on any host: for people and for monitoring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ __all__ = ["last_upkeep"]
 
 
 def last_upkeep(store: Store) -> dict[str, Any]:
-    """``gc`` and ``scrub``, each as its record has it; without one that never ran, or cannot be read in a moment."""
+    """Return the results under ``gc`` and ``scrub``, as their records have them.
+
+    A result is missing if the task never ran or its record cannot be read. If the store has local tiers, the
+    object tier has to answer within a moment.
+    """
     bare = store.without_local_tiers()
 
     def scrubbed() -> dict[str, Any]:

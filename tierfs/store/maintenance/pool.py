@@ -1,4 +1,4 @@
-"""Many requests at once, with a bound, for what goes through a whole store."""
+"""A bounded number of concurrent requests, for tasks that go through a whole store."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _Out = TypeVar("_Out")
 
 
 class Pool:
-    """Threads for requests. With one at a time there are none, and everything happens in order.
+    """A thread pool for requests.
 
     Args:
-        concurrency: Requests under way at once.
+        concurrency: Most requests in flight. With 1, there are no threads and the caller's thread runs every
+            task.
     """
 
     def __init__(self, concurrency: int) -> None:
@@ -34,7 +35,10 @@ class Pool:
             self._executor.shutdown(cancel_futures=True)
 
     def map(self, task: Callable[[_In], _Out], arguments: Iterable[_In]) -> Iterator[_Out]:
-        """Results in order, as they are asked for; no more than twice as many as run at once are begun ahead."""
+        """Yield the results in order.
+
+        At most twice ``concurrency`` tasks are in progress or finished without their result being taken.
+        """
         if self._executor is None:
             yield from map(task, arguments)
             return

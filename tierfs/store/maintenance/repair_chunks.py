@@ -1,7 +1,7 @@
-"""Put the right bytes back where a chunk object is damaged or missing, under the same key and with the same length.
+"""Restore a damaged or missing chunk object under the same key and with the same length.
 
-Every manifest that names the chunk is whole again then, without a change. The bytes come from what is left of the object, from this
-host's local tiers, from another object of the same content, or from another store.
+Every manifest that names the chunk is then valid again, unchanged. The bytes come from the sound parts of the
+object, from this host's local tiers, from another object with the same content, or from another store.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _logger = logging.getLogger("tierfs.scrub")
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What lies under a chunk's key."""
+    """The object at a chunk's key."""
 
     data: bytearray
     version: Version | None
@@ -54,7 +54,7 @@ class Healer:
     Args:
         store: The store, with the local tiers that this host has for it.
         replicas: Other stores that may hold the same content.
-        dry_run: Whether to put nothing, and say what would be healed.
+        dry_run: Whether to put nothing, and only report what would be healed.
     """
 
     def __init__(self, store: Store, replicas: Sequence[Store] = (), *, dry_run: bool = False) -> None:
@@ -69,12 +69,12 @@ class Healer:
         """Make a chunk object sound again.
 
         Args:
-            name: Of the object.
-            size: Bytes that it has to have: manifests name them.
-            raw_length: Bytes of the chunk; 0 if that is not known.
+            name: Name of the object.
+            size: The bytes that it must have, because manifests name its size.
+            raw_length: Bytes of the chunk; 0 if not known.
 
         Returns:
-            Where the bytes came from; empty if the object cannot be healed in its place.
+            The source of the bytes; empty if the object cannot be healed in its place.
 
         Raises:
             StoreError, ReadOnlyError, CapacityError: An object tier failed.
@@ -101,14 +101,14 @@ class Healer:
             return source if payload is not None and self._put(name, payload, found.version) else ""
 
     def bases_of(self, name: ChunkName, size: int) -> Sequence[BaseRange]:
-        """The bytes that a chunk object is encoded against, as its envelope tells, here or in a replica.
+        """Return the ranges that a chunk object is encoded against, from its envelope here or in a replica.
 
         Args:
-            name: Of the object.
-            size: Bytes that it has to have.
+            name: Name of the object.
+            size: The bytes that it must have.
 
         Returns:
-            Nothing where no envelope can be read.
+            Nothing if no envelope can be read.
 
         Raises:
             StoreError, ReadOnlyError: An object tier failed.
@@ -120,7 +120,11 @@ class Healer:
         return ()
 
     def find_raw(self, name: ChunkName, out: memoryview) -> str:
-        """Fill memory with a chunk's bytes, from anywhere but the object of this name; returns where, or nothing."""
+        """Fill ``out`` with a chunk's bytes from any source but the object of this name.
+
+        Returns:
+            The source; empty if none has the bytes.
+        """
         tiers = self._store.tiers
         if tiers is not None:
             tier = tiers.reader.read(local_name(self._kind, name.digest), len(out), [(0, out)])
@@ -139,11 +143,11 @@ class Healer:
         return ""
 
     def note_stored(self, name: ChunkName) -> None:
-        """Tell of a chunk object that was put into the store, so that `find_raw` looks at it too."""
+        """Note a chunk object that was put into the store, so that `find_raw` finds it."""
         self._names[self._bare].add(name)
 
     def _read(self, store: Store, name: ChunkName, size: int) -> _Found:
-        """The object of this name, with its envelope corrected where it has this size."""
+        """Read the object of this name. If it has this size, correct a flipped bit in its envelope."""
         key = keys.chunk_key(name)
         try:
             data, info = store.objects.read(key, OBJECT_BYTES_MAX)
@@ -163,7 +167,7 @@ class Healer:
         return _Found(bytearray(data), info.version, None)
 
     def _bad_blocks(self, store: Store, found: _Found) -> list[int] | None:
-        """Which blocks do not have their digests; ``None`` if nothing is known of them."""
+        """Return the indexes of blocks that do not match their digests; ``None`` without an envelope."""
         envelope, data = found.envelope, memoryview(found.data)
         if envelope is None:
             return None
@@ -171,7 +175,7 @@ class Healer:
         return [index for index, _ in bad]
 
     def _mended(self, found: _Found, bad: Sequence[int], raw: memoryview) -> list[bytes] | None:
-        """The object with its bad blocks encoded again; ``None`` if one of them would not be as long as it was."""
+        """Return the object with its bad blocks encoded again; ``None`` if one of them cannot get its old length."""
         envelope, data = found.envelope, found.data
         assert envelope is not None
         places = list(block_places(envelope))
@@ -189,7 +193,11 @@ class Healer:
         return [bytes(data)]
 
     def _encoded_anew(self, name: ChunkName, size: int, raw: memoryview) -> list[bytes] | None:
-        """An object of this size with these bytes, where nothing is known of the one that was there."""
+        """Encode raw bytes into an object of this size, for an object whose envelope is lost.
+
+        Returns:
+            The object in pieces; ``None`` if no coding gives this size.
+        """
         digests, _ = digest.digests_of(self._kind, raw)
         for coding in (Coding(Codec.STORE), Coding(Codec.ZSTD), *(Coding(Codec.PLANE, width) for width in WIDTHS)):
             pieces, table = [], []
@@ -204,11 +212,11 @@ class Healer:
         return None
 
     def _put(self, name: ChunkName, payload: list[bytes], version: Version | None) -> bool:
-        """Put a sound object in the place of the one that was read. Returns whether a sound one is there, or would be."""
+        """Replace the object that was read. Return whether a sound object is there, or would be in a dry run."""
         if self._dry_run:
             return True
         store, key = self._bare, keys.chunk_key(name)
-        with contextlib.suppress(AlreadyExistsError, ConflictError):  # somebody else changed it meanwhile
+        with contextlib.suppress(AlreadyExistsError, ConflictError):  # another process changed it meanwhile
             put_checked(store.objects, key, payload, mode=CREATE if version is None else Update(version))
         found = examine(store, name, sum(map(len, payload)))
         if found is None or not found.is_sound:
@@ -225,7 +233,7 @@ def _length_of(envelope: Envelope, index: int) -> int:
 
 
 def _reference(store: Store, envelope: Envelope, index: int) -> memoryview | None:
-    """What a block is encoded against; ``None`` if against nothing."""
+    """Read the bytes that a block is encoded against; ``None`` if it has no base."""
     codec = envelope.blocks[index].codec
     if codec not in _CODECS:
         raise FormatError(f"{store.url}: unknown codec {codec}: use a newer tierfs")
@@ -246,7 +254,7 @@ def _reference(store: Store, envelope: Envelope, index: int) -> memoryview | Non
 
 
 def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> bytes | None:
-    """A block encoded by the same codec to the same length; ``None`` if that does not come about."""
+    """Encode a block with the same codec to the same length; ``None`` if that is not possible."""
     if block.codec == Codec.STORE:
         return bytes(raw) if len(raw) == block.encoded_length else None
     out = memoryview(bytearray(len(raw)))

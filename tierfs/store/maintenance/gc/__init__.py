@@ -1,4 +1,4 @@
-"""Garbage collection: marks what files need, and deletes what two marks, a grace apart, did not reach."""
+"""Garbage collection: delete the chunks that two marks, a grace apart, did not reach from any record."""
 
 from tierfs.store.maintenance.gc.report import GcOptions, GcReport, Tally
 from tierfs.store.maintenance.gc.run import collect

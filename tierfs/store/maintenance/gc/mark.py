@@ -1,8 +1,9 @@
-"""What the records of a store reach.
+"""Find the chunk objects that the records of a store reach.
 
-A mark lists all records. Of a checkpoint it reads the reference list, if that speaks for just the versions that are there, and of
-all others every live record. Other hosts go on meanwhile, so what it finds is not what was there at any one moment.
-docs/decisions/0056 says why that does no harm: what the second mark is asked about is named by no new record.
+A mark lists all records. It reads a checkpoint's reference list if that covers exactly the current versions,
+and otherwise every live record. Other hosts keep writing meanwhile, so the result is not the state of any
+single moment. docs/decisions/0056 says why that is safe: no new record names a chunk that the second mark is
+asked about.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ __all__ = ["Marked", "Unreadable", "is_below", "mark"]
 
 BATCH = 256
 ATTEMPTS = 3
-# Lists under way at once take no more memory than this; of a larger one it is alone.
+# Reference lists in flight together take at most this much memory; a larger list is read alone.
 LIST_BYTES_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A record of which it cannot be told what it reaches.
+    """An unreadable record: the chunks that it reaches are unknown.
 
     Attributes:
-        path: Of the file.
-        key: Of the record.
+        path: Path of the file.
+        key: Key of the record.
         kind: Category of the error.
-        problem: In words.
+        problem: The error in words.
     """
 
     path: str
@@ -51,17 +52,17 @@ class Unreadable:
 
 @dataclass(slots=True)
 class Marked:
-    """What a mark found.
+    """The result of a mark.
 
     Attributes:
-        reached: The chunk objects that something needs.
-        files: Live records that were read, or that a reference list speaks for.
-        by_list: Of those, the ones that a reference list speaks for.
-        tombstones: Records of what was deleted.
-        unreadable: If there are any, nothing may be condemned or deleted.
-        passed_over: Those that a person said to do without.
-        stale_lists: Reference lists of directories that are no checkpoints any more.
-        made_lists: Reference lists that were missing or stale, and were made again.
+        reached: The chunk objects that a record needs.
+        files: Live records that were read, or that a reference list covers.
+        by_list: Live records that a reference list covers.
+        tombstones: Records of deleted paths.
+        unreadable: Unreadable records. If there are any, nothing may be condemned or deleted.
+        passed_over: Unreadable records that the user excused.
+        stale_lists: Reference lists of directories that are no longer checkpoints.
+        made_lists: Reference lists that were missing or stale, and were rebuilt.
     """
 
     reached: NameSet
@@ -83,15 +84,15 @@ def mark(
     alive: Callable[[], object] = lambda: None,
     progress: Callable[[str, int], object] = lambda *_: None,
 ) -> Marked:
-    """Find out what all records need.
+    """Find the chunk objects that all records need.
 
     Args:
         store: The store.
         pool: Sends the requests.
-        without: Paths; a record at or below one of them that cannot be read reaches nothing.
-        remake: Whether to make reference lists again where they are missing or stale.
-        alive: Called again and again.
-        progress: Called with what is counted, and how many more there are.
+        without: Paths. An unreadable record at or below one of them reaches nothing.
+        remake: Whether to rebuild missing or stale reference lists.
+        alive: Called regularly.
+        progress: Called with the name of a counter and its increase.
 
     Raises:
         StoreError: The object tier failed.
@@ -100,21 +101,26 @@ def mark(
 
 
 def is_below(path: str, root: str) -> bool:
-    """Whether a path is, or lies below, another."""
+    """Return whether ``path`` is ``root`` or lies below it."""
     path, root = path.strip("/"), root.strip("/")
     return not root or path == root or path.startswith(f"{root}/")
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What one record needs: encoded names, laid end to end; and the check of the version that was read."""
+    """The chunks that one record needs, and the check of the version that was read.
+
+    Attributes:
+        names: Encoded names of chunk objects, laid end to end.
+        check: See `tierfs.format.references.record_check`.
+    """
 
     names: bytes
     check: bytes
 
 
 class _Mark:
-    """One mark. Arguments as of `mark`."""
+    """The state of one mark. The arguments are those of `mark`."""
 
     def __init__(
         self,
@@ -133,14 +139,13 @@ class _Mark:
         self._progress = progress
         self._found = Marked(NameSet(keys.name_bytes(store.descriptor.digest_kind)))
         self._lists = {item.key: item for item in objects_below(store.objects, keys.REFERENCES)}
-        self._checkpoints: set[str] = set()  # directories whose metadata was seen
-        self._owners: dict[str, str | None] = {}  # by directory
+        self._checkpoints: set[str] = set()  # directories whose metadata file was seen
+        self._owners: dict[str, str | None] = {}  # see `_owner`, by directory
         self._owned: dict[str, bytearray] = defaultdict(
             bytearray
         )  # checks of live records, by the directory that owns them
 
     def run(self) -> Marked:
-        """Do it."""
         for batch in _batches(self._unowned(), BATCH):
             self._alive()
             for _ in self._add(batch):
@@ -155,12 +160,12 @@ class _Mark:
         return self._found
 
     def _unowned(self) -> Iterator[tuple[str, ObjectInfo]]:
-        """Live records that no reference list can speak for. Of all others the versions are noted."""
+        """Yield the live records that no reference list can cover. Collect the checks of all others in `_owned`."""
         for item in objects_below(self._store.objects, keys.TREE):
             try:
                 path = keys.parse_record_key(item.key)
             except FormatError:
-                continue  # it belongs to nothing, FORMAT.md says
+                continue  # not the key of a record: FORMAT.md says to ignore it
             if item.size == TOMBSTONE_BYTES:
                 self._found.tombstones.append(item)
                 continue
@@ -175,7 +180,7 @@ class _Mark:
                 self._owned[owner] += record_check(item.key, item.version)
 
     def _owner(self, directory: str) -> str | None:
-        """The innermost directory at or above this one that has a reference list, or is a checkpoint."""
+        """Return the innermost directory at or above this one that is a checkpoint or has a reference list."""
         if directory not in self._owners:
             if directory in self._checkpoints or keys.references_key(directory) in self._lists:
                 owner: str | None = directory
@@ -187,7 +192,7 @@ class _Mark:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _read_lists(self) -> list[str]:
-        """Add what the reference lists say, and return the directories whose records have to be read."""
+        """Add the names in valid reference lists. Return the directories whose records have to be read."""
         left = [directory for directory in self._owned if keys.references_key(directory) not in self._lists]
         listed = [directory for directory in self._owned if keys.references_key(directory) in self._lists]
         sizes = {directory: self._lists[keys.references_key(directory)].size for directory in listed}
@@ -205,7 +210,7 @@ class _Mark:
         return left
 
     def _listed_names(self, directory: str) -> bytes | None:
-        """What the reference list of a directory says; ``None`` if it does not speak for just the records that are there."""
+        """Return the names in a directory's reference list; ``None`` if it does not cover exactly the live records."""
         store, key = self._store, keys.references_key(directory)
         try:
             data, _ = store.objects.read(key, REFERENCES_BYTES_MAX)
@@ -218,7 +223,7 @@ class _Mark:
         return found.names if is_it else None
 
     def _read_directory(self, directory: str) -> None:
-        """Read the records of a directory one by one, and make its list again."""
+        """Read the records of a directory one by one, and rebuild its list."""
         checks: list[bytes] = []
         names: set[bytes] = set()
         width = keys.name_bytes(self._store.descriptor.digest_kind)
@@ -229,9 +234,9 @@ class _Mark:
             for path, info in live_records(self._store, directory):
                 parents = list(parents_of(path, directory))
                 if any(parent in self._owned for parent in parents):
-                    continue  # they are read with that
+                    continue  # these records are read with that directory
                 if is_root(path) and parents:
-                    is_whole = False  # it was published since: then the list is to speak for less
+                    is_whole = False  # a checkpoint below was published meanwhile: the list must not cover its records
                 yield path, info
 
         for batch in _batches(own(), BATCH):
@@ -248,7 +253,7 @@ class _Mark:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _add(self, batch: list[tuple[str, ObjectInfo]]) -> Iterator[_Read | None]:
-        """Add what some records need; gives what each needs, ``None`` where it cannot be read or is not there any more."""
+        """Add the chunks that these records need. Yield each record's result; ``None`` if it is unreadable or gone."""
         found = self._found
         for outcome in self._pool.map(lambda item: _read_record(self._store, *item), batch):
             if isinstance(outcome, Unreadable):
@@ -269,7 +274,7 @@ def _batches(items: Iterator[tuple[str, ObjectInfo]], size: int) -> Iterator[lis
 
 
 def _by_size(ordered: Iterable[str], sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
-    """Groups whose sizes add up to no more than a limit; one that is larger is alone."""
+    """Yield groups whose total size is at most ``limit``; a larger item is a group of its own."""
     group: list[str] = []
     total = 0
     for name in ordered:
@@ -283,7 +288,7 @@ def _by_size(ordered: Iterable[str], sizes: dict[str, int], limit: int) -> Itera
 
 
 def _read_record(store: Store, path: str, info: ObjectInfo) -> _Read | Unreadable | None:
-    """What a record needs; ``None`` if it is not there any more."""
+    """Read the names of the chunks that a record needs; ``None`` if the record is gone."""
     for attempt in range(ATTEMPTS):
         version = info.version
         try:
@@ -303,7 +308,7 @@ def _read_record(store: Store, path: str, info: ObjectInfo) -> _Read | Unreadabl
         except NotFoundError:
             return None
         except (CorruptionError, FormatError, ReadOnlyError) as error:
-            # It may have been replaced meanwhile, and its table collected.
+            # The record may have been replaced meanwhile, and the chunks of its table collected.
             if attempt + 1 < ATTEMPTS and _was_replaced(store, info.key, version):
                 continue
             return _unreadable(path, info.key, error)

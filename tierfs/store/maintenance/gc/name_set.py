@@ -1,7 +1,8 @@
-"""Sets of chunk names of any size, as sorted numpy arrays: eight bytes a name, beyond a bound in files.
+"""Sets of chunk names of any size, as sorted numpy arrays of eight bytes per name; beyond a limit they lie in files.
 
-A name is known by 64 bits of it. Two names may have the same, one time in some 10^5 stores of ten million chunks: then one that
-nothing reaches is taken for reached and kept. The other way round there is no mistake, and what is deleted is compared whole.
+A name is represented by 64 bits of it. Two names collide in about one of 10^5 stores of ten million chunks.
+Then an unreached chunk counts as reached and is kept. The opposite mistake cannot happen, and names are
+compared in full before a chunk is deleted.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _RECIPE_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 def encode_names(names: Iterable[ChunkName]) -> bytes:
-    """Names as condemned lists have them, laid end to end."""
+    """Encode names as in condemned lists, laid end to end."""
     return b"".join(name.encode() for name in names)
 
 
 def fingerprints(data: Buffer, width: int) -> npt.NDArray[np.uint64]:
-    """Eight bytes for each name of ``width`` bytes; they sort by the first byte of the digest."""
+    """Return eight bytes for each name of ``width`` bytes. They sort by the first byte of the digest."""
     table = np.frombuffer(data, np.uint8).reshape(-1, width)
     size = width - 12
     digests = np.ascontiguousarray(table[:, :8]).view(">u8").ravel().astype(np.uint64)
@@ -43,11 +44,11 @@ def fingerprints(data: Buffer, width: int) -> npt.NDArray[np.uint64]:
 
 
 class NameSet:
-    """A set that grows by many names at a time. What is over a bound lies in temporary files, and is looked up there.
+    """A set that grows by many names at a time. Names over a limit lie in temporary files, and are looked up there.
 
     Args:
         width: Bytes of an encoded name.
-        names_max: Names in memory, each with eight bytes.
+        names_max: Most names in memory, at eight bytes each.
     """
 
     def __init__(self, width: int, *, names_max: int = NAMES_MAX) -> None:
@@ -59,7 +60,7 @@ class NameSet:
         self._runs: list[npt.NDArray[np.uint64]] = []
 
     def __len__(self) -> int:
-        """How many there are; where some lie in files, at most."""
+        """Return the number of names; an upper bound if some lie in files."""
         return len(self._settled()) + sum(map(len, self._runs))
 
     def add(self, data: Buffer) -> None:
@@ -71,7 +72,7 @@ class NameSet:
             self._settled()
 
     def contains(self, data: Buffer) -> npt.NDArray[np.bool_]:
-        """Which of these names are in it."""
+        """Return which of these names are in the set."""
         wanted = fingerprints(data, self._width)
         found = np.zeros(len(wanted), np.bool_)
         for run in (self._settled(), *self._runs):
@@ -89,7 +90,7 @@ class NameSet:
         return self._sorted
 
     def _spill(self) -> None:
-        """Move what is in memory to a file that has no name, and goes with the process."""
+        """Move the names in memory to an unlinked file, which disappears with the process."""
         with tempfile.TemporaryFile(prefix="tierfs-gc-") as file:
             self._sorted.tofile(file)
             file.flush()

@@ -13,13 +13,13 @@ __all__ = ["GcOptions", "GcReport", "Tally"]
 
 @dataclass(slots=True)
 class Tally:
-    """A number of objects, and their bytes."""
+    """A number of objects, and their total bytes."""
 
     count: int = 0
     bytes: int = 0
 
     def add(self, count: int, size: int) -> None:
-        """Count more."""
+        """Add to both."""
         self.count += count
         self.bytes += size
 
@@ -29,12 +29,13 @@ class GcOptions:
     """How to collect.
 
     Attributes:
-        dry_run: Change nothing, and say what would be done, by this host's clock.
-        exclusive: Nobody else writes to the store, its user says: delete at once what nothing reaches.
-        without: Paths; records at or below them that cannot be read are taken for such as need nothing.
-        concurrency: Requests under way at once.
-        deletes_per_s: At most.
-        batch: Chunk objects that are deleted with one request.
+        dry_run: Change nothing, and report what a run would do, by this host's clock.
+        exclusive: The user guarantees that no other process writes to the store: delete unreached chunks at
+            once.
+        without: Paths. An unreadable record at or below one of them counts as reaching nothing.
+        concurrency: Most requests in flight.
+        deletes_per_s: Most chunk objects deleted per second.
+        batch: Chunk objects deleted per request.
     """
 
     dry_run: bool = False
@@ -47,22 +48,24 @@ class GcOptions:
 
 @dataclass(slots=True)
 class GcReport:
-    """What a run found and did; a dry run, what it would have done.
+    """The findings and actions of a run; of a dry run, those that a run would have.
 
     Attributes:
         dry_run: Whether nothing was changed.
         files: Live records.
-        by_list: Of those, the ones that a reference list speaks for: they were not read.
-        made_lists: Reference lists that were made again.
-        reached: Chunk objects that something needs.
-        deleted: Chunk objects that were condemned a grace ago and are unreached still.
-        condemned: Those that this run found unreached.
-        waiting: Those that were condemned, and wait until a grace has passed.
-        young: Those that are unreached and younger than a grace.
-        tombstones, leases, probes, lists, references: What was tidied up: expired ones of each. The last are reference lists.
-        unreadable: Records that cannot be read. If there are any nothing was condemned or deleted.
-        passed_over: Those that were to be done without.
-        next_s: In how many seconds another run can delete what is condemned now; ``None`` if there is nothing.
+        by_list: Live records that a reference list covers; the run did not read them.
+        made_lists: Reference lists that were rebuilt.
+        reached: Chunk objects that a record needs.
+        deleted: Chunk objects that were condemned at least a grace ago and are still unreached.
+        condemned: Chunk objects that this run found unreached.
+        waiting: Condemned chunk objects that wait until a grace has passed.
+        young: Unreached chunk objects younger than a grace.
+        tombstones, leases, probes, lists, references: Expired objects of each kind that were removed.
+            ``lists`` are condemned lists, ``references`` are reference lists.
+        unreadable: Unreadable records. If there are any, nothing was condemned or deleted.
+        passed_over: Unreadable records that `GcOptions.without` excused.
+        next_s: Seconds until another run can delete the chunks that are condemned now; ``None`` if there are
+            none.
     """
 
     dry_run: bool = False
@@ -85,9 +88,8 @@ class GcReport:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether nothing was collected because a record cannot be read."""
+        """Whether an unreadable record kept the run from collecting anything."""
         return bool(self.unreadable)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "blocked": self.is_blocked}

@@ -1,6 +1,7 @@
-"""Garbage collection: one run is one mark. It deletes what an earlier run condemned a grace ago, and condemns what it finds.
+"""Run garbage collection: one mark, then delete chunks condemned at least a grace ago, and condemn unreached ones.
 
-docs/decisions/0056 has the protocol and why it is safe; FORMAT.md, "Leases and condemned chunks", what writers keep to.
+docs/decisions/0056 has the protocol and its proof. FORMAT.md, "Leases and condemned chunks", has the rules
+for writers.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def collect(store: Store, options: GcOptions | None = None, progress: Progress =
 
     Args:
         store: The store.
-        options: How.
-        progress: Called with what was done, and how often, or how many bytes.
+        options: How to collect.
+        progress: Called with the name of a counter and its increase.
 
     Raises:
-        ConflictError: Another gc is at work; or ``exclusive``, and a writer has a live lease.
-        InvalidInputError: The store can be collected with ``exclusive`` alone.
-        StoreError, ReadOnlyError, CapacityError: The object tier failed, or answers with old metadata. What was not done is done
-            by the next run.
+        ConflictError: Another gc is running; or ``exclusive`` is set, and a writer has a live lease.
+        InvalidInputError: The store can only be collected with ``exclusive``.
+        StoreError, ReadOnlyError, CapacityError: The object tier failed, or answers with old metadata. The
+            next run does the rest.
     """
     options = options or GcOptions()
     if store.descriptor.single_writer and not (options.exclusive or options.dry_run):
@@ -64,7 +65,7 @@ def collect(store: Store, options: GcOptions | None = None, progress: Progress =
 
 
 class _Run:
-    """One run."""
+    """The state of one run."""
 
     def __init__(self, store: Store, options: GcOptions, pool: Pool, progress: Progress) -> None:
         self._store = store
@@ -74,21 +75,20 @@ class _Run:
         self._width = keys.name_bytes(store.descriptor.digest_kind)
         self._turn = Turn(store)
         self._report = GcReport(dry_run=options.dry_run)
-        self._touched: set[int] = set()  # lists of which something was deleted
+        self._touched: set[int] = set()  # epochs of the lists whose chunks this run deleted
         self._published: list[int] = []
         self._doomed = bytearray()
         self._sent_from = 0.0
         self._sent = 0
 
     def run(self) -> GcReport:
-        """Do it."""
         turn, store = self._turn, self._store
         if self._options.dry_run:
             self._begin_dry()
         else:
             turn.begin()
         try:
-            self._begun_ns = turn.now_ns  # everything that this mark sees is not older than this
+            self._begun_ns = turn.now_ns  # the mark reads no state that is older
             interval_ns = self._check_leases()
             epochs = dict(turn.record.epochs)
             ripe = {epoch: self._is_over(state.seen_ns, interval_ns) for epoch, state in epochs.items()}
@@ -119,7 +119,7 @@ class _Run:
 
     def _begin_dry(self) -> None:
         turn, store = self._turn, self._store
-        turn.now_ns = store.clock.now_ns()  # the object tier's time would take a put
+        turn.now_ns = store.clock.now_ns()  # reading the object tier's time takes a put
         record, _ = read_collector(store)
         listed = [item.key for item in objects_below(store.objects, keys.GC) if keys.is_condemned_key(item.key)]
         epochs = {epoch: record.epochs.get(epoch, EpochState(turn.now_ns)) for epoch in map(epoch_of, listed)}
@@ -130,7 +130,10 @@ class _Run:
             self._turn.hold()
 
     def _is_over(self, since_ns: int, for_ns: int) -> bool:
-        """Whether so long has passed, for certain, between a time of the object tier and the beginning of this run."""
+        """Return whether at least this time has certainly passed from ``since_ns`` to the beginning of this run.
+
+        ``since_ns`` is the object tier's time.
+        """
         return self._begun_ns - since_ns >= for_ns + MARGIN_NS
 
     @property
@@ -140,7 +143,11 @@ class _Run:
     # -- leases --------------------------------------------------------------------------------------------------------
 
     def _check_leases(self) -> int:
-        """How long what is condemned waits: a grace, or what the longest lease that is there demands, in nanoseconds."""
+        """Return for how many nanoseconds condemned chunks wait: a grace, or twice the longest lease if that is longer.
+
+        Raises:
+            ConflictError: ``exclusive`` is set, and a writer has a live lease.
+        """
         longest_s = self._store.descriptor.lease_s
         for info in self._leases():
             try:
@@ -180,7 +187,7 @@ class _Run:
         return self._options.exclusive or self._is_over(time_ns, self._grace_ns)
 
     def _delete(self, dead: Sequence[tuple[bytes, int, int]]) -> None:
-        """Delete chunk objects in batches, at a bounded rate, each batch right after it was seen that this is still the one gc."""
+        """Delete chunk objects in batches at a bounded rate. Confirm the turn right before each batch."""
         for start in range(0, len(dead), self._options.batch):
             batch = dead[start : start + self._options.batch]
             if not self._options.dry_run:
@@ -211,7 +218,7 @@ class _Run:
                 self._publish()
 
     def _publish(self) -> None:
-        """Publish what was found unreached, so that writers take it for absent from their next renewal on."""
+        """Publish the unreached chunks. Writers treat them as absent from their next renewal on."""
         if not self._doomed:
             return
         if len(self._turn.record.epochs) + len(self._published) >= LISTS_MAX:
@@ -227,7 +234,7 @@ class _Run:
         self._doomed.clear()
 
     def _delete_published(self) -> None:
-        """Where nobody else writes: delete what was condemned just now, unless somebody writes after all."""
+        """With ``exclusive``: delete the chunks that were just condemned, unless a writer has a live lease."""
         self._turn.renew()
         self._begun_ns = self._turn.now_ns
         self._check_leases()
@@ -241,10 +248,10 @@ class _Run:
     def _finish(
         self, epochs: dict[int, EpochState], ripe: dict[int, bool], lists: CondemnedLists, interval_ns: int
     ) -> None:
-        """Note how far each list has come, and remove those of which every deletion is a grace old."""
+        """Note the state of each list, and remove the lists whose last deletion is at least a grace old."""
         if self._options.dry_run:
             return
-        now_ns = self._turn.renew()  # every list that was published, and every deletion, was answered before
+        now_ns = self._turn.renew()  # all published lists and deletions were acknowledged before this time
         states = {epoch: EpochState(now_ns) for epoch in self._published}
         if self._options.exclusive:
             states = {epoch: EpochState(now_ns, now_ns) for epoch in self._published}
@@ -269,10 +276,10 @@ class _Run:
             self._store.objects.delete(found)
             self._report.lists.add(len(found), 0)
 
-    # -- what else is left over ----------------------------------------------------------------------------------------
+    # -- other leftovers -----------------------------------------------------------------------------------------------
 
     def _tidy(self, marked: Marked) -> None:
-        """Tombstones, leases, probes and reference lists that are of no use any more; each on condition that it has not changed."""
+        """Remove expired tombstones, leases, probes and reference lists, each on condition that it has not changed."""
         grace_ns, lease_ns = self._grace_ns, self._store.descriptor.lease_s * SECOND_NS
         old = [item for item in marked.tombstones if self._is_over(item.modified_ns, grace_ns)]
         self._remove(old, self._report.tombstones)
@@ -289,7 +296,7 @@ class _Run:
                 if not self._options.dry_run:
                     self._store.objects.delete_version(item.key, item.version)
             except (ConflictError, NotFoundError):
-                return None  # it was changed, or another one is faster
+                return None  # another process changed or removed it
             return item.size
 
         for start in range(0, len(items), self._options.batch):
@@ -299,7 +306,7 @@ class _Run:
                     tally.add(1, size)
 
     def _note_last(self) -> None:
-        """What `status` shows until the next run."""
+        """Note the result that `status` shows until the next run."""
         report = self._report
         if self._options.dry_run:
             return

@@ -1,6 +1,6 @@
-"""Every chunk object of a store beside what is reached and what is condemned, one prefix of digests after another.
+"""Compare a store's chunk objects with the reached and the condemned ones, one prefix of digests after another.
 
-Work is cut by the first byte of digests, 256 prefixes: memory is that of the prefixes which are looked at at once.
+The first byte of digests divides the work into 256 prefixes. Memory is bounded by the prefixes in progress.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PrefixChunks:
 
     Attributes:
         number: The first byte of their digests.
-        names: Laid end to end.
-        sizes: In the same order.
+        names: Encoded names, laid end to end.
+        sizes: Bytes of the objects, in the same order.
         times_ns: When each was put, by the object tier's clock.
     """
 
@@ -54,13 +54,13 @@ class PrefixChunks:
 
 
 class CondemnedLists:
-    """The lists that are published, each with whether what it names may be deleted if it is unreached still.
+    """The published condemned lists. The chunks of a ripe list may be deleted if they are still unreached.
 
     Args:
         width: Bytes of an encoded name.
 
     Attributes:
-        damaged: Lists that cannot be read. Nothing is deleted for what they may name.
+        damaged: Epochs of unreadable lists. Nothing is deleted for them.
     """
 
     def __init__(self, width: int) -> None:
@@ -84,11 +84,11 @@ class CondemnedLists:
             start = end
 
     def ripe(self, prefix: int) -> dict[bytes, int]:
-        """What may be deleted if nothing reaches it, with the epoch of the list that says so."""
+        """Return the chunks that may be deleted if unreached, each with the epoch of a list that names it."""
         return {name: epoch for epoch, piece in self._ripe.get(prefix, ()) for name in self._split(piece)}
 
     def waiting(self, prefix: int) -> set[bytes]:
-        """What was condemned too short a while ago."""
+        """Return the chunks that were condemned too recently to be deleted."""
         return {name for piece in self._waiting.get(prefix, ()) for name in self._split(piece)}
 
     def _split(self, piece: bytes) -> Iterator[bytes]:
@@ -97,14 +97,16 @@ class CondemnedLists:
 
 @dataclass(slots=True)
 class Sorted:
-    """The chunk objects of one prefix by what is to become of them.
+    """The chunk objects of one prefix by the action that gc takes.
 
     Attributes:
-        reached: How many objects and bytes something needs.
-        dead: Unreached, and condemned long enough ago, each with its list's epoch.
-        doomed: Unreached, in no list, and old enough for one.
-        waiting: How many objects and bytes are condemned, and wait.
-        young: How many are unreached and too young to be condemned: they may be on their way into a manifest.
+        reached: Number and bytes of objects that a record needs.
+        dead: Unreached objects that were condemned long enough ago: encoded name, size, and epoch of the
+            list.
+        doomed: Unreached objects that are in no list and old enough for one.
+        waiting: Number and bytes of condemned objects that wait.
+        young: Number and bytes of unreached objects too young to be condemned: a manifest in flight may name
+            them.
     """
 
     reached: tuple[int, int] = (0, 0)
@@ -119,7 +121,7 @@ def read_lists(store: Store, ripe: Mapping[int, bool]) -> CondemnedLists:
 
     Args:
         store: The store.
-        ripe: Their epochs, each with whether it was published long enough ago.
+        ripe: By epoch, whether the list was published long enough ago.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -144,7 +146,7 @@ def read_lists(store: Store, ripe: Mapping[int, bool]) -> CondemnedLists:
 
 
 def list_prefixes(store: Store, pool: Pool) -> Iterator[PrefixChunks]:
-    """The chunk objects of a store, prefix by prefix.
+    """Yield the chunk objects of a store, prefix by prefix.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -157,7 +159,7 @@ def list_prefixes(store: Store, pool: Pool) -> Iterator[PrefixChunks]:
             try:
                 name = keys.parse_chunk_key(item.key, kind)
             except FormatError:
-                continue  # it belongs to nothing
+                continue  # not a chunk's key
             found.names += name.encode()
             found.sizes.append(item.size)
             found.times_ns.append(item.modified_ns)
@@ -174,14 +176,14 @@ def sort_prefix(
     width: int,
     is_old: Callable[[int], bool],
 ) -> Sorted:
-    """Say of each chunk object of a prefix what is to become of it.
+    """Sort the chunk objects of a prefix by the action that gc takes.
 
     Args:
         prefix: The objects.
-        reached: What is needed.
-        lists: What is condemned.
+        reached: The needed chunks.
+        lists: The condemned chunks.
         width: Bytes of an encoded name.
-        is_old: Whether an object that was put at this time may be condemned.
+        is_old: Returns whether an object that was put at this time may be condemned.
     """
     found = Sorted()
     needed = reached.contains(prefix.names)

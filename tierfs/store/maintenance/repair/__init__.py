@@ -1,4 +1,4 @@
-"""Repair: makes a store whole from what is sound, moves aside what cannot be saved, and says which files lost something."""
+"""Repair a store from its sound copies, move unrepairable objects aside, and report files that lost data."""
 
 from tierfs.store.maintenance.repair.report import FileLoss, RepairItem, RepairReport
 from tierfs.store.maintenance.repair.run import repair

@@ -1,4 +1,4 @@
-"""The chunk objects that files need, each with its lengths."""
+"""The chunk objects that files need, with their lengths."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ class NeededChunks:
         return iter(self._rows)
 
     def add(self, row: Row) -> None:
-        """Add a chunk of a file, and all that it is encoded against."""
+        """Add a chunk of a file, and every chunk object that it is encoded against."""
         self._rows[row.name] = row
         for base in row.bases:
             self._rows.setdefault(base, Row(base, 0, 0))
 
     def is_base_only(self, name: ChunkName) -> bool:
-        """Whether no file names it as one of its chunks, and others are encoded against it."""
+        """Return whether others are encoded against this object, and no file names it as one of its chunks."""
         row = self._rows.get(name)
         return row is not None and not row.stored_length
 
     def fits(self, name: ChunkName, size: int | None) -> bool:
-        """Whether an object of ``size`` bytes, ``None`` if there is none, may be this one."""
+        """Return whether an object of ``size`` bytes may be this chunk object. ``None`` stands for a missing object."""
         return size is not None and self._rows[name].stored_length in (0, size)
 
     def find(self, name: ChunkName) -> Row:
-        """The row of a chunk object. Call this when all are added.
+        """Return the row of a chunk object. Call this when all are added.
 
-        No row tells the lengths of an object that no file names: the envelopes do of what is encoded against it.
+        If no file names the object as a chunk, no row has its lengths. They come from the envelope of an
+        object that is encoded against it.
 
         Returns:
             A row with lengths of 0 if no such envelope can be read.

@@ -1,4 +1,4 @@
-"""Repair of the objects that end with a checksum: records, markers, leases, condemned lists, and what collector and scrub note."""
+"""Repair objects that end with a checksum: records, leases, condemned lists, the collector's and scrub records."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Mender:
     Args:
         store: The store, without its local tiers.
         replicas: Other copies of it.
-        aside: Keeps what cannot be repaired; ``None`` to change nothing.
-        mended: Called with a key, what was wrong, and where the right bytes came from.
-        moved: Called with a key, what was wrong, and where the damaged bytes are now.
-        left: Called with a key, what is wrong, and why nothing is done about it.
+        aside: Keeps objects that cannot be repaired; ``None`` for a dry run.
+        mended: Called with a key, the problem, and the source of the right bytes.
+        moved: Called with a key, the problem, and the key of the damaged bytes' copy.
+        left: Called with a key, the problem, and the reason why nothing is done about it.
 
     Attributes:
-        unwritten: In a dry run, the records that a run would have put, by path.
+        unwritten: In a dry run, the records that a repair would have put, by path.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Mender:
         """Read a record, and repair it if it is damaged.
 
         Returns:
-            The record; ``None`` if there is none any more.
+            The record; ``None`` if it was deleted or cannot be repaired.
 
         Raises:
             StoreError, ReadOnlyError, CapacityError: The object tier failed.
@@ -73,7 +73,7 @@ class Mender:
             data, read = store.objects.read(key, RECORD_BYTES_MAX)
         except NotFoundError:
             return None
-        except CorruptionError as error:  # nothing of it was read, so it cannot be kept aside
+        except CorruptionError as error:  # no byte of it was read, so it cannot be kept aside
             self._left(key, str(error), "it cannot be kept aside; saving or deleting the file replaces it")
             return None
         version = read.version
@@ -86,7 +86,8 @@ class Mender:
                 record = decode_record(candidate, path, store.where(key))
             except (CorruptionError, FormatError):
                 continue
-            # An error of the object tier ends the repair: a record whose right bytes are known must not be replaced by a tombstone.
+            # An error of the object tier ends the repair: a record whose right bytes are known must not be
+            # replaced by a tombstone.
             if self._put(key, candidate, version):
                 self._mended(key, problem, source)
             if self._aside is None:
@@ -98,10 +99,10 @@ class Mender:
         try:
             return self._replace(path, key, data, version, problem)
         except (ConflictError, NotFoundError):
-            return None  # somebody saved it again
+            return None  # another process saved it again
 
     def others(self) -> None:
-        """Repair leases, condemned lists, and what the collector and scrubbing note."""
+        """Repair leases, condemned lists, and the collector's and scrub records."""
         for prefix in (keys.LEASES, keys.GC):
             for item in list(objects_below(self._store.objects, prefix)):
                 self._other(item.key)
@@ -128,7 +129,7 @@ class Mender:
         try:
             if fixed is not None:
                 decode(fixed, key)
-        except FormatError:  # its checksum is right, so it is sound
+        except FormatError:  # the checksum matches, so the object is intact
             self._left(key, problem, "it may be of a newer tierfs")
             return
         except CorruptionError:
@@ -139,14 +140,17 @@ class Mender:
             self._mended(key, problem, "its own bytes")
 
     def _give_up(self, key: str, problem: str, then: str) -> None:
-        """Leave it to gc; but a condemned list that nobody can read keeps all writers waiting, so it goes as soon as that is safe."""
+        """Leave an unreadable object to gc, or move it aside if it is a condemned list and that is safe.
+
+        All writers wait for an unreadable condemned list to disappear.
+        """
         if not keys.is_condemned_key(key) or not self._is_gc_over():
             self._left(key, problem, then)
             return
         self.move(key, problem, LIST_BYTES_MAX)
 
     def move(self, key: str, problem: str, limit: int) -> None:
-        """Move an object of at most ``limit`` bytes aside, unless somebody changes it meanwhile.
+        """Move an object of at most ``limit`` bytes aside, unless another process changes it meanwhile.
 
         Raises:
             StoreError, ReadOnlyError, CapacityError: The object tier failed.
@@ -156,21 +160,24 @@ class Mender:
         except CorruptionError as error:
             self._left(key, problem, str(error))
         except (NotFoundError, ConflictError):
-            return  # somebody changed it meanwhile
+            return  # another process changed it meanwhile
 
     def _is_gc_over(self) -> bool:
-        """Whether the last request of any gc was sent a grace ago or more, so that each has taken effect or never will."""
+        """Return whether every gc sent its last request so long ago that it either took effect or never will."""
         store = self._store
         try:
             put_ns = store.objects.head(keys.COLLECTOR).modified_ns
         except NotFoundError:
             return False
         grace_ns = (store.descriptor.grace_s + store.descriptor.lease_s) * SECOND_NS + MARGIN_NS
-        now_ns = store.clock.now_ns() if self._aside is None else server_now(store)  # a dry run puts nothing
+        now_ns = store.clock.now_ns() if self._aside is None else server_now(store)  # `server_now` puts an object
         return now_ns - put_ns >= grace_ns
 
     def _candidates(self, key: str, data: bytes, *, is_newer: bool) -> Iterator[tuple[str, bytes]]:
-        """What the record may have been, from the surest on. One that may be of a newer tierfs is replaced by nothing older."""
+        """Yield candidates for the undamaged record with their sources, the most certain first.
+
+        If the record may be from a newer tierfs, only a correction of its own bytes is a candidate.
+        """
         fixed = correct_sealed(data)
         if fixed is not None:
             yield "its own bytes", fixed
@@ -186,11 +193,11 @@ class Mender:
                     yield replica.url, found
 
     def _replace(self, path: str, key: str, data: bytes, version: Version, problem: str) -> Record | None:
-        """Put another record in the place of one that is lost: a marker in that of a marker, else a tombstone."""
+        """Replace a lost record: a marker by a new marker, any other record by a tombstone. Return the marker."""
         store, observed = self._store, Observed(path, key, None, version)
         marker = new_marker(store, version) if path.endswith("/") else None
         known_by = ""
-        if len(data) == TOMBSTONE_BYTES:  # no live record is as short
+        if len(data) == TOMBSTONE_BYTES:  # every live record is longer
             marker, known_by = None, "its size"
         elif marker is not None and _is_bare(data, replace(marker, previous="").encode(path)):
             known_by = "its name"
@@ -208,7 +215,7 @@ class Mender:
         return marker
 
     def _put(self, key: str, data: bytes, version: Version) -> bool:
-        """Replace a damaged object. Returns whether that was done, or would be."""
+        """Replace a damaged object. Return whether it was replaced, or would be in a dry run."""
         if self._aside is None:
             return True
         try:
@@ -219,7 +226,7 @@ class Mender:
 
 
 def _handling(key: str) -> tuple[int, Callable[[Buffer, str], Any] | None, str]:
-    """How large an object may be, how it is read, and what becomes of it where it cannot be repaired."""
+    """Return the size limit of an object, its decoder, and what happens to it if it cannot be repaired."""
     if key == keys.COLLECTOR:
         return COLLECTOR_BYTES_MAX, Collector.decode, "gc makes it anew"
     if key == keys.SCRUB:
@@ -232,12 +239,15 @@ def _handling(key: str) -> tuple[int, Callable[[Buffer, str], Any] | None, str]:
 
 
 def _is_bare(damaged: bytes, bare: bytes) -> bool:
-    """Whether a damaged marker had no attributes: between its fixed fields and its checksum is no JSON, but the replaced version."""
+    """Return whether a damaged marker had no attributes.
+
+    It had none if there is no JSON between its fixed fields and its checksum, only the replaced version.
+    """
     return len(damaged) >= len(bare) and not {*b"{}"} & {*damaged[len(bare) - CHECKSUM_BYTES : -CHECKSUM_BYTES]}
 
 
 def _is_alike(damaged: bytes, candidate: bytes) -> bool:
-    """Whether a record is what a damaged one was: it is of the same write, or differs in few bytes."""
+    """Return whether a record may be the undamaged one: it has the same write id, or differs in few bytes."""
     if len(damaged) > _WRITE_ID.stop and damaged[_WRITE_ID] == candidate[_WRITE_ID]:
         return True
     if len(damaged) != len(candidate):

@@ -13,12 +13,13 @@ __all__ = ["FileLoss", "RepairItem", "RepairReport"]
 
 @dataclass(frozen=True, slots=True)
 class RepairItem:
-    """Something that was done, or has to be.
+    """An action of a repair, or one that is still necessary.
 
     Attributes:
         key: The object concerned.
-        problem: What was wrong with it, in words.
-        how: Where the right bytes came from; where the damaged ones are now; or why nothing is done.
+        problem: The problem, in words.
+        how: The source of the right bytes, the key of the damaged bytes' copy, or the reason why nothing is
+            done.
     """
 
     key: str
@@ -28,12 +29,12 @@ class RepairItem:
 
 @dataclass(frozen=True, slots=True)
 class FileLoss:
-    """What a file has lost.
+    """The data that a file has lost.
 
     Attributes:
-        path: Of the file.
+        path: Path of the file.
         ranges: Offset and length of each part that cannot be read.
-        keys: The chunk objects that are at fault.
+        keys: The chunk objects at fault.
     """
 
     path: str
@@ -43,17 +44,17 @@ class FileLoss:
 
 @dataclass(slots=True)
 class RepairReport:
-    """What was found and done.
+    """The findings and actions of a repair.
 
     Attributes:
-        dry_run: Whether nothing was changed: what is said to be mended or moved would be.
+        dry_run: Whether nothing was changed: objects listed as mended or moved would be.
         records: Records that were read.
         chunks: Chunk objects that files need.
-        mended: What is whole again.
-        rewritten: Files whose record names another object of the same content now.
-        moved: What could not be saved, and where it is kept.
-        left: What was left as it is, and why.
-        lost: Files of which a part cannot be read. A file whose record was moved is among ``moved``.
+        mended: Objects that are sound again.
+        rewritten: Files whose record now names another object with the same content.
+        moved: Objects that could not be saved, and where they are kept.
+        left: Objects that were left unchanged, and why.
+        lost: Files of which a part cannot be read. A file whose record was moved is in ``moved`` instead.
     """
 
     dry_run: bool = False
@@ -67,21 +68,21 @@ class RepairReport:
 
     @property
     def lost_files(self) -> list[str]:
-        """Files of which the record was lost."""
+        """The files whose record was lost."""
         found = []
         for each in self.moved:
             if each.key.startswith(keys.TREE):
                 try:
                     found.append(keys.parse_record_key(each.key))
                 except FormatError:
-                    continue  # it never was a record
+                    continue  # not the key of a record
         return found
 
     @property
     def is_whole(self) -> bool:
-        """Whether no file has lost anything."""
+        """Whether no file has lost data."""
         return not self.lost and not self.lost_files
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {**asdict(self), "lost_files": self.lost_files, "whole": self.is_whole}

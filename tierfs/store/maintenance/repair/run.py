@@ -1,7 +1,7 @@
-"""Repair: make whole what can be made whole from what is sound, move aside what cannot, and say which files lost what.
+"""Repair a store from its sound copies, move unrepairable objects aside, and report files that lost data.
 
-Nothing is deleted: what is taken from its place is kept below ``.tierfs/lost/``. A chunk of which one block is damaged stays, because
-the other blocks can be read.
+Nothing is deleted: an object that is taken from its place is kept below ``.tierfs/lost/``. A chunk with one
+damaged block stays, because its other blocks can be read.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def repair(
     concurrency: int = 16,
     progress: Callable[[str, int], object] = lambda *_: None,
 ) -> RepairReport:
-    """Repair a store as far as that can be done without reading all chunks: `scrub` noted which are damaged.
+    """Repair a store without reading all chunks: `scrub` noted the damaged ones.
 
     Args:
-        store: The store. Its local tiers are where bytes are looked for first.
+        store: The store. The repair looks for bytes in its local tiers first.
         replicas: Other stores that may hold the same content.
-        damaged: Keys of chunk objects that may be damaged besides those that `scrub` noted.
+        damaged: Keys of chunk objects that may be damaged, besides those that `scrub` noted.
         dry_run: Change nothing.
-        concurrency: Requests under way at once.
-        progress: Called with what is counted, and how many more there are.
+        concurrency: Most requests in flight.
+        progress: Called with the name of a counter and its increase.
 
     Raises:
         StoreError, ReadOnlyError, CapacityError: The object tier failed. Another run does the rest.
@@ -69,7 +69,7 @@ def repair(
 
 
 class _Repair:
-    """One run."""
+    """The state of one repair."""
 
     def __init__(
         self,
@@ -100,15 +100,14 @@ class _Repair:
             left=self._left,
         )
         self._needs = NeededChunks(self._healer)
-        self._beside: dict[ChunkName, Row] = {}  # what took the place of a lost object
+        self._beside: dict[ChunkName, Row] = {}  # by the name of a lost object, the object that replaces it
         self._lost: set[ChunkName] = set()
-        self._healed: set[ChunkName] = set()  # in their place
+        self._healed: set[ChunkName] = set()  # under their own names
         self._checkpoints: list[str] = []
-        self._tables: set[ChunkName] = set()  # those of unreadable tables, which were looked after already
-        self._is_blind = True  # until all records are read
+        self._tables: set[ChunkName] = set()  # chunks of unreadable tables, which were checked already
+        self._is_blind = True  # whether a record that may name any chunk is unread
 
     def run(self) -> RepairReport:
-        """Do it."""
         self._mender.others()
         self._read_records()
         self._report.chunks = len(self._needs)
@@ -136,11 +135,11 @@ class _Repair:
                     self._needs.add(row)
             self._report.records += len(batch)
             self._progress("records", len(batch))
-        # The mender and `_heal_table` leave the records that they cannot read.
+        # Records that the mender and `_heal_table` cannot read are in `left`.
         self._is_blind = any(each.key.startswith(keys.TREE) for each in self._report.left)
 
     def _heal_table(self, path: str, manifest: Manifest) -> tuple[Row, ...]:
-        """Heal the chunks of a table that cannot be read, so that the chunks which it names are looked after in this run."""
+        """Heal the chunks of a file's unreadable row table, so that this run can check the chunks in the table."""
         for row in manifest.rows:
             if row.name in self._tables:
                 continue
@@ -174,7 +173,7 @@ class _Repair:
             yield batch
 
     def _rows(self, path: str, manifest: Manifest) -> tuple[Row, ...] | None:
-        """The chunks of a file; ``None`` where its table cannot be read."""
+        """Return the chunks of a file; ``None`` if its table cannot be read."""
         table = tuple(self._beside.get(row.name, row) for row in manifest.rows) if manifest.indirect else manifest.rows
         try:
             return expand_rows(self._store, replace(manifest, rows=table), path)
@@ -183,7 +182,7 @@ class _Repair:
             return None
 
     def _write_lists(self) -> None:
-        """Make reference lists again where they are missing or damaged. gc sees to those that are stale."""
+        """Rebuild missing or damaged reference lists. gc replaces stale ones."""
         there = {item.key for item in objects_below(self._store.objects, keys.REFERENCES)}
         for directory in sorted(self._checkpoints):
             key = keys.references_key(directory)
@@ -209,7 +208,7 @@ class _Repair:
             items = objects_below(self._store.objects, f"{keys.CHUNKS}{prefix}/")
             return prefix, {item.key: item.size for item in items}
 
-        encoded: list[tuple[Row, int | None]] = []  # against others, which are looked at before
+        encoded: list[tuple[Row, int | None]] = []  # checked after the objects that they are encoded against
         for prefix, there in self._pool.map(listed, PREFIXES):
             for key, name in needed[prefix].items():
                 size = there.get(key)
@@ -228,7 +227,7 @@ class _Repair:
             self._check(row, size)
 
     def _check(self, row: Row, size: int | None) -> None:
-        """Look at a chunk object that may be damaged, and heal it if it is."""
+        """Check a chunk object that may be damaged, and heal it if it is."""
         if size is None:
             problem = "it is missing"
         elif row.stored_length not in (0, size):
@@ -251,7 +250,7 @@ class _Repair:
             self._healed.add(name)
             self._mended(key, problem, source)
             return
-        # What is encoded against an object reads it under its own name.
+        # A base cannot be replaced under another name: the objects encoded against it read it under its own.
         beside = None if self._needs.is_base_only(name) else self._store_beside(name, raw_length, key, problem)
         if beside is not None:
             self._beside[name] = beside
@@ -269,7 +268,7 @@ class _Repair:
             self._move(key, problem, found.kind)
 
     def _move(self, key: str, problem: str, kind: str) -> None:
-        """Move a chunk object aside, unless a newer tierfs may be able to read it, or a file may name it that cannot be read now."""
+        """Move a chunk object aside, unless a newer tierfs may read it or an unreadable record may name it."""
         if self._is_blind:
             self._left(key, problem, "a record that may name it cannot be read")
         elif kind == FormatError.kind:
@@ -278,7 +277,7 @@ class _Repair:
             self._mender.move(key, problem, OBJECT_BYTES_MAX)
 
     def _store_beside(self, name: ChunkName, raw_length: int, key: str, problem: str) -> Row | None:
-        """Store a chunk under another name, where its bytes are to be had but its object cannot be made as it was."""
+        """Store a chunk under another name, if its bytes can be found but its object cannot be restored."""
         if not raw_length:
             return None
         with buffers().lend(raw_length) as raw:
@@ -295,7 +294,7 @@ class _Repair:
         return row
 
     def _look_at_others(self, key: str, size: int, *, is_known: bool) -> None:
-        """What no file needs: garbage, which gc deletes, or no chunk at all."""
+        """Check an object that no file needs: it is garbage, which gc deletes, or no chunk at all."""
         try:
             name = keys.parse_chunk_key(key, self._store.descriptor.digest_kind)
         except FormatError as error:
@@ -305,7 +304,7 @@ class _Repair:
         if found is not None and not found.is_sound:
             self._move(key, found.problem, found.kind)
 
-    # -- files that name what was lost ---------------------------------------------------------------------------------
+    # -- files that name lost objects ----------------------------------------------------------------------------------
 
     def _manifests(self) -> Iterator[tuple[str, Manifest, tuple[Row, ...] | None]]:
         for batch in self._listed():
@@ -321,12 +320,12 @@ class _Repair:
                     yield path, record, self._rows(path, record)
 
     def _follow_bases(self) -> None:
-        """What is encoded against an object that is not there any more cannot be read either."""
+        """Handle the chunks that are encoded against lost objects: they cannot be read either."""
         gone = {*self._beside, *self._lost}
         found = {
             row.name: row for _, _, rows in self._manifests() for row in rows or () if gone.intersection(row.bases)
         }
-        for name in sorted(found.keys() - gone, key=keys.chunk_key):  # in the order in which other objects are listed
+        for name in sorted(found.keys() - gone, key=keys.chunk_key):  # in the order that `ChunkNames` lists prefixes
             key, problem = keys.chunk_key(name), "what it is encoded against is lost"
             beside = self._store_beside(name, found[name].raw_length, key, problem)
             if beside is not None:
@@ -353,7 +352,11 @@ class _Repair:
                 self._report.lost.append(FileLoss(path, ranges, at_fault))
 
     def _rewrite_one(self, path: str) -> bool:
-        """Have a file name the objects that took the place of others: its bytes stay the same. Returns whether nothing is left to do."""
+        """Make a file's record name the replacements of lost objects. The file's bytes stay the same.
+
+        Returns:
+            Whether the file needs no more work.
+        """
         store = self._store
         try:
             for _ in range(ATTEMPTS_MAX):
@@ -362,20 +365,21 @@ class _Repair:
                 rows = None if manifest is None else self._rows(path, manifest)
                 if manifest is None or rows is None:
                     return True
-                # The others are named by the record that is replaced, so they stay as long as it or its successor does.
+                # The record that is replaced names the file's other chunks, so they exist as long as it or
+                # its successor does.
                 for name in {row.name for row in rows} & self._beside.keys():
                     self._beside[name] = ensure_chunks_durable(store, path, [self._beside[name]], self._find).rows[0]
                 table, indirect = fold_rows(store, [self._beside.get(row.name, row) for row in rows])
                 term = store.lease_cache.ensure()
                 added = [self._beside[row.name] for row in rows if row.name in self._beside]
                 if store.lease_cache.unverified([*added, *(table if indirect else ())]):
-                    continue  # condemned, or of an earlier lease
+                    continue  # a chunk is condemned, or was verified under an earlier lease
                 changed = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
                 publish(store, observed, changed, term=term)
                 self._report.rewritten.append(path)
                 return True
         except ConflictError:
-            return True  # somebody saved it again
+            return True  # another process saved it again
         except StoreError as error:
             problem = str(error)
         else:
@@ -384,6 +388,6 @@ class _Repair:
         return False
 
     def _find(self, row: Row, start: int, out: memoryview) -> bool:
-        """Read a chunk from where its bytes came from. See `ReadRow`."""
+        """Read a whole chunk from its source. Implements `ReadRow`."""
         assert not start
         return bool(self._healer.find_raw(row.name, out))

@@ -1,4 +1,4 @@
-"""Scrubbing: reads every chunk again and again over the years, and heals what is damaged."""
+"""Scrubbing: verify every chunk again and again over the years, and heal damaged ones."""
 
 from tierfs.store.maintenance.scrub.pieces import Pace, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
 from tierfs.store.maintenance.scrub.rounds import ScrubOptions, ScrubReport, read_scrub_record, scrub

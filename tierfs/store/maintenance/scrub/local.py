@@ -1,6 +1,7 @@
-"""Scrubbing of a local tier: every copy that this host has of a chunk, in turns, is read and held to its digests.
+"""Scrub a local tier: verify every copy of a chunk that this host has, continuing where the last run ended.
 
-A damaged copy is put aside, and the next reader takes the bytes from the next tier. Where nothing else has them, that is said.
+A damaged copy is quarantined, and the next reader takes the bytes from the next tier. The report says whether
+the object tier has the bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class LocalDamage:
     """A damaged copy.
 
     Attributes:
-        digest: Of the chunk, as hexadecimal digits.
-        problem: What is wrong, in words.
-        elsewhere: Whether the object tier has the bytes, verified. If it has not, a draft that needs them is lost.
+        digest: Digest of the chunk, as hexadecimal digits.
+        problem: The problem, in words.
+        elsewhere: Whether the object tier has the bytes, verified. If not, a draft that needs them is lost.
     """
 
     digest: str
@@ -47,7 +48,7 @@ class LocalDamage:
 
 @dataclass(slots=True)
 class LocalReport:
-    """What a run came to."""
+    """The result of a run."""
 
     tier: str
     chunks: int = 0
@@ -58,11 +59,10 @@ class LocalReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was lost."""
+        """Whether no bytes were lost."""
         return all(each.elsewhere for each in self.damage)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "sound": self.is_sound}
 
 
@@ -74,14 +74,14 @@ def scrub_local(
     bandwidth: float | None = None,
     progress: Callable[[int], object] = lambda _: None,
 ) -> LocalReport:
-    """Verify the copies that a local tier of this host has, from where the last run ended.
+    """Verify a local tier's copies of chunks, from where the last run ended.
 
     Args:
         store: The store.
         tier: ``"ram"`` or ``"nvme"``.
-        max_seconds: End after so long; ``None`` for one round.
-        bandwidth: Bytes a second at most; ``None`` for no limit.
-        progress: Called with bytes as they are verified.
+        max_seconds: End after this time; ``None`` for one round.
+        bandwidth: Bytes per second at most; ``None`` for no limit.
+        progress: Called with the number of bytes verified.
 
     Raises:
         InvalidInputError: This host has no such tier.
@@ -139,7 +139,7 @@ def _chunks_after(tiers: Tiers, tier: str, after: bytes) -> Iterator[tuple[bytes
 
 
 def _is_elsewhere(store: Store, name: bytes, length: int) -> bool:
-    """Whether the object tier has a chunk."""
+    """Return whether the object tier has a chunk, verified."""
     bare = store.without_local_tiers()
     try:
         row = find_chunk(bare, Row(ChunkName(name[1:]), length, 0), store.url)
@@ -157,5 +157,5 @@ def _read_place(place: Path) -> bytes:
 
 
 def _write_place(place: Path, after: bytes) -> None:
-    with contextlib.suppress(OSError):  # then the next run begins where this one did
+    with contextlib.suppress(OSError):  # without the file, the next run begins where this one did
         place.write_text(json.dumps({"after": after.hex()}))

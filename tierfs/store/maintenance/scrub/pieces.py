@@ -1,4 +1,4 @@
-"""One piece of scrubbing: some chunk objects of one prefix, read, checked and healed."""
+"""One piece of scrubbing: read, verify and heal some chunk objects of one prefix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger("tierfs.scrub")
 
 @dataclass(frozen=True, slots=True)
 class ScrubPiece:
-    """Some chunk objects of one prefix: those whose keys sort behind ``after``, as many as can be read in ``seconds``."""
+    """Some chunk objects of one prefix, those with keys after ``after``: as many as can be read in ``seconds``."""
 
     prefix: str
     after: str = ""
@@ -37,13 +37,13 @@ class ScrubPiece:
 
 @dataclass(frozen=True, slots=True)
 class ScrubDamage:
-    """A chunk object that is damaged.
+    """A damaged chunk object.
 
     Attributes:
-        key: Of the object.
+        key: Key of the object.
         kind: Category of the error.
-        problem: What is wrong, in words.
-        healed: Where the right bytes came from; empty if it is damaged still.
+        problem: The problem, in words.
+        healed: The source of the right bytes; empty if the object is still damaged.
     """
 
     key: str
@@ -54,15 +54,16 @@ class ScrubDamage:
 
 @dataclass(frozen=True, slots=True)
 class ScrubPart:
-    """What came of a piece.
+    """The result of a piece.
 
     Attributes:
-        prefix: As of the piece.
-        after: The key of the last object that was verified; empty if the prefix is done.
+        prefix: The piece's prefix.
+        after: Key of the last object that was verified; empty if the prefix is done.
         chunks: Objects that were verified.
-        bytes: Of those.
-        keys: The first and last key that were looked at: damage noted between them before does not count any more.
-        damage: What was found.
+        bytes: Bytes of these objects.
+        keys: The keys between which all objects were checked: after the first, up to the last. Damage noted
+            there before is obsolete.
+        damage: The damage that was found.
     """
 
     prefix: str
@@ -80,7 +81,7 @@ def scrub_piece(
     replicas: Sequence[Store] = (),
     progress: Callable[[int], object] = lambda _: None,
 ) -> ScrubPart:
-    """Verify one piece. Changes nothing but damaged objects that it can heal.
+    """Verify one piece. Changes only damaged objects that it can heal.
 
     Raises:
         StoreError, ReadOnlyError, CapacityError: The object tier failed.
@@ -115,11 +116,11 @@ def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage
     try:
         name = keys.parse_chunk_key(item.key, store.descriptor.digest_kind)
     except FormatError:
-        return None  # it belongs to nothing: repair moves it aside
+        return None  # not a chunk's key: repair moves the object aside
     found = examine(store, name, item.size)
     if found is None or found.is_sound:
         return None
-    again = examine(store, name, item.size)  # a bit may have flipped on the way
+    again = examine(store, name, item.size)  # a bit may have flipped in transit
     if again is None or again.is_sound:
         return None
     _logger.error("%s is damaged: %s", store.where(item.key), again.problem)
@@ -133,7 +134,7 @@ def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage
 
 
 class Pace:
-    """So many bytes a second. Safe for use by many threads."""
+    """Limits the bytes per second. Safe for use by many threads."""
 
     def __init__(self, clock: Clock, bandwidth: float | None) -> None:
         self._clock, self._bandwidth = clock, bandwidth
@@ -141,7 +142,7 @@ class Pace:
         self._next = clock.monotonic()
 
     def take(self, count: int) -> None:
-        """Wait for as long as so many bytes take."""
+        """Wait as long as this many bytes take."""
         if self._bandwidth is None:
             return
         with self._lock:

@@ -1,8 +1,9 @@
-"""Scrubbing: read every chunk object again and again over the years, the least recently verified first, and heal what is damaged.
+"""Scrubbing: verify every chunk object over the years, the least recently verified first, and heal damaged ones.
 
-Work is cut into pieces: some gigabytes of the chunk objects of one prefix. A piece is a function of its arguments, so any
-`concurrent.futures.Executor` can run it on any machine, and run it again. Prefixes take turns and each is read in the
-order of its keys, so what comes next is always what was verified longest ago, but for new objects, which wait for their place.
+Work is cut into pieces: some gigabytes of the chunk objects of one prefix. A piece depends only on its
+arguments, so any `concurrent.futures.Executor` can run it on any machine, and run it again. Prefixes take
+turns, and each is read in the order of its keys. So the next object is always the one that was verified
+longest ago. New objects are the exception: they wait for the turn of their prefix.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class ScrubOptions:
     """How to scrub.
 
     Attributes:
-        max_seconds: Begin nothing after so long; ``None`` for one round over everything.
-        bandwidth: Bytes of objects a second at most, of all workers together; ``None`` for no limit.
-        concurrency: Objects under way at once, of each worker.
-        heal: Whether to put the right bytes back.
-        min_age_s: Leave out prefixes of which a round ended within so long.
-        dry_run: Put nothing: heal nothing, and do not note how far scrubbing has come.
+        max_seconds: Start no piece after this time; ``None`` for one round over everything.
+        bandwidth: Bytes of objects per second at most, for all workers together; ``None`` for no limit.
+        concurrency: Objects in flight per worker.
+        heal: Whether to restore the right bytes.
+        min_age_s: Skip prefixes whose last round ended less than this long ago.
+        dry_run: Put nothing: heal nothing, and do not save the progress.
     """
 
     max_seconds: float | None = None
@@ -56,15 +57,15 @@ class ScrubOptions:
 
 @dataclass(slots=True)
 class ScrubReport:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         chunks: Chunk objects that were read.
-        bytes: Of those.
-        prefixes_done: Of 256, those of which a round ended in this run.
-        seconds: How long it took.
-        damage: What was found in this run.
-        known: Objects that earlier runs found damaged, and that were not looked at again.
+        bytes: Bytes of these objects.
+        prefixes_done: How many of the 256 prefixes ended a round in this run.
+        seconds: Duration of the run.
+        damage: Damage that this run found.
+        known: Objects that earlier runs found damaged, and that this run did not check again.
         oldest_ns: When the prefix that comes next was verified; 0 if it never was.
     """
 
@@ -78,11 +79,10 @@ class ScrubReport:
 
     @property
     def is_sound(self) -> bool:
-        """Whether no damage is left, as far as it is known."""
+        """Whether no damage is known to be left."""
         return not self.known and all(each.healed for each in self.damage)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
         return {**asdict(self), "sound": self.is_sound}
 
 
@@ -100,27 +100,27 @@ def scrub(
     progress: Callable[[int], object] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> ScrubReport:
-    """Verify chunk objects of the object tier, and heal those that are damaged.
+    """Verify chunk objects of the object tier, and heal damaged ones.
 
     Args:
-        store: The store. Its local tiers are where healing looks first.
-        options: How.
+        store: The store. Healing looks in its local tiers first.
+        options: How to scrub.
         replicas: Other stores that may hold the same content.
         executor: Runs the pieces; by default threads of this process do.
         workers: How many pieces the executor runs at once.
-        run_piece: What the executor runs: it has to open the store by itself, where it runs in another process.
-        progress: Called with bytes as they are verified.
-        stop: Begin no further piece when this is set.
+        run_piece: The function that the executor runs. In another process it has to open the store itself.
+        progress: Called with the number of bytes verified.
+        stop: Set to start no further piece.
 
     Raises:
-        StoreError, ReadOnlyError, CapacityError: The object tier failed. What was verified before is noted.
+        StoreError, ReadOnlyError, CapacityError: The object tier failed. The progress before that is saved.
     """
     options = options or ScrubOptions()
     run = run_piece or (lambda piece: scrub_piece(store, piece, replicas=replicas, progress=progress))
     note = progress if run_piece else lambda _: None
     if executor is not None:
         return _Round(store, options, run, executor, workers, note, stop).run()
-    # A small store has few objects of one prefix: several prefixes at once keep the threads busy.
+    # A small store has few objects per prefix: several prefixes at once keep the threads busy.
     workers = 1 if run_piece else min(PIECES_AT_ONCE, options.concurrency)
     options = replace(options, concurrency=options.concurrency // workers)
     with ThreadPoolExecutor(workers, thread_name_prefix="tierfs-scrub") as threads:
@@ -128,7 +128,7 @@ def scrub(
 
 
 class _Round:
-    """One run."""
+    """The state of one run."""
 
     def __init__(
         self,
@@ -152,7 +152,6 @@ class _Round:
         self._unsaved: list[Callable[[ScrubRecord], ScrubRecord]] = []
 
     def run(self) -> ScrubReport:
-        """Do it."""
         clock, report = self._store.clock, self._report
         record = read_scrub_record(self._store)
         states = {prefix: record.prefixes.get(prefix, PrefixState()) for prefix in PREFIXES}
@@ -243,7 +242,7 @@ class _Round:
         }
 
     def _save(self) -> ScrubRecord:
-        """Note what was done; where others note something as well, theirs stays and this is added. It is advice: it may fail."""
+        """Save the progress, merged with the notes of concurrent runs. The record is advisory, so this may fail."""
         store = self._store
         changes, self._unsaved = self._unsaved, []
         self._saved = store.clock.monotonic()
@@ -266,7 +265,7 @@ class _Round:
 
 
 def read_scrub_record(store: Store) -> ScrubRecord:
-    """What is noted of scrubbing; an empty record where there is none, or a damaged one.
+    """Return the scrub record; an empty one if it is missing or unreadable.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
