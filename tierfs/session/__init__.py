@@ -1,4 +1,4 @@
-"""A store as one process uses it: found by its URL, opened once, composed with its local tiers and its flusher."""
+"""Open a store in a process: find it by its URL, open it once, and compose it with its local tiers and flusher."""
 
 from tierfs.session.open import init, open_store
 from tierfs.session.settings import TierOptions

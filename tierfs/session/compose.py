@@ -1,4 +1,4 @@
-"""Puts a store together with its local tiers, as a location's options, the environment and the configuration say."""
+"""Compose a store with its local tiers, by the location's options, the environment and the configuration."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ __all__ = ["compose", "forget_tiers", "open_tiers", "state_of", "tier_settings",
 
 _logger = logging.getLogger("tierfs.store")
 open_tiers: dict[tuple[str, tuple[str, ...], TierOptions], Tiers] = {}
-"""The local tiers that this process uses, by store, place and options."""
+"""The local tiers in use by this process, by store, place and options."""
 
 
 def forget_tiers() -> None:
-    """Use none of them any more, as in a forked child."""
+    """Forget all local tiers, as in a forked child."""
     open_tiers.clear()
 
 
 def compose(
     location: Location, objects: ObjectTier, descriptor: Descriptor, url: str, places: tuple[str, ...]
 ) -> Store:
-    """Put an open store together with its local tiers. Stores of this process with the same settings share them.
+    """Compose an open store with its local tiers. Stores of this process with the same settings share them.
 
-    Callers hold the lock of the table of open stores.
+    The caller holds the lock of the table of open stores.
 
     Args:
-        location: The place that it is opened for.
-        objects: The object tier, with its promises as the backend states them.
-        descriptor: The store's.
-        url: The root's.
-        places: What the object tier calls the place of the root: see `ObjectTier.places`.
+        location: The location that the store is opened for.
+        objects: The object tier, with the promises that its backend states.
+        descriptor: The store's descriptor.
+        url: URL of the root.
+        places: The object tier's names for the place of the root: see `ObjectTier.places`.
 
     Raises:
-        TierfsError: Local tiers were asked for, and cannot be used.
+        TierfsError: The user asked for local tiers, and they cannot be used.
     """
     objects = as_promised(objects, descriptor.endpoint, verify_writes(location))
     options, settings, host_local = tier_settings(location, descriptor, url.partition("://")[2])
@@ -74,7 +74,7 @@ def compose(
         try:
             home = localtiers.home_of(target, settings)
         except TierfsError as error:
-            # Published files can be read without them.
+            # Published files can be read without local tiers.
             if options.is_explicit and not isinstance(error, DamagedPlaceError):
                 raise
             _logger.warning("%s is used without local tiers: %s", url, error)
@@ -86,15 +86,15 @@ def compose(
 
 
 def verify_writes(location: Location) -> str:
-    """How writes to the object tier are verified: see `as_promised`."""
+    """Return how writes to the object tier are verified: see `as_promised`."""
     return str(location.options.get("verify_writes", "auto"))
 
 
 def tier_settings(location: Location, descriptor: Descriptor, root: str) -> tuple[TierOptions, ResolvedTiers, bool]:
-    """How a store's local tiers are set up: as asked for, what that comes to, and whether the object tier is this host's."""
+    """Return a store's tier options, the same resolved on this host, and whether the object tier is on this host."""
     options = _options_of(location)
     process_local = location.is_process_local
-    # A directory may be the host's own when the store is made, and be mounted from elsewhere on other hosts.
+    # The host that made the store may have its directory locally, while other hosts mount it over a network.
     host_local = descriptor.endpoint.host_local and (process_local or not is_network(filesystem_of(root)))
     settings = resolve(options, descriptor.uuid, host_local=host_local, process_local=process_local)
     return options, settings, host_local
@@ -105,5 +105,5 @@ def _options_of(location: Location) -> TierOptions:
 
 
 def state_of(location: Location) -> Path:
-    """The state directory of the stores that are opened for this location."""
+    """Return the state directory of the stores that are opened for this location."""
     return state_directory(_options_of(location).state_dir)

@@ -1,4 +1,4 @@
-"""Repair of a store's descriptor, without which the store cannot be opened."""
+"""Repair a store's descriptor, without which the store cannot be opened."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def mend_descriptor(location: Location, *, dry_run: bool = False) -> str:
         dry_run: Change nothing.
 
     Returns:
-        Where the right bytes came from; empty if nothing was to be done.
+        The source of the right bytes; empty if there is nothing to repair.
 
     Raises:
-        CorruptionError: It is damaged, and cannot be repaired.
-        ConflictError: Somebody else changed it meanwhile.
+        CorruptionError: The descriptor is damaged, and cannot be repaired.
+        ConflictError: Another process changed it meanwhile.
         StoreError, ReadOnlyError: The object tier failed.
     """
     objects = connect(location.protocol, location.path, location.options)

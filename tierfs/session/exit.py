@@ -1,6 +1,7 @@
-"""At the end of a process: a bounded wait for what it has pending, then a word on what is left and who goes on with it.
+"""At process exit, wait for pending changes for a bounded time, and log the files that are left.
 
-A save that runs on another thread then, which the interpreter waits for, comes to its end before the tiers are closed.
+If a save still runs on another thread that the interpreter waits for, the save ends before the tiers are
+closed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["finish", "finish_at_exit"]
 
-# A flusher of its own goes on; a thread of this process does not.
+# A flusher process outlives this process; a flusher thread does not.
 WAIT_S = 2.0
 WAIT_FOR_THREAD_S = 60.0
 NAMED_MAX = 5
@@ -32,13 +33,13 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def finish(tiers: Tiers, url: str, launcher: Launcher) -> None:
-    """Wait for what is pending, and log what is left."""
+    """Wait for pending changes, and log those that are left."""
     ends = launcher.ends_with_us
     if not _pending(tiers, ends=ends):
         return
     reason = ""
     try:
-        # A thread of this process has had its time, and gets no more done.
+        # `_wait_for_threads` has already waited for a flusher thread, which gets nothing more done now.
         tiers.wait("", Level.OBJECT, 0 if ends else WAIT_S)
     except TimeoutError:
         pass
@@ -62,9 +63,12 @@ def _pending(tiers: Tiers, *, ends: bool) -> list[str]:
 
 
 def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
-    """Have `finish` called when this process ends; not in forked children of it, nor once nobody uses the tiers.
+    """Call `finish` when this process ends, unless it is a forked child or the tiers are no longer used.
 
-    ``launcher`` is one that ``tiers`` keep.
+    Args:
+        tiers: The tiers. Held by a weak reference.
+        url: The store's root.
+        launcher: A launcher that ``tiers`` keep alive.
     """
     _open[tiers] = _Open(url, weakref.ref(launcher), os.getpid())
     _register(os.getpid())
@@ -72,7 +76,7 @@ def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
 
 class _Open(NamedTuple):
     url: str
-    launcher: weakref.ref[Launcher]  # it leads to its tiers, which only their users keep
+    launcher: weakref.ref[Launcher]  # it refers to the tiers, which only their users keep alive
     process: int
 
 
@@ -81,34 +85,36 @@ _open: weakref.WeakKeyDictionary[Tiers, _Open] = weakref.WeakKeyDictionary()
 
 @functools.cache
 def _register(_process: int) -> None:
-    # Called when all threads that the interpreter waits for have come to their end, and their saves with them.
+    # Called when all threads that the interpreter waits for have ended, and their saves with them.
     atexit.register(_put_away_all)
-    # An interpreter that is ending takes no more: what is sealed is found by whoever opens the store next.
+    # An exiting interpreter accepts no more callbacks. The next process that opens the store finds sealed
+    # drafts.
     with contextlib.suppress(RuntimeError):
-        # Called while executors take work still, which `atexit` is too late for.
+        # Called while executors still accept work; by the time of `atexit` they do not.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_threads)
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None and processes.parent_process() is not None:
         from multiprocessing.util import Finalize  # noqa: PLC0415 - only a child has it loaded
 
-        # `multiprocessing` ends a child without what is registered with `atexit`.
+        # `multiprocessing` ends a child without running `atexit` callbacks. This one runs after the child's
+        # other finalizers.
         Finalize(None, _put_away_child, exitpriority=-1)
 
 
 def _wait_for_threads() -> None:
-    """Wait for the flushers that are threads of this process, which need executors to get done."""
+    """Wait for flushers that are threads of this process, which need executors to finish."""
     for tiers, launcher in _opened():
-        # The end logs how many are left, and why.
+        # `finish` logs how many files are left, and why.
         with contextlib.suppress(TierfsError, OSError):
             if launcher.ends_with_us and tiers.drafts.pending_below(""):
                 tiers.wait("", Level.OBJECT, WAIT_FOR_THREAD_S)
 
 
 def _put_away_child() -> None:
-    """Close what a process opened that multiprocessing started.
+    """Close the tiers in a process that `multiprocessing` started.
 
-    A thread that is none of ours and is waited for may be in the midst of a save: then nothing is closed, as if the process were
-    killed when that is done.
+    If another thread that the interpreter waits for is not tierfs's, it may be saving. Then nothing is
+    closed, as if the process were killed after that thread's end.
     """
     known = (threading.current_thread(), threading.main_thread())
     if all(thread.daemon or thread in known or thread.name.startswith("tierfs-") for thread in threading.enumerate()):
@@ -118,17 +124,17 @@ def _put_away_child() -> None:
 def _put_away_all() -> None:
     for tiers, launcher in _opened():
         url = _open.pop(tiers).url
-        # With the state directory everything is gone that could be closed.
+        # If the state directory is gone, nothing is left to close.
         if tiers.ram.host.directory.exists():
             try:
                 finish(tiers, url, launcher)
                 tiers.close()
             except (TierfsError, OSError) as error:
-                # Nothing is lost by it: what is sealed is found by whoever opens the store next.
+                # No data is lost: the next process that opens the store finds sealed drafts.
                 _logger.warning("the local tiers of %s were not closed in order: %s", url, error)
 
 
 def _opened() -> list[tuple[Tiers, Launcher]]:
-    """The tiers that this process opened, not a parent that forked it, and still uses; the newest first."""
+    """Return the tiers that this process opened itself, not a parent, and still uses; the newest first."""
     known = [(tiers, one.launcher()) for tiers, one in _open.items() if one.process == os.getpid()]
     return [(tiers, launcher) for tiers, launcher in reversed(known) if launcher is not None]

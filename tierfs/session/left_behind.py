@@ -1,4 +1,4 @@
-"""Pending changes of this host for a store that is not where it was: its disk may not be mounted."""
+"""Find this host's pending changes for a store that is gone from its place: its disk may not be mounted."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
-    """See that nothing is pending for a store at one of these places, where none is found.
+    """Check that nothing is pending for a store at one of these places, where no store is found.
 
     Args:
         state: The state directory.
-        places: See `ObjectTier.places`. A directory's number says nothing here: without what it held it is another one, or
-            the number was given to another one since.
+        places: See `ObjectTier.places`. Inode numbers of directories are ignored: an unmounted directory has
+            another number, or the number was reused.
 
     Raises:
-        StoreError: Something is, or that cannot be told.
+        StoreError: Changes are pending, or that cannot be determined.
     """
     for kept in sorted((state / "stores").glob(f"*/{PLACE_FILE}")):
         here = [name for name in _places_in(kept) if name in places and not name.startswith(DIRECTORY)]
@@ -47,13 +47,13 @@ def _places_in(kept: Path) -> list[str]:
     try:
         return places_in(kept)
     except StoreError as error:
-        # Opening that store says so. The others are not concerned.
+        # Opening that store raises this error. Other stores are not affected.
         _logger.warning("what is pending for one store is not known: %s", error)
         return []
 
 
 def _segments_of(state: Path, directory: Path) -> str:
-    """Where the changes are in shared memory, if they are: that stays taken without the directory."""
+    """Return the segment files that hold the changes, as text: their memory stays allocated without the directory."""
     try:
         folders = Host(state).folders
     except TierfsError:
@@ -63,8 +63,8 @@ def _segments_of(state: Path, directory: Path) -> str:
 
 
 def is_pending(state: Path, directory: Path) -> bool:
-    """Whether something is, as far as it can be looked up."""
-    # They bring numpy, which takes a while.
+    """Return whether changes are pending, as far as that can be looked up. If not, assume that they are."""
+    # These modules import numpy, which takes a while.
     from tierfs.host.nvme.reader import NvmeReader  # noqa: PLC0415
     from tierfs.host.slab.ram import RamTier  # noqa: PLC0415
     from tierfs.host.slab.segment import SlotState  # noqa: PLC0415
@@ -74,4 +74,4 @@ def is_pending(state: Path, directory: Path) -> bool:
         with contextlib.closing(nvme), contextlib.closing(ram):
             return bool(ram.drafts((SlotState.SEALED, SlotState.CONFLICT)) or nvme.drafts_below("", conflicts=True))
     except TierfsError:
-        return True  # what cannot be looked at may well be
+        return True  # unreadable tiers may have pending changes

@@ -1,6 +1,6 @@
-"""Find the store that a path lies in, by walking up as git does; one open store per process and root.
+"""Find the store that holds a path by walking up as git does. One open store per process and root.
 
-The answer is kept for the process. Nothing is kept across a fork: a child opens its stores anew.
+Each process caches its open stores. Nothing is kept across a fork: a child opens its stores again.
 """
 
 from __future__ import annotations
@@ -53,23 +53,24 @@ def init(
     grace_s: int | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Store:
-    """Make a store at ``url``, or open the one that is there. Any number of hosts may do it at once.
+    """Make a store at ``url``, or open the existing one. Any number of hosts may do so concurrently.
 
-    A store that this host knows is opened while its object tier is unreachable, too. None is made then.
+    If the object tier is unreachable, a store that this host knows is opened, and no store is made.
 
     Args:
         url: ``tierfs::s3://bucket/run``, ``s3://bucket/run``, ``tierfs://NAME``, or a local path.
-        digest: How contents are named: ``xxh3-128``, or ``blake3`` where writers are not trusted.
-        lease_s: How long a writer's knowledge of the store counts without renewal; by default 60 s.
-        grace_s: How long what was replaced or deleted stays readable, and garbage collection waits: at least two leases; by
-            default an hour, or six leases.
+        digest: The digests that name contents: ``xxh3-128``, or ``blake3`` if writers are not trusted.
+        lease_s: How long a writer may rely on its knowledge of the store without renewal; by default 60 s.
+        grace_s: How long replaced or deleted data stays readable, and garbage collection waits. At least two
+            leases; by default an hour, or six leases if that is longer.
         options: For the object tier's own filesystem.
 
     Raises:
-        InvalidInputError: The URL is no good, lies inside another store, or the store has other digests, or another lease or grace
-            than was asked for.
-        StoreError, CapacityError, ReadOnlyError: It failed; or this host has something pending for a store that was there.
-            It is transient where the object tier is unreachable and this host does not know the store.
+        InvalidInputError: The URL is invalid or lies inside another store; or the existing store has other
+            digests, or another lease or grace.
+        StoreError, CapacityError, ReadOnlyError: The object tier failed; or this host has pending changes for
+            a store that was there. The error is transient if the object tier is unreachable and this host
+            does not know the store.
     """
     location = parse_url(url)
     location = replace(location, options={**location.options, **(options or {})})
@@ -111,7 +112,7 @@ def _init(location: Location, kind: DigestKind, lease_s: int | None, grace_s: in
 
 
 def _open_known(location: Location) -> Store | None:
-    """The store that this host knows at just this root, if it is there still, or if that cannot be asked now."""
+    """Return the store that this host knows at exactly this root, if it still exists or cannot be checked now."""
     root = location.path
     opened = _stores.get((_token(location), root))
     if opened is not None:
@@ -150,19 +151,19 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
 
     Args:
         location: The path of a file, a directory, or the root itself.
-        write: Whether to write to it: a store that was opened before is then checked to be there still.
-        create: Make one if there is none: at the root a named store has in the configuration, else in the directory
-            that holds ``location``.
+        write: Whether the caller writes. Then a store that was opened before is checked to still exist.
+        create: Make a store if there is none: at the root that the configuration gives a named store, else in
+            the directory that holds ``location``.
 
     Returns:
         The store, and the path relative to its root; empty for the root itself.
 
     Raises:
-        StoreNotFoundError: There is none.
-        ReadOnlyError: Looking further up was refused: the message names the root to give. Or the state directory is
-            not ours to use, and local tiers were asked for.
+        StoreNotFoundError: No store holds ``location``.
+        ReadOnlyError: Access to a directory further up was denied: the message names the root to give. Or the
+            state directory belongs to another user, and this user asked for local tiers.
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
-        StoreError: It failed; or this host has something pending for a store that was there.
+        StoreError: The object tier failed; or this host has pending changes for a store that was there.
     """
     refused = ""
     ancestors = _ancestors(location)
@@ -210,7 +211,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
 
 
 def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:
-    """Where no store is found, though there was one. See `check_nothing_is_left`."""
+    """Check that this host has no pending changes for a store that was here. See `check_nothing_is_left`."""
     state = state_of(location)
     if (state / "stores").is_dir():
         tiers = (connect(location.protocol, root, location.options) for root in ancestors)
@@ -218,7 +219,7 @@ def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:
 
 
 def _is_there(location: Location, root: str, known: Store) -> bool:
-    """Whether ``root`` holds this store still; if not, it is forgotten."""
+    """Return whether ``root`` still holds this store; if not, forget it."""
     if known.is_current():
         return True
     _logger.warning("%s was deleted or made anew: it is opened again", known.url)
@@ -229,7 +230,7 @@ def _is_there(location: Location, root: str, known: Store) -> bool:
 
 
 def _refuse_nested(objects: ObjectTier, url: str) -> None:
-    """Check that no store lies below a root that is to be made; of very many objects, only the first are looked at."""
+    """Check that no store lies below a root to make. Only the first `NESTED_LOOKED_AT_MAX` objects are checked."""
     for item in itertools.islice(objects.list(""), NESTED_LOOKED_AT_MAX):
         if item.key.endswith(f"/{keys.DESCRIPTOR}"):
             inner = item.key.removesuffix(f"/{keys.DESCRIPTOR}")
@@ -248,7 +249,7 @@ def _create(
         _check_nothing_is_left(location, [root])
         _refuse_nested(objects, url)
         if not endpoint.host_local:
-            # It sends again what failed for the moment, but not what is refused on purpose.
+            # The probe retries transient failures itself, but not the failures that it provokes.
             endpoint = probe(connect(location.protocol, root, location.options, attempts=1)).capabilities
     promised = as_promised(objects, endpoint, verify_writes(location))
     descriptor, made = create_store(
@@ -266,17 +267,18 @@ def _create(
 
 
 class _RefusedError(Exception):
-    """A root may not be looked into. Not to be mixed up with local tiers that may not be used."""
+    """Access to a root was denied. A class of its own, to tell it from local tiers that may not be used."""
 
 
 def _open_root(location: Location, root: str, *, has_known: bool = False, is_unreachable: bool = False) -> Store:
     """Open the store at ``root``.
 
     Args:
-        location: The place that it is opened for.
-        root: Where it may be.
-        has_known: Whether this host knows a store here or further up, so that it need not wait for an object tier.
-        is_unreachable: Whether the object tier was found not to answer, so that it is not asked.
+        location: The location that the store is opened for.
+        root: The possible root.
+        has_known: Whether this host knows a store here or further up, so that it need not wait long for the
+            object tier.
+        is_unreachable: Whether the object tier was found unreachable, so that no request is sent.
     """
     key = (_token(location), root)
     known = _stores.get(key)
@@ -311,13 +313,13 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
 
 
 def _remember(location: Location, url: str, descriptor: Descriptor, places: tuple[str, ...]) -> None:
-    """Note what the store is, for when its object tier is unreachable. A directory of this host is not unreachable."""
+    """Save the descriptor for when the object tier is unreachable, unless it is a directory of this host."""
     if not descriptor.endpoint.host_local:
         _known_stores(location).remember(url, descriptor, places)
 
 
 def known_descriptor(location: Location, url: str) -> Descriptor | None:
-    """This host's knowledge of the store at a root, without asking the object tier."""
+    """Return the descriptor that this host saved for a root, without a request to the object tier."""
     found = _known_stores(location).find(url)
     return None if found is None else found[0]
 
@@ -327,18 +329,19 @@ def _known_stores(location: Location) -> KnownStores:
 
 
 def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, ResolvedTiers]:
-    """Open the store that holds ``location`` without its local tiers, for who is behind them: their flusher.
+    """Open the store that holds ``location`` without its local tiers, for its flusher.
 
     Args:
         location: The path of a file, a directory, or the root itself.
-        may_be_away: Whether what this host knows of it will do where the object tier does not answer.
+        may_be_away: Whether the descriptor that this host saved is sufficient if the object tier is
+            unreachable.
 
     Returns:
-        The store, and how its local tiers are set up for everybody else.
+        The store, and the settings of its local tiers for other processes.
 
     Raises:
-        StoreNotFoundError: There is none.
-        ReadOnlyError, CorruptionError, FormatError, StoreError: As `open_store`.
+        StoreNotFoundError: No store holds ``location``.
+        ReadOnlyError, CorruptionError, FormatError, StoreError: As in `open_store`.
     """
     for root in _ancestors(location):
         objects = connect(location.protocol, root, location.options)
@@ -359,10 +362,10 @@ def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, 
 
 
 def _ancestors(location: Location) -> list[str]:
-    """The path itself and every directory above it, nearest first."""
+    """Return the path itself and every directory above it, nearest first."""
     path = location.path
     found = []
-    while path and path != "/" and not path.endswith(":/"):  # as a web address does before its host
+    while path and path != "/" and not path.endswith(":/"):  # a web address has "https:/" above its host
         found.append(path)
         path = path.rpartition("/")[0]
     if location.path.startswith("/"):
@@ -371,7 +374,7 @@ def _ancestors(location: Location) -> list[str]:
 
 
 def _new_root(location: Location, ancestors: list[str]) -> str:
-    """Where a store would be made for this path: in the directory that holds it."""
+    """Return where a store would be made for this path: in the directory that holds it."""
     if location.root:
         return location.root
     if not ancestors:
@@ -384,5 +387,5 @@ def _relative(root: str, path: str) -> str:
 
 
 def _token(location: Location) -> str:
-    """Tells object tiers with other options apart; never shown, since options may hold secrets."""
+    """Return a key that distinguishes object tiers and options. Never show it, since options may hold secrets."""
     return f"{location.protocol}:{json.dumps(location.options, sort_keys=True, default=repr)}:{location.tiers}:{location.configured}"

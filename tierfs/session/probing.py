@@ -1,4 +1,4 @@
-"""Find out anew what the endpoint of a store keeps, and note it in the store."""
+"""Probe the endpoint of a store again, and save the promises that it keeps in the store."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ProbeReport:
     """The result of a probe.
 
     Attributes:
-        url: Root of the store; where there is none, what was asked about.
-        tests: One for each promise.
-        before: From the store's descriptor; ``None`` where there is no store.
+        url: Root of the store; without a store, the URL that was probed.
+        tests: One finding per promise.
+        before: The promises in the store's descriptor; ``None`` without a store.
         endpoint: The promises that the endpoint keeps.
     """
 
@@ -37,19 +37,19 @@ class ProbeReport:
 
 
 def probe_store(location: Location) -> ProbeReport:
-    """Try the endpoint at ``location``, and note what it keeps in the descriptor of the store that is there, if any.
+    """Probe the endpoint at ``location``, and save the result in the descriptor of the store there, if there is one.
 
-    Processes that have the store open go by what they found when they opened it, until they open it again.
+    Processes that have the store open use the promises from when they opened it, until they open it again.
 
     Args:
-        location: A store's root, or a path in it; without a store, where one may be made, and of this host's directories one that
-            is there: nothing is left in it.
+        location: A store's root, or a path in it. Without a store, the place for one; on this host, that must
+            be an existing directory. The probe leaves nothing in it.
 
     Raises:
-        NotFoundError: It is no directory of this host.
-        ConflictError: Somebody else changed the descriptor meanwhile.
+        NotFoundError: The place is no directory of this host.
+        ConflictError: Another process changed the descriptor meanwhile.
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
-        StoreError, ReadOnlyError, CapacityError: It failed.
+        StoreError, ReadOnlyError, CapacityError: The probe failed.
     """
     try:
         _, relative = open_store(location)
@@ -64,7 +64,7 @@ def probe_store(location: Location) -> ProbeReport:
     objects = as_promised(connect(location.protocol, root, location.options), found.capabilities)
     data, info = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
     descriptor = Descriptor.decode(data, f"{url}/{keys.DESCRIPTOR}")
-    # Whether the objects share this host's fate was settled when the store was made, and is not for a probe to tell.
+    # Making the store decided whether the objects are lost with this host; a probe cannot tell.
     endpoint = replace(found.capabilities, host_local=descriptor.endpoint.host_local)
     if endpoint != descriptor.endpoint:
         data = replace(descriptor, endpoint=endpoint).encode()
@@ -76,11 +76,12 @@ def probe_store(location: Location) -> ProbeReport:
 
 
 def _probe_bare(location: Location, root: str, url: str) -> Findings:
-    """Try a place that is no store."""
+    """Probe a place without a store."""
     if location.protocol not in LOCAL:
         return probe(connect(location.protocol, root, location.options, attempts=1))
     if not os.path.isdir(root):
         raise NotFoundError(f"{url} is no directory: make it, or try the one that it is to be in", path=url)
-    # A put makes directories and locks, which can be removed where nobody else uses them.
+    # A put makes directories and locks. In a temporary directory, they can be removed, because no other
+    # process uses them.
     with translated(url), tempfile.TemporaryDirectory(prefix=".tierfs-probe-", dir=root) as directory:
         return probe(connect(location.protocol, directory, location.options, attempts=1))

@@ -1,7 +1,8 @@
-"""How the local tiers are set up: argument, URL option, environment, configuration file, default, the first that says.
+"""The settings of the local tiers, from argument, URL option, environment, configuration file or default.
 
-A size is written as ``"8GiB"`` or as a share, ``"25%"``: of the memory that this process may use for the ram tier, of
-the disk's free space for the nvme tier. ``"0"`` switches a tier off.
+The first of these that sets a value counts. A size is written as ``"8GiB"`` or as a share, ``"25%"``. For the
+ram tier, that is a share of the memory that this process may use; for the nvme tier, of the disk's free
+space. ``"0"`` switches a tier off.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ class TierOptions:
     """The settings as they were written; ``None`` where there is none.
 
     Attributes:
-        ack: The level at which ``close`` and every other change returns: ``staged``, ``local`` or ``object``. Default:
-            ``local``; ``object`` if the torch job spans hosts (``WORLD_SIZE`` is set and differs from ``LOCAL_WORLD_SIZE``,
-            or from 1).
-        ram: Budget of the ram tier: a size, or a share of the memory that this process may use. All processes and stores
-            of the host share it. Default: ``25%``.
+        ack: The level at which ``close`` and every other change returns: ``staged``, ``local`` or ``object``.
+            Default: ``local``; ``object`` if the torch job spans hosts (``WORLD_SIZE`` is set and differs from
+            ``LOCAL_WORLD_SIZE``, or from 1).
+        ram: Budget of the ram tier: a size, or a share of the memory that this process may use. All processes
+            and stores of the host share it. Default: ``25%``.
         nvme: Budget of the store's nvme tier: a size, or a share of the free bytes on the disk of the state directory.
             Default: ``10%`` when the tier is made, then its size; ``0`` if the object tier is a directory of this host.
-        state_dir: The state directory, from the root or from ``~``. A relative path is refused, because programs in two
-            directories would be two hosts. Default: see ``TIERFS_STATE_DIR``.
-        timeout: Seconds that a write waits for room, and a change for its level; a wait for room that cannot come ends at
-            once. Default: 600.
-        bandwidth: Bytes per second from the flusher to the object tier, counted before they are encoded. Each host has a
-            flusher for each store, and the process that starts it decides. It does not bound writes that pass the
-            flusher by, as with ``ack="object"``. Default: no bound.
+        state_dir: The state directory, an absolute path or one that begins with ``~``. A relative path is
+            refused: programs in two directories would be two hosts. Default: see ``TIERFS_STATE_DIR``.
+        timeout: Seconds that a write waits for room, and a change for its level. A wait for room that cannot
+            come ends at once. Default: 600.
+        bandwidth: Bytes per second from the flusher to the object tier, counted before encoding. Each host
+            has one flusher per store, and the process that starts it decides. Writes that bypass the flusher,
+            as with ``ack="object"``, are not limited. Default: no limit.
         codecs: How the flusher encodes chunks: ``auto``, ``all``, ``off``, or names of codecs, ``zstd,plane``. The
             process that starts the flusher decides. Default: ``auto``.
         device: Budget of GPU memory for the device tier of each process that saves with ``TierWriter``. Default: none.
@@ -64,15 +65,15 @@ class TierOptions:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Their names, in arguments, URL options and the configuration file."""
+        """Return the names of the settings in arguments, URL options and the configuration file."""
         return tuple(field.name for field in fields(cls))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], where: str) -> TierOptions:
-        """Take them out of a mapping that holds nothing else.
+        """Read the settings from a mapping.
 
         Raises:
-            InvalidInputError: Something else is in it, or a value is of the wrong type.
+            InvalidInputError: The mapping has another key, or a value is of the wrong type.
         """
         known = {}
         for name, value in values.items():
@@ -83,12 +84,12 @@ class TierOptions:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether somebody asked for local tiers, so that it is an error if there are none."""
+        """Whether the user asked for local tiers, so that it is an error if they cannot be used."""
         asked = any(value is not None and value not in ("0", 0) for value in (self.ram, self.nvme))
         return asked or self.ack == Level.STAGED.label
 
     def over(self, other: TierOptions) -> TierOptions:
-        """These, and the other's where these say nothing."""
+        """Return these settings, with the other's where these are ``None``."""
         return TierOptions(
             **{
                 name: mine if (mine := getattr(self, name)) is not None else getattr(other, name)
@@ -107,10 +108,10 @@ class ResolvedTiers:
         nvme_bytes: Budget; 0 switches the tier off.
         directory: The state directory.
         timeout_s: How long a writer waits for room, and for its level.
-        bandwidth: Bytes per second that the flusher sends to the object tier at most; 0 for no bound.
+        bandwidth: Most bytes per second from the flusher to the object tier; 0 for no limit.
         codecs: Codecs that chunks may have.
         device_bytes: Budget of the device tier of each process; 0 switches the tier off.
-        problems: Why this host cannot give a tier as it was asked for, by the tier's name.
+        problems: Why this host cannot provide a tier as asked for, by the tier's name.
     """
 
     ack: Level
@@ -125,16 +126,18 @@ class ResolvedTiers:
 
 
 def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local: bool) -> ResolvedTiers:
-    """Fill in the environment and the defaults.
+    """Fill in the defaults, and turn shares into sizes.
 
     Args:
-        options: Arguments and URL options over those of the configuration file.
-        uuid: The store's.
-        host_local: Whether the object tier is a directory of this host: then there is no nvme tier by default.
-        process_local: Whether it is this process's alone: then there is no local tier by default.
+        options: The settings from all sources, the earlier ones in the module's order over the later ones.
+        uuid: The store's id.
+        host_local: Whether the object tier is a directory of this host. Then there is no nvme tier by
+            default.
+        process_local: Whether the object tier belongs to this process alone. Then there are no local tiers by
+            default.
 
     Raises:
-        InvalidInputError: A value is no good.
+        InvalidInputError: A value is invalid.
     """
     directory = state_directory(options.state_dir)
     ram = options.ram if options.ram is not None else "0" if process_local else RAM_SHARE
@@ -163,10 +166,10 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
 
 
 def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int, free_bytes: int) -> tuple[int, str]:
-    """The budget of the nvme tier, 0 where there is room for nothing; and what a person has to know of it.
+    """Return the budget of the nvme tier and a problem to report. The budget is 0 if the disk has no room for a tier.
 
     Raises:
-        InvalidInputError: A budget was asked for that holds nothing.
+        InvalidInputError: The user asked for a budget that is too small to hold anything.
     """
     where, free = f"the disk of {directory}", format_bytes(free_bytes)
     otherwise = (
@@ -180,7 +183,7 @@ def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int
             )
         return 0, f"{where} is full but for {free}, {otherwise}"
     if budget_bytes > free_bytes and not (directory / "stores" / uuid / ARENA_FILE).exists():
-        # The flusher tries all the same, and takes what it can get.
+        # The flusher still tries, and uses as much of the disk as it can.
         return (
             budget_bytes,
             f"nvme={options.nvme} does not fit on {where}, where {free} are free, {otherwise}, or give less",
@@ -194,7 +197,7 @@ def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int
 
 
 def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
-    """The problem of a budget that somebody asked for; empty for none."""
+    """Return the problem of a budget that the user asked for; empty for none."""
     if options.ram is None:
         return ""
     memory, folder = memory_limit(), Path(os.environ.get("TIERFS_SHM_DIR") or SHARED_MEMORY)
@@ -213,7 +216,7 @@ def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
 
 
 def from_environment() -> TierOptions:
-    """The settings of the environment."""
+    """Return the settings from the environment."""
     return TierOptions(
         ram=os.environ.get("TIERFS_RAM") or None,
         nvme=os.environ.get("TIERFS_NVME") or None,
@@ -223,25 +226,25 @@ def from_environment() -> TierOptions:
 
 
 def ranks_here() -> int:
-    """How many processes share the ram tier, as torchrun says."""
+    """Return how many processes share the ram tier, according to torchrun."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(said), 1) if said.isdigit() else 1
 
 
 def _default_ack() -> Level:
-    """``local`` on one host. A job that spans hosts commits by what all of them see, which is the object tier."""
+    """Return ``local`` on one host. A job that spans hosts commits in the object tier, which all of them see."""
     world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     return Level.OBJECT if world is not None and world != (here or "1") else Level.LOCAL
 
 
 def _default_nvme(directory: Path) -> str | int:
-    """The size of the arena, or the share that a new one gets: the share is taken once."""
+    """Return the size of the existing arena, or the share that sizes a new one."""
     arena = directory / ARENA_FILE
     return arena.stat().st_size if arena.exists() else NVME_SHARE
 
 
 def _free_bytes(directory: Path) -> int:
-    """Free bytes of the filesystem that the directory lies on, or will."""
+    """Return the free bytes of the filesystem that holds the directory, or will hold it."""
     existing = directory
     while not existing.exists():
         existing = existing.parent

@@ -1,8 +1,9 @@
-"""The local tiers of a store on this host, and the flusher behind them: put together here, once per process and store.
+"""Compose the local tiers of a store on this host, and the flusher behind them, once per process and store.
 
-A flusher is a process of its own, started as ``python -m tierfs.cli flusher run``. It is a thread of this process where a
-process cannot serve: where the object tier is this process's alone, or its options cannot be sent to another process.
-Either way it is reached over the same socket, so it makes no difference to whoever uses it.
+A flusher is a separate process, started as ``python -m tierfs.cli flusher run``. It is a thread of this
+process if a process cannot do the work: because the object tier belongs to this process alone, or because its
+options cannot be sent to another process. Both are reached over the same socket, so callers see no
+difference.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ _logger = logging.getLogger("tierfs.store")
 
 @dataclass(frozen=True, slots=True)
 class TieredStore:
-    """The store whose tiers these are, as a flusher in another process needs it.
+    """The store of the local tiers, as a flusher in another process needs it.
 
     Attributes:
-        uuid: The store's.
-        url: Its root as the object tier's URL, without credentials.
+        uuid: The store's id.
+        url: URL of the root in the object tier, without credentials.
         places: See `tierfs.objects.ObjectTier.places`.
-        options: For the object tier's filesystem; never shown, since they may hold secrets.
-        kind: Its digests.
+        options: For the object tier's filesystem. Never shown, since they may hold secrets.
+        kind: The store's digests.
         host_local: Whether the object tier is a directory of this host.
-        process_local: Whether it is this process's alone.
+        process_local: Whether the object tier belongs to this process alone.
     """
 
     uuid: str
@@ -70,11 +71,12 @@ class TieredStore:
 
 
 def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path]:
-    """Where a store's local tiers are: the host, and their directory on it.
+    """Return the host of a store's local tiers, and their directory on it.
 
     Raises:
-        InvalidInputError: They are those of another store of this id, or can be none where the state directory is.
-        DamagedPlaceError: Something is pending in them, and it cannot be told for which store.
+        InvalidInputError: The directory belongs to another store of this id, or the state directory is in a
+            place that cannot hold local tiers.
+        DamagedPlaceError: The directory has pending changes, and its file that names their store is damaged.
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     host = Host(settings.directory)
@@ -96,11 +98,11 @@ def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path]:
 
 
 def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:
-    """Whether something of this store may be pending where `home_of` raised this."""
+    """Return whether changes of this store may be pending where `home_of` raised this error."""
     if isinstance(error, InvalidInputError):
         return False
     try:
-        # Nobody has local tiers before that is written.
+        # This file is written before any local tiers are made.
         return (settings.directory / "stores" / uuid / PLACE_FILE).stat().st_uid == os.geteuid()
     except OSError:
         return False
@@ -114,14 +116,14 @@ def tiers_for(
     *,
     resumes: bool = True,
 ) -> Tiers:
-    """Make this process's side of a store's local tiers.
+    """Make this process's part of a store's local tiers.
 
     Args:
         target: The store.
-        settings: Budgets, the state directory, how long to wait.
+        settings: Budgets, the state directory, timeouts.
         connect: Opens the store without local tiers, for a flusher that is a thread of this process.
         home: See `home_of`.
-        resumes: Whether to start a flusher if something is pending there.
+        resumes: Whether to start a flusher if changes are pending.
     """
     clock = SystemClock()
     host, directory = home
@@ -140,17 +142,21 @@ def tiers_for(
         problems=settings.problems,
     )
     for tier, problem in settings.problems.items():
-        # The disk's free space is in it, which changes all the time.
+        # The text has the disk's free space, which changes all the time.
         _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})
     finish_at_exit(tiers, target.url, launcher)
     if resumes and tiers.drafts.pending_below(""):
-        # Left by processes that are gone. Opening the store need not wait for the flusher to come up.
+        # The changes were left by processes that ended. Opening the store need not wait for the flusher to
+        # start.
         start_daemon(tiers.writer.announce, name="resume")
     return tiers
 
 
 def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:
-    """The way to the object tier for what this host has pending: to the store whose local tiers hold it, not to a copy of that."""
+    """Return the publisher of this host's pending changes.
+
+    It refuses a copy of the store: it publishes only to the store that the local tiers belong to.
+    """
     from tierfs.flusher.publish import StorePublisher  # noqa: PLC0415 - a client needs no flusher's modules
 
     def check_place(store: Store) -> None:
@@ -160,7 +166,7 @@ def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:
 
 
 class Launcher:
-    """Starts a flusher for this process: as a process, or as a thread where that cannot serve."""
+    """Starts a flusher for this process: as a process, or as a thread if a process cannot do the work."""
 
     def __init__(
         self,
@@ -179,7 +185,7 @@ class Launcher:
         self._clock = clock
         self.fallbacks = 0
         self._lock = threading.Lock()
-        # Options, and whether something was changed with them.
+        # The options as JSON values, and whether something was changed with them.
         self._handed_over: tuple[dict[str, Any] | None, bool] = (None, False)
         self.hand_over(target.options, writes=False)
         self.thread: threading.Thread | None = None
@@ -191,18 +197,19 @@ class Launcher:
 
     @property
     def ends_with_us(self) -> bool:
-        """Whether the flusher that this started is a thread of this process, and runs."""
+        """Whether this launcher's flusher is a thread of this process, and runs."""
         return self.thread is not None and self.thread.is_alive()
 
     def hello(self) -> dict[str, Any]:
-        """The options of the object tier for a flusher, credentials included."""
+        """Return the greeting for a flusher: the object tier's URL and options, credentials included."""
         options, writes = self._handed_over
         return {"url": self._target.url, "options": options, "writes": writes}
 
     def hand_over(self, options: dict[str, Any], *, writes: bool) -> bool:
-        """Tell flushers of these options from the next hello on; not of such as cannot be sent to another process.
+        """Send these options to flushers from the next greeting on. Options that JSON cannot represent are not sent.
 
-        Returns whether that says something new.
+        Returns:
+            Whether the greeting changed.
         """
         sent = _as_json(options)
         if sent is None:
@@ -212,7 +219,7 @@ class Launcher:
         return self._handed_over != before
 
     def launch(self) -> Launched | None:
-        """Start one. ``None`` where it is a thread."""
+        """Start a flusher. Return ``None`` if it is a thread."""
         if self._target.process_local or self._handed_over[0] is None:
             self._start_thread("its object tier can be reached from this process alone")
             return None
@@ -253,7 +260,7 @@ class Launcher:
             self._service, self.thread = service, thread
 
     def stop(self) -> None:
-        """End the flusher if it is a thread of this process, after the steps that are under way; start none from now on."""
+        """Stop the flusher after its current steps if it is a thread of this process. Start no thread afterwards."""
         with self._lock:
             self._is_stopped = True
             service, thread = self._service, self.thread
@@ -263,24 +270,24 @@ class Launcher:
 
 
 class LaunchingClient(FlusherClient):
-    """The way to the flusher; closing it also ends one that was started as a thread for it."""
+    """The connection to the flusher. Closing it also stops a flusher that is a thread of this process."""
 
     def __init__(self, directory: Path, launcher: Launcher) -> None:
         super().__init__(directory, launcher.launch, __version__, launcher.hello)
         self._launcher = launcher
 
     def hand_over(self, options: dict[str, Any], *, writes: bool) -> None:
-        """Have the flusher know these options for the object tier, which may be renewed credentials.
+        """Send the flusher these options for the object tier, which may be renewed credentials.
 
         Args:
-            options: As they are used now.
+            options: The options in use now.
             writes: Whether something is changed with them.
         """
         if self._launcher.hand_over(options, writes=writes):
             self.greet_again()
 
     def close(self) -> None:
-        """Close the connection, and end a flusher that is a thread of this process."""
+        """Close the connection, and stop a flusher that is a thread of this process."""
         super().close()
         self._launcher.stop()
 
@@ -293,7 +300,7 @@ def _serve(service: Service) -> None:
 
 
 def _as_json(options: dict[str, Any]) -> dict[str, Any] | None:
-    """The options, if they survive being sent to another process."""
+    """Return the options if JSON preserves them, else ``None``."""
     try:
         copy = json.loads(json.dumps(options))
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""From what a user writes to where it is: URL forms, named stores, the configuration file.
+"""Resolve the locations that users write: URL forms, named stores, the configuration file.
 
 ==============================  ================================================================
-``tierfs::s3://bucket/run/x``   the object tier's own URL, behind ``tierfs::``
+``tierfs::s3://bucket/run/x``   the object tier's own URL, after ``tierfs::``
 ``tierfs://NAME/run/x``         a store named in the configuration file, and a path in it
 ==============================  ================================================================
 
@@ -60,16 +60,16 @@ _PROTOCOL = re.compile(r"([a-z][a-z0-9+._-]+)://")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where an object tier's path is.
+    """The location of a path in an object tier.
 
     Attributes:
         protocol: fsspec's name of the object tier's filesystem.
-        path: As that filesystem writes it, without the protocol and without a ``/`` at its end.
+        path: The path as that filesystem writes it, without the protocol and without a ``/`` at its end.
         options: For that filesystem.
         create: Whether the configuration asks for the store to be made at the first write.
-        root: Where it would be made; empty where that follows from the path.
-        tiers: How the local tiers are to be set up, by arguments.
-        configured: The same by what the configuration says of a named store.
+        root: Where the store would be made; empty if that follows from the path.
+        tiers: Settings of the local tiers from arguments.
+        configured: Settings of the local tiers that the configuration has for a named store.
         resumes: Whether opening the store starts a flusher for changes that other processes left pending.
     """
 
@@ -84,25 +84,25 @@ class Location:
 
     @property
     def is_process_local(self) -> bool:
-        """Whether the object tier is this process's alone."""
+        """Whether the object tier belongs to this process alone."""
         return self.protocol == "memory"
 
     @property
     def url(self) -> str:
-        """The path as an object tier's URL, without options."""
+        """The path as the object tier's URL, without options."""
         return target_url(self.protocol, self.path)
 
 
 def target_url(protocol: str, path: str) -> str:
-    """A path as a URL. fsspec's web filesystems take whole URLs for paths."""
+    """Return a path as a URL. fsspec's web filesystems have whole URLs as paths."""
     return path if path.startswith(f"{protocol}://") else f"{protocol}://{path}"
 
 
 def split_url(url: str) -> tuple[str | None, str]:
-    """Cut a URL into the object tier's protocol and path; ``None`` stands for a named store or a bare path.
+    """Split a URL into the object tier's protocol and path; ``None`` stands for a named store or a bare path.
 
     Raises:
-        InvalidInputError: A chain that tierfs does not understand, or no valid Unicode.
+        InvalidInputError: The URL is an unsupported chain, or no valid Unicode.
     """
     try:
         url.encode()
@@ -138,13 +138,13 @@ def split_url(url: str) -> tuple[str | None, str]:
 
 
 def strip(protocol: str, path: str) -> str:
-    """A path of this filesystem in its own canonical form.
+    """Return a path in the canonical form of this filesystem.
 
     Raises:
-        InvalidInputError: fsspec knows no such filesystem, or its package is missing.
+        InvalidInputError: fsspec has no such filesystem, or its package is missing.
     """
     absolute = _ABSOLUTE.fullmatch(path) if protocol in LOCAL else None
-    if absolute is not None:  # which fsspec leaves as it is, and takes 50 ms and 7 MiB to be imported
+    if absolute is not None:  # fsspec leaves such a path unchanged, and importing it takes 50 ms and 7 MiB
         return re.sub("/+", "/", absolute[1]).rstrip("/") or "/"
     import fsspec  # noqa: PLC0415
 
@@ -159,10 +159,10 @@ def strip(protocol: str, path: str) -> str:
 
 
 def parse_url(url: str) -> Location:
-    """Where a URL, or a local path, points.
+    """Return the location of a URL or a local path.
 
     Raises:
-        InvalidInputError: The URL is no good, or the named store is not in the configuration.
+        InvalidInputError: The URL is invalid, or the configuration has no store of this name.
     """
     protocol, path = split_url(url)
     if protocol is not None:
@@ -178,19 +178,19 @@ def parse_url(url: str) -> Location:
 
 
 def asks_to_create(location: Location) -> bool:
-    """Whether the environment or, if it says nothing, the configuration asks for a store to be made at the first write.
+    """Return whether to make a store at the first write: as the environment says, else as the configuration says.
 
-    Looked up each time, because the environment may change while filesystem instances live on.
+    Not cached, because the environment may change while filesystem instances exist.
     """
     wish = os.environ.get("TIERFS_CREATE")
     return wish.lower() in TRUE if wish else location.create
 
 
 def named_location(path: str) -> Location:
-    """Where ``NAME/path`` is, by the configuration file.
+    """Return the location of ``NAME/path`` in the configuration file.
 
     Raises:
-        InvalidInputError: There is no such name, or the file cannot be read or understood.
+        InvalidInputError: The file has no such name, or is unreadable or invalid.
     """
     name, _, rest = path.partition("/")
     file_path = _configuration_path()
@@ -220,12 +220,12 @@ def named_location(path: str) -> Location:
 
 
 def configured_tiers() -> TierOptions:
-    """The settings of the configuration file for the local tiers of all stores.
+    """Return the configuration file's settings for the local tiers of all stores.
 
-    A file that this user may not read says nothing, which is logged.
+    A file that this user may not read counts as empty, and a warning is logged.
 
     Raises:
-        InvalidInputError: The file cannot be understood.
+        InvalidInputError: The file is invalid.
     """
     if not os.access(_configuration_path(), os.R_OK) and _is_there(_configuration_path()):
         _logger.warning("%s may not be read: the local tiers are set up without it", _configuration_path())
@@ -244,12 +244,12 @@ def _configuration_path() -> Path:
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a directory above it may not be searched
+    except OSError:  # no permission to search a directory above it
         return True
 
 
 def _configuration() -> dict[str, Any] | None:
-    """The configuration file; ``None`` where there is none."""
+    """Return the content of the configuration file; ``None`` if it is missing."""
     path = _configuration_path()
     try:
         with open(path, "rb") as file:
