@@ -1,7 +1,7 @@
 """tierfs: the storage under large-model training.
 
-An fsspec filesystem and tiered cache. Saves are published as a whole, verified on every read, and cost only
-the bytes that changed. ``import tierfs`` is cheap: its exports are loaded at first use.
+An fsspec filesystem and tiered cache. Saves are published as a whole, verified on every read, and cost only the bytes
+that changed. ``import tierfs`` is cheap: its exports are loaded at first use.
 """
 
 from __future__ import annotations

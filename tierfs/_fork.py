@@ -1,9 +1,8 @@
 """Support for forked children: per-process objects, and resources that a child must not inherit.
 
-A `Store` and its parts belong to the parent: a child that uses one gets an error, and opens its own. This
-module handles the rest. `PerProcess` makes one object for each process. `renew_in_children` closes files and
-connections in a child: if the child kept them, a lock or the other end would not notice that the parent is
-gone.
+A `Store` and its parts belong to the parent: a child that uses one gets an error, and opens its own. This module
+handles the rest. `PerProcess` makes one object for each process. `renew_in_children` closes files and connections in a
+child: if the child kept them, a lock or the other end would not notice that the parent is gone.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def renew_in_children(owner: Renewable) -> None:
 def leave_to_parent(inherited: object) -> None:
     """Keep an object of the parent process from ever being destroyed in this process, even at interpreter exit.
 
-    Its destructor would tell the kernel to drop the parent's connections, because both processes share an
-    epoll descriptor.
+    Its destructor would tell the kernel to drop the parent's connections, because both processes share an epoll
+    descriptor.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 

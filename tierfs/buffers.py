@@ -31,8 +31,7 @@ class Buffers:
         self._size = size
         self._kept_max = kept
         self._taken = 0
-        # Reentrant: the garbage collector may run while the lock is held, and a collected object may return a
-        # buffer.
+        # Reentrant: the garbage collector may run while the lock is held, and a collected object may return a buffer.
         self._lock = threading.RLock()
         self._free: list[memoryview] = []
 
@@ -55,8 +54,7 @@ class Buffers:
         with self._lock:
             self._taken -= 1
             self._free.append(buffer)
-            # A discarded write may never return its buffer. Each such buffer makes the pool keep at most one
-            # more.
+            # A discarded write may never return its buffer. Each such buffer makes the pool keep at most one more.
             del self._free[max(self._kept_max, self._taken) :]
 
     @contextlib.contextmanager

@@ -34,8 +34,7 @@ class SystemClock:
     def monotonic(self) -> float:
         """Return seconds that never decrease.
 
-        They include the time that the machine is suspended, because a lease at the object tier expires
-        meanwhile, too.
+        They include the time that the machine is suspended, because a lease at the object tier expires meanwhile, too.
         """
         return time.clock_gettime(_BOOT_CLOCK)
 

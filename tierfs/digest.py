@@ -1,7 +1,7 @@
 """Content digests: of a block, of a chunk, of a file.
 
-A chunk's digest covers its length and its blocks' digests, so blocks can be hashed in parallel, on a GPU, and
-verified one by one (FORMAT.md, "Digests").
+A chunk's digest covers its length and its blocks' digests, so blocks can be hashed in parallel, on a GPU, and verified
+one by one (FORMAT.md, "Digests").
 """
 
 from __future__ import annotations

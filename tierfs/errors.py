@@ -121,8 +121,8 @@ class StoreError(TierfsError, OSError):
         transient: Whether the same request may succeed if it is sent again.
         throttled: Whether the endpoint asks for fewer requests; then the error is transient.
         retry_after_s: Pause in seconds that the endpoint asks for; ``None`` if it does not say.
-        refused: Whether other credentials or options may be accepted. The flusher then tries others that
-            clients sent it.
+        refused: Whether other credentials or options may be accepted. The flusher then tries others that clients sent
+            it.
         path: The key concerned.
         tier: The tier that failed.
     """
@@ -161,8 +161,8 @@ class ReadOnlyError(TierfsError, PermissionError):
 
     Args:
         message: The problem, its place, and the next step.
-        refused: Whether other credentials or options may be accepted. The flusher then tries others that
-            clients sent it.
+        refused: Whether other credentials or options may be accepted. The flusher then tries others that clients sent
+            it.
         path: The path, key or URL concerned.
         tier: The tier concerned.
     """

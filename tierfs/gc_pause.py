@@ -1,7 +1,7 @@
 """Pause Python's garbage collector while many objects are created that all stay, or all go soon.
 
-They would trigger a collection of all generations, which stops all threads. With torch imported that takes
-0.2 s. `untied` breaks the cycles that keep an error's memory until the collector runs.
+They would trigger a collection of all generations, which stops all threads. With torch imported that takes 0.2 s.
+`untied` breaks the cycles that keep an error's memory until the collector runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Uncollected:
     meanwhile. Explicit collections still run. A child forked meanwhile has the collector enabled.
 
     Args:
-        seconds: The pause ends after this time at the latest, for callers that may never call `end`; ``None``
-            for no limit.
+        seconds: The pause ends after this time at the latest, for callers that may never call `end`; ``None`` for no
+            limit.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -63,8 +63,8 @@ class _Switch:
     """Disables the collector while at least one pause is active.
 
     Attributes:
-        lock: Reentrant, because a signal handler may take it within the same thread. The collector is never
-            disabled without being counted, even if a signal handler or a fork interrupts a call.
+        lock: Reentrant, because a signal handler may take it within the same thread. The collector is never disabled
+            without being counted, even if a signal handler or a fork interrupts a call.
     """
 
     def __init__(self) -> None:
@@ -105,10 +105,9 @@ _switch = _Switch()
 def untied(error: BaseException) -> BaseException:
     """Return ``error`` after removing generator-based context managers from its traceback.
 
-    A context manager that raises another error in place of ``error`` calls this. From Python 3.12 on, the
-    generator's frame leads back to contextlib's frame, which holds ``error``. Without this cycle, the objects
-    in the traceback's frames, such as memory lent to a call, are freed at once and not when the garbage
-    collector runs.
+    A context manager that raises another error in place of ``error`` calls this. From Python 3.12 on, the generator's
+    frame leads back to contextlib's frame, which holds ``error``. Without this cycle, the objects in the traceback's
+    frames, such as memory lent to a call, are freed at once and not when the garbage collector runs.
     """
     chained: list[BaseException | None] = [error]
     seen: set[int] = set()

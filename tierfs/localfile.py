@@ -53,9 +53,9 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     directory = os.path.dirname(target)
     os.makedirs(directory, exist_ok=True)
     temporary = os.path.join(directory, f".tierfs-get-{secrets.token_hex(8)}")
-    # A new file gets the default mode, so that the kernel applies the umask: no thread can read the umask
-    # without changing it for the whole process. A replacement gets 0600 until it is complete, because the old
-    # file may not be readable by others.
+    # A new file gets the default mode, so that the kernel applies the umask: no thread can read the umask without
+    # changing it for the whole process. A replacement gets 0600 until it is complete, because the old file may not be
+    # readable by others.
     rights = 0o666 if mode is None else 0o600
     try:
         with naming(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, rights)) as file:

@@ -1,7 +1,7 @@
 """Share CPU-bound work among as many threads as there are processors; one set of threads per process.
 
-A call never waits for a free thread, only for helpers that already work on its own tasks. So nested calls
-cannot deadlock.
+A call never waits for a free thread, only for helpers that already work on its own tasks. So nested calls cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Processors:
     ) -> None:
         """Run ``task`` on every argument: on this thread, and on a helper for each processor that is idle now.
 
-        With concurrent or nested calls, a process has no more helpers than other processors. A call that gets
-        no helper runs alone. More threads would slow each other down: on two processors, sixteen threads copy
-        and hash a tenth slower than two.
+        With concurrent or nested calls, a process has no more helpers than other processors. A call that gets no helper
+        runs alone. More threads would slow each other down: on two processors, sixteen threads copy and hash a tenth
+        slower than two.
 
         Args:
             task: Called with each argument.
@@ -62,8 +62,8 @@ class Processors:
             threads_max: Most threads for this call, the caller included; by default one for each processor.
 
         Raises:
-            BaseException: The error of the first failed task in the order of arguments, after all running
-                tasks have ended. Tasks after it may not have started; all before it have run.
+            BaseException: The error of the first failed task in the order of arguments, after all running tasks have
+                ended. Tasks after it may not have started; all before it have run.
         """
         job = _Job(task, arguments)
         wanted = len(job) if threads_max is None else min(len(job), threads_max)
@@ -82,19 +82,19 @@ class Processors:
     def turn(self) -> AbstractContextManager[object]:
         """Return a context manager that waits for a turn: only as many threads as processors have one at a time.
 
-        For the CPU-bound work that threads do between waits. More threads would contend for the GIL and evict
-        each other's data from the caches. Code in the block may wait for no other thread, except for helpers
-        of its own `share_out` calls. The main thread neither waits nor counts: an interrupt could make it
-        leave without releasing its turn.
+        For the CPU-bound work that threads do between waits. More threads would contend for the GIL and evict each
+        other's data from the caches. Code in the block may wait for no other thread, except for helpers of its own
+        `share_out` calls. The main thread neither waits nor counts: an interrupt could make it leave without releasing
+        its turn.
         """
         return contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else self._turns
 
     def place(self) -> AbstractContextManager[object]:
         """Return a context manager that bounds the threads that hold a resource while they wait for a `turn`.
 
-        As many threads as processors may be inside. They may also wait for the resource there, such as a free
-        slot, while other threads take their turns. Code in the block must not wait for another thread's
-        place. The main thread neither waits nor counts, as in `turn`.
+        As many threads as processors may be inside. They may also wait for the resource there, such as a free slot,
+        while other threads take their turns. Code in the block must not wait for another thread's place. The main
+        thread neither waits nor counts, as in `turn`.
         """
         return contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else self._places
 

@@ -1,9 +1,8 @@
 """Drop warnings that this process has logged in the last ten minutes.
 
-A process opens a store once for each filesystem instance, rank thread or set of options, and each meets the
-same unreadable file or missing tier. So the loggers of this package drop a warning whose text equals that of
-an earlier one. For a text with a number that changes, ``extra={"repeat_of": ...}`` gives the key to compare
-instead.
+A process opens a store once for each filesystem instance, rank thread or set of options, and each meets the same
+unreadable file or missing tier. So the loggers of this package drop a warning whose text equals that of an earlier one.
+For a text with a number that changes, ``extra={"repeat_of": ...}`` gives the key to compare instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The parts of a checkpoint's metadata that publishing needs: its save, and the files that it names.
 
-docs/reference/checkpoint-format.md, "Commit" and "The metadata document". torch reads the rest of the
-document.
+docs/reference/checkpoint-format.md, "Commit" and "The metadata document". torch reads the rest of the document.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def is_save_id(name: str) -> bool:
 def turn_of(manifest: Manifest | None) -> SaveMark | None:
     """Return the save that wrote a checkpoint's metadata; ``None`` if there is no file.
 
-    Metadata without a mark, such as that of stock DCP, counts as a save that began at the file's modification
-    time.
+    Metadata without a mark, such as that of stock DCP, counts as a save that began at the file's modification time.
     """
     if manifest is None:
         return None

@@ -1,7 +1,7 @@
 """The collector's record: which gc is running, its number, and the state of the condemned lists.
 
-FORMAT.md, "Collector". There is one such object per store, replaced only by conditional puts. So it is the
-lease of the one gc that may run, and the state from which the next gc continues.
+FORMAT.md, "Collector". There is one such object per store, replaced only by conditional puts. So it is the lease of the
+one gc that may run, and the state from which the next gc continues.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class EpochState:
 
     Attributes:
         seen_ns: When the list was known to be visible to everyone.
-        swept_ns: When the last deletions of the chunks that it names were acknowledged; ``None`` if none was
-            begun.
+        swept_ns: When the last deletions of the chunks that it names were acknowledged; ``None`` if none was begun.
     """
 
     seen_ns: int

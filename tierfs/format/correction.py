@@ -1,8 +1,8 @@
 """Find a single flipped bit in an object that ends with a checksum. Pure functions.
 
-The checksum has 128 bits: of all objects that differ in one bit, only the written one matches it. So trying
-every bit restores the object and never yields another one. The time grows with the square of the length: an
-object of 24 KiB takes 0.4 s.
+The checksum has 128 bits: of all objects that differ in one bit, only the written one matches it. So trying every bit
+restores the object and never yields another one. The time grows with the square of the length: an object of 24 KiB
+takes 0.4 s.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def correct_sealed(data: Buffer) -> bytes | None:
     """Restore an object that ends with a checksum over all bytes before it, if one bit flipped.
 
     Returns:
-        The object; ``None`` if more than one bit is wrong, or the object is longer than
-        `CORRECTED_BYTES_MAX`.
+        The object; ``None`` if more than one bit is wrong, or the object is longer than `CORRECTED_BYTES_MAX`.
     """
     if not HEADER_BYTES + CHECKSUM_BYTES <= len(data) <= CORRECTED_BYTES_MAX:
         return None

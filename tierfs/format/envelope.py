@@ -81,8 +81,8 @@ class Envelope:
         digest: The chunk's digest, over its length and its blocks' digests.
         raw_length: Decoded bytes, 1 to 16 MiB.
         blocks: One row per started MiB.
-        bases: The ranges that the blocks are encoded against, in order. Their total length is the chunk's raw
-            length. For a chunk that is derived from elements of twice the width, it is twice that.
+        bases: The ranges that the blocks are encoded against, in order. Their total length is the chunk's raw length.
+            For a chunk that is derived from elements of twice the width, it is twice that.
     """
 
     digest_kind: DigestKind
@@ -133,8 +133,8 @@ class Envelope:
             stored_length: Bytes of the whole object, as the object tier reports them.
 
         Raises:
-            CorruptionError: The envelope is damaged or cut short, its digest does not follow from its blocks'
-                digests, or the object has another length than the envelope says.
+            CorruptionError: The envelope is damaged or cut short, its digest does not follow from its blocks' digests,
+                or the object has another length than the envelope says.
             FormatError: The envelope is of another version, or a field is over its limit.
         """
         kind, header_length = peek_kind(data, where)

@@ -1,7 +1,7 @@
 """The common frame of binary objects: magic, version, kind, and a checksum at the end.
 
-FORMAT.md, "Common header". Reading is bounded: a count or length found in an object is compared with the
-available bytes before memory is allocated for it.
+FORMAT.md, "Common header". Reading is bounded: a count or length found in an object is compared with the available
+bytes before memory is allocated for it.
 """
 
 from __future__ import annotations

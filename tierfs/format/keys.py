@@ -1,7 +1,7 @@
 """Map paths and chunk names to object keys below a store's root, and back.
 
-FORMAT.md, "Keys". A key component that ends in ``!`` is a record, and any other is a directory. So a record
-and a directory of the same name never collide, not even on a backend whose keys are real file names.
+FORMAT.md, "Keys". A key component that ends in ``!`` is a record, and any other is a directory. So a record and a
+directory of the same name never collide, not even on a backend whose keys are real file names.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def validate_path(path: str) -> str:
     """Check a path relative to the store's root, and return it.
 
     Raises:
-        InvalidInputError: The path is empty, absolute, below ``.tierfs``, not UTF-8, or over a limit; or it
-            has ``.``, ``..``, an empty part or a NUL.
+        InvalidInputError: The path is empty, absolute, below ``.tierfs``, not UTF-8, or over a limit; or it has ``.``,
+            ``..``, an empty part or a NUL.
     """
     parts = path.split("/")
     problem = ""

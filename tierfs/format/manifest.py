@@ -1,8 +1,7 @@
 """The records of the tree: a file's manifest, a directory's marker, and the tombstone of a deleted path.
 
-FORMAT.md, "Manifest" and "Tombstone". A record holds a check of its own path, so two swapped records are both
-detected. A tombstone differs from every other record by its size alone, so a listing finds tombstones without
-a GET.
+FORMAT.md, "Manifest" and "Tombstone". A record holds a check of its own path, so two swapped records are both detected.
+A tombstone differs from every other record by its size alone, so a listing finds tombstones without a GET.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Manifest:
 
     Attributes:
         kind: `Kind.FILE` or `Kind.DIRECTORY`.
-        write_id: 16 random bytes, new with every write. Shows whether a write took effect if its response was
-            lost.
+        write_id: 16 random bytes, new with every write. Shows whether a write took effect if its response was lost.
         length: Bytes of the file.
         created_ns: When the file was first written, nanoseconds since the epoch.
         modified_ns: When this content was written.

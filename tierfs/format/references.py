@@ -1,7 +1,7 @@
 """The reference list of a checkpoint: every chunk object that its files need, so that a mark reads one object.
 
-FORMAT.md, "Reference list". The list names the versions of the records that it covers. If the directory now
-has other records or versions, the list is ignored and the mark reads the records.
+FORMAT.md, "Reference list". The list names the versions of the records that it covers. If the directory now has other
+records or versions, the list is ignored and the mark reads the records.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ReferenceList:
         path: The checkpoint's directory.
         digest_kind: Kind of the digests.
         records: Checks of the records that the list covers, sorted, laid end to end.
-        names: The chunk objects that these records need, encoded as in condemned lists. Sorted, without
-            duplicates, laid end to end.
+        names: The chunk objects that these records need, encoded as in condemned lists. Sorted, without duplicates,
+            laid end to end.
     """
 
     path: str

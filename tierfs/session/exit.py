@@ -1,7 +1,6 @@
 """At process exit, wait for pending changes for a bounded time, and log the files that are left.
 
-If a save still runs on another thread that the interpreter waits for, the save ends before the tiers are
-closed.
+If a save still runs on another thread that the interpreter waits for, the save ends before the tiers are closed.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ _open: weakref.WeakKeyDictionary[Tiers, _Open] = weakref.WeakKeyDictionary()
 def _register(_process: int) -> None:
     # Called when all threads that the interpreter waits for have ended, and their saves with them.
     atexit.register(_put_away_all)
-    # An exiting interpreter accepts no more callbacks. The next process that opens the store finds sealed
-    # drafts.
+    # An exiting interpreter accepts no more callbacks. The next process that opens the store finds sealed drafts.
     with contextlib.suppress(RuntimeError):
         # Called while executors still accept work; by the time of `atexit` they do not.
         getattr(threading, "_register_atexit", atexit.register)(_wait_for_threads)
@@ -96,8 +94,8 @@ def _register(_process: int) -> None:
     if processes is not None and processes.parent_process() is not None:
         from multiprocessing.util import Finalize  # noqa: PLC0415 - only a child has it loaded
 
-        # `multiprocessing` ends a child without running `atexit` callbacks. This one runs after the child's
-        # other finalizers.
+        # `multiprocessing` ends a child without running `atexit` callbacks. This one runs after the child's other
+        # finalizers.
         Finalize(None, _put_away_child, exitpriority=-1)
 
 
@@ -113,8 +111,8 @@ def _wait_for_threads() -> None:
 def _put_away_child() -> None:
     """Close the tiers in a process that `multiprocessing` started.
 
-    If another thread that the interpreter waits for is not tierfs's, it may be saving. Then nothing is
-    closed, as if the process were killed after that thread's end.
+    If another thread that the interpreter waits for is not tierfs's, it may be saving. Then nothing is closed, as if
+    the process were killed after that thread's end.
     """
     known = (threading.current_thread(), threading.main_thread())
     if all(thread.daemon or thread in known or thread.name.startswith("tierfs-") for thread in threading.enumerate()):

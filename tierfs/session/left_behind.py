@@ -24,8 +24,8 @@ def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
 
     Args:
         state: The state directory.
-        places: See `ObjectTier.places`. Inode numbers of directories are ignored: an unmounted directory has
-            another number, or the number was reused.
+        places: See `ObjectTier.places`. Inode numbers of directories are ignored: an unmounted directory has another
+            number, or the number was reused.
 
     Raises:
         StoreError: Changes are pending, or that cannot be determined.

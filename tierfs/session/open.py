@@ -61,16 +61,16 @@ def init(
         url: ``tierfs::s3://bucket/run``, ``s3://bucket/run``, ``tierfs://NAME``, or a local path.
         digest: The digests that name contents: ``xxh3-128``, or ``blake3`` if writers are not trusted.
         lease_s: How long a writer may rely on its knowledge of the store without renewal; by default 60 s.
-        grace_s: How long replaced or deleted data stays readable, and garbage collection waits. At least two
-            leases; by default an hour, or six leases if that is longer.
+        grace_s: How long replaced or deleted data stays readable, and garbage collection waits. At least two leases; by
+            default an hour, or six leases if that is longer.
         options: For the object tier's own filesystem.
 
     Raises:
-        InvalidInputError: The URL is invalid or lies inside another store; or the existing store has other
-            digests, or another lease or grace.
-        StoreError, CapacityError, ReadOnlyError: The object tier failed; or this host has pending changes for
-            a store that was there. The error is transient if the object tier is unreachable and this host
-            does not know the store.
+        InvalidInputError: The URL is invalid or lies inside another store; or the existing store has other digests, or
+            another lease or grace.
+        StoreError, CapacityError, ReadOnlyError: The object tier failed; or this host has pending changes for a store
+            that was there. The error is transient if the object tier is unreachable and this host does not know the
+            store.
     """
     location = parse_url(url)
     location = replace(location, options={**location.options, **(options or {})})
@@ -152,16 +152,16 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
     Args:
         location: The path of a file, a directory, or the root itself.
         write: Whether the caller writes. Then a store that was opened before is checked to still exist.
-        create: Make a store if there is none: at the root that the configuration gives a named store, else in
-            the directory that holds ``location``.
+        create: Make a store if there is none: at the root that the configuration gives a named store, else in the
+            directory that holds ``location``.
 
     Returns:
         The store, and the path relative to its root; empty for the root itself.
 
     Raises:
         StoreNotFoundError: No store holds ``location``.
-        ReadOnlyError: Access to a directory further up was denied: the message names the root to give. Or the
-            state directory belongs to another user, and this user asked for local tiers.
+        ReadOnlyError: Access to a directory further up was denied: the message names the root to give. Or the state
+            directory belongs to another user, and this user asked for local tiers.
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
         StoreError: The object tier failed; or this host has pending changes for a store that was there.
     """
@@ -276,8 +276,8 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
     Args:
         location: The location that the store is opened for.
         root: The possible root.
-        has_known: Whether this host knows a store here or further up, so that it need not wait long for the
-            object tier.
+        has_known: Whether this host knows a store here or further up, so that it need not wait long for the object
+            tier.
         is_unreachable: Whether the object tier was found unreachable, so that no request is sent.
     """
     key = (_token(location), root)
@@ -333,8 +333,7 @@ def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, 
 
     Args:
         location: The path of a file, a directory, or the root itself.
-        may_be_away: Whether the descriptor that this host saved is sufficient if the object tier is
-            unreachable.
+        may_be_away: Whether the descriptor that this host saved is sufficient if the object tier is unreachable.
 
     Returns:
         The store, and the settings of its local tiers for other processes.

@@ -42,8 +42,8 @@ def probe_store(location: Location) -> ProbeReport:
     Processes that have the store open use the promises from when they opened it, until they open it again.
 
     Args:
-        location: A store's root, or a path in it. Without a store, the place for one; on this host, that must
-            be an existing directory. The probe leaves nothing in it.
+        location: A store's root, or a path in it. Without a store, the place for one; on this host, that must be an
+            existing directory. The probe leaves nothing in it.
 
     Raises:
         NotFoundError: The place is no directory of this host.
@@ -81,7 +81,7 @@ def _probe_bare(location: Location, root: str, url: str) -> Findings:
         return probe(connect(location.protocol, root, location.options, attempts=1))
     if not os.path.isdir(root):
         raise NotFoundError(f"{url} is no directory: make it, or try the one that it is to be in", path=url)
-    # A put makes directories and locks. In a temporary directory, they can be removed, because no other
-    # process uses them.
+    # A put makes directories and locks. In a temporary directory, they can be removed, because no other process uses
+    # them.
     with translated(url), tempfile.TemporaryDirectory(prefix=".tierfs-probe-", dir=root) as directory:
         return probe(connect(location.protocol, directory, location.options, attempts=1))

@@ -1,8 +1,8 @@
 """The settings of the local tiers, from argument, URL option, environment, configuration file or default.
 
-The first of these that sets a value counts. A size is written as ``"8GiB"`` or as a share, ``"25%"``. For the
-ram tier, that is a share of the memory that this process may use; for the nvme tier, of the disk's free
-space. ``"0"`` switches a tier off.
+The first of these that sets a value counts. A size is written as ``"8GiB"`` or as a share, ``"25%"``. For the ram tier,
+that is a share of the memory that this process may use; for the nvme tier, of the disk's free space. ``"0"`` switches a
+tier off.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class TierOptions:
         ack: The level at which ``close`` and every other change returns: ``staged``, ``local`` or ``object``.
             Default: ``local``; ``object`` if the torch job spans hosts (``WORLD_SIZE`` is set and differs from
             ``LOCAL_WORLD_SIZE``, or from 1).
-        ram: Budget of the ram tier: a size, or a share of the memory that this process may use. All processes
-            and stores of the host share it. Default: ``25%``.
+        ram: Budget of the ram tier: a size, or a share of the memory that this process may use. All processes and
+            stores of the host share it. Default: ``25%``.
         nvme: Budget of the store's nvme tier: a size, or a share of the free bytes on the disk of the state directory.
             Default: ``10%`` when the tier is made, then its size; ``0`` if the object tier is a directory of this host.
-        state_dir: The state directory, an absolute path or one that begins with ``~``. A relative path is
-            refused: programs in two directories would be two hosts. Default: see ``TIERFS_STATE_DIR``.
-        timeout: Seconds that a write waits for room, and a change for its level. A wait for room that cannot
-            come ends at once. Default: 600.
-        bandwidth: Bytes per second from the flusher to the object tier, counted before encoding. Each host
-            has one flusher per store, and the process that starts it decides. Writes that bypass the flusher,
-            as with ``ack="object"``, are not limited. Default: no limit.
+        state_dir: The state directory, an absolute path or one that begins with ``~``. A relative path is refused:
+            programs in two directories would be two hosts. Default: see ``TIERFS_STATE_DIR``.
+        timeout: Seconds that a write waits for room, and a change for its level. A wait for room that cannot come ends
+            at once. Default: 600.
+        bandwidth: Bytes per second from the flusher to the object tier, counted before encoding. Each host has one
+            flusher per store, and the process that starts it decides. Writes that bypass the flusher, as with
+            ``ack="object"``, are not limited. Default: no limit.
         codecs: How the flusher encodes chunks: ``auto``, ``all``, ``off``, or names of codecs, ``zstd,plane``. The
             process that starts the flusher decides. Default: ``auto``.
         device: Budget of GPU memory for the device tier of each process that saves with ``TierWriter``. Default: none.
@@ -131,10 +131,8 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     Args:
         options: The settings from all sources, the earlier ones in the module's order over the later ones.
         uuid: The store's id.
-        host_local: Whether the object tier is a directory of this host. Then there is no nvme tier by
-            default.
-        process_local: Whether the object tier belongs to this process alone. Then there are no local tiers by
-            default.
+        host_local: Whether the object tier is a directory of this host. Then there is no nvme tier by default.
+        process_local: Whether the object tier belongs to this process alone. Then there are no local tiers by default.
 
     Raises:
         InvalidInputError: A value is invalid.

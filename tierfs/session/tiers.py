@@ -1,9 +1,8 @@
 """Compose the local tiers of a store on this host, and the flusher behind them, once per process and store.
 
-A flusher is a separate process, started as ``python -m tierfs.cli flusher run``. It is a thread of this
-process if a process cannot do the work: because the object tier belongs to this process alone, or because its
-options cannot be sent to another process. Both are reached over the same socket, so callers see no
-difference.
+A flusher is a separate process, started as ``python -m tierfs.cli flusher run``. It is a thread of this process if a
+process cannot do the work: because the object tier belongs to this process alone, or because its options cannot be sent
+to another process. Both are reached over the same socket, so callers see no difference.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path]:
     """Return the host of a store's local tiers, and their directory on it.
 
     Raises:
-        InvalidInputError: The directory belongs to another store of this id, or the state directory is in a
-            place that cannot hold local tiers.
+        InvalidInputError: The directory belongs to another store of this id, or the state directory is in a place that
+            cannot hold local tiers.
         DamagedPlaceError: The directory has pending changes, and its file that names their store is damaged.
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
@@ -146,8 +145,7 @@ def tiers_for(
         _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})
     finish_at_exit(tiers, target.url, launcher)
     if resumes and tiers.drafts.pending_below(""):
-        # The changes were left by processes that ended. Opening the store need not wait for the flusher to
-        # start.
+        # The changes were left by processes that ended. Opening the store need not wait for the flusher to start.
         start_daemon(tiers.writer.announce, name="resume")
     return tiers
 

@@ -18,8 +18,8 @@ class AbsentError(Exception):
 class LocalBase:
     """A copy of a chunk on this host, as a base for one chunk. For one thread.
 
-    A delta against wrong bytes cannot be decoded. So the whole base is verified before a chunk is encoded
-    against it, or before a finding about it is remembered.
+    A delta against wrong bytes cannot be decoded. So the whole base is verified before a chunk is encoded against it,
+    or before a finding about it is remembered.
 
     Args:
         kind: The store's digests.

@@ -15,8 +15,8 @@ class Codecs:
     """The codecs that the encoder may use.
 
     Attributes:
-        allowed: The codecs. Always has STORE. Has CONST unless STORE is the only one: a block for which CONST
-            is right is not tried with any other codec.
+        allowed: The codecs. Always has STORE. Has CONST unless STORE is the only one: a block for which CONST is right
+            is not tried with any other codec.
         always: Encode also where sending the raw bytes would be faster.
     """
 

@@ -53,8 +53,8 @@ class ChunkContext:
         save: How many saves of the file came before this one. Tells how old a remembered choice is.
         base: The chunk at the same place in the keyframe, of the same length.
         sources: The parts that the chunk may be derived from; twice its length in all.
-        unread: Digests of the replaced file's chunks that have to be read back: see
-            `tierfs.store.chunks.store_chunk`. All chunks of a file share one set.
+        unread: Digests of the replaced file's chunks that have to be read back: see `tierfs.store.chunks.store_chunk`.
+            All chunks of a file share one set.
     """
 
     tensors: tuple[Tensor, ...] = ()

@@ -73,8 +73,7 @@ class Deriver:
             self._reference = fresh(2 * CHUNK_BYTES)
         reference = self._reference[: 2 * len(raw)]
         begins = itertools.accumulate((length for _, _, length in sources), initial=0)
-        # Sorted by name, so that each source is read once: only the last source that is read in parts is
-        # kept.
+        # Sorted by name, so that each source is read once: only the last source that is read in parts is kept.
         for at, (row, offset, length) in sorted(zip(begins, sources, strict=False), key=lambda part: part[1].row.name):
             out = reference[at : at + length]
             if length == row.raw_length:
@@ -96,8 +95,7 @@ class Deriver:
     def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
         """Read a whole chunk from this host and verify it; ``None`` if this host does not have it.
 
-        The last chunk is kept, because small tensors that follow each other often derive from parts of one
-        chunk.
+        The last chunk is kept, because small tensors that follow each other often derive from parts of one chunk.
         """
         if self._source is None:
             self._source = fresh(CHUNK_BYTES)

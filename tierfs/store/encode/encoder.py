@@ -1,7 +1,7 @@
 """Choose how each chunk is encoded for the object tier.
 
-The encoder chooses once per tensor, on a sample of its first chunk, and remembers the choice from save to
-save. Under pressure it sends a chunk raw: docs/decisions/0055-raw-under-pressure.md.
+The encoder chooses once per tensor, on a sample of its first chunk, and remembers the choice from save to save. Under
+pressure it sends a chunk raw: docs/decisions/0055-raw-under-pressure.md.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ GROUPS_MAX = 10_000
 FETCH_WORTH = 0.5
 # The same for an object tier on this host, which is read as fast as any other tier.
 FETCH_NEAR_WORTH = 0.05
-# A quarter of the uploading threads, of which there are about as many as processors, may fetch bases at a
-# time.
+# A quarter of the uploading threads, of which there are about as many as processors, may fetch bases at a time.
 PROCESSORS_A_FETCH = 4
 # The weight of the newest tensor in the typical saving.
 NEWEST = 0.1
@@ -48,9 +47,8 @@ NEWEST = 0.1
 PASSED_MAX = 32
 _logger = logging.getLogger("tierfs.store")
 
-# As many threads encode at a time as there are processors: each uses memory for a base and a few blocks.
-# These turns are not the decoders' turns, because an encoding thread may first have to read a chunk from the
-# object tier.
+# As many threads encode at a time as there are processors: each uses memory for a base and a few blocks. These turns
+# are not the decoders' turns, because an encoding thread may first have to read a chunk from the object tier.
 _encoders = PerProcess(Processors)
 
 FetchRow = Callable[[Row, int, memoryview], None]
@@ -79,8 +77,8 @@ class _Known(NamedTuple):
         """Return whether the choice still counts at this save.
 
         A miss is tried again with the next save: differences grow with the distance from the keyframe, and
-        the next save may have a newer one. Further misses are tried again less and less often, since some
-        tensors never have small differences.
+        the next save may have a newer one. Further misses are tried again less and less often, since some tensors never
+        have small differences.
         """
         saves = min(2 ** min(self.misses - 1, 30), REPROBE_SAVES) if self.is_miss else REPROBE_SAVES
         return 0 <= save - self.save < saves
@@ -276,8 +274,8 @@ class Encoder:
     def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
         """Run `_try` against a base in the object tier; return ``None`` if it is not worth fetching or unreadable.
 
-        If the object tier is behind a network, few threads do this at a time. Each uses the memory of one
-        more chunk while it waits, and the first thread's findings may save the others a fetch.
+        If the object tier is behind a network, few threads do this at a time. Each uses the memory of one more chunk
+        while it waits, and the first thread's findings may save the others a fetch.
         """
         fetching, encoding = (
             (_encoders().turn(), contextlib.nullcontext()) if self._is_near else (self._fetching, _encoders().turn())
@@ -316,8 +314,8 @@ class Encoder:
                 for plan, block in zip(plans, blocks_of(base.whole()), strict=True)
             ]
         if base is not None and not base.is_verified:
-            # The sample may have been compared with wrong bytes. So the finding about deltas must not be used
-            # for other chunks.
+            # The sample may have been compared with wrong bytes. So the finding about deltas must not be used for other
+            # chunks.
             found = [(tensor, choice.alone()) for tensor, choice in found]
         return _Attempt(encode_chunk(asked.raw, plans, asked.into, self.codecs.allowed), found)
 
@@ -358,8 +356,7 @@ class Encoder:
                     known = self._choices.pop(tensor.name, None)
                     misses = known.misses if known is not None and (known.is_miss or known.holds(save)) else 0
                     found = _Known(save, choice, misses)
-                    # Count one miss per save, even if several chunks of the tensor were tried at the same
-                    # time.
+                    # Count one miss per save, even if several chunks of the tensor were tried at the same time.
                     is_news = known is None or not known.is_miss or known.save != save
                     self._choices[tensor.name] = (
                         found._replace(misses=misses + 1) if found.is_miss and is_news else found

@@ -1,9 +1,9 @@
 """Choose the bases of a file's chunks: the chunks at the same places in the save before it.
 
-A chunk's *place* is the tensor in which it begins, the offset in that tensor, and the chunk's length. So a
-header that grows, or a tensor that comes or goes, shifts no other place. At each place, the newest chunk that
-stands alone is the *keyframe*. Chunks of later saves are encoded against it, so no chain is longer than one.
-When the keyframe is old, the next chunk stands alone again.
+A chunk's *place* is the tensor in which it begins, the offset in that tensor, and the chunk's length. So a header that
+grows, or a tensor that comes or goes, shifts no other place. At each place, the newest chunk that stands alone is the
+*keyframe*. Chunks of later saves are encoded against it, so no chain is longer than one. When the keyframe is old, the
+next chunk stands alone again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ KEYFRAMES_MAX = 200_000
 SOURCE_SAMPLE = 2048
 # The share of a chunk that may be derived from nothing. DERIVE does not encode a block with a larger share.
 LACKING_MAX = 0.25
-# Reading a delta takes one more request. A header, which a reader needs first, does not shrink enough to be
-# worth that.
+# Reading a delta takes one more request. A header, which a reader needs first, does not shrink enough to be worth that.
 DELTA_BYTES_MIN = 64 << 10
 NARROW, WIDE = 2, 4  # bytes per element
 _logger = logging.getLogger("tierfs.store")
@@ -66,8 +65,7 @@ class SaveSeries:
         saves: How many saves came since this flusher began.
         term: The lease in which the keyframes were last known to be in the store.
         keyframes: The newest chunk that stands alone, by place.
-        renewing: Write id of the unpublished save whose chunks stand alone where keyframes are old, if there
-            is one.
+        renewing: Write id of the unpublished save whose chunks stand alone where keyframes are old, if there is one.
     """
 
     path: str
@@ -148,8 +146,8 @@ class KeyframeIndex:
             return FilePlan(None, [place for place, _ in spans], [ChunkContext(tensors) for _, tensors in spans])
         series = self._series(draft)
         found, contexts = [], []
-        # Until the renewing save is published, later saves still use the old keyframes. Twice the age is the
-        # limit, in case that save is never published.
+        # Until the renewing save is published, later saves still use the old keyframes. Twice the age is the limit, in
+        # case that save is never published.
         is_renewed = series.renewing not in {None, manifest.write_id}
         age_max = KEYFRAME_SAVES * (2 if is_renewed else 1)
         lengths = [row.raw_length for row in manifest.rows]
@@ -361,8 +359,8 @@ def _derived_parts(
 ) -> list[ChunkPart]:
     """Return the parts that a chunk is a copy of; an empty list if too much of it is a copy of nothing.
 
-    A small rest that is a copy of nothing needs a part too. Any bytes serve for it, so it gets a part of the
-    longest range.
+    A small rest that is a copy of nothing needs a part too. Any bytes serve for it, so it gets a part of the longest
+    range.
     """
     ranges: list[list[int]] = []
     lacking: list[tuple[int, int]] = []  # index in `ranges` of a part to fill in, and its bytes

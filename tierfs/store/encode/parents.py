@@ -25,8 +25,8 @@ LISTINGS_KEPT_MAX = 100
 class ListedNames:
     """Names in directories of the object tier, each listing cached for five seconds. Safe for use by many threads.
 
-    A save that another host publishes within that time is not found as a parent, so its chunks cannot be
-    bases. That costs bytes and nothing else.
+    A save that another host publishes within that time is not found as a parent, so its chunks cannot be bases. That
+    costs bytes and nothing else.
     """
 
     def __init__(self, store: Store) -> None:
@@ -106,8 +106,8 @@ def _newest(listed: ListedNames, directory: str, group: str) -> str | None:
 def _below(parts: Sequence[str], counting: str, before: str) -> Iterator[list[str]]:
     """Yield the directories that may be below an earlier save in place of those below a later one.
 
-    The directories below may count the save too, as in checkpoint-20/global_step20. Or they may have the same
-    number for another reason, as in step_2/rank_2.
+    The directories below may count the save too, as in checkpoint-20/global_step20. Or they may have the same number
+    for another reason, as in step_2/rank_2.
     """
     number = re.compile(rf"(?<!\d){last_number(counting)}(?!\d)")
     counted = [number.sub(last_number(before), part) for part in parts]

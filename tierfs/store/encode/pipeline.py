@@ -49,8 +49,8 @@ class BlockPlan(NamedTuple):
         coding: The coding to try.
         reason: Why this coding, for a person.
         base: The bytes to encode against, if any: as long as the block, or twice as long.
-        part_of: The tensor that the block is part of. Only blocks of one tensor are encoded together, because
-            others are not alike enough.
+        part_of: The tensor that the block is part of. Only blocks of one tensor are encoded together, because others
+            are not alike enough.
     """
 
     coding: Coding
@@ -64,18 +64,16 @@ def encode_chunk(
 ) -> list[EncodedBlock]:
     """Encode a chunk's blocks. Each encoded block lies at the offset of its raw block.
 
-    The target may be the chunk's own memory: a few blocks at a time are encoded into a buffer that stays in
-    the CPU caches, and copied from there.
+    The target may be the chunk's own memory: a few blocks at a time are encoded into a buffer that stays in the CPU
+    caches, and copied from there.
 
     Args:
         raw: The chunk.
-        plans: How to encode each block. A plan is drawn when all blocks before it are encoded, except up to
-            three that may be encoded together with it. So the bases of four blocks have to be valid at the
-            same time.
-        into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself if the chunk may be
-            overwritten.
-        allowed: Codecs that a block may get. A block gets STORE if another codec turned out to be better, or
-            if its planned codec does not work for it.
+        plans: How to encode each block. A plan is drawn when all blocks before it are encoded, except up to three that
+            may be encoded together with it. So the bases of four blocks have to be valid at the same time.
+        into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself if the chunk may be overwritten.
+        allowed: Codecs that a block may get. A block gets STORE if another codec turned out to be better, or if its
+            planned codec does not work for it.
     """
     import numpy as np  # noqa: PLC0415 - importing the package must not bring it
 

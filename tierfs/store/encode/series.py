@@ -15,9 +15,9 @@ _RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # an id that dif
 def numbered(parts: Sequence[str]) -> list[int]:
     """Return the indexes of the path components that count the saves.
 
-    These are the components that say so, like ``step_20``. Without any, they are the directories that are a
-    number, else the last directory with a number in it, else the file's name. Other numbers in the name of a
-    file that is new with every save mean something else, such as its rank.
+    These are the components that say so, like ``step_20``. Without any, they are the directories that are a number,
+    else the last directory with a number in it, else the file's name. Other numbers in the name of a file that is new
+    with every save mean something else, such as its rank.
     """
     directories = parts[:-1]
     counting = [at for at, part in enumerate(parts) if _COUNTER.search(part)]

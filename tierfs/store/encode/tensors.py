@@ -63,8 +63,7 @@ def places(
     Bytes outside any named tensor give an empty `Tensor`, for which no choice is remembered.
 
     Args:
-        layout: The file's spans, without gaps from the beginning of the first chunk to the end of the last
-            one.
+        layout: The file's spans, without gaps from the beginning of the first chunk to the end of the last one.
         lengths: The chunks' lengths in bytes.
         group: The name that all saves of the file share: see `tierfs.store.encode.series.group_of`.
         start: The offset of the first chunk in the file.

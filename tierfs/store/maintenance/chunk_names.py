@@ -15,8 +15,8 @@ __all__ = ["ChunkNames"]
 class ChunkNames:
     """The names of the chunk objects of one store. Safe for use by many threads.
 
-    The listing of the last prefix is cached, so lookups in the order of keys list each prefix once. Other
-    processes may delete objects of a cached listing, and objects that they store meanwhile are not in it.
+    The listing of the last prefix is cached, so lookups in the order of keys list each prefix once. Other processes may
+    delete objects of a cached listing, and objects that they store meanwhile are not in it.
     """
 
     def __init__(self, store: Store) -> None:

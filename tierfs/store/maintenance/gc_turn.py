@@ -1,8 +1,7 @@
 """The turn to collect garbage: a conditional lease lets one gc run at a time.
 
-FORMAT.md, "Collector". gc only compares times that the object tier gave in its responses to puts of one
-object, the collector's record. The clock of gc's own host only measures how long this process may rely on its
-turn.
+FORMAT.md, "Collector". gc only compares times that the object tier gave in its responses to puts of one object, the
+collector's record. The clock of gc's own host only measures how long this process may rely on its turn.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class Turn:
         self._version = version
         self._put()
         self._check_is_fresh()
-        # If a gc put a list right before it ended, the list counts as seen from now on: from now on all
-        # writers see it.
+        # If a gc put a list right before it ended, the list counts as seen from now on: from now on all writers see it.
         self.note(
             {**known, **{epoch: EpochState(self.now_ns) for epoch in epochs if epoch not in known}}, self.record.last
         )
@@ -151,8 +149,8 @@ class Turn:
 def read_collector(store: Store) -> tuple[Collector, Version | None]:
     """Return the collector's record and its version.
 
-    An empty record stands for a missing one. A damaged one is returned as that of an unknown gc, whose turn
-    may still run.
+    An empty record stands for a missing one. A damaged one is returned as that of an unknown gc, whose turn may still
+    run.
 
     Raises:
         FormatError: A newer tierfs wrote the record.

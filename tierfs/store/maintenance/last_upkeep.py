@@ -18,8 +18,8 @@ __all__ = ["last_upkeep"]
 def last_upkeep(store: Store) -> dict[str, Any]:
     """Return the results under ``gc`` and ``scrub``, as their records have them.
 
-    A result is missing if the task never ran or its record cannot be read. If the store has local tiers, the
-    object tier has to answer within a moment.
+    A result is missing if the task never ran or its record cannot be read. If the store has local tiers, the object
+    tier has to answer within a moment.
     """
     bare = store.without_local_tiers()
 

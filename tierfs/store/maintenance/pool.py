@@ -17,8 +17,7 @@ class Pool:
     """A thread pool for requests.
 
     Args:
-        concurrency: Most requests in flight. With 1, there are no threads and the caller's thread runs every
-            task.
+        concurrency: Most requests in flight. With 1, there are no threads and the caller's thread runs every task.
     """
 
     def __init__(self, concurrency: int) -> None:

@@ -1,7 +1,7 @@
 """Restore a damaged or missing chunk object under the same key and with the same length.
 
-Every manifest that names the chunk is then valid again, unchanged. The bytes come from the sound parts of the
-object, from this host's local tiers, from another object with the same content, or from another store.
+Every manifest that names the chunk is then valid again, unchanged. The bytes come from the sound parts of the object,
+from this host's local tiers, from another object with the same content, or from another store.
 """
 
 from __future__ import annotations

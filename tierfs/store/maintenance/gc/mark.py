@@ -1,9 +1,8 @@
 """Find the chunk objects that the records of a store reach.
 
-A mark lists all records. It reads a checkpoint's reference list if that covers exactly the current versions,
-and otherwise every live record. Other hosts keep writing meanwhile, so the result is not the state of any
-single moment. docs/decisions/0056 says why that is safe: no new record names a chunk that the second mark is
-asked about.
+A mark lists all records. It reads a checkpoint's reference list if that covers exactly the current versions, and
+otherwise every live record. Other hosts keep writing meanwhile, so the result is not the state of any single moment.
+docs/decisions/0056 says why that is safe: no new record names a chunk that the second mark is asked about.
 """
 
 from __future__ import annotations

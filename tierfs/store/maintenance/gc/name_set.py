@@ -1,8 +1,8 @@
 """Sets of chunk names of any size, as sorted numpy arrays of eight bytes per name; beyond a limit they lie in files.
 
-A name is represented by 64 bits of it. Two names collide in about one of 10^5 stores of ten million chunks.
-Then an unreached chunk counts as reached and is kept. The opposite mistake cannot happen, and names are
-compared in full before a chunk is deleted.
+A name is represented by 64 bits of it. Two names collide in about one of 10^5 stores of ten million chunks. Then an
+unreached chunk counts as reached and is kept. The opposite mistake cannot happen, and names are compared in full before
+a chunk is deleted.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ class GcOptions:
 
     Attributes:
         dry_run: Change nothing, and report what a run would do, by this host's clock.
-        exclusive: The user guarantees that no other process writes to the store: delete unreached chunks at
-            once.
+        exclusive: The user guarantees that no other process writes to the store: delete unreached chunks at once.
         without: Paths. An unreadable record at or below one of them counts as reaching nothing.
         concurrency: Most requests in flight.
         deletes_per_s: Most chunk objects deleted per second.
@@ -64,8 +63,7 @@ class GcReport:
             ``lists`` are condemned lists, ``references`` are reference lists.
         unreadable: Unreadable records. If there are any, nothing was condemned or deleted.
         passed_over: Unreadable records that `GcOptions.without` excused.
-        next_s: Seconds until another run can delete the chunks that are condemned now; ``None`` if there are
-            none.
+        next_s: Seconds until another run can delete the chunks that are condemned now; ``None`` if there are none.
     """
 
     dry_run: bool = False

@@ -1,7 +1,6 @@
 """Run garbage collection: one mark, then delete chunks condemned at least a grace ago, and condemn unreached ones.
 
-docs/decisions/0056 has the protocol and its proof. FORMAT.md, "Leases and condemned chunks", has the rules
-for writers.
+docs/decisions/0056 has the protocol and its proof. FORMAT.md, "Leases and condemned chunks", has the rules for writers.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def collect(store: Store, options: GcOptions | None = None, progress: Progress =
     Raises:
         ConflictError: Another gc is running; or ``exclusive`` is set, and a writer has a live lease.
         InvalidInputError: The store can only be collected with ``exclusive``.
-        StoreError, ReadOnlyError, CapacityError: The object tier failed, or answers with old metadata. The
-            next run does the rest.
+        StoreError, ReadOnlyError, CapacityError: The object tier failed, or answers with old metadata. The next run
+            does the rest.
     """
     options = options or GcOptions()
     if store.descriptor.single_writer and not (options.exclusive or options.dry_run):

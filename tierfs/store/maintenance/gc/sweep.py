@@ -101,12 +101,10 @@ class Sorted:
 
     Attributes:
         reached: Number and bytes of objects that a record needs.
-        dead: Unreached objects that were condemned long enough ago: encoded name, size, and epoch of the
-            list.
+        dead: Unreached objects that were condemned long enough ago: encoded name, size, and epoch of the list.
         doomed: Unreached objects that are in no list and old enough for one.
         waiting: Number and bytes of condemned objects that wait.
-        young: Number and bytes of unreached objects too young to be condemned: a manifest in flight may name
-            them.
+        young: Number and bytes of unreached objects too young to be condemned: a manifest in flight may name them.
     """
 
     reached: tuple[int, int] = (0, 0)

@@ -49,8 +49,8 @@ class NeededChunks:
     def find(self, name: ChunkName) -> Row:
         """Return the row of a chunk object. Call this when all are added.
 
-        If no file names the object as a chunk, no row has its lengths. They come from the envelope of an
-        object that is encoded against it.
+        If no file names the object as a chunk, no row has its lengths. They come from the envelope of an object that is
+        encoded against it.
 
         Returns:
             A row with lengths of 0 if no such envelope can be read.

@@ -86,8 +86,8 @@ class Mender:
                 record = decode_record(candidate, path, store.where(key))
             except (CorruptionError, FormatError):
                 continue
-            # An error of the object tier ends the repair: a record whose right bytes are known must not be
-            # replaced by a tombstone.
+            # An error of the object tier ends the repair: a record whose right bytes are known must not be replaced by
+            # a tombstone.
             if self._put(key, candidate, version):
                 self._mended(key, problem, source)
             if self._aside is None:

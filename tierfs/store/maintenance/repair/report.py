@@ -18,8 +18,7 @@ class RepairItem:
     Attributes:
         key: The object concerned.
         problem: The problem, in words.
-        how: The source of the right bytes, the key of the damaged bytes' copy, or the reason why nothing is
-            done.
+        how: The source of the right bytes, the key of the damaged bytes' copy, or the reason why nothing is done.
     """
 
     key: str

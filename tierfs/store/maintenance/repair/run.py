@@ -1,7 +1,7 @@
 """Repair a store from its sound copies, move unrepairable objects aside, and report files that lost data.
 
-Nothing is deleted: an object that is taken from its place is kept below ``.tierfs/lost/``. A chunk with one
-damaged block stays, because its other blocks can be read.
+Nothing is deleted: an object that is taken from its place is kept below ``.tierfs/lost/``. A chunk with one damaged
+block stays, because its other blocks can be read.
 """
 
 from __future__ import annotations
@@ -365,8 +365,8 @@ class _Repair:
                 rows = None if manifest is None else self._rows(path, manifest)
                 if manifest is None or rows is None:
                     return True
-                # The record that is replaced names the file's other chunks, so they exist as long as it or
-                # its successor does.
+                # The record that is replaced names the file's other chunks, so they exist as long as it or its
+                # successor does.
                 for name in {row.name for row in rows} & self._beside.keys():
                     self._beside[name] = ensure_chunks_durable(store, path, [self._beside[name]], self._find).rows[0]
                 table, indirect = fold_rows(store, [self._beside.get(row.name, row) for row in rows])

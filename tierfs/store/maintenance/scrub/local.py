@@ -1,7 +1,7 @@
 """Scrub a local tier: verify every copy of a chunk that this host has, continuing where the last run ended.
 
-A damaged copy is quarantined, and the next reader takes the bytes from the next tier. The report says whether
-the object tier has the bytes.
+A damaged copy is quarantined, and the next reader takes the bytes from the next tier. The report says whether the
+object tier has the bytes.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class ScrubPart:
         after: Key of the last object that was verified; empty if the prefix is done.
         chunks: Objects that were verified.
         bytes: Bytes of these objects.
-        keys: The keys between which all objects were checked: after the first, up to the last. Damage noted
-            there before is obsolete.
+        keys: The keys between which all objects were checked: after the first, up to the last. Damage noted there
+            before is obsolete.
         damage: The damage that was found.
     """
 

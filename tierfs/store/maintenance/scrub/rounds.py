@@ -1,9 +1,9 @@
 """Scrubbing: verify every chunk object over the years, the least recently verified first, and heal damaged ones.
 
-Work is cut into pieces: some gigabytes of the chunk objects of one prefix. A piece depends only on its
-arguments, so any `concurrent.futures.Executor` can run it on any machine, and run it again. Prefixes take
-turns, and each is read in the order of its keys. So the next object is always the one that was verified
-longest ago. New objects are the exception: they wait for the turn of their prefix.
+Work is cut into pieces: some gigabytes of the chunk objects of one prefix. A piece depends only on its arguments, so
+any `concurrent.futures.Executor` can run it on any machine, and run it again. Prefixes take turns, and each is read in
+the order of its keys. So the next object is always the one that was verified longest ago. New objects are the
+exception: they wait for the turn of their prefix.
 """
 
 from __future__ import annotations
