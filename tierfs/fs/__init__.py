@@ -1,4 +1,4 @@
-"""fsspec: the filesystem, its files, its URL forms."""
+"""The fsspec filesystem of tierfs, its file handles and its URLs."""
 
 from tierfs.fs.filesystem import TierFileSystem
 

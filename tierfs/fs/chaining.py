@@ -1,7 +1,8 @@
-"""The parts of a filesystem that stands before another one in a URL, with every fsspec from 2025.9 on.
+"""The base class of a filesystem that precedes another one in a chained URL, for fsspec from 2025.9 on.
 
-fsspec replaces the path of such a filesystem by the path of what follows it: ``/data/run`` for ``tierfs::file:///data/run``.
-It does so for subclasses of ``ChainedFileSystem``, which came with 2025.10. Before, it does so for subclasses of its cache.
+fsspec gives such a filesystem the path of the filesystem behind it: ``/data/run`` for
+``tierfs::file:///data/run``. It does this for subclasses of ``ChainedFileSystem``, which is new in 2025.10.
+Earlier, it does this for subclasses of ``CachingFileSystem``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ __all__ = ["Chained"]
 
 
 class _Instances(_Cached):
-    """Makes one instance for all URLs that differ in their paths alone, so that they share stores and caches."""
+    """Makes one instance for all URLs that differ only in their paths, so that these share stores and caches."""
 
     def mro(cls) -> list[type]:  # noqa: N805 - of a metaclass
-        """Put the marker last: of fsspec's cache, nothing is inherited that fsspec's other classes have."""
+        """Put `ChainedFileSystem` last, so that methods of fsspec's other classes take precedence over its own."""
         order = [base for base in super().mro() if base not in {ChainedFileSystem, object}]
         return [*order, ChainedFileSystem, object]
 
@@ -36,17 +37,17 @@ class _Instances(_Cached):
 
 
 class Chained(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
-    """An asynchronous filesystem that fsspec hands the rest of a chained URL to.
+    """An asynchronous filesystem to which fsspec passes the rest of a chained URL.
 
     Attributes:
-        _first: The path that the first chained URL of this instance named; empty where none did.
+        _first: The path in the first chained URL of this instance. Empty if no URL had one.
     """
 
     _first = ""
-    __getattribute__ = object.__getattribute__  # fsspec's cache has one of its own
+    __getattribute__ = object.__getattribute__  # `CachingFileSystem` overrides it
 
     @staticmethod
     def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
-        # Keeps fsspec before 2026.3 from replacing the path of a URL that has one, by that of nothing.
+        # Otherwise fsspec before 2026.3 replaces the path of an unchained URL by an empty path.
         _, colon, rest = path.partition("://")
         return {"target_protocol": None} if colon and rest else {}

@@ -1,4 +1,4 @@
-"""Directories, and files as a whole: make, remove, copy, move."""
+"""Make and remove directories; remove, copy and move files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Changing"]
 
 
 class Changing(Reading):
-    """The part of `TierFileSystem` that changes the tree; no data moves, but between stores."""
+    """The part of `TierFileSystem` that changes the tree. Data moves only between different stores."""
 
     async def _mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
         await run_in_thread(self._mkdir_now, path, create_parents=create_parents, exist_ok=False)
@@ -35,7 +35,7 @@ class Changing(Reading):
         verbs.make_directory(store, relative, exist_ok=exist_ok)
 
     def rmdir(self, path: str) -> None:
-        """Remove a directory, which must be empty."""
+        """Remove an empty directory."""
         store, relative = self._locate(path)
         if not verbs.stat(store, relative).is_directory:
             raise NotADirectoryError(f"{path} is a file")
@@ -54,9 +54,10 @@ class Changing(Reading):
             raise
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
-        """Delete files, and with ``recursive`` directories.
+        """Delete files, and with ``recursive`` also directories.
 
-        A path that this thread is failing to write keeps what it held before (see `WriteFile.absorb_removal`).
+        If this thread is handling a failed write to the path, the path keeps its earlier content. See
+        `WriteFile.absorb_removal`.
         """
         if isinstance(path, (str, os.PathLike)):
             stripped = self._strip(path)
@@ -84,7 +85,8 @@ class Changing(Reading):
                 if relative:
                     verbs.delete(store, relative)
             except NotFoundError:
-                # No file. A directory that is only implied goes with the last file below it, perhaps just now.
+                # Not a file. A directory without a record disappears with the last file below it, perhaps
+                # just now.
                 if recursive:
                     directories.add(path)
                 elif verbs.stat(store, relative).is_directory:
@@ -124,10 +126,12 @@ class Changing(Reading):
             verbs.transfer(source, source_path, target, target_path, move=True)
 
     def mv(self, path1: Any, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
-        """Move files: each one's manifest is written at its target, then a tombstone at its source; no data moves.
+        """Move files. Within a store, no data moves.
 
-        A directory is moved with all below it, file by file. If ``path2`` is a directory, or ends with ``/``, what is
-        moved goes into it under its own name; so does each of several, for a list or a pattern.
+        For each file, tierfs puts a manifest at the target, then a tombstone at the source. A directory is
+        moved file by file. If ``path2`` is a directory, or ends with ``/``, the source moves into it and
+        keeps its name. If ``path1`` is a list or a pattern of several files, each of them moves into
+        ``path2`` in this way.
         """
         path1 = stringify_path(path1)
         if isinstance(path1, list) and isinstance(path2, list):
@@ -163,7 +167,7 @@ class Changing(Reading):
             self._remove_if_empty(source)
 
     def _remove_if_empty(self, path: str) -> None:
-        """Remove a directory and those below it, but for those in which something was written in the meantime."""
+        """Remove a directory and those below it, except directories that are not empty."""
         below = [
             name
             for name, info in self._find_now(path, None, withdirs=True, detail=True).items()

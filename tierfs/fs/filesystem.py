@@ -1,7 +1,8 @@
-"""`TierFileSystem`: fsspec's face over stores.
+"""`TierFileSystem`: the fsspec interface of stores.
 
-The core is synchronous; every asynchronous method runs it on a bounded set of threads. The class is built up in five
-parts, each in a file of its own: `PathSpace`, `Looking`, `Reading`, `Changing`, `Tiering`. This file opens and writes files.
+The core is synchronous; every asynchronous method runs it on a bounded set of threads. The class inherits
+from five classes in a chain, each in its own file: `PathSpace`, `Looking`, `Reading`, `Changing`, `Tiering`.
+This file opens and writes files.
 """
 
 from __future__ import annotations
@@ -40,52 +41,47 @@ class TierFileSystem(Tiering):
     """A filesystem over stores: ``tierfs::s3://bucket/run``, ``tierfs::file:///data/run``, ``tierfs://NAME/run``.
 
     Args:
-        target_protocol: fsspec's name of the object tier's filesystem; ``None`` for named stores.
-        target_options: For that filesystem.
-        fo: Set by fsspec from a chained URL; not used, since every path says where it is.
-        create: Make a store where a write finds none; ``TIERFS_CREATE=1`` does the same.
+        target_protocol: fsspec's name of the object tier's filesystem. ``None`` for named stores.
+        target_options: Options of that filesystem.
+        fo: Set by fsspec to the path in a chained URL. Used only by ``status()`` without a path, before any
+            other call.
+        create: Whether a write creates a store if it finds none. ``TIERFS_CREATE=1`` does the same.
         ack: The level at which a write is acknowledged: ``"staged"``, ``"local"`` or ``"object"``.
-        ram: Budget of the ram tier, ``"8GiB"`` or ``"25%"``; ``"0"`` switches it off.
-        nvme: The same of the nvme tier.
+        ram: Budget of the ram tier, ``"8GiB"`` or ``"25%"``. ``"0"`` switches the tier off.
+        nvme: Budget of the nvme tier, in the same form.
         state_dir: The state directory.
         timeout: Seconds that a write waits for room in the local tiers, and for its level.
-        bandwidth: Bytes per second that the flusher sends to the object tier at most; that of whoever starts it counts.
-        codecs: How chunks are encoded: ``"auto"`` (what saves time), ``"all"`` (what saves bytes), ``"off"``, or names of
-            codecs, ``"zstd,plane"``; of what goes through the flusher, that of whoever starts it counts.
-        device: Budget of GPU memory for each process that saves checkpoints with `TierWriter`; off by default.
+        bandwidth: Most bytes per second that the flusher sends to the object tier. The process that starts
+            the flusher decides.
+        codecs: How chunks are encoded: ``"auto"`` (to save time), ``"all"`` (to save bytes), ``"off"``, or
+            names of codecs, ``"zstd,plane"``. For writes through the flusher, the process that starts the
+            flusher decides.
+        device: Budget of GPU memory for each process that saves checkpoints with `TierWriter`. Off by default.
         asynchronous: As in fsspec.
         loop: As in fsspec.
         batch_size: As in fsspec.
-        **options: fsspec's own.
+        **options: Other options of fsspec.
 
     Raises:
-        InvalidInputError: An option is unknown, or the object tier's filesystem is.
+        InvalidInputError: An option or the object tier's filesystem is unknown.
     """
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
         await run_in_thread(self._write_now, path, [value], mode, **kwargs)
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
-        """Write a whole file, on the calling thread: the way over an event loop takes as long as a small file."""
+        """Write a whole file on the calling thread. An event loop would cost as much time as writing a small file."""
         self._write_now(path, [value], mode, **kwargs)
 
     async def open_async(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        """There are no asynchronous handles.
-
-        Raises:
-            NotImplementedError: Always; says what to call.
-        """
+        """Raise `NotImplementedError`, because tierfs has no asynchronous handles. The message says what to call."""
         raise NotImplementedError(
             "tierfs has no asynchronous file handles: await fs._cat_file(path, start, end), fs._cat_ranges(...) or "
             "fs._pipe_file(path, data), or use fs.open(path, mode) in a thread"
         )
 
     def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> str:
-        """There are no links to share, because a file is several encoded objects.
-
-        Raises:
-            NotImplementedError: Always; says what to do.
-        """
+        """Raise `NotImplementedError`, because a file is several encoded objects. The message names an alternative."""
         raise NotImplementedError(
             "tierfs cannot sign links: a file lies in the object tier as several encoded chunks. Copy it out of the store "
             "(fs.get, tierfs cp) and sign the copy"
@@ -113,7 +109,7 @@ class TierFileSystem(Tiering):
                 handle.write(piece)
 
     def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
-        """Make an empty file, or empty what is there; without ``truncate``, only mark it as modified now."""
+        """Make an empty file, or empty an existing one. Without ``truncate``, only set its time to now."""
         with self.open(path, "wb" if truncate else "ab", **kwargs):
             pass
 
@@ -129,22 +125,23 @@ class TierFileSystem(Tiering):
         """Open a file. Modes: ``rb``, ``wb``, ``xb``, ``ab``, and the same in text.
 
         Args:
-            path: Where.
+            path: A path or URL.
             mode: As for the builtin ``open``.
-            block_size: Not used; accepted as other filesystems do.
-            cache_options: Not used; accepted as other filesystems do. So are other hints on how to read, ``fill_cache`` for one.
+            block_size: Ignored; accepted as other filesystems do.
+            cache_options: Ignored; accepted as other filesystems do. So are other options that tune reading,
+                such as ``fill_cache``.
             compression: Name of an fsspec compression, or ``"infer"``.
-            **kwargs: ``encoding``, ``errors``, ``newline`` in text mode; for a file that is written, ``metadata``, JSON
-                values to keep with it, and ``ack``, the level at which ``close`` returns.
+            **kwargs: ``encoding``, ``errors``, ``newline`` in text mode. For writing, also ``metadata``, JSON values to
+                keep with the file, and ``ack``, the level at which ``close`` returns.
 
         Raises:
-            NotFoundError: Reading, and nothing is there.
-            AlreadyExistsError: ``xb``, and something is there.
-            IsADirectoryError: A directory is there. In a bucket, a new file may have the name of a directory.
-            InvalidInputError: The mode or an option is not supported, or the path is no good.
+            NotFoundError: The mode is ``rb`` and the file does not exist.
+            AlreadyExistsError: The mode is ``xb`` and the path exists.
+            IsADirectoryError: The path is a directory. In a bucket, a new file may have the name of a directory.
+            InvalidInputError: The path is invalid, or the mode or an option is unsupported.
         """
         mode = _known(mode)
-        # Some callers hand over what the builtin has as defaults, in binary mode too: tensorboard's writer is one.
+        # Some callers, such as tensorboard's writer, pass the defaults of the builtin in binary mode too.
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name not in _TEXT}
         if "b" not in mode:
             text = {name: kwargs.pop(name) for name in _TEXT if name in kwargs}
@@ -190,7 +187,7 @@ class TierFileSystem(Tiering):
 
 
 def _known(mode: str) -> str:
-    """A mode as ``open`` knows it, its letters in order: what is done, then ``b`` if it is binary."""
+    """Check a mode and return it in normal order: ``r``, ``w``, ``x`` or ``a``, then ``b`` if it is binary."""
     kinds, rest = sorted(set(mode) & set("rwxa")), "".join(letter for letter in mode if letter not in "rwxa")
     if len(kinds) != 1 or len(mode) != 1 + len(rest) or rest not in {"", "b", "t"}:
         raise InvalidInputError(
@@ -207,7 +204,7 @@ def _pieces(file: Any, callback: Any) -> Iterable[memoryview]:
 
 
 def _warn_if_torch_was_kept_from_asking() -> None:
-    """Say so where torch, which calls tierfs at the end of its import, did not: ``TIERFS_DCP`` has done nothing then."""
+    """Warn if torch, which calls tierfs at the end of its import, did not. ``TIERFS_DCP`` has no effect then."""
     asked = os.environ.get("TIERFS_DCP", "").lower() in TRUE
     if asked and "torch.distributed.checkpoint" in sys.modules and "tierfs.dcp.installing" not in sys.modules:
         logging.getLogger("tierfs.fs").warning(

@@ -1,4 +1,4 @@
-"""Looking: info, listings, walks, times and digests."""
+"""Inspect files and directories: info, listings, walks, times and digests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Looking", "describe"]
 
 
 class Looking(PathSpace):
-    """The part of `TierFileSystem` that describes what is there."""
+    """The part of `TierFileSystem` that describes files and directories."""
 
     async def _info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         return await run_in_thread(self._info_now, path)
@@ -39,11 +39,14 @@ class Looking(PathSpace):
         return list(map(describe, names, entries)) if detail else names
 
     def _kinds_now(self, path: str) -> list[dict[str, Any]]:
-        """The entries of a directory, names and types alone; reads no record."""
+        """Return names and types of the entries of a directory, without reading any record."""
         return list(map(_kind, *self._listed(path, detail=False)))
 
     def _listed(self, path: str, *, detail: bool) -> tuple[list[str], list[Entry]]:
-        """The entries of a directory, and what they are called here; without ``detail`` reads no record."""
+        """Return the names of a directory's entries on this filesystem, and the entries.
+
+        Without ``detail``, no record is read.
+        """
         store, relative = self._locate(path)
         entries = verbs.list_directory(store, relative, detail=detail)
         return self._names(path, relative, (entry.path for entry in entries)), entries
@@ -58,12 +61,15 @@ class Looking(PathSpace):
         return found if detail else list(found)
 
     async def _glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
-        """As in fsspec, whose own asks `_find` for details, of which names alone need none but the type."""
+        """Expand a pattern as fsspec does, but read records only if the caller wants details.
+
+        fsspec's method always asks `_find` for details, and uses only the type if the caller wants names.
+        """
         detail = kwargs.get("detail", False)
         return await super()._glob(path, maxdepth, **kwargs, kinds_alone=not detail)
 
     def _find_now(self, path: str, maxdepth: int | None, *, withdirs: bool, detail: bool) -> dict[str, dict[str, Any]]:
-        """Everything below a path, by name; without ``detail``, names and types alone."""
+        """Return everything below a path, by name. Without ``detail``, return names and types alone."""
         try:
             store, relative = self._locate(path)
             if maxdepth == 1:
@@ -84,14 +90,15 @@ class Looking(PathSpace):
                     continue
                 if maxdepth is not None and entry.path.count("/") + 1 - depth > maxdepth:
                     continue
-                if not (entry.is_directory and name in found):  # of what is both, the file, as `info` has it
+                if not (
+                    entry.is_directory and name in found
+                ):  # a name may be a file and a directory: prefer the file, as `info` does
                     found[name] = describe(name, entry) if detail else _kind(name, entry)
         return dict(sorted(found.items()))
 
     async def _walk(
         self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = "omit", **kwargs: Any
     ) -> AsyncIterator[tuple[str, Any, Any]]:
-        """As in fsspec, but ``on_error="omit"`` passes over what is not there, never over damage or a failing tier."""
         if maxdepth is not None and maxdepth < 1:
             raise ValueError("maxdepth must be at least 1")
         detail = kwargs.pop("detail", False)
@@ -123,7 +130,7 @@ class Looking(PathSpace):
     def walk(
         self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = "omit", **kwargs: Any
     ) -> Iterator[tuple[str, Any, Any]]:
-        """As in fsspec, but ``on_error="omit"`` passes over what is not there, never over damage or a failing tier."""
+        """Walk a tree as fsspec does. ``on_error="omit"`` skips missing directories, never damage or a failing tier."""
         found = self._walk(path, maxdepth, topdown, on_error, **kwargs)
         with contextlib.suppress(StopAsyncIteration):
             while True:
@@ -151,11 +158,11 @@ class Looking(PathSpace):
         return sum(sizes.values()) if total else sizes
 
     def created(self, path: str) -> dt.datetime:
-        """When the file first appeared, in UTC."""
+        """Return when the file first appeared, in UTC."""
         return self._time(path, "created")
 
     def modified(self, path: str) -> dt.datetime:
-        """When its content was written, in UTC."""
+        """Return when the content was written, in UTC."""
         return self._time(path, "mtime")
 
     def _time(self, path: str, which: str) -> dt.datetime:
@@ -167,12 +174,12 @@ class Looking(PathSpace):
         return dt.datetime.fromtimestamp(info[which], tz=dt.timezone.utc)
 
     def ukey(self, path: str) -> str:
-        """The content digest: the same for the same content cut in the same places, wherever it lies."""
+        """Return the content digest. It is the same for equal content that is cut into chunks at the same places."""
         info = self._info_now(path)
         return str(info.get("digest") or info.get("version") or tokenize(info["name"], info["type"]))
 
     def checksum(self, path: str) -> int:
-        """The content digest as a number."""
+        """Return the content digest as a number."""
         return int.from_bytes(self.ukey(path).encode(), "big")
 
 
@@ -181,7 +188,7 @@ def _kind(name: str, entry: Entry) -> dict[str, Any]:
 
 
 def describe(name: str, entry: Entry) -> dict[str, Any]:
-    """Describe a file or directory as fsspec does."""
+    """Return the info of a file or directory in fsspec's form."""
     info: dict[str, Any] = {
         "name": name,
         "size": 0 if entry.is_directory else entry.length,

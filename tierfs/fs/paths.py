@@ -1,7 +1,7 @@
-"""The identity of an instance, and the way from a path or URL to a store.
+"""The options of a filesystem instance, and the resolution of a path or URL to a store.
 
-A path handed to an instance is the object tier's own (``bucket/run/x``, ``/data/run/x``), or ``NAME/run/x`` for named
-stores; every method takes a full URL in its place. Which store a path lies in is found by walking up from it.
+An instance takes paths of the object tier (``bucket/run/x``, ``/data/run/x``), or ``NAME/run/x`` for named
+stores. Every method also takes a full URL. To find the store of a path, tierfs walks up from the path.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _FSSPEC_OPTIONS = frozenset(
         "auto_mkdir",
     }
 )
-# How fast a file is read, as fsspec's callers and other filesystems name it: ``fill_cache``, ``default_block_size``, ``max_gap``.
+# Options of other fsspec filesystems that tune reading: ``fill_cache``, ``default_block_size``, ``max_gap``.
 _HINT = re.compile("cache|caching|block|buffer|ahead|prefetch|concurren|size|gap")
 
 
 class PathSpace(Chained):
-    """The lowest part of `TierFileSystem`, which describes the arguments."""
+    """The base class of `TierFileSystem`, whose docstring describes the arguments."""
 
     protocol = "tierfs"
     root_marker = ""
@@ -91,14 +91,14 @@ class PathSpace(Chained):
         if target_protocol is not None:
             strip(target_protocol, "")
         self._opened = _Opened()
-        self._used: dict[str, str] = {}  # a path in each store, by its URL
+        self._used: dict[str, str] = {}  # by the store's URL, the last path that was used in it
         self._first = fo
-        # fsspec calls this on instances; there, a bare path is one of the object tier's.
+        # fsspec calls this on instances too. On an instance, a bare path is a path of the object tier.
         self._strip_protocol = self._strip  # type: ignore[method-assign]
 
     @property
     def loop(self) -> Any:
-        """The event loop; in a forked child a new one, so that an inherited instance goes on working."""
+        """The event loop. A forked child gets a new one, so that an inherited instance keeps working."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._loop = get_loop()
@@ -114,7 +114,7 @@ class PathSpace(Chained):
     def _strip(self, path: Any) -> Any:
         if isinstance(path, list):
             return [self._strip(item) for item in path]
-        text = "" if path is None else stringify_path(path)  # fsspec's path for a URL without one
+        text = "" if path is None else stringify_path(path)  # fsspec passes None for a URL without a path
         protocol, stripped = split_url(text)
         if protocol is None and not text.startswith("tierfs://"):
             if self._target_protocol is None:
@@ -129,14 +129,14 @@ class PathSpace(Chained):
         return protocol in LOCAL and self._target_protocol in LOCAL
 
     def unstrip_protocol(self, name: str) -> str:
-        """The full URL of a path."""
+        """Return the full URL of a path."""
         stripped = self._strip(name)
         if self._target_protocol is None:
             return f"tierfs://{stripped}"
         return f"tierfs::{target_url(self._target_protocol, stripped)}"
 
     def _locate(self, path: str, *, write: bool = False) -> tuple[Store, str]:
-        """The store that a path lies in, and the path relative to it."""
+        """Return the store that a path lies in, and the path relative to that store."""
         stripped = self._strip(path)
         if not stripped and not write:
             raise StoreNotFoundError(f"{self.unstrip_protocol('')} is above every store: name a path in one")
@@ -151,7 +151,7 @@ class PathSpace(Chained):
         return store, relative
 
     def _only_store(self) -> Store:
-        """The store that this instance is used for, if it is one."""
+        """Return the store that this instance has used. Raise `InvalidInputError` unless it is exactly one."""
         paths = list(self._used.values()) or [self._first]
         if paths == [""] or len(paths) > 1:
             names = ", ".join(sorted(self._used)) or "none yet"
@@ -164,26 +164,32 @@ class PathSpace(Chained):
         return asks_to_create(location)
 
     def _names(self, path: str, relative: str, found: Iterable[str]) -> list[str]:
-        """The names to show for what was found at these paths in the store, when ``path`` is ``relative`` in it."""
+        """Return the names on this filesystem of paths found in the store at or below ``relative``.
+
+        Args:
+            path: The path that the caller gave. It is ``relative`` within the store.
+            relative: The same path, relative to the store.
+            found: Paths relative to the store.
+        """
         stripped = str(self._strip(path))
         above, start = stripped.rstrip("/"), len(relative)
         return [f"{above}/{below}" if (below := item[start:].strip("/")) else stripped for item in found]
 
 
 class _Opened(threading.local):
-    """Per thread, the handles that it opened for writing and still refers to."""
+    """The handles that this thread opened for writing and that are still alive."""
 
     def __init__(self) -> None:
         self.handles: weakref.WeakSet[WriteFile] = weakref.WeakSet()
 
 
 def is_hint(name: str) -> bool:
-    """Whether a keyword only says how to read faster. tierfs does without it: it has caches of its own."""
+    """Whether a keyword only tunes how files are read. tierfs ignores such keywords, because it has its own caches."""
     return _HINT.search(name) is not None
 
 
 def _flag(value: bool | str | None) -> bool | None:
-    """An option that may come from a URL's configuration as text; ``None`` if it was not given."""
+    """Parse an option that may be text, if it comes from fsspec's configuration. ``None`` means not given."""
     if value is None or str(value).lower() in TRUE:
         return None if value is None else True
     if str(value).lower() in _FALSE:

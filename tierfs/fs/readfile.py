@@ -1,4 +1,4 @@
-"""The handle of a file that is read."""
+"""The handle of a file that is open for reading."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ SHARD_NAME = re.compile(r"rank-[0-9]+-[0-9a-f]+\.safetensors")
 
 
 class ReadFile(io.BufferedReader):
-    """A file at one version, opened for reading. Large reads go straight into the caller's buffer.
+    """A file at one version, open for reading. Large reads go straight into the caller's buffer.
 
     Args:
-        fs: The filesystem it was opened with.
-        path: The path, as that filesystem writes it.
-        reader: The opened version.
-        details: From ``fs.info``.
+        fs: The filesystem that opened the file.
+        path: The path in the form of that filesystem.
+        reader: Reads the opened version.
+        details: The result of ``fs.info`` when the file was opened.
 
     Attributes:
-        size: Bytes of the file.
-        details: From ``fs.info``, when it was opened.
-        blocksize: For ``blockcache::``, which opens what it may keep here; but all is read from tierfs, which has caches itself.
+        size: Length of the file in bytes.
+        blocksize: Needed by fsspec's ``blockcache::`` to set up its cache. Reads do not use that cache,
+            because tierfs has its own.
     """
 
     blocksize = BLOCK_BYTES
@@ -58,24 +58,23 @@ class ReadFile(io.BufferedReader):
         return str(self.fs.unstrip_protocol(self.path))
 
     def info(self) -> dict[str, Any]:
-        """The answer of ``fs.info`` when it was opened."""
+        """Return the result of ``fs.info`` when the file was opened."""
         return self.details
 
     @property
     def closed(self) -> bool:
-        """Whether it is."""
         return super().closed
 
     @closed.setter
     def closed(self, value: bool) -> None:
-        """For ``blockcache::``, after it closed the handle."""
+        """Ignore the value. ``blockcache::`` assigns it after it has closed the handle."""
 
     def close(self) -> None:
         """Close the handle. A second call does nothing.
 
         Raises:
-            InvalidInputError: A ``with`` is left because this is a file of `TierWriter`, and something took it for a pickle: says what
-                reads it.
+            InvalidInputError: An unpickling error is being handled, because other code took a file of
+                `TierWriter` for a pickle. The message says how to load the checkpoint.
         """
         error = sys.exc_info()[1]
         is_misread = not self.closed and isinstance(error, pickle.UnpicklingError) and self._is_of_a_checkpoint()
@@ -89,7 +88,7 @@ class ReadFile(io.BufferedReader):
             ) from error
 
     def _is_of_a_checkpoint(self) -> bool:
-        """Whether `TierWriter` made it."""
+        """Whether `TierWriter` made this file."""
         name = self.path.rpartition("/")[2]
         if name.endswith(ROOT):
             return self._fetch_range(0, len(METADATA_HEAD)) == METADATA_HEAD
@@ -101,7 +100,7 @@ class ReadFile(io.BufferedReader):
         return bytes(out)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Opened anew at the same position where it is unpickled: at the version that is there then, which may be another one."""
+        """Reopen the file at the same position when unpickled. The version may be a newer one then."""
         return _reopen, (self.fs, self.path, self.tell())
 
 
@@ -112,7 +111,7 @@ def _reopen(fs: Any, path: str, position: int) -> Any:
 
 
 def _reduce_text(file: Any) -> Any:
-    """Do for a handle that fsspec opened in text mode what `ReadFile` does for one that is binary."""
+    """Pickle a handle that fsspec opened in text mode. `ReadFile` does the same for a binary one."""
     if not isinstance(file.buffer, ReadFile):
         return file.__reduce__()
     return _reopen_text, (file.args, file.tell())
@@ -124,14 +123,15 @@ def _reopen_text(args: Any, position: int) -> Any:
     return file
 
 
-# fsspec's own way forgets what was read ahead, and from Python 3.12 on pickle does not ask for it: it asks io.TextIOWrapper.
+# fsspec's own reduction loses text that was read ahead. From Python 3.12 on, pickle uses that of
+# io.TextIOWrapper instead.
 copyreg.pickle(PickleableTextIOWrapper, _reduce_text)
 
 
 class _RawReader(io.RawIOBase):
-    """Positioned reads; small ones through a few blocks that are kept, with read-ahead where they follow each other.
+    """Unbuffered reads. Small reads go through a few cached blocks, with read-ahead if they are sequential.
 
-    The kept blocks lie in one buffer that is used round and round, because first touch of fresh memory is slow.
+    The cached blocks lie in one buffer that is reused as a ring, because the first touch of new memory is slow.
     """
 
     mode = "rb"
@@ -142,7 +142,7 @@ class _RawReader(io.RawIOBase):
         self._at = 0
         self._next = 0
         self._kept = memoryview(b"")
-        self._slots: dict[int, int] = {}  # which block lies in which slot of `_kept`
+        self._slots: dict[int, int] = {}  # by the number of a block, its slot in `_kept`
         self._free_slot = 0
         self._lock = threading.Lock()
 
@@ -200,7 +200,7 @@ class _RawReader(io.RawIOBase):
             done += count
 
     def _keep(self, index: int, last: int) -> None:
-        """Fetch blocks from ``index`` on: as far as ``last`` is wanted now, and further where reads follow each other."""
+        """Fetch blocks from ``index`` to ``last``, at most `READ_AHEAD_BLOCKS`; read ahead if reads are sequential."""
         blocks = -(-self._reader.length // BLOCK_BYTES)
         if not self._kept:
             self._kept = memoryview(bytearray(min(CACHED_BLOCKS_MAX, blocks) * BLOCK_BYTES))

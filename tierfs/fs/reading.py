@@ -1,4 +1,4 @@
-"""Whole files and ranges of them, into memory or onto a local disk."""
+"""Read whole files and ranges of files, into memory or onto a local disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COPY_BYTES = 16 << 20
 
 
 class Reading(Looking):
-    """The part of `TierFileSystem` that reads without a handle."""
+    """The part of `TierFileSystem` that reads without a file handle."""
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         return await run_in_thread(self._cat_now, path, start, end)
@@ -60,7 +60,7 @@ class Reading(Looking):
         last = list(ends) if isinstance(ends, Iterable) else [ends] * len(paths)
         if len(first) != len(paths) or len(last) != len(paths):
             raise ValueError(f"{len(paths)} paths with {len(first)} starts and {len(last)} ends")
-        # Each file is looked up once, however many of its ranges are wanted; different files are read at once.
+        # Each file is looked up once for all its ranges. Different files are read concurrently.
         places: dict[str, list[int]] = {}
         for index, path in enumerate(paths):
             places.setdefault(path, []).append(index)
@@ -96,11 +96,11 @@ class Reading(Looking):
         for wanted in ranges:
             begin, stop, _ = slice(*wanted).indices(reader.length)
             parts.append((begin, memoryview(bytearray(max(0, stop - begin)))))
-        # All at once, and one by one only to tell which of them failed.
+        # Read all ranges at once. If that fails, read them one by one to find out which of them failed.
         errors = [read([part]) for part in parts] if read(list(parts)) is not None else [None] * len(parts)
         results: list[Any] = []
         for failure in errors:
-            _, out = parts.popleft()  # released one by one: together they may be large
+            _, out = parts.popleft()  # releases each buffer in turn, because all of them may be large
             results.append(bytes(out) if failure is None else failure)
         return results
 

@@ -1,6 +1,6 @@
-"""The threads on which the synchronous core runs under the asynchronous face; one set per process.
+"""The threads on which the asynchronous interface runs the synchronous core; one set per process.
 
-They are not the ones that move chunks (`tierfs.store.transfers`): a call waits here for its chunks there.
+These threads wait for the threads that transfer chunks (`tierfs.store.transfers`), so the two sets are separate.
 """
 
 from __future__ import annotations

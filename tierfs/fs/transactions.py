@@ -1,4 +1,4 @@
-"""fsspec's transactions: files are published when one ends, in the order in which they were opened."""
+"""fsspec's transactions. The end of a transaction publishes its files in the order in which they were opened."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ __all__ = ["TierTransaction"]
 
 
 class TierTransaction(Transaction):
-    """Files written, not yet published. Several writes to one path publish only the last one.
+    """The files of a transaction, written and not published yet.
 
-    Each file is published whole, one after the other; where one cannot be, those after it are discarded.
+    Of several writes to a path, only the last is published. The files are published one after the other, each
+    of them whole. If one fails, the files after it are discarded.
     """
 
     fs: Any
 
     def check(self, path: str, mode: str) -> None:
-        """Refuse what would need a file that this transaction has not published yet.
+        """Refuse to open a file in a mode that depends on a file that this transaction has not published yet.
 
         Raises:
-            AlreadyExistsError: An exclusive create of a file that is written already.
-            InvalidInputError: An append to one.
+            AlreadyExistsError: The transaction has written the path already, and the mode is ``xb``.
+            InvalidInputError: The transaction has written the path already, and the mode is ``ab``.
         """
         if mode == "wb" or not any(file.path == path and file.pending for file in self.files):
             return
@@ -36,8 +37,8 @@ class TierTransaction(Transaction):
         """Publish the files, or discard them.
 
         Raises:
-            InvalidInputError: A file was not closed; none is published.
-            TierfsError: A file could not be published; those before it are.
+            InvalidInputError: A file was not closed. No file is published.
+            TierfsError: A file could not be published. The files before it are published.
         """
         unclosed = next((file.path for file in self.files if not file.closed), None)
         last = {file.path: file for file in self.files if file.pending}
@@ -47,7 +48,7 @@ class TierTransaction(Transaction):
         fs = self.fs
         try:
             super().complete(commit=commit and unclosed is None)
-        finally:  # which fsspec before 2026.9 leaves out where a file fails
+        finally:  # fsspec before 2026.9 does not clean up if a file fails
             while self.files:
                 self.files.popleft().discard()
             fs._intrans, fs._transaction, self.fs = False, None, None

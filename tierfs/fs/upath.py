@@ -1,4 +1,4 @@
-"""`UPath` of universal_pathlib for ``tierfs::`` URLs, which loads this module by itself where it is installed."""
+"""The `UPath` for ``tierfs::`` URLs. universal_pathlib loads this module by itself."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from upath import UPath
 
 __all__ = ["TierPath"]
 
-fsspec.get_filesystem_class("tierfs")  # which `UPath` looks for among those that are loaded, to cut URLs as it does
+fsspec.get_filesystem_class("tierfs")  # load it: `UPath` splits URLs by the rules of loaded filesystems
 
 
 class TierPath(UPath):
     """A path whose text is its URL.
 
-    A chained URL has two paths for `UPath`, here the same: that of tierfs, and that of the object tier behind it, which
-    `UPath` leaves as it was when it goes to a parent or a child.
+    For `UPath`, a chained URL has two paths: one of tierfs and one of the object tier. They are the same
+    here. `UPath` keeps the second one unchanged when it makes a parent or a child, so ``fo`` does not count
+    in comparisons.
     """
 
     __slots__ = ()

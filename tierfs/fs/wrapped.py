@@ -1,4 +1,4 @@
-"""Handles in text mode and behind a compressor, which pass on what is to be published and what is not."""
+"""Handles in text mode and behind a compressor. They tell the `WriteFile` below whether to publish."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CompressedFile", "TextFile"]
 
 
 class TextFile(io.TextIOWrapper):
-    """A handle in text mode, which passes on that an exception, or being dropped, is to publish nothing."""
+    """A handle in text mode. After an exception in ``with``, or if dropped unclosed, it publishes nothing."""
 
     def __init__(self, buffer: Any, **text: Any) -> None:
         if isinstance(buffer, CompressedFile) and buffer.writable():
@@ -38,7 +38,7 @@ class TextFile(io.TextIOWrapper):
             if self.closed:
                 return
         except ValueError:
-            return  # its arguments were refused, so it never became a handle
+            return  # the arguments were invalid, so __init__ did not finish
         try:
             if isinstance(self.buffer, WriteFile | CompressedFile):
                 self.buffer.drop()
@@ -47,7 +47,7 @@ class TextFile(io.TextIOWrapper):
 
 
 class CompressedFile(io.BufferedIOBase):
-    """A handle behind a compressor, whose ``close`` also closes what lies below it, as compressors leave undone."""
+    """A handle behind a compressor. ``close`` also closes the handle below, which compressors leave open."""
 
     def __init__(self, compressor: Callable[..., Any], inner: ReadFile | WriteFile, mode: str) -> None:
         self._begin = inner.tell()  # before the compressor writes its header
@@ -58,38 +58,31 @@ class CompressedFile(io.BufferedIOBase):
 
     @property
     def name(self) -> str:
-        """The path."""
         return self.path
 
     def readable(self) -> bool:
-        """Whether the handle below is."""
         return self._inner.readable()
 
     def writable(self) -> bool:
-        """Whether the handle below is."""
         return self._inner.writable()
 
     def seekable(self) -> bool:
-        """Whether the compressor can seek."""
         return self._start is not None or bool(self._outer.seekable())
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read and decompress."""
         return bytes(self._outer.read(-1 if size is None else size))
 
     def read1(self, size: int = -1) -> bytes:
-        """Read and decompress, at most one block."""
+        """Read and decompress ``size`` bytes, or up to one block if ``size`` is negative."""
         return self.read(size if size >= 0 else BLOCK_BYTES)
 
     def readinto(self, buffer: Any) -> int:
-        """Read and decompress into ``buffer``."""
         out = memoryview(buffer).cast("B")
         piece = self.read(len(out))
         out[: len(piece)] = piece
         return len(piece)
 
     def write(self, data: Any) -> int:
-        """Compress and write."""
         self._outer.write(data)
         return memoryview(data).nbytes
 
@@ -98,15 +91,15 @@ class CompressedFile(io.BufferedIOBase):
         return int(self._outer.seek(offset, whence))
 
     def tell(self) -> int:
-        """Position in the decompressed bytes."""
+        """Return the position in the decompressed bytes."""
         return int(self._outer.tell()) if self._start is None else self._start
 
     @contextlib.contextmanager
     def telling_start(self) -> Iterator[None]:
-        """Meanwhile, ``tell`` answers for the file below.
+        """Let ``tell`` return the position in the file below, while the context is open.
 
-        `io.TextIOWrapper` asks once, when it is made, and writes a byte order mark only at the start of a file.
-        Compressors answer 0 where they append, or cannot be asked.
+        `io.TextIOWrapper` calls ``tell`` once, in its constructor, and writes a byte order mark only at
+        position 0. When a compressor appends, its own ``tell`` returns 0 or fails.
         """
         self._start = self._begin
         try:
@@ -115,15 +108,11 @@ class CompressedFile(io.BufferedIOBase):
             self._start = None
 
     def fileno(self) -> int:
-        """There is none, because bytes written to it would not be compressed.
-
-        Raises:
-            io.UnsupportedOperation: Always.
-        """
+        """Raise `io.UnsupportedOperation`, because bytes written to a descriptor would not be compressed."""
         raise io.UnsupportedOperation(f"{self.path} is compressed and has no descriptor: use read() and write()")
 
     def close(self) -> None:
-        """Close the compressor, then the handle below, which publishes unless the compressor failed."""
+        """Close the compressor, then the handle below. It publishes unless the compressor failed."""
         if self.closed:
             return
         try:
@@ -138,12 +127,10 @@ class CompressedFile(io.BufferedIOBase):
                 super().close()
 
     def give_up(self, error: BaseException) -> None:
-        """See `WriteFile.give_up`."""
         if isinstance(self._inner, WriteFile):
             self._inner.give_up(error)
 
     def drop(self) -> None:
-        """See `WriteFile.drop`."""
         if isinstance(self._inner, WriteFile):
             self._inner.drop()
 

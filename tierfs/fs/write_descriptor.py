@@ -1,4 +1,4 @@
-"""The descriptor of a file that is written, for code that does not call ``write``: torch, NumPy, child processes."""
+"""The descriptor of a file being written, for code that does not call ``write``: torch, NumPy, child processes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
 class WriteDescriptor:
-    """A file in memory whose bytes are collected and then released.
+    """A file in memory (memfd) that user code writes to. `collect` takes its bytes and releases their memory.
 
-    Offsets in it are offsets in the file that is written. Bytes that were collected are a hole, so memory holds only
-    the bytes since. The descriptor that users get is open for writing only, because a hole would read as zeros.
+    Offsets in it are offsets in the file being written. Collected bytes become a hole, so memory holds only
+    the bytes written since. The user's descriptor is write-only, because a hole would read as zeros.
 
     Args:
-        path: The written file's, for errors.
+        path: Path of the file being written, for errors.
         length: Bytes that the file has already.
 
     Attributes:
-        number: The descriptor.
+        number: The descriptor for the user.
     """
 
     def __init__(self, path: str, length: int) -> None:
@@ -43,15 +43,15 @@ class WriteDescriptor:
 
     @property
     def length(self) -> int:
-        """Bytes of the file with those that are not collected yet."""
+        """Length of the file in bytes, including bytes that are not collected yet."""
         return os.fstat(self._memory).st_size
 
     def go_to_end(self) -> None:
-        """Set the offset, which code that wrote to a duplicate may have left elsewhere."""
+        """Set the offset to the end. Code that used a duplicate of the descriptor may have moved it."""
         os.lseek(self.number, 0, os.SEEK_END)
 
     def write(self, data: memoryview, store: Callable[[memoryview], object]) -> None:
-        """Add bytes at the end, after those that others wrote, and collect all."""
+        """Append bytes behind those that other code wrote to the descriptor, and collect all of them."""
         self.go_to_end()
         for start in range(0, len(data), BLOCK_BYTES):
             piece = data[start : start + BLOCK_BYTES]
@@ -60,10 +60,10 @@ class WriteDescriptor:
             self.collect(store)
 
     def collect(self, store: Callable[[memoryview], object]) -> None:
-        """Hand over the bytes that were written since the last call, in order.
+        """Pass the bytes written since the last call to ``store``, in order.
 
         Raises:
-            StoreError: Bytes that were handed over before have been changed or cut off: they cannot be taken back.
+            StoreError: Bytes that were collected before have been changed or cut off. They cannot be recalled.
         """
         length = self.length
         if length < self._collected or self._is_changed():
@@ -82,21 +82,21 @@ class WriteDescriptor:
             self._collected += len(piece)
 
     def seal(self) -> None:
-        """Let no process write any more. A child that still holds the descriptor gets an error from then on."""
+        """Forbid writes by any process. A child that still holds the descriptor gets an error from then on."""
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         self._is_sealed = True
 
     def close(self) -> None:
-        """Close it in this process."""
+        """Close the descriptors in this process."""
         os.close(self.number)
         os.close(self._memory)
 
     def _is_changed(self) -> bool:
-        """Whether a byte other than zero lies in the hole."""
+        """Whether the hole contains a nonzero byte."""
         try:
             at = os.lseek(self._memory, 0, os.SEEK_DATA)
         except OSError:
-            return False  # ENXIO: it is a hole to its end
+            return False  # ENXIO: the whole file is a hole
         while at < self._collected:
             piece = os.pread(self._memory, min(BLOCK_BYTES, self._collected - at), at)
             if piece.count(0) != len(piece):

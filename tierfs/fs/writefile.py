@@ -1,4 +1,4 @@
-"""The handle of a file that is written: published whole by ``close``, or not at all."""
+"""The handle of a file that is open for writing. ``close`` publishes the whole file, or nothing."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from tierfs.store import Writer
 
 __all__ = ["WriteFile"]
 
-# How many calls lie at most between a `with` and the handle it closes: a text wrapper, a compressor, a list of both.
+# Most frames between a `with` and the handle that it closes: a text wrapper, a compressor, a list of both.
 FRAMES_MAX = 6
 _logger = logging.getLogger("tierfs.fs")
 
 
 class WriteFile(io.BufferedIOBase):
-    """A file being written. It is published whole by ``close``, or not at all.
+    """A file being written. ``close`` publishes the whole file, or nothing.
 
-    An exception inside ``with``, or one that is being handled while ``close`` is called, publishes nothing; nor does a
-    handle that is dropped without being closed. All are logged, and ``close`` raises where no ``with`` does. A write that failed
-    leaves a hole, so from then on every write raises its error again, and so does ``close``, which publishes nothing.
+    Nothing is published after an exception inside ``with``, if ``close`` is called while an exception is
+    being handled, or if the handle is dropped without being closed. Each case is logged. In the second case
+    ``close`` also raises, unless a ``with`` passes the exception on. A failed write leaves a hole. After it,
+    every write and ``close`` raise the same error, and nothing is published.
 
     Args:
-        fs: The filesystem it was opened with.
-        path: The path, as that filesystem writes it.
-        writer: Where the bytes go.
-        mode: As given to ``open``.
-        autocommit: Whether ``close`` publishes; without, ``commit`` does (transactions).
+        fs: The filesystem that opened the file.
+        path: The path in the form of that filesystem.
+        writer: Receives the bytes.
+        mode: The mode given to ``open``.
+        autocommit: Whether ``close`` publishes. In a transaction it does not; ``commit`` does.
     """
 
     def __init__(self, fs: Any, path: str, writer: Writer, mode: str, *, autocommit: bool = True) -> None:
@@ -43,16 +44,15 @@ class WriteFile(io.BufferedIOBase):
         self.path = path
         self.mode = mode
         self.autocommit = autocommit
-        self._writer: Writer | None = writer  # None once it is clear what is published
+        self._writer: Writer | None = writer  # None once the file is published, discarded or dropped
         self._failure: BaseException | None = None
         self._descriptor: WriteDescriptor | None = None
         self._process = os.getpid()
         self._error_at_open = sys.exc_info()[1]
-        self._outcome_known = False  # whether it is published, or whoever writes it knows that it is not
+        self._outcome_known = False  # published, or the caller knows that it is not
 
     @property
     def name(self) -> str:
-        """The path."""
         return self.path
 
     @property
@@ -66,15 +66,14 @@ class WriteFile(io.BufferedIOBase):
         return self._writer is not None
 
     def writable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True, as ``tell`` works: `io.TextIOWrapper` writes a byte order mark only where it can ask for the position."""
+        """Return True, because ``tell`` works. `io.TextIOWrapper` writes a byte order mark only to a seekable file."""
         return True
 
     def write(self, data: Any) -> int:
-        """Add bytes at the end. They are copied, so ``data`` may change afterwards."""
+        """Append bytes. They are copied, so the caller may change ``data`` afterwards."""
         view = memoryview(data)
         self._check_open()
         if self._writer is None or not view.nbytes:
@@ -90,20 +89,20 @@ class WriteFile(io.BufferedIOBase):
         return view.nbytes
 
     def tell(self) -> int:
-        """Bytes of the file so far; for an appending handle, with what was there."""
+        """Return the length of the file so far. If the handle appends, this includes the earlier content."""
         self._check_open()
         if self._writer is None:
             return 0
         return self._writer.length if self._descriptor is None else self._descriptor.length
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Stay at the end, where every write goes. Nothing else can be asked for.
+        """Seek to the end of the file, where every write goes. No other position is supported.
 
-        An offset from the start is taken only from code that has the descriptor. NumPy says where the file ends after it
-        wrote to that. `zipfile` takes it for leave to go back to what was written.
+        An offset from the start is accepted only after ``fileno``. NumPy writes to the descriptor and then
+        seeks to the new end. `zipfile` would take success as permission to seek back and overwrite.
 
         Raises:
-            io.UnsupportedOperation: It is another place.
+            io.UnsupportedOperation: The position is not the end.
         """
         end = self.tell()
         if whence not in (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END):
@@ -115,15 +114,15 @@ class WriteFile(io.BufferedIOBase):
         return end
 
     def flush(self) -> None:
-        """Nothing: bytes become visible, and durable, when the file is closed."""
+        """Do nothing. Bytes become visible and durable when the file is closed."""
         self._check_open()
 
     def fileno(self) -> int:
-        """A descriptor for C code and child processes. The bytes they write become the file's.
+        """Return a descriptor for C code and child processes. The bytes that they write become part of the file.
 
-        It can be written from start to end, not read. Its bytes lie in memory until the next call of ``write``,
-        ``fileno`` or ``close``. A child that still writes to it after ``close`` gets an error. ``os.fsync`` succeeds
-        and does nothing, because ``close`` makes bytes durable.
+        The descriptor is write-only, and can be written only from start to end. Its bytes lie in memory until
+        the next call of ``write``, ``fileno`` or ``close``. A child that writes to it after ``close`` gets an
+        error. ``os.fsync`` succeeds and does nothing, because ``close`` makes bytes durable.
         """
         self._check_open()
         if self._descriptor is None:
@@ -133,11 +132,12 @@ class WriteFile(io.BufferedIOBase):
         return self._descriptor.number
 
     def close(self) -> None:
-        """Publish the file, or in a transaction leave it to `commit`. A second call does nothing.
+        """Publish the file; in a transaction, leave that to `commit`. A second call does nothing.
 
         Raises:
-            ConflictError: Somebody else changed the path since it was opened; theirs stands.
-            TierfsError: It could not be stored; the path holds what it held before.
+            ConflictError: Another writer changed the path after it was opened. The other version stands.
+            StoreError: An exception is being handled outside of any ``with``, so nothing is published.
+            TierfsError: The file could not be stored. The path keeps its earlier content.
         """
         if self.closed:
             return
@@ -163,7 +163,7 @@ class WriteFile(io.BufferedIOBase):
             self.commit()
 
     def commit(self) -> None:
-        """Publish what was written. Raises as `close` does."""
+        """Publish the file. Raises the errors of `close`."""
         self._collect_rest()
         self._close_handle()
         writer, self._writer = self._writer, None
@@ -171,25 +171,26 @@ class WriteFile(io.BufferedIOBase):
             try:
                 writer.commit()
             finally:
-                # Even where it failed, to reach its level for one: what is pending has to be deleted to be gone.
+                # Commit may raise after the file became pending, say because it missed its level. Only a
+                # delete undoes that.
                 self._outcome_known = writer.is_done
 
     def discard(self) -> None:
-        """Publish nothing."""
+        """Close the handle and publish nothing."""
         self._abort()
         self._close_handle()
 
     def give_up(self, error: BaseException) -> None:
-        """Publish nothing, because of this error. Later writes of a wrapper are ignored."""
+        """Discard the file because of this error. Later writes by a wrapper are ignored."""
         if self._abort():
             _logger.warning("%s was discarded because of %r and is not published", self.path, error)
 
     def absorb_removal(self) -> bool:
-        """Whether deleting its path, as the thread that opened it asks for now, is meant for what it could not write.
+        """Discard the file if a request to delete its path means this failed write. Return whether it does.
 
-        It is, and that is discarded, if the thread is handling an exception that came up before the file was published or
-        ``with`` was left. DCP, for one, deletes a data file that it fails to write before it releases the handle; what
-        lies there is the version before.
+        It does if this thread, which opened the file, is handling an exception that was raised before the
+        file was published and before its ``with`` ended. DCP, for example, deletes a data file that it fails
+        to write before it closes the handle. The path still holds the previous version then, which must stay.
         """
         error = sys.exc_info()[1]
         if self._outcome_known or error is None or error is self._error_at_open:
@@ -199,9 +200,9 @@ class WriteFile(io.BufferedIOBase):
         return True
 
     def drop(self) -> None:
-        """The same for a handle that nobody refers to any more and nobody closed.
+        """Publish nothing, because the handle was garbage-collected without being closed.
 
-        Waits for nothing: garbage is collected in any thread, in one that sends a chunk of this file too.
+        Never blocks: garbage collection runs in any thread, also in one that sends a chunk of this file.
         """
         writer, self._writer = self._writer, None
         if writer is not None and self._is_ours():
@@ -214,7 +215,7 @@ class WriteFile(io.BufferedIOBase):
         )
 
     def _dealloc_warn(self, source: Any) -> None:
-        """A text wrapper of ``io`` calls this when it is dropped unclosed, before it flushes and closes this handle."""
+        """Drop this handle. A text wrapper of `io` that is dropped unclosed calls this before it closes the handle."""
         self.drop()
 
     def __enter__(self) -> WriteFile:
@@ -230,7 +231,8 @@ class WriteFile(io.BufferedIOBase):
 
     def __del__(self) -> None:
         if hasattr(self, "_error_at_open"):
-            # It stays open: a compressor that is collected with it may yet write to it, and what it writes is ignored.
+            # Stay open: a compressor that is collected together with this handle may still write to it. Such
+            # writes are ignored.
             self._close_descriptor()
             self.drop()
 
@@ -246,7 +248,7 @@ class WriteFile(io.BufferedIOBase):
 
     @contextlib.contextmanager
     def _keeping_failure(self) -> Iterator[None]:
-        """Remember an error: a write that failed leaves a hole."""
+        """Remember an error of the body, because a failed write leaves a hole."""
         try:
             yield
         except BaseException as error:
@@ -254,14 +256,14 @@ class WriteFile(io.BufferedIOBase):
             raise
 
     def _collect(self) -> None:
-        """Take over the bytes that were written to the descriptor."""
+        """Pass the bytes that were written to the descriptor to the writer."""
         if self._descriptor is not None and self._writer is not None and self._is_ours():
             self._raise_failure()
             with self._keeping_failure():
                 self._descriptor.collect(self._writer.write)
 
     def _collect_rest(self) -> None:
-        """Take over the last of them, and let a child that still has the descriptor write no more."""
+        """Collect the last bytes, and seal the descriptor, so that a child that still holds it cannot write."""
         if self._descriptor is not None and self._writer is not None and self._is_ours() and self._failure is None:
             try:
                 self._descriptor.collect(self._writer.write)
@@ -281,7 +283,7 @@ class WriteFile(io.BufferedIOBase):
         return True
 
     def _is_ours(self) -> bool:
-        """False in a child forked since: the file is its parent's, and so are the threads that send its chunks."""
+        """Whether this process opened the file. A forked child has none of the threads that send its chunks."""
         return self._process == os.getpid()
 
     def _close_handle(self) -> None:
@@ -295,10 +297,11 @@ class WriteFile(io.BufferedIOBase):
 
 
 def _is_leaving_a_with() -> bool:
-    """Whether a ``with`` that knows of the exception, but does not say so, is what closes the handle.
+    """Whether the ``__exit__`` of another object called ``close``.
 
-    ``fsspec.open`` hands out an `OpenFile`, whose ``__exit__`` closes what it opened as if nothing had happened, as
-    ``contextlib.closing`` does. There the exception goes on by itself; anywhere else the caller has to be told.
+    ``fsspec.open`` returns an `OpenFile`. Its ``__exit__`` closes the handle without passing on the
+    exception, and so does ``contextlib.closing``. In these cases the exception propagates by itself. In all
+    others, ``close`` must raise.
     """
     frame = sys._getframe(2)
     for _ in range(FRAMES_MAX):
