@@ -1,6 +1,7 @@
-"""A store as a directory of this host, for tools that want a path: FUSE, spoken to the kernel directly.
+"""Mount a store as a directory of this host, for tools that need a path.
 
-The package can be called: ``tierfs.mount(url, directory)`` is its `mount`.
+The package speaks the FUSE protocol to the kernel directly, without libfuse. It is callable:
+``tierfs.mount(url, directory)`` calls its function `mount`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""``python -m tierfs.mount URL DIRECTORY``: the process that serves a mount. `tierfs mount` starts it."""
+"""``python -m tierfs.mount URL DIRECTORY``: the process that serves a mount. ``tierfs mount`` starts it."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""Attach a mount to a directory and detach it: by the system call where that is allowed, else by ``fusermount3``."""
+"""Attach a mount to a directory and detach it, by the system call if permitted, else by ``fusermount3``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
 MNT_DETACH = 2
 MOUNTS = "/proc/self/mountinfo"
 _OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
-"""The kernel writes a space, a tab, a newline and a backslash of a path like this."""
+"""The kernel's escape of a space, a tab, a newline or a backslash in a path."""
 _logger = logging.getLogger("tierfs.mount")
 
 
@@ -35,12 +35,12 @@ def attach(url: str, directory: Path, *, read_only: bool, allow_other: bool) -> 
     """Mount on a directory.
 
     Returns:
-        The descriptor of ``/dev/fuse`` that requests come from.
+        The descriptor of ``/dev/fuse`` from which requests are read. The caller owns it.
 
     Raises:
-        InvalidInputError: There is no such directory, or something of tierfs is mounted there.
-        StoreError: FUSE is missing on this host; one line says what.
-        ReadOnlyError: It is not allowed.
+        InvalidInputError: The directory does not exist, or a store is mounted on it already.
+        StoreError: FUSE is missing on this host, or the kernel refused the mount.
+        ReadOnlyError: ``fusermount3`` refused the mount.
     """
     _check(directory)
     if os.geteuid() == 0:
@@ -53,11 +53,11 @@ def detach(directory: Path, *, lazy: bool = False) -> None:
     """Unmount a directory.
 
     Args:
-        directory: The mounted one.
-        lazy: Take the name away even while files are open.
+        directory: The directory on which the store is mounted.
+        lazy: Detach even while files are open. The kernel ends the mount when the last of them is closed.
 
     Raises:
-        OSError: EBUSY where files are open.
+        OSError: Files are open (EBUSY), or the unmount is not permitted (EPERM).
     """
     if os.geteuid() == 0:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -76,7 +76,7 @@ def detach(directory: Path, *, lazy: bool = False) -> None:
 
 
 def mounted_at(directory: Path) -> str | None:
-    """What is mounted on a directory, by the kind of its filesystem; ``None`` for nothing."""
+    """Return the type of the filesystem that is mounted on a directory, or ``None``."""
     wanted, found = os.fsencode(os.path.realpath(directory)), None
     with open(MOUNTS, "rb") as mounts:
         for line in mounts:
@@ -87,7 +87,7 @@ def mounted_at(directory: Path) -> str | None:
 
 
 def set_readahead(directory: Path) -> None:
-    """Have the kernel read further ahead than 128 KiB, which takes root; without it reads are slower, and right."""
+    """Raise the kernel's read-ahead above 128 KiB. Needs root; without it, reads are slower and still correct."""
     device = os.stat(directory).st_dev
     path = f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb"
     with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ def _helper() -> str:
 
 
 def _by_helper(url: str, directory: Path, *, read_only: bool, allow_other: bool) -> int:
-    """Have ``fusermount3`` mount, which hands the descriptor back over a socket."""
+    """Mount by ``fusermount3``, which passes the descriptor back over a socket."""
     options = [
         f"fsname={url.replace(',', '_')}",
         "subtype=tierfs",

@@ -1,7 +1,8 @@
-"""What a file or directory looks like to ``stat``: from a manifest, and back into its metadata.
+"""Convert between a manifest and the attributes that ``stat`` shows.
 
-A manifest has no field for a mode, and its time is that of the publication. So both lie in the manifest's metadata under
-``posix``: ``{"mode": 420, "mtime_ns": 1764000000000000000}``. Owner and group are those of whoever mounted.
+A manifest has no field for a mode, and its time is the time of publication. So both lie in the manifest's
+metadata under ``posix``: ``{"mode": 420, "mtime_ns": 1764000000000000000}``. Owner and group are those of the
+user who mounted.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Attributes:
     """The fields of ``struct stat`` that differ from file to file.
 
     Attributes:
-        mode: With the type's bits.
-        is_gone: Whether no name leads to it any more, which programs see as no links.
+        mode: The permissions and the bits of the file type.
+        is_gone: Whether no name refers to the inode any more. ``stat`` shows a link count of 0 then.
     """
 
     ino: int
@@ -42,7 +43,7 @@ class Attributes:
     def at(
         self, *, size: int | None = None, mode: int | None = None, mtime_ns: int | None = None, now_ns: int
     ) -> Attributes:
-        """The same after a change. ``mode`` gives the permissions alone."""
+        """Return the attributes after a change. ``mode`` has only the permissions. ``None`` keeps a field."""
         return replace(
             self,
             size=self.size if size is None else size,
@@ -53,12 +54,12 @@ class Attributes:
 
     @property
     def posix(self) -> dict[str, int]:
-        """The part that a manifest keeps."""
+        """The attributes that a manifest keeps in its metadata."""
         return {"mode": self.mode & MODE_BITS, "mtime_ns": self.mtime_ns}
 
 
 def attributes_of(entry: Entry, ino: int, *, started_ns: int) -> Attributes:
-    """Describe what the store has. A directory without a marker has the time of the mount."""
+    """Return the attributes of an entry. A directory without a marker has the time ``started_ns``."""
     mode, mtime_ns, ctime_ns = (DIRECTORY_MODE if entry.is_directory else FILE_MODE), started_ns, started_ns
     if entry.foreign is not None:
         mode, mtime_ns = FOREIGN_MODE, entry.foreign.modified_ns
@@ -74,17 +75,17 @@ def attributes_of(entry: Entry, ino: int, *, started_ns: int) -> Attributes:
 
 
 def new_attributes(ino: int, mode: int, now_ns: int) -> Attributes:
-    """Describe what is being made. ``mode`` has the type's bits."""
+    """Return the attributes of a new file or directory. ``mode`` includes the bits of the file type."""
     return Attributes(ino, stat.S_IFMT(mode) | (mode & MODE_BITS), 0, now_ns, now_ns, os.getuid(), os.getgid())
 
 
 def with_posix(metadata: Mapping[str, object], attributes: Attributes) -> dict[str, object]:
-    """The metadata of a file that looks like this; everything else in it is kept."""
+    """Return metadata with the mode and time of ``attributes``. All other keys are kept."""
     return {**metadata, KEY: attributes.posix}
 
 
 def _number(value: object, default: int) -> int:
-    """A number from a store, which anybody may have written."""
+    """Return a number from stored metadata, or ``default`` if it is invalid. Any writer may have stored it."""
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _TIME_NS_MAX:
         return default
     return value

@@ -1,4 +1,4 @@
-"""From an exception to the errno that a program sees."""
+"""Translate exceptions into the errno that a program sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 
 __all__ = ["errno_of", "refusal"]
 
-# What programs cause and handle every day.
+# Errors that programs cause and handle in normal use. They are not logged.
 _ORDINARY = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENODATA, errno.EOPNOTSUPP, errno.ESTALE, errno.EPERM}
 _ORDINARY |= {errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EACCES, errno.ENAMETOOLONG, errno.ENOSYS}
 _ORDINARY |= {errno.EILSEQ, errno.ERANGE, errno.EBADF, errno.EBUSY}
@@ -17,12 +17,17 @@ _logger = logging.getLogger("tierfs.mount")
 
 
 def refusal(number: int, words: str = "") -> OSError:
-    """An error with this errno."""
+    """Return an `OSError` with this errno."""
     return OSError(number, words)
 
 
 def errno_of(error: BaseException, what: str) -> int:
-    """The errno of an error. One that a program does not cause by itself is logged, with what was being done."""
+    """Return the errno of an error. Log an error that programs do not cause in normal use.
+
+    Args:
+        error: The exception of a handler.
+        what: The operation, for the log.
+    """
     number = _number(error)
     if number not in _ORDINARY or isinstance(error, ConflictError):
         if isinstance(error, (TierfsError, OSError)):

@@ -1,8 +1,10 @@
-"""What a program can ask of a mount beside files: extended attributes, and the room that is left.
+"""The extended attributes of a mount, and its free space.
 
-``user.tierfs.digest``, ``.level``, ``.tier`` and ``.stored`` say of a file how its content is called, how safe it is, what the nearest
-tier is that has all of it, and what its chunks take in the object tier. On the mounted directory itself, ``user.tierfs.url``, ``.pid``
-and ``.pending`` say what is mounted and not published; setting ``user.tierfs.flush`` to a number of seconds publishes it.
+Attributes of a file: ``user.tierfs.digest`` is the digest of its content, ``.level`` the level it has
+reached, ``.tier`` the nearest tier that has all of it, and ``.stored`` the bytes of its chunks in the object
+tier. Attributes of the mounted directory: ``user.tierfs.url`` is the mounted URL, ``.pid`` the serving
+process, and ``.pending`` the files that are not published. Setting ``user.tierfs.flush`` to a number of
+seconds publishes them within that time.
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ PREFIX = "user.tierfs."
 FILE_NAMES = ("digest", "level", "tier", "stored")
 ROOT_NAMES = ("url", "pid", "pending")
 FLUSH = f"{PREFIX}flush"
-# Where nothing bounds it: a bucket takes what it is given.
+# The bytes to report where nothing bounds them, as in a bucket.
 UNBOUNDED = 1 << 50
 
 
 class Extended:
-    """See the module. Raises what `errnos` translates.
+    """The extended attributes and free space of a mount. `errno_of` translates the exceptions of its methods.
 
     Args:
-        state: The mount.
-        files: What has the contents.
-        publish_all: Publishes what is not published, within so many seconds, and says what is left.
+        state: The state of the mount.
+        files: The open files.
+        publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that
+            is left.
     """
 
     def __init__(self, state: MountState, files: Files, publish_all: Callable[[float], list[str]]) -> None:
@@ -45,17 +48,18 @@ class Extended:
         self._publish_all = publish_all
 
     def names(self, node: Node) -> list[str]:
-        """The names of an inode's attributes."""
+        """Return the names of an inode's attributes."""
         if node is self._state.nodes.root:
             return [PREFIX + name for name in ROOT_NAMES]
         return [] if node.is_directory or node.entry is None else [PREFIX + name for name in FILE_NAMES]
 
     def get(self, node: Node, name: str) -> bytes:
-        """The value of one of them.
+        """Return the value of an attribute.
 
         Raises:
-            OSError: ENODATA for a name that nobody set; EOPNOTSUPP for one outside ``user.``, as of a filesystem without access lists:
-                ``ls -l`` then stops asking, after one file instead of twice for each.
+            OSError: The inode has no such attribute (ENODATA), or the name is outside ``user.`` (EOPNOTSUPP).
+                The latter says that the filesystem has no access lists. ``ls -l`` then stops after one
+                request, instead of sending two for each file.
         """
         if not name.startswith("user."):
             raise refusal(errno.EOPNOTSUPP)
@@ -64,10 +68,11 @@ class Extended:
         return str(getattr(self, f"_{name[len(PREFIX) :]}")(node)).encode()
 
     def set(self, node: Node, name: str, value: bytes) -> None:
-        """Flush; nothing else can be set.
+        """Publish all pending changes if ``name`` is `FLUSH`. No other attribute can be set.
 
         Raises:
-            OSError: EBUSY where something is left; ``user.tierfs.pending`` says what.
+            OSError: Files are left, and ``user.tierfs.pending`` names those that are not published (EBUSY).
+                ``value`` is not a number (EINVAL). The attribute cannot be set (EOPNOTSUPP).
         """
         if node is not self._state.nodes.root or name != FLUSH:
             raise refusal(errno.EOPNOTSUPP)
@@ -79,9 +84,11 @@ class Extended:
             raise refusal(errno.EBUSY)
 
     def room(self) -> tuple[int, int]:
-        """Bytes that the tiers of this host hold, and those that are free for what is written.
+        """Return the total and the free bytes, for ``df``.
 
-        Clean copies make room, so they count as free. Where there are no local tiers it is the disk of a local object tier.
+        They are those of the nvme tier, or of the ram tier if there is no nvme tier. Clean copies can be
+        evicted, so they count as free. If the object tier is local to this host, or there are no local tiers,
+        they are those of the object tier's disk. If nothing bounds them, both are `UNBOUNDED`.
         """
         tiers = self._state.store.tiers
         if tiers is not None:
@@ -124,7 +131,7 @@ class Extended:
         try:
             rows = expand_rows(store, entry.manifest, node.path)
             if any(not row.stored_length for row in rows):
-                # It was opened before it was flushed.
+                # The file was opened before it was flushed, so its manifest lacks the stored lengths.
                 found = verbs.stat_to_read(store, node.path)
                 if found.manifest is not None and found.manifest.write_id == entry.manifest.write_id:
                     rows = expand_rows(store, found.manifest, node.path)

@@ -1,7 +1,7 @@
 """Open files: read, write, publish.
 
-A file is published when it is synced, and when it is closed after something was written: whole, by the store's own `Writer`, on
-condition that it is still the version that was opened. A crash of the mount publishes nothing.
+``fsync``, and ``close`` after a write, publish a file. The store's `Writer` publishes the whole file, on
+condition that the store still has the version that was opened. A crash of the mount publishes nothing.
 """
 
 from __future__ import annotations
@@ -29,32 +29,28 @@ from tierfs.units import format_bytes
 __all__ = ["Files"]
 
 AHEAD_RAM_BYTES = 2 * AHEAD_MAX * CHUNK_BYTES
-"""Room for a chunk of each such file that is being filled, and one more."""
+"""Room for two chunks of each of `AHEAD_MAX` files: one that is being filled, and one more."""
 _logger = logging.getLogger("tierfs.mount")
 
 
 class Files:
-    """The operations on contents. Safe for use by many threads; all raise what `errnos` translates.
-
-    Args:
-        state: The mount.
-    """
+    """The operations on contents. Thread-safe. `errno_of` translates the exceptions that they raise."""
 
     def __init__(self, state: MountState) -> None:
         self._state = state
         self._handles: dict[int, Handle] = {}
 
     def open(self, node: Node, flags: int, thread: int = 0) -> Handle:
-        """Open a file at the version that the store has now, which is what close-to-open takes.
+        """Open a file at the version that the store has now, as close-to-open consistency requires.
 
         Args:
             node: The file.
-            flags: As of ``open``.
-            thread: Whose call it is. After ESTALE its next one opens what the kernel has found meanwhile, since the kernel tries no
-                third time.
+            flags: The flags of ``open``.
+            thread: Id of the calling thread. After ESTALE, its next call opens the version that the kernel
+                has found in the meantime without a check, because the kernel does not try a third time.
 
         Raises:
-            OSError: ESTALE where the kernel has to look the name up again.
+            OSError: The kernel has to look the name up again (ESTALE).
         """
         if node.is_directory:
             raise refusal(errno.EISDIR)
@@ -65,7 +61,8 @@ class Files:
                 raise refusal(errno.EACCES, f"{node.path} was not written by tierfs and can only be read")
             if flags & os.O_TRUNC and node.attributes.size:
                 if node.handles and not node.has_changes and not any(handle.writes for handle in node.handles):
-                    # Whoever has it open, or mapped, keeps what is in it: what is written now is another inode.
+                    # Programs that have the file open or mapped keep its bytes. The new content gets another
+                    # inode.
                     self._state.nodes.split(node)
                     raise refusal(errno.ESTALE)
                 self._resize(node, 0)
@@ -75,21 +72,21 @@ class Files:
             return handle
 
     def opened_new(self, node: Node) -> Handle:
-        """Open a file that was just made."""
+        """Open a new file."""
         with node.lock:
             node.staged = StagedInode(self._state.staging, None)
             node.staged.is_dirty = True
             return self._handle(node, writes=True)
 
     def handle(self, number: int) -> Handle:
-        """The handle of a number that the kernel was given."""
+        """Return the handle with a number that the kernel got from `open`."""
         try:
             return self._handles[number]
         except KeyError:
             raise refusal(errno.EBADF) from None
 
     def read(self, handle: Handle, offset: int, size: int) -> Views | bytes:
-        """The bytes from ``offset``, fewer at the end of the file."""
+        """Return up to ``size`` bytes from ``offset``, fewer at the end of the file."""
         node = handle.node
         if node.staged is not None:
             with node.lock:
@@ -107,7 +104,6 @@ class Files:
         return ahead.read(offset, size)
 
     def write(self, handle: Handle, offset: int, data: memoryview) -> int:
-        """Put bytes at ``offset``."""
         node = handle.node
         with node.lock:
             staged = self._staged(node)
@@ -118,10 +114,10 @@ class Files:
         return written
 
     def allocate(self, handle: Handle, offset: int, length: int, mode: int) -> None:
-        """Make room, and the file longer unless ``mode`` says to keep its size (1).
+        """Reserve space on the local disk, and extend the file unless ``mode`` is 1 (``FALLOC_FL_KEEP_SIZE``).
 
         Raises:
-            OSError: EOPNOTSUPP for anything else, a hole for one.
+            OSError: ``mode`` has another flag, such as punching a hole (EOPNOTSUPP).
         """
         if mode & ~1:
             raise refusal(errno.EOPNOTSUPP)
@@ -134,10 +130,10 @@ class Files:
                 self._touched(node)
 
     def set_attributes(self, node: Node, wanted: SetAttr) -> None:
-        """Change size, mode or time; the owner is whoever mounted.
+        """Change the size, mode or time of a file.
 
         Raises:
-            OSError: EPERM for another owner.
+            OSError: The owner or group is to be changed. All files belong to the user who mounted (EPERM).
         """
         attributes = node.attributes
         if (wanted.valid & Valid.UID and wanted.uid != attributes.uid) or (
@@ -158,18 +154,18 @@ class Files:
                     self._end_staging(node)
 
     def flush(self, handle: Handle) -> None:
-        """What ``close`` waits for: publish what was written. A file that nothing was written to yet waits for `release`."""
+        """Publish the written bytes. ``close`` waits for this. If no bytes were written yet, leave it to `release`."""
         node = handle.node
         with node.lock:
             if handle.writes and node.staged is not None and node.staged.was_written:
                 self.publish(node)
 
     def sync(self, handle: Handle) -> None:
-        """Publish, at the level of the mount."""
+        """Publish the file, and wait until it reaches the level of the mount."""
         self.publish(handle.node)
 
     def release(self, handle: Handle) -> None:
-        """End a handle. Nobody hears of an error any more, so it is logged."""
+        """End a handle and publish the changes. No program sees an error any more; the caller logs it."""
         self._handles.pop(handle.id, None)
         node = handle.node
         with node.lock:
@@ -184,11 +180,11 @@ class Files:
                 self._state.nodes.drop(node)
 
     def publish(self, node: Node) -> None:
-        """Make what was written the file's next version, if anything was.
+        """Publish the changes of this mount, if any, as the next version of the file.
 
         Raises:
-            ConflictError: Somebody else published another one since it was opened; theirs stands.
-            TierfsError, TimeoutError: It could not be stored, or did not reach its level in time.
+            ConflictError: Another writer published the file after it was opened. The other version stands.
+            TierfsError, TimeoutError: The file could not be stored, or did not reach its level in time.
         """
         with node.lock:
             staged = node.staged
@@ -207,7 +203,11 @@ class Files:
                 self._publish_attributes(node)
 
     def keep_bytes(self, node: Node) -> None:
-        """See that whoever has a file open can read it after it is gone: what is not in the object tier goes with its name."""
+        """Copy an open file whose draft is pending to a staged file, before its name is removed.
+
+        The chunks of a pending draft are released with its name. The copy keeps the bytes readable for open
+        handles.
+        """
         with node.lock:
             tiers, path = self._state.store.tiers, node.path
             if not node.handles or node.staged is not None or tiers is None or path is None:
@@ -224,13 +224,16 @@ class Files:
             node.staged = staged
 
     def dirty(self) -> list[Node]:
-        """What is not published yet."""
+        """Return the files that have unpublished changes."""
         return [
             node for node in self._state.nodes.all() if node.path is not None and node.has_changes and _is_dirty(node)
         ]
 
     def _end_staging(self, node: Node) -> None:
-        """Give the staged file up once nobody writes to it. What could not be published is lost, as whoever closed it was told."""
+        """Close the staged file once no handle can write to it.
+
+        Bytes that could not be published are lost. ``close`` or ``fsync`` has reported the error.
+        """
         staged = node.staged
         if staged is None or any(one.writes for one in node.handles) or (node.path is None and node.handles):
             return
@@ -238,7 +241,8 @@ class Files:
         staged.close()
         node.staged, node.has_new_attributes = None, False
         if is_lost and node.entry is not None:
-            # The kernel's pages of this inode have what is lost: another inode has the version that stands.
+            # The kernel's cached pages of this inode have the lost bytes, so the published version needs
+            # another inode.
             node.attributes = attributes_of(node.entry, node.attributes.ino, started_ns=0)
             self._state.nodes.replaced(node)
         elif is_lost:
@@ -248,7 +252,7 @@ class Files:
         store, path = self._state.store, node.path
         assert path is not None
         base = node.entry.manifest if node.entry is not None else None
-        # What is at the start and did not change is kept as it is.
+        # Keep the chunks of the unchanged start of the file.
         keep = staged.kept if base is not None and base.inline is None else 0
         metadata = with_posix(base.metadata if base is not None else {}, node.attributes)
         ahead = staged.take_writer(path, base)
@@ -271,10 +275,10 @@ class Files:
                 self._take_published(node, staged, writer)
 
     def _writer_ahead(self, path: str) -> Writer | None:
-        """A writer for a file that may stay open for long, if the ram tier has room for the chunks that such files hold.
+        """Return a writer for a file that is stored while it is written.
 
-        Raises:
-            TierfsError: As `Writer`.
+        Return ``None`` if the ram tier has less than `AHEAD_RAM_BYTES` free or clean, because such files may
+        stay open for a while and hold chunks there. Raises the errors of `Writer`.
         """
         store, level = self._state.store, self._state.level
         tiers, wanted = store.tiers, store.ack if level is None else level
@@ -293,7 +297,7 @@ class Files:
     def _take_published(self, node: Node, staged: StagedInode, writer: Writer) -> None:
         path, store = node.path, self._state.store
         assert path is not None
-        # What is pending, or what was published, by its write id: no answer to a request is needed for that.
+        # The writer knows the manifest that is pending or published, so no request to the store is needed.
         entry = Entry(path, is_directory=False, manifest=writer.published)
         self._state.nodes.changed(path)
         node.entry, node.version, node.has_new_attributes = entry, version_of(entry), False
@@ -317,10 +321,10 @@ class Files:
         node.version = version_of(node.entry)
 
     def _check_is_newest(self, node: Node, thread: int) -> None:
-        """See that the store still has the version that the kernel opens.
+        """Check that the store still has the version that the kernel is opening.
 
         Raises:
-            OSError: ESTALE: it has not, and the name has to be looked up again.
+            OSError: The store has another version, and the kernel has to look the name up again (ESTALE).
         """
         path = node.path if node.path is not None or node.entry is None else node.entry.path
         if self._state.stale.take((path, thread)) and (node.path is not None or node.is_replaced):

@@ -1,6 +1,7 @@
-"""Mount from a program, and unmount: a process of its own serves the mount.
+"""Mount a store from a program, and unmount it. A separate process serves the mount.
 
-In the program's own process a page fault on a mapped file, which keeps Python's lock, would wait for itself.
+If the program served its own mount, it would deadlock: a thread in a page fault on a mapped file holds the
+GIL, and the thread that serves the fault needs the GIL.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ LOG_NAME = "mount.log"
 
 
 class Mount:
-    """A mounted store. As a context manager it is unmounted at the end.
+    """A mounted store. As a context manager, it unmounts the store at the end.
 
     Attributes:
-        directory: Where it is mounted.
-        pid: The process that serves it.
+        directory: The directory on which the store is mounted.
+        pid: Process id of the process that serves the mount.
     """
 
     def __init__(self, directory: Path, process: subprocess.Popen[str]) -> None:
@@ -50,11 +51,12 @@ class Mount:
         return f"Mount({str(self.directory)!r}, pid={self.pid})"
 
     def close(self, timeout: float = FLUSH_S) -> None:
-        """Publish what is not published yet, and unmount. A second call does nothing.
+        """Publish all pending changes, and unmount. A second call does nothing.
 
         Raises:
-            TimeoutError: Something did not reach its level within ``timeout`` seconds; it is still mounted.
-            StoreError: Files are open; it is still mounted.
+            TimeoutError: A file did not reach its level within ``timeout`` seconds, or is open for writing.
+                The store stays mounted.
+            StoreError: Files are open, or a process works in the directory. The store stays mounted.
         """
         if self._process.poll() is None or mounted_at(self.directory) == KIND:
             unmount(self.directory, timeout=timeout)
@@ -81,23 +83,23 @@ def mount(
     options: Mapping[str, Any] | None = None,
     **tiers: Any,
 ) -> Mount:
-    """Mount a store, or a directory in one, so that tools that want a path can use it.
+    """Mount a store, or a directory in a store, so that tools that need a path can use it.
 
     Args:
         url: ``tierfs::s3://bucket/run``, ``tierfs://NAME/run``, or a local path.
         directory: An empty directory on this host.
         read_only: Refuse every change.
-        allow_other: Let other users of the host in, as far as the files' modes allow.
+        allow_other: Let other users of the host use the mount, as far as the files' modes allow.
         ack: The level that ``close`` and ``fsync`` of a file wait for: ``"staged"``, ``"local"`` or ``"object"``.
-        timeout: After how many seconds without an answer a program gets ``EIO``.
-        options: For the object tier's own filesystem.
+        timeout: Seconds without an answer after which a program gets ``EIO``.
+        options: Options of the object tier's filesystem.
         **tiers: ``ram``, ``nvme``, ``state_dir``, ``bandwidth``, ``codecs``, as for the filesystem.
 
     Returns:
-        The mount, ready to be used; to be closed, or used in a ``with``.
+        The mount, ready for use. The caller closes it, or uses it in a ``with``.
 
     Raises:
-        InvalidInputError: The URL, the directory or an option is no good.
+        InvalidInputError: The URL, the directory or an option is invalid.
         StoreError: FUSE is missing on this host, or the object tier failed.
         TierfsError: The store could not be opened.
     """
@@ -111,10 +113,11 @@ def mount(
 def start(url: str, directory: Path, options: MountOptions) -> subprocess.Popen[str]:
     """Start the process that serves a mount, and wait until programs can use it.
 
-    It has a session of its own, so it outlives the terminal. Its log is ``mount/mount.log`` in the state directory.
+    The process has its own session, so it outlives the terminal. Its log is ``mount/mount.log`` in the state
+    directory.
 
     Raises:
-        TierfsError: It could not be mounted.
+        TierfsError: The store could not be mounted.
     """
     logs = state_directory(options.tiers.get("state_dir")) / "mount"
     make_private(logs.parent)
@@ -149,17 +152,17 @@ def start(url: str, directory: Path, options: MountOptions) -> subprocess.Popen[
 
 
 def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, force: bool = False) -> None:
-    """Publish what is not published yet, and unmount.
+    """Publish all pending changes, and unmount.
 
     Args:
-        directory: Where it is mounted.
+        directory: The directory on which the store is mounted.
         timeout: Seconds that publishing may take.
-        force: Unmount also where something is left or files are open. What is not published then is lost.
+        force: Unmount even if changes are not published or files are open. Unpublished changes are lost then.
 
     Raises:
-        InvalidInputError: Nothing of tierfs is mounted there.
-        TimeoutError: Something is left; names it.
-        StoreError: Files are open, or somebody works in the directory.
+        InvalidInputError: No store is mounted on the directory.
+        TimeoutError: Changes are not published, or have not reached their level. The message names the files.
+        StoreError: Files are open, or a process works in the directory.
     """
     place = Path(directory).absolute()
     if mounted_at(place) != KIND:
@@ -168,7 +171,7 @@ def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, forc
         pid = int(os.getxattr(place, f"{PREFIX}pid"))
         watched = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     except (OSError, ValueError):
-        # Its process is gone, and with it what was not published.
+        # The process that served the mount is gone, and its unpublished changes with it.
         detach(place, lazy=True)
         return
     try:
@@ -187,7 +190,7 @@ def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, forc
 
 
 def _is_ready(descriptor: int, timeout_s: float) -> bool:
-    """Wait until there is something to read. Training processes have descriptors above 1023, which select(2) refuses."""
+    """Wait until a descriptor is readable. Training processes have descriptors above 1023, which select(2) refuses."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
@@ -209,6 +212,6 @@ def _flush(place: Path, timeout: float, *, force: bool) -> None:
 
 
 def _error(answer: Mapping[str, Any]) -> TierfsError:
-    """The error that the process said."""
+    """Return the error that the serving process reported."""
     kinds: dict[str, type[TierfsError]] = {getattr(errors, name).kind: getattr(errors, name) for name in errors.__all__}
     return kinds.get(answer["kind"], StoreError)(answer["message"], path=answer["path"])

@@ -1,7 +1,8 @@
-"""The mount's table of inodes: a path of the store at one version is one inode.
+"""The inode table of a mount. One inode stands for one path of the store at one version.
 
-A file that somebody else replaces becomes another inode, so whoever has the old one open or mapped keeps its bytes: a version
-never changes. What this mount itself writes stays the same inode, as programs expect.
+If another writer replaces a file, the file gets a new inode. A program that has the old inode open or mapped
+keeps its bytes, because a version never changes. A file that this mount writes keeps its inode, as programs
+expect.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ class Node:
     """An inode.
 
     Attributes:
-        id: What the kernel calls it.
-        path: Where in the store; ``None`` once it was removed or replaced.
-        attributes: As ``stat`` shows it.
-        version: Of the content in the store: a write id, or what the object tier says of a file that tierfs did not write;
-            ``None`` for a directory and for a file that is not published yet.
+        id: The node id that the kernel uses.
+        path: Path in the store. ``None`` once the file is removed or replaced.
+        attributes: The attributes that ``stat`` shows.
+        version: Version of the content in the store: a write id, or the object tier's version of a file that
+            tierfs did not write. ``None`` for a directory and for a file that is not published yet.
         entry: The file as the store has it.
-        reader: Of this version, once it was opened.
-        staged: What is being written.
-        handles: Those open now.
-        lookups: How often the kernel was told of it.
-        has_new_attributes: Whether mode or time differ from what is published.
-        is_replaced: Whether somebody else replaced it, so that it cannot be published.
-        is_settled: Whether it belongs to a complete checkpoint, whose files do not change.
-        has_marker: Whether a directory is known to stay when it is empty.
-        lock: Held for as long as its content, path or version is being changed.
+        reader: Reads this version. ``None`` until the file is opened.
+        staged: The content being written.
+        handles: The open handles.
+        lookups: The kernel's lookup count: answers that named this inode, minus the kernel's forgets.
+        has_new_attributes: Whether mode or time differ from the published ones.
+        is_replaced: Whether another writer replaced the file, so that changes to this inode cannot be published.
+        is_settled: Whether the file belongs to a complete checkpoint, whose files do not change.
+        has_marker: Whether a directory is known to have a marker, so that it stays when it is empty.
+        lock: Held while the content, path or version is being changed.
     """
 
     id: int
@@ -63,21 +64,21 @@ class Node:
 
     @property
     def is_directory(self) -> bool:
-        """Whether it is one."""
         return stat.S_ISDIR(self.attributes.mode)
 
     @property
     def has_changes(self) -> bool:
-        """Whether this mount has something that the store does not have yet.
+        """Whether this mount has changes that are not in the store yet.
 
-        Refused changes do not count: they go with their handle, which the kernel gives back some time after ``close``.
+        Refused changes do not count. They are dropped with their handle, which the kernel releases some time
+        after ``close``.
         """
         is_staged = self.staged is not None and not self.staged.is_refused
         return is_staged or self.has_new_attributes or self.is_unpublished
 
     @property
     def is_unpublished(self) -> bool:
-        """Whether the store has no version of it."""
+        """Whether this is a file of which the store has no version."""
         return self.version is None and not self.is_directory
 
 
@@ -92,11 +93,11 @@ class Handle:
 
 
 class Nodes:
-    """The table. Safe for use by many threads.
+    """The inode table. Thread-safe.
 
     Args:
         root: Path of the mounted directory in the store.
-        started_ns: The time that directories without a marker have.
+        started_ns: The time shown for directories without a marker, in nanoseconds since the epoch.
     """
 
     def __init__(self, root: str, started_ns: int) -> None:
@@ -106,7 +107,7 @@ class Nodes:
         self._by_id: dict[int, Node] = {}
         self._by_path: dict[str, Node] = {}
         self._numbers: set[int] = {0}
-        self._changes: OrderedDict[str, int] = OrderedDict()  # of the latest changes made here, by path
+        self._changes: OrderedDict[str, int] = OrderedDict()  # by path, the number of this mount's last change
         self._change = self._forgotten_change = 0
         self.root = self._add(ROOT_ID, Entry(root, is_directory=True))
         self.root.lookups = 1
@@ -115,34 +116,35 @@ class Nodes:
         return len(self._by_id)
 
     def get(self, node_id: int) -> Node | None:
-        """The inode of a number that the kernel was told."""
+        """Return the inode of a node id."""
         return self._by_id.get(node_id)
 
     def at(self, path: str) -> Node | None:
-        """The inode that is at a path, as far as it is known."""
+        """Return the inode at a path, or ``None`` if this table has none."""
         return self._by_path.get(path)
 
     def below(self, path: str, *, deep: bool = False) -> list[Node]:
-        """Those known in a directory; ``deep`` at any depth."""
+        """Return the known inodes in a directory. With ``deep``, return those at any depth."""
         prefix = f"{path}/" if path else ""
         with self._lock:
             found = [(name, node) for name, node in self._by_path.items() if name.startswith(prefix) and name != path]
         return [node for name, node in found if deep or "/" not in name[len(prefix) :]]
 
     def all(self) -> list[Node]:
-        """All of them, those without a path too."""
+        """Return all inodes, including those without a path."""
         with self._lock:
             return list(self._by_id.values())
 
     def show(self, entry: Entry, seen: int) -> Node | None:
-        """The inode of what the store was found to have.
+        """Return the inode of an entry that was read from the store.
 
         Args:
-            entry: What was found.
-            seen: What `serial` was before it was looked at.
+            entry: The entry.
+            seen: The value of `serial` before the entry was read.
 
         Returns:
-            ``None`` where this mount changed the path meanwhile: then it has to be looked at again.
+            The inode. ``None`` if this mount changed the path in the meantime; the caller then reads the
+            entry again.
         """
         with self._lock:
             node = self._by_path.get(entry.path)
@@ -164,7 +166,7 @@ class Nodes:
             return self._add(self._last_id, entry)
 
     def make(self, path: str, attributes: Attributes) -> Node:
-        """The inode of something that is made now."""
+        """Make an inode for a new file or directory. An existing inode at the path loses the path."""
         with self._lock:
             old = self._by_path.get(path)
             if old is not None:
@@ -176,7 +178,7 @@ class Nodes:
             return node
 
     def split(self, node: Node) -> None:
-        """Give the path to another inode of the same version: the old one stays with those who have it open."""
+        """Give the path to a new inode of the same version. Open handles keep the old inode."""
         with self._lock:
             path, entry = node.path, node.entry
             assert path is not None
@@ -186,19 +188,19 @@ class Nodes:
             self._add(self._last_id, entry)
 
     def remove(self, node: Node) -> None:
-        """Take the path away from an inode whose file is gone."""
+        """Take the path from an inode whose file was removed."""
         with self._lock:
             if node.path is not None:
                 self.changed(node.path)
             self._detach(node, is_replaced=False)
 
     def replaced(self, node: Node) -> None:
-        """Take the path away from an inode that somebody else replaced."""
+        """Take the path from an inode that another writer replaced."""
         with self._lock:
             self._detach(node, is_replaced=True)
 
     def move(self, node: Node, path: str) -> None:
-        """Give an inode, and all below it, another path."""
+        """Give an inode, and all inodes below it, another path."""
         with self._lock:
             old = node.path
             assert old is not None
@@ -220,7 +222,7 @@ class Nodes:
                 self.changed(target)
 
     def changed(self, path: str) -> None:
-        """Note that this mount changed a path: what was looked up before says nothing about it any more."""
+        """Note that this mount changed a path. Entries of it that were read before are outdated."""
         with self._lock:
             self._change += 1
             self._changes[path] = self._change
@@ -230,11 +232,11 @@ class Nodes:
 
     @property
     def serial(self) -> int:
-        """Grows with each change that this mount makes."""
+        """The number of changes that this mount has made."""
         return self._change
 
     def told(self, node: Node) -> None:
-        """Note that the kernel is told of an inode, which may have been dropped since it was found."""
+        """Count an answer that names an inode. Put the inode back if it was dropped after the lookup."""
         with self._lock:
             node.lookups += 1
             if self._by_id.setdefault(node.id, node) is node and node.path is not None:
@@ -242,7 +244,7 @@ class Nodes:
                 self._by_path.setdefault(node.path, node)
 
     def forget(self, node_id: int, count: int) -> None:
-        """Note that the kernel forgot about it so many times."""
+        """Subtract ``count`` from the kernel's lookup count, and drop the inode if it is unused."""
         with self._lock:
             node = self._by_id.get(node_id)
             if node is not None and node_id != ROOT_ID:
@@ -250,7 +252,7 @@ class Nodes:
                 self.drop(node)
 
     def drop(self, node: Node) -> None:
-        """Drop an inode if nobody needs it."""
+        """Drop an inode, unless the kernel knows it, a handle is open or it has changes."""
         with self._lock:
             if node.lookups > 0 or node.handles or node.has_changes or node.id == ROOT_ID:
                 return
@@ -280,7 +282,7 @@ class Nodes:
         self.drop(node)
 
     def _number(self, path: str) -> int:
-        """The inode number that programs see: by the path, so that it is the same in the next mount."""
+        """Reserve the inode number that programs see. It is a hash of the path, so the next mount uses the same."""
         number, attempt = xxhash.xxh3_64_intdigest(path.encode()), 0
         while number in self._numbers:
             attempt += 1
@@ -290,12 +292,12 @@ class Nodes:
 
 
 def _has_record(node: Node, entry: Entry) -> bool:
-    """Whether an inode was made of this very record, which the store keeps in memory: a listing of many files is quick."""
+    """Whether an inode was made from this same manifest object. The store caches manifests; this speeds up listings."""
     return not entry.is_directory and node.entry is not None and node.entry.manifest is entry.manifest
 
 
 def version_of(entry: Entry) -> str | None:
-    """What tells the content of a file from what it was and will be; ``None`` for a directory."""
+    """Return the version of a file's content. ``None`` for a directory."""
     if entry.is_directory:
         return None
     if entry.foreign is not None:
@@ -304,5 +306,4 @@ def version_of(entry: Entry) -> str | None:
 
 
 def child_path(parent: Node, name: str) -> str:
-    """The path of a name in a directory."""
     return f"{parent.path}/{name}" if parent.path else name

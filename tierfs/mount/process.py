@@ -1,4 +1,4 @@
-"""The process that serves a mount: from the URL to the end, by `umount` or by a signal."""
+"""The process that serves a mount, from the start until ``umount`` or a signal ends it."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from tierfs.session.url import asks_to_create
 __all__ = ["FLUSH_S", "MountOptions", "serve", "serve_from_stdin"]
 
 FLUSH_S = 45.0
-"""What the end of a mount may take: less than Kubernetes and Slurm wait between SIGTERM and SIGKILL with their usual settings."""
+"""Seconds that ending a mount may take. Slurm and Kubernetes usually wait longer between SIGTERM and SIGKILL."""
 READY_S = 30.0
 _logger = logging.getLogger("tierfs.mount")
 
 
 @dataclass(frozen=True, slots=True)
 class MountOptions:
-    """How a store is mounted.
+    """The options of a mount.
 
     Attributes:
-        read_only: Whether nothing may be changed.
-        allow_other: Whether other users of the host may use it, as far as the files' modes allow.
-        ack: The level at which a file is published when it is closed or synced; by default the store's.
-        timeout_s: After how many seconds without an answer a program gets EIO. Storing a whole file may take 600 s; ten times
-            as many seconds as this where this is below 30 or above 60.
-        tiers: Settings of the local tiers: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``.
-        options: For the object tier's own filesystem.
+        read_only: Whether every change is refused.
+        allow_other: Whether other users of the host may use the mount, as far as the files' modes allow.
+        ack: The level that ``close`` and ``fsync`` of a file wait for. By default the level of the store.
+        timeout_s: Seconds without an answer after which a program gets EIO. Storing a whole file may take 600
+            s, or ten times ``timeout_s`` if that is below 30 or above 60.
+        tiers: Settings of the local tiers: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``,
+            ``codecs``.
+        options: Options of the object tier's filesystem.
     """
 
     read_only: bool = False
@@ -57,29 +58,30 @@ class MountOptions:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """As one line, for the process that serves."""
+        """Return the options as one line, for the process that serves the mount."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> MountOptions:
-        """Read what `to_json` wrote."""
+        """Parse the line that `to_json` made."""
         return cls(**json.loads(text))
 
 
 def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], object] = lambda: None) -> list[str]:
-    """Mount, and serve until somebody unmounts it or this process gets SIGTERM or SIGINT.
+    """Mount a store, and serve it until a user unmounts it or this process gets SIGTERM or SIGINT.
 
     Args:
         url: A directory in a store, or a store's root.
-        directory: Where on this host.
-        options: How.
-        ready: Called once programs can use it.
+        directory: The directory of this host to mount on.
+        options: The options of the mount.
+        ready: Called once programs can use the mount.
 
     Returns:
-        What is not published, or has not reached its level, each with the reason; empty when all is well.
+        One line for each file that is not published or has not reached its level, with the reason. Empty on
+        success.
 
     Raises:
-        TierfsError: It could not be mounted.
+        TierfsError: The store could not be mounted.
     """
     state = _open(url, options)
     _refuse_own_places(state, directory)
@@ -98,7 +100,7 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
     while not server.ended.is_set() and not stop.is_set():
         stop.wait(0.2)
     is_unmounted = server.ended.is_set()
-    # What is still open after a signal is not whole: whoever writes it has not closed it.
+    # After a signal, a file that is still open for writing is incomplete, because the program has not closed it.
     left = _publish_all(requests, FLUSH_S, with_open=is_unmounted)
     if not is_unmounted:
         try:
@@ -111,7 +113,10 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
 
 
 def serve_from_stdin(url: str, directory: str) -> int:
-    """What a process of its own does: options come on stdin, ``ready`` or the error goes to stdout, both one line."""
+    """Serve a mount as a separate process. Read the options from stdin; write ``ready`` or the error to stdout.
+
+    Each of them is one line of JSON. Returns the exit code.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
 
     def ready() -> None:
@@ -144,10 +149,10 @@ def _open(url: str, options: MountOptions) -> MountState:
 
 
 def _served(state: MountState, device: int, timeout_s: float) -> tuple[Requests, Server]:
-    """Make what serves requests, and the threads that bring them, which are not started yet."""
+    """Make the `Requests` and the `Server` of a mount. The threads of the server are not started yet."""
 
     def publish_all(seconds: float) -> list[str]:
-        server.give_time(seconds)  # `umount` may wait for longer than programs do
+        server.give_time(seconds)  # `umount` may wait longer than the time limit of requests
         return _publish_all(requests, seconds, with_open=False)
 
     requests = Requests(state, publish_all)
@@ -157,10 +162,10 @@ def _served(state: MountState, device: int, timeout_s: float) -> tuple[Requests,
 
 
 def _refuse_own_places(state: MountState, directory: Path) -> None:
-    """Refuse to mount where this process itself has to read or write: it would wait for itself.
+    """Refuse to mount over files that this process reads or writes, because it would deadlock.
 
     Raises:
-        InvalidInputError: The directory holds the state directory, or holds the store or lies in it.
+        InvalidInputError: The directory contains the state directory or the store, or lies in the store.
     """
     mounted = os.path.realpath(directory)
     places = {"the state directory": os.path.realpath(state.staging)}
@@ -177,7 +182,13 @@ def _refuse_own_places(state: MountState, directory: Path) -> None:
 
 
 def _publish_all(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str]:
-    """Publish what is not published, each file as a whole, and wait for its level. Returns what is left when the time is over."""
+    """Publish each dirty file, and wait until all have reached their level.
+
+    Without ``with_open``, files that are open for writing are skipped.
+
+    Returns:
+        One line for each file that is left after ``timeout_s`` seconds.
+    """
     state, files = requests.state, requests.files
     deadline_s = time.monotonic() + timeout_s
     left: dict[int, str] = {}

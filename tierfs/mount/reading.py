@@ -1,7 +1,8 @@
-"""Read one version of a file through the tiers, ahead of a program that reads it from start to end.
+"""Read one version of a file through the tiers, with read-ahead for sequential readers.
 
-A read is answered from pieces of memory that are filled and verified as a whole: of 1 MiB, a block, for reads here and there,
-of 4 MiB where reads follow each other. Their memory is used again, because first touch of fresh memory is slow.
+Reads are answered from pieces of memory that are filled and verified as a whole. A piece has 1 MiB, one
+block, for random reads, and 4 MiB for sequential reads. Pieces reuse memory, because the first touch of new
+memory is slow.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from tierfs.store import Reader
 __all__ = ["ReadAhead", "Views"]
 
 PIECE_BYTES = 4 * BLOCK_BYTES
-# Behind and ahead of a sequential reader, whose requests reach us a little out of order.
+# Pieces around the position of a sequential reader. Its requests arrive slightly out of order.
 AHEAD_PIECES = 2
 PIECES_MAX = 6
 FILLERS = 4
-# A buffer of a piece is not worth taking for less.
+# Pieces up to this size do not take a pooled buffer.
 SMALL_BYTES = 256 * 1024
 _buffers = Buffers(PIECE_BYTES, kept=16)
 _fillers = ThreadPoolExecutor(FILLERS, thread_name_prefix="tierfs-ahead")
 
 
 class Views(list[memoryview]):
-    """Parts of an answer, one after the other. `release` lets their memory be used again."""
+    """The parts of an answer, in order. Their memory is pinned until `release`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._held: list[Callable[[], None]] = []
 
     def hold(self, view: memoryview, release: Callable[[], None]) -> None:
-        """Add a part."""
+        """Add a part. ``release`` is called when its memory may be reused."""
         self.append(view)
         self._held.append(release)
 
     def release(self) -> None:
-        """To be called once the answer is sent."""
+        """Release the memory of all parts. Call it once the answer is sent."""
         for release in self._held:
             release()
         self._held.clear()
@@ -48,7 +49,7 @@ class Views(list[memoryview]):
 
 
 class _ReadPiece:
-    """Bytes of the file. It is pinned while somebody fills it or sends from it."""
+    """A range of the file in memory. It is pinned while a thread fills it or sends from it."""
 
     __slots__ = ("_buffer", "_is_dropped", "_lock", "_pins", "begun", "error", "filled", "length", "start", "view")
 
@@ -65,7 +66,7 @@ class _ReadPiece:
         self._is_dropped = False
 
     def fill(self, reader: Reader) -> None:
-        """Read it, unless somebody does or did, or nobody wants it any more."""
+        """Read the bytes, unless a thread has begun to, or the piece was dropped and is not pinned."""
         with self._lock:
             if self.begun or (self._is_dropped and not self._pins):
                 return
@@ -103,20 +104,23 @@ class _ReadPiece:
 
 
 class ReadAhead:
-    """One open handle's reads of one version. Safe for use by many threads.
+    """Serves the reads of one open handle from one version. Thread-safe.
 
     Args:
-        reader: The version.
+        reader: Reads the version.
     """
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self._pieces: list[_ReadPiece] = []  # the one used last at the end
+        self._pieces: list[_ReadPiece] = []  # least recently used first
         self._lock = threading.Lock()
-        self._next = 0  # where a sequential reader goes on
+        self._next = 0  # where a sequential reader is expected to continue
 
     def read(self, offset: int, size: int) -> Views:
-        """The bytes from ``offset``, fewer at the end of the file. The caller releases them. Raises as `Reader.read_into` does."""
+        """Return up to ``size`` bytes from ``offset``, fewer at the end of the file.
+
+        The caller releases the views. Raises the errors of `Reader.read_into`.
+        """
         views = Views()
         end = min(offset + size, self.reader.length)
         try:
@@ -141,14 +145,14 @@ class ReadAhead:
         return views
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Drop all pieces. Their memory is released once they are no longer pinned."""
         with self._lock:
             pieces, self._pieces = self._pieces, []
         for piece in pieces:
             piece.drop()
 
     def _piece(self, offset: int) -> _ReadPiece:
-        """The piece that holds ``offset``, pinned, with those behind it on their way."""
+        """Return the piece that holds ``offset``, pinned. For a sequential reader, start to fill the next pieces."""
         dropped: list[_ReadPiece] = []
         ahead: list[_ReadPiece] = []
         with self._lock:
@@ -184,7 +188,7 @@ class ReadAhead:
 
     def _add(self, offset: int, length: int) -> _ReadPiece:
         start = offset // length * length
-        # Not over one that is there already.
+        # Begin behind a piece that has these bytes already.
         for piece in self._pieces:
             if piece.start <= start < piece.start + piece.length:
                 start = piece.start + piece.length

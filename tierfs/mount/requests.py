@@ -1,4 +1,4 @@
-"""From a request of the kernel to the operation that it asks for, and from what that returns to the answer."""
+"""Decode each request of the kernel, call its operation, and encode the answer."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ SLOW = frozenset(
         Opcode.RENAME2,
     }
 )
-"""What may take as long as the bytes of a file, or the files of a directory, need."""
+"""Requests that may store a whole file or move all files of a directory. They have a longer time limit."""
 
 
 class Requests:
-    """What serves requests, whoever brings them. Safe for use by many threads.
+    """Serves requests, independent of their transport. Thread-safe.
 
     Args:
-        state: The mount.
-        publish_all: Publishes what is not published, within so many seconds, and says what is left.
+        state: The state of the mount.
+        publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that
+            is left.
     """
 
     def __init__(self, state: MountState, publish_all: Callable[[float], list[str]]) -> None:
@@ -58,7 +59,7 @@ class Requests:
         }
 
     def __call__(self, header: RequestHeader, body: memoryview) -> Answer:
-        """Serve one request. What it raises is for `errno_of`."""
+        """Serve one request. The caller translates exceptions by `errno_of`."""
         method = self._serve.get(header.opcode)
         if method is None:
             raise refusal(errno.ENOSYS)
@@ -79,7 +80,8 @@ class Requests:
 
     @staticmethod
     def _opened(handle: Handle) -> bytes:
-        # The kernel may keep what it has: an inode's bytes change by what is written through this mount alone.
+        # The kernel may keep its cached pages, because only writes through this mount change the bytes of an
+        # inode.
         return wire.OPEN_OUT.pack(handle.id, wire.KEEP_CACHE | (0 if handle.writes else wire.NO_FLUSH), 0)
 
     def _init(self, header: RequestHeader, body: memoryview) -> Answer:
@@ -223,7 +225,7 @@ class Requests:
             self._listings[number] = (node, listing)
         listed = listing[max(0, offset - 2) :]
         dots = [(b".", node), (b"..", node)][offset:]
-        # A node of 0 has the kernel look nothing up: `.` and `..` are no names of this directory.
+        # With node id 0, the kernel makes no cache entry: `.` and `..` are not names in this directory.
         entries = [DirectoryEntry(name, one.attributes, 0, 0.0) for name, one in dots]
         pages = (DirectoryEntry(name.encode(), one.attributes, one.id, self.state.valid_s(one)) for name, one in listed)
         data, count = wire.directory_page(itertools.chain(entries, pages), offset, size, plus=plus)
@@ -255,10 +257,10 @@ class Requests:
 
 
 def _text(body: memoryview, at: int = 0) -> tuple[str, int]:
-    """A name, and where what follows begins.
+    """Return the name at ``at``, and the offset behind it.
 
     Raises:
-        OSError: EILSEQ for a name that is not UTF-8, which a store cannot have.
+        OSError: The name is not UTF-8, which a store requires (EILSEQ).
     """
     name, end = wire.name_and_rest(body, at)
     try:
@@ -268,7 +270,7 @@ def _text(body: memoryview, at: int = 0) -> tuple[str, int]:
 
 
 def _sized(value: bytes, size: int) -> bytes:
-    """An attribute's value, or where no room was given its length."""
+    """Return the value of an attribute, or its length if the kernel gave no room (size 0)."""
     if not size:
         return wire.U32X2.pack(len(value), 0)
     if len(value) > size:

@@ -1,7 +1,8 @@
-"""Serve a mount: threads that take requests from the kernel and answer them.
+"""The threads of a mount, which read requests from the kernel and answer them.
 
-A request that hangs, since the object tier does, is answered with EIO after a while by a thread that watches over the others. Its own
-thread is left to it and replaced, so the mount goes on. An error of a handler is an errno, and never ends a thread.
+A request may hang because the object tier hangs. A watching thread then answers it with EIO after a time
+limit. The thread that hangs is abandoned and replaced, so the mount continues. An error of a handler becomes
+an errno, and never ends a thread.
 """
 
 from __future__ import annotations
@@ -27,20 +28,27 @@ __all__ = ["Server"]
 THREADS_FIRST = 2
 THREADS_MAX = 32
 LOST_MAX = 64
-# Requests that wait for long, for a file that is being stored, say, get other threads in their place, so that others go on.
+# After STUCK_S seconds a request (for example one that stores a file) does not count toward THREADS_MAX, so
+# that another thread can start and serve other requests. At most STUCK_MAX requests are discounted in this
+# way.
 STUCK_S = 1.0
 STUCK_MAX = 96
 TIMEOUT_S = 30.0
 SLOW_TIMEOUT_S = 600.0
 LOOK_S = 0.5
-# The kernel wants room for a header and the largest write, and a page.
+# The kernel requires room for a header, the largest write and a page.
 BUFFER_BYTES = MAX_WRITE + 8192
 _logger = logging.getLogger("tierfs.mount")
 
 
 @dataclass(slots=True, eq=False)
 class _Underway:
-    """A request that is being served."""
+    """A request that is being served.
+
+    Attributes:
+        more_s: Seconds to add to the time limit.
+        lock: Held to send the answer, so that only one is sent.
+    """
 
     header: RequestHeader
     begun_s: float
@@ -50,13 +58,13 @@ class _Underway:
 
 
 class Server:
-    """See the module.
+    """Reads requests from ``/dev/fuse`` on several threads and answers them.
 
     Args:
-        device: A descriptor of ``/dev/fuse`` with something mounted.
-        serve: Does what a request asks for.
-        timeout_s: After how many seconds a request is abandoned.
-        slow_timeout_s: The same for one that stores or moves whole files.
+        device: A descriptor of ``/dev/fuse`` that a mount is attached to.
+        serve: Executes a request and returns the answer.
+        timeout_s: Seconds after which a request is abandoned.
+        slow_timeout_s: The same for requests that store or move whole files.
     """
 
     def __init__(
@@ -81,13 +89,12 @@ class Server:
         return f"Server({self._threads} threads, {len(self._underway)} requests, {self._lost} lost)"
 
     def start(self) -> None:
-        """Start the threads."""
         for _ in range(THREADS_FIRST):
             self._start_thread()
         start_daemon(self._watch, name="mount-watch")
 
     def give_time(self, seconds: float) -> None:
-        """Let the request that this thread serves take so many seconds more than its like."""
+        """Extend the time limit of the request that this thread is serving."""
         self._served_here.underway.more_s = seconds
 
     def _start_thread(self) -> None:
@@ -107,7 +114,7 @@ class Server:
                     count = os.readv(self._device, [buffer])
                 except OSError as error:
                     if error.errno in (errno.EINTR, errno.EAGAIN, errno.ENOENT):
-                        continue  # ENOENT: it was interrupted before it was taken
+                        continue  # ENOENT: the request was interrupted before this read
                     if error.errno != errno.ENODEV:
                         _logger.error("requests cannot be taken any more: %s", error)  # noqa: TRY400 - says it all
                     self.ended.set()
@@ -122,7 +129,7 @@ class Server:
                 self._threads -= 1
 
     def _take(self, request: memoryview) -> bool:
-        """Serve one request. False where this thread was abandoned for lost meanwhile."""
+        """Serve one request. Return False if this thread was abandoned in the meantime."""
         header = RequestHeader.parse(request)
         with self._lock:
             self._idle -= 1
@@ -152,7 +159,7 @@ class Server:
         return True
 
     def _answer(self, underway: _Underway, number: int, answer: Answer) -> bool:
-        """Send an answer, unless one was sent. Returns whether it was not."""
+        """Send an answer, unless the request was answered before. Return whether this call answered it."""
         with underway.lock:
             if underway.is_answered:
                 return False
@@ -165,7 +172,7 @@ class Server:
         try:
             os.writev(self._device, [OUT_HEADER.pack(length, -number, underway.header.unique), *parts])
         except OSError as error:
-            # ENOENT: whoever asked was interrupted and waits no more. ENODEV: nothing is mounted any more.
+            # ENOENT: the caller was interrupted and no longer waits. ENODEV: the store is unmounted.
             if error.errno not in (errno.ENOENT, errno.ENODEV):
                 _logger.error("%s could not be answered: %s", _name(underway.header.opcode), error)  # noqa: TRY400
                 with contextlib.suppress(OSError):
@@ -173,14 +180,14 @@ class Server:
         return True
 
     def _needs_thread(self) -> bool:
-        """Whether nobody would take the next request. The lock is held."""
+        """Whether no thread is idle and another one may start. The caller holds the lock."""
         return not self._idle and self._threads - self._lost - self._stuck < THREADS_MAX
 
     def _watch(self) -> None:
         while not self.ended.wait(LOOK_S):
             now_s = time.monotonic()
             requests = list(self._underway.values())
-            # Who reads or writes a file that is being stored waits for that.
+            # A request for a file that is being stored waits for that, so the longer limit applies to it too.
             slow_nodes = {underway.header.node for underway in requests if underway.header.opcode in SLOW}
             with self._lock:
                 self._stuck = min(STUCK_MAX, sum(now_s - underway.begun_s > STUCK_S for underway in requests))

@@ -1,10 +1,12 @@
-"""The content of a file that is being written, until all of it becomes the file's next version at once.
+"""The content of a file that is being written, until all of it is published at once as the next version.
 
-It lies in a private local file over the version that was opened. The local file has no name, so nothing of it outlives the mount's
-process. Blocks that were not written come from the version opened; one that is written in part is taken over first.
+The content is a private local file laid over the version that was opened. The local file has no name, so it
+disappears with the mount's process. Blocks that were not written come from the opened version. A block that
+is written in part is first copied to the local file.
 
-A new file that is written from start to end lies in a `Writer` instead, so its bytes are copied once, and little is left to do when
-it is closed. Whatever else is done to it, a read or a change before its end, first takes its bytes back into the local file.
+A new file that is written from start to end goes to a `Writer` instead. Its bytes are then copied once, and
+little work is left for ``close``. Any other operation, such as a read or a change before its end, first
+copies the bytes back to the local file.
 """
 
 from __future__ import annotations
@@ -30,47 +32,51 @@ __all__ = ["AHEAD_MAX", "StagedInode", "replaces"]
 
 COPY_BYTES = 8 << 20
 AHEAD_FROM_BYTES = 2 * BLOCK_BYTES
-"""A smaller file is not worth a look at what its path holds before it is closed."""
+"""For a smaller file, it does not pay to read the record of its path before ``close``."""
 AHEAD_WITHIN_S = 10.0
-"""A file that takes longer until then is a log, say, and may stay open for days. A writer's chunks are not safe from garbage collection
-for so long."""
+"""A file that takes longer to reach that size may be a log, and stay open for days. A writer's chunks are not safe from
+garbage collection for so long."""
 AHEAD_MAX = 4
-"""Files at a time. Each holds a chunk of the ram tier that cannot be freed before it is full."""
+"""Files that go to a writer at a time. Each holds a chunk of the ram tier that cannot be freed before it is full."""
 _logger = logging.getLogger("tierfs.mount")
 _ahead_free = threading.BoundedSemaphore(AHEAD_MAX)
 
 
 class StagedInode:
-    """See the module. For one thread at a time; its node's lock sees to that.
+    """The content of a file that is being written. Not thread-safe: the caller holds the lock of the node.
 
     Args:
-        directory: Where the local file lies.
-        base: The version that was opened; ``None`` for a new or emptied file.
+        directory: Holds the local file.
+        base: The version that was opened. ``None`` for a new or emptied file.
 
     Attributes:
-        length: Bytes of the file now.
-        kept: The first so many bytes are those of the version that is published.
-        is_dirty: Whether something changed since it was published.
-        was_written: Whether bytes were written since, and not only the length changed.
-        is_refused: Whether it cannot be published any more, since somebody else changed the file.
-        error: Why the bytes are lost, which `fsync` and ``close`` have to tell; ``None`` while they are not.
+        length: Current length of the file in bytes.
+        kept: Number of bytes at the start that equal the published version.
+        is_dirty: Whether the file changed since it was published.
+        was_written: Whether bytes were written since then. A change of the length alone does not count.
+        is_refused: Whether the file cannot be published any more, because another writer changed it.
+        error: The reason why the bytes are lost, which ``fsync`` and ``close`` report. ``None`` if they are
+            not lost.
     """
 
     def __init__(self, directory: Path, base: Reader | None) -> None:
         self._fd = _nameless(directory)
         self._base = base
         self.length = base.length if base is not None else 0
-        self._base_length = self.length  # what is behind was cut off once, and must not come back
+        self._base_length = self.length  # bytes behind it were cut off, and must not reappear
         self._own: set[int] = set()  # blocks that lie in the local file
         self.kept = self.length
         self.is_dirty = self.was_written = self.is_refused = False
         self.error: BaseException | None = None
-        self._writer: Writer | None = None  # has all bytes, and the local file none
-        self._is_in_order = base is None  # every byte was written once, from start to end
-        self._begun_s = 0.0  # when its first bytes were written
+        self._writer: Writer | None = None  # if set, it has all bytes, and the local file has none
+        self._is_in_order = base is None  # a new file, with every byte written once from start to end
+        self._begun_s = 0.0  # when the first bytes were written
 
     def read(self, offset: int, size: int) -> bytes:
-        """The bytes from ``offset``, fewer at the end of the file. Raises as `Reader.read_into` does."""
+        """Return up to ``size`` bytes from ``offset``, fewer at the end of the file.
+
+        Raises the errors of `Reader.read_into`.
+        """
         end = min(offset + size, self.length)
         if offset >= end:
             return b""
@@ -80,11 +86,11 @@ class StagedInode:
         return bytes(out)
 
     def write(self, offset: int, data: memoryview) -> int:
-        """Put bytes at ``offset``, behind a hole of zeros where that is past the end.
+        """Write bytes at ``offset``. Zeros fill a gap behind the end of the file.
 
         Raises:
-            OSError: The local file cannot take them.
-            TierfsError: The rest of a block that is written in part cannot be read.
+            OSError: The local file cannot take the bytes.
+            TierfsError: The rest of a block that is written in part cannot be read, or the writer failed.
         """
         end = offset + len(data)
         if not self.length:
@@ -103,7 +109,7 @@ class StagedInode:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """What the writer does; where it fails, the bytes that it has are lost."""
+        """Record an error of the writer, because the bytes that it holds are lost then."""
         try:
             yield
         except BaseException as error:
@@ -123,9 +129,13 @@ class StagedInode:
         self._own.update(range(first, last + 1))
 
     def write_ahead(self, make: Callable[[], Writer | None]) -> None:
-        """Have a new file that was written from start to end so far go on in a writer, which ``make`` makes if there is to be one.
+        """Move a new file to a writer, if it was written from start to end so far. Later bytes go there directly.
 
-        A writer that fails here changes nothing: the local file has all bytes, and publishing them says what is wrong.
+        If the writer fails here, nothing changes: the local file has all bytes, and publishing them raises
+        the error.
+
+        Args:
+            make: Makes the writer, or returns ``None`` to keep the local file.
         """
         if self._writer is not None or not self._is_in_order or self.length < AHEAD_FROM_BYTES:
             return
@@ -152,14 +162,16 @@ class StagedInode:
                     writer.abort()
 
     def take_writer(self, path: str, base: Manifest | None) -> Writer | None:
-        """The writer that has all bytes, if there is one, now the caller's. One that does something else is taken back first.
+        """Return the writer that has all bytes, if there is one. The caller owns it then.
+
+        If the writer has another path or base, copy its bytes back to the local file and return ``None``.
 
         Args:
-            path: What it is to write.
-            base: What it is to replace there.
+            path: The path to publish at.
+            base: The version to replace there.
 
         Raises:
-            TierfsError, OSError: As `take_back`; or what made the bytes be lost.
+            TierfsError, OSError: As `take_back`.
         """
         if self.error is not None:
             raise self.error.with_traceback(None)
@@ -171,11 +183,11 @@ class StagedInode:
         return writer
 
     def take_back(self) -> None:
-        """Have all bytes in the local file, where they can be read and changed in any order.
+        """Copy all bytes from the writer back to the local file, where they can be read and changed in any order.
 
         Raises:
-            TierfsError, OSError: They cannot be read, or the local file cannot take them. Then they are still where they were; or
-                they are lost.
+            TierfsError, OSError: The bytes cannot be read or written, and stay in the writer. Or they are
+                lost, and this is the reason (`error`).
         """
         if self.error is not None:
             raise self.error.with_traceback(None)
@@ -192,7 +204,7 @@ class StagedInode:
         self._end_writer()
 
     def fill_from(self, reader: Reader) -> None:
-        """Have all bytes of a version in the local file, which has nothing else yet. Raises as `take_back` does."""
+        """Copy all bytes of a version to the local file, which must be empty. Raises the errors of `take_back`."""
         with buffers().lend(COPY_BYTES) as buffer:
             for offset in range(0, reader.length, COPY_BYTES):
                 piece = buffer[: min(COPY_BYTES, reader.length - offset)]
@@ -209,7 +221,7 @@ class StagedInode:
             writer.abort()
 
     def resize(self, length: int) -> None:
-        """Cut off what is behind, or add zeros."""
+        """Cut the file at ``length``, or append zeros up to it."""
         if length == self.length:
             return
         if length or self.error is not None:
@@ -228,12 +240,12 @@ class StagedInode:
         self.length = length
 
     def allocate(self, offset: int, length: int) -> None:
-        """See that there is room for these bytes on the local disk."""
+        """Reserve room for these bytes on the local disk."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._fd, offset, length)
 
     def feed(self, writer: Writer, start: int = 0) -> None:
-        """Hand everything from ``start`` to a writer. Raises as `Writer.write` and `Reader.read_into` do."""
+        """Pass all bytes from ``start`` to a writer. Raises the errors of both."""
         with buffers().lend(COPY_BYTES) as buffer:
             for offset in range(start, self.length, COPY_BYTES):
                 piece = buffer[: min(COPY_BYTES, self.length - offset)]
@@ -241,12 +253,12 @@ class StagedInode:
                 writer.write(piece)
 
     def published(self, base: Reader) -> None:
-        """Take what was just published for the version that is opened."""
+        """Use the version that was just published as the base, and mark the content clean."""
         self._base, self._base_length, self.kept = base, base.length, base.length
         self.is_dirty = self.was_written = self._is_in_order = False
 
     def close(self) -> None:
-        """Give the local file up."""
+        """Close the local file, and abort the writer."""
         self._end_writer()
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -257,7 +269,7 @@ class StagedInode:
         self.is_dirty = True
 
     def _take_over(self, block: int) -> None:
-        """Have a block in the local file."""
+        """Copy a block of the base to the local file, unless it lies there already."""
         start = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, self._base_length - start)
         if block in self._own or self._base is None or count <= 0:
@@ -274,7 +286,7 @@ class StagedInode:
             done += os.pwrite(self._fd, data[done:], offset + done)
 
     def _read_into(self, offset: int, out: memoryview) -> None:
-        """Fill from the local file and the version below, both of which may be shorter than the file: the rest is zeros."""
+        """Fill ``out`` from the local file and the base. Both may be shorter than the file; the rest is zeros."""
         for is_own, start, count in self._runs(offset, len(out)):
             part = out[start - offset : start - offset + count]
             if is_own:
@@ -289,7 +301,7 @@ class StagedInode:
                 part[done:] = bytes(count - done)
 
     def _runs(self, offset: int, size: int) -> Iterator[tuple[bool, int, int]]:
-        """Cut a range where the place changes: whether the local file has it, from where, how much."""
+        """Split a range into runs of one source. Yields whether it is the local file, the offset and the length."""
         at, end = offset, offset + size
         while at < end:
             is_own = self._base is None or at // BLOCK_BYTES in self._own
@@ -301,16 +313,16 @@ class StagedInode:
 
 
 def replaces(writer: Writer, base: Manifest | None) -> bool:
-    """Whether a writer found this version when it was made."""
+    """Whether a writer found this version at its path when it was made, and so replaces it."""
     there = writer.replaces
     return (there.write_id if there is not None else None) == (base.write_id if base is not None else None)
 
 
 def _nameless(directory: Path) -> int:
-    """A file without a name in ``directory``.
+    """Open a file without a name in ``directory``. Returns its descriptor.
 
     Raises:
-        OSError: There can be none; ENOSPC where the disk is full.
+        OSError: The file cannot be made. ENOSPC if the disk is full.
     """
     with contextlib.suppress(OSError, AttributeError):
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""What all parts of a mount share: the store, the inodes, where files are staged, and how long the kernel may trust an answer."""
+"""The state that all parts of a mount share: the store, the inodes, and how long the kernel may cache an answer."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ __all__ = ["VALID_S", "VALID_SETTLED_S", "MountState"]
 
 VALID_S = 1.0
 VALID_SETTLED_S = 60.0
-# The kernel looks a name up and makes the file at once, unless it remembers from before that there is none.
+# The kernel creates a file right after a lookup that found nothing, unless it has that answer in its cache.
 MISSING_S = 0.02
-# It looks up a name again whose inode was old, once: whatever the same thread opens then is opened, also if it is replaced meanwhile.
+# After ESTALE the kernel looks the name up again and opens it once more, not twice. That second open by the
+# same thread succeeds even if the file was replaced again in between.
 STALE_S = 0.2
 RECENT_MAX = 256
 
 
 class Recent:
-    """Paths, or paths and threads, that something was found out of a moment ago. Safe for use by many threads.
+    """Keys noted recently: paths, or pairs of a path and a thread. Thread-safe; holds at most `RECENT_MAX` keys.
 
     Args:
-        seconds: How long that is.
+        seconds: How long a key counts as recent.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -39,7 +40,6 @@ class Recent:
         self._lock = threading.Lock()
 
     def note(self, what: Hashable) -> None:
-        """Note it."""
         with self._lock:
             self._noted[what] = time.monotonic()
             self._noted.move_to_end(what)
@@ -47,23 +47,22 @@ class Recent:
                 self._noted.popitem(last=False)
 
     def take(self, what: Hashable) -> bool:
-        """Whether it was noted a moment ago. Says so once."""
+        """Remove a key. Return whether it was noted recently."""
         with self._lock:
             return time.monotonic() - self._noted.pop(what, -math.inf) < self._seconds
 
 
 @dataclass(slots=True)
 class MountState:
-    """See the module.
+    """The state that all parts of a mount share.
 
     Attributes:
-        store: The store.
-        root: The mounted directory's path in it.
-        staging: A private directory on this host.
-        level: At which level a file is published when it is closed.
-        read_only: Whether nothing may be changed.
-        missing: Paths where a look-up found nothing.
-        stale: Paths, and the threads whose `open` was told that the kernel has an old version.
+        root: Path of the mounted directory in the store.
+        staging: A private directory on this host, for files that are being written.
+        level: The level that closing a file waits for. ``None`` for the level of the store.
+        read_only: Whether every change is refused.
+        missing: Paths where a lookup found nothing.
+        stale: Pairs of a path and a thread whose `open` failed because the kernel has an old version.
     """
 
     store: Store
@@ -80,9 +79,9 @@ class MountState:
         self.nodes = Nodes(self.root, time.time_ns())
 
     def next_handle(self) -> int:
-        """A number for a handle, never used before."""
+        """Return a number for a handle that was never used before."""
         return next(self._handle_ids)
 
     def valid_s(self, node: Node) -> float:
-        """How long the kernel may show what it was told of an inode without asking again."""
+        """Return for how many seconds the kernel may cache the attributes of an inode."""
         return VALID_SETTLED_S if node.is_settled and not node.has_changes else VALID_S

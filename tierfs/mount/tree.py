@@ -1,6 +1,7 @@
-"""Names: look up, list, make, remove, rename.
+"""Operations on names: look up, list, make, remove, rename.
 
-Each is done in the store before it is answered, but for a new file, which the store has once it is published.
+Each operation is complete in the store before the kernel gets the answer, except for a new file. The store
+has a new file once it is published.
 """
 
 from __future__ import annotations
@@ -36,12 +37,7 @@ _logger = logging.getLogger("tierfs.mount")
 
 
 class NameTree:
-    """The operations on names. Safe for use by many threads; all raise what `errnos` translates.
-
-    Args:
-        state: The mount.
-        files: What has the contents.
-    """
+    """The operations on names. Thread-safe. `errno_of` translates the exceptions that they raise."""
 
     def __init__(self, state: MountState, files: Files) -> None:
         self._state = state
@@ -49,7 +45,7 @@ class NameTree:
         self._renaming = threading.Lock()
 
     def look_up(self, parent: Node, name: str) -> Node:
-        """The inode of a name."""
+        """Return the inode of a name in a directory."""
         path = self._path(parent, name)
         try:
             return self._node_at(path)
@@ -58,11 +54,11 @@ class NameTree:
             raise
 
     def _node_at(self, path: str) -> Node:
-        """The inode at a path of the store, as the store has it now, or as this mount is about to have it.
+        """Return the inode at a path, as the store has it now or as this mount has changed it.
 
         Raises:
-            NotFoundError: Nothing is there.
-            TierfsError: It could not be looked at.
+            NotFoundError: Nothing exists at the path.
+            TierfsError: The path could not be read.
         """
         nodes = self._state.nodes
         for _ in range(LOOKS_MAX):
@@ -85,17 +81,18 @@ class NameTree:
         raise BlockingIOError(f"{path} changes all the time")
 
     def list_directory(self, node: Node) -> list[tuple[str, Node]]:
-        """What lies in a directory, by name, without ``.`` and ``..``."""
+        """Return names and inodes of a directory, sorted by name, without ``.`` and ``..``."""
         if not node.is_directory:
             raise refusal(errno.ENOTDIR)
         nodes, path = self._state.nodes, self._alive(node)
-        # Before the store is asked: they may be published meanwhile, and be in neither place.
+        # Collect new files before listing the store. Otherwise a file that is published in between would be
+        # in neither.
         new = [child for child in nodes.below(path) if child.is_unpublished]
         seen = nodes.serial
         try:
             entries = verbs.list_directory(self._state.store, path)
         except NotFoundError:
-            # It is only implied by what lies in it, which may be nothing but new files.
+            # A directory without a marker exists only through the files in it. All of these may be new.
             entries = []
         except (CorruptionError, FormatError) as error:
             _logger.error("%s: %s; the other files are shown", self._state.store.where(path), error)  # noqa: TRY400
@@ -116,7 +113,7 @@ class NameTree:
         return sorted(found.items())
 
     def _undamaged(self, path: str) -> list[Entry]:
-        """The entries of a directory whose records can be read. A look-up of another one is an error that says what is damaged."""
+        """Return the entries of a directory whose records can be read. A lookup of any other raises the error."""
         entries = []
         for found in verbs.list_directory(self._state.store, path, detail=False):
             with contextlib.suppress(CorruptionError, FormatError, NotFoundError):
@@ -124,9 +121,9 @@ class NameTree:
         return entries
 
     def make_file(self, parent: Node, name: str, mode: int, flags: int) -> tuple[Node, Handle]:
-        """Make a file and open it; without ``O_EXCL`` open one that is there.
+        """Make a file and open it. Without ``O_EXCL``, open an existing file.
 
-        The store has it once it is published.
+        The store has a new file once it is published.
         """
         path = self._path(parent, name, is_new=True)
         is_missing = self._state.missing.take(path)
@@ -151,7 +148,6 @@ class NameTree:
         return node, handle
 
     def make_directory(self, parent: Node, name: str, mode: int) -> Node:
-        """Make a directory."""
         path = self._path(parent, name, is_new=True)
         there = self._state.nodes.at(path)
         if there is not None and there.is_unpublished:
@@ -165,7 +161,7 @@ class NameTree:
         return node
 
     def remove_file(self, parent: Node, name: str) -> None:
-        """Remove a file. Whoever has it open goes on with what is in it."""
+        """Remove a file. Open handles can still read its bytes."""
         node = self.look_up(parent, name)
         if node.is_directory:
             raise refusal(errno.EISDIR)
@@ -192,12 +188,14 @@ class NameTree:
         self._touch(parent)
 
     def rename(self, parent: Node, name: str, new_parent: Node, new_name: str, flags: int) -> None:
-        """Give a file or directory another name, in place of what has it.
+        """Rename a file or directory, and replace an existing target.
 
-        A directory is moved file by file: after a crash some are here and some are there, each whole.
+        A directory is moved file by file. After a crash, some files are at the source and some at the target,
+        each whole.
 
         Raises:
-            OSError: EEXIST with `NO_REPLACE` where the new name is taken; EINVAL for any other flag.
+            OSError: The target exists and `flags` has `NO_REPLACE` (EEXIST), or `flags` has another flag
+                (EINVAL).
         """
         if flags & ~NO_REPLACE:
             raise refusal(errno.EINVAL)
@@ -214,7 +212,7 @@ class NameTree:
         if there is not None and there.is_directory != node.is_directory:
             raise refusal(errno.EISDIR if there.is_directory else errno.ENOTDIR)
         self._keep_directory(parent)
-        # Nothing else holds several inodes at once, so nobody waits for each other.
+        # Only a rename holds the locks of several inodes, and one rename runs at a time. So there is no deadlock.
         with self._renaming:
             if node.is_directory:
                 self._rename_directory(node, there, target)
@@ -224,7 +222,7 @@ class NameTree:
         self._touch(new_parent)
 
     def set_attributes(self, node: Node, wanted: SetAttr) -> None:
-        """Change mode or time of a directory."""
+        """Change the mode or time of a directory."""
         if wanted.valid & Valid.SIZE:
             raise refusal(errno.EISDIR)
         before = node.attributes
@@ -243,7 +241,7 @@ class NameTree:
                 verbs.rename(store, source, target, overwrite=overwrite)
                 moved = self._entry_at(target)
             else:
-                # What is published next replaces what is there; what it was to replace before is gone.
+                # Publishing this file will replace the target. The file that it was to replace is deleted.
                 moved = there.entry if there is not None else None
                 if node.entry is not None:
                     self._delete(source)
@@ -264,7 +262,8 @@ class NameTree:
                 raise refusal(errno.ENOTEMPTY)
             self._state.nodes.remove(there)
         with contextlib.ExitStack() as held:
-            # What is about to be published in there is published under its new name.
+            # Files in the directory that are about to be published wait for these locks, and then use their
+            # new path.
             for child in self._state.nodes.below(source, deep=True):
                 held.enter_context(child.lock)
             for attempt in range(ATTEMPTS_MAX):
@@ -272,7 +271,7 @@ class NameTree:
                 try:
                     self._remove_tree(source)
                     break
-                except StoreError as error:  # somebody put something there meanwhile
+                except StoreError as error:  # another writer added a file in the meantime
                     if error.errno != errno.ENOTEMPTY or attempt + 1 == ATTEMPTS_MAX:
                         raise
             self._take_moved(node, target)
@@ -291,12 +290,12 @@ class NameTree:
         store = self._state.store
         found = [entry.path for entry in verbs.find(store, path, detail=False) if entry.is_directory]
         for directory in [*sorted(found, key=len, reverse=True), path]:
-            with contextlib.suppress(NotFoundError):  # it was only implied
+            with contextlib.suppress(NotFoundError):  # it had no marker
                 verbs.remove_directory(store, directory)
 
     def _take_moved(self, node: Node, target: str) -> None:
         self._state.nodes.move(node, target)
-        # Their versions are new ones.
+        # The move gave each file a new version.
         for child in self._state.nodes.below(target, deep=True):
             if child.is_directory or child.entry is None or child.path is None:
                 continue
@@ -313,9 +312,11 @@ class NameTree:
             return None
 
     def _take_version(self, node: Node, moved: Entry | None) -> None:
-        """Have an inode be what was moved, if that has its content: another host may have replaced it just before or since.
+        """Set an inode to the version that was moved, if the content is the same.
 
-        The kernel keeps pages of the inode, so other content needs another one. What is being written to it is a conflict then.
+        Another host may have replaced the file just before or after the move. The kernel caches pages of the
+        inode, so other content needs another inode. If this inode has changes, publishing them raises
+        `ConflictError` then.
         """
         before = node.entry.manifest if node.entry is not None else None
         now = moved.manifest if moved is not None else None
@@ -328,11 +329,11 @@ class NameTree:
         with contextlib.suppress(NotFoundError):
             try:
                 verbs.delete(self._state.store, path)
-            except ConflictError:  # the flusher published it meanwhile, or somebody changed it: it goes all the same
+            except ConflictError:  # the flusher published it, or another writer changed it: delete it anyway
                 verbs.delete(self._state.store, path)
 
     def _keep_directory(self, node: Node) -> None:
-        """See that a directory stays when the last file leaves it, as programs expect."""
+        """Give a directory a marker, so that it stays when its last file is removed, as programs expect."""
         if node.path and not node.has_marker:
             verbs.make_directory(self._state.store, node.path, exist_ok=True)
             node.has_marker = True

@@ -1,6 +1,6 @@
-"""The kernel's FUSE protocol as bytes: what a request holds, and how an answer is laid out.
+"""The bytes of the kernel's FUSE protocol: parse requests and build answers.
 
-Structures and numbers are those of ``linux/fuse.h``, protocol 7.31. Nothing here opens or reads anything.
+Structures and numbers are those of ``linux/fuse.h``, protocol 7.31. This module does no input or output.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_WRITE = 1 << 20
 MAX_PAGES = MAX_WRITE // 4096
 BACKGROUND_MAX = 64
 BLOCK_BYTES = 4096
-"""The unit in which room is counted."""
+"""The unit of the sizes in an answer to STATFS."""
 _HEADER = struct.Struct("<IIQQIIII")
 HEADER_BYTES = _HEADER.size
 OUT_HEADER = struct.Struct("<IiQ")
@@ -66,25 +66,26 @@ OPEN_IN = struct.Struct("<II")
 OPEN_OUT = struct.Struct("<QII")
 CREATE_IN = struct.Struct("<IIII")
 READ_IN = struct.Struct("<QQI")
-"""The start of a READ, a WRITE and a READDIR: handle, offset, size."""
+"""The start of READ, WRITE and READDIR: handle, offset, size."""
 WRITE_BYTES = 40
-"""Where the data of a WRITE begin."""
+"""Offset of the data in a WRITE."""
 FALLOCATE_IN = struct.Struct("<QQQI")
 RENAME2_IN = struct.Struct("<QII")
 FORGET_ONE = struct.Struct("<QQ")
 U64 = struct.Struct("<Q")
 U32X2 = struct.Struct("<II")
 KEEP_CACHE, NO_FLUSH = 2, 32
-"""What the kernel may do with a file that was opened: keep its pages, and close it without a FLUSH."""
-# ASYNC_READ, ATOMIC_O_TRUNC, BIG_WRITES, DO_READDIRPLUS, READDIRPLUS_AUTO, ASYNC_DIO, PARALLEL_DIROPS, HANDLE_KILLPRIV,
-# MAX_PAGES, HANDLE_KILLPRIV_V2. Without the last the kernel asks for a security attribute before each write.
+"""Flags in an answer to OPEN: the kernel may keep cached pages of the file; it may close the file without FLUSH."""
+# ASYNC_READ, ATOMIC_O_TRUNC, BIG_WRITES, DO_READDIRPLUS, READDIRPLUS_AUTO, ASYNC_DIO, PARALLEL_DIROPS,
+# HANDLE_KILLPRIV, MAX_PAGES, HANDLE_KILLPRIV_V2. Without the last, the kernel requests a security attribute
+# before each write.
 INIT_FLAGS = sum(1 << bit for bit in (0, 3, 5, 13, 14, 15, 18, 19, 22, 28))
 NEGATIVE = 0
-"""The node id that says that a name does not exist, for as long as the entry is valid."""
+"""The node id of a negative entry: the kernel caches that the name does not exist while the entry is valid."""
 
 
 class Opcode(enum.IntEnum):
-    """The requests that are served. The kernel does without all others once it has seen ENOSYS."""
+    """The requests that tierfs serves. The kernel stops sending any other request after its first ENOSYS."""
 
     LOOKUP = 1
     FORGET = 2
@@ -123,7 +124,7 @@ class Opcode(enum.IntEnum):
 
 
 class Valid(enum.IntFlag):
-    """Which fields of a SETATTR count."""
+    """Flags for the valid fields of a SETATTR."""
 
     MODE = 1
     UID = 2
@@ -137,7 +138,7 @@ class Valid(enum.IntFlag):
 
 
 class RequestHeader(NamedTuple):
-    """What every request begins with."""
+    """The header at the start of every request."""
 
     length: int
     opcode: int
@@ -150,12 +151,11 @@ class RequestHeader(NamedTuple):
 
     @classmethod
     def parse(cls, data: memoryview) -> RequestHeader:
-        """Read it from the start of a request."""
         return cls(*_HEADER.unpack_from(data))
 
 
 class SetAttr(NamedTuple):
-    """A SETATTR. Times are seconds since the epoch with nanoseconds apart, unsigned on the wire."""
+    """A SETATTR request. On the wire, a time is unsigned seconds since the epoch and separate nanoseconds."""
 
     valid: Valid
     handle: int
@@ -166,7 +166,7 @@ class SetAttr(NamedTuple):
     gid: int
 
     def applied_to(self, attributes: Attributes, now_ns: int) -> Attributes:
-        """The attributes with mode and time as this says."""
+        """Return the attributes with the requested mode and time."""
         mtime_ns = now_ns if self.valid & Valid.MTIME_NOW else self.mtime_ns
         return attributes.at(
             mode=self.mode if self.valid & Valid.MODE else None,
@@ -176,7 +176,6 @@ class SetAttr(NamedTuple):
 
     @classmethod
     def parse(cls, body: memoryview) -> SetAttr:
-        """Read it from a request."""
         fields = _SETATTR.unpack_from(body)
         seconds = fields[6] - (1 << 64) if fields[6] >> 63 else fields[6]
         mtime_ns = seconds * 1_000_000_000 + fields[9]
@@ -184,7 +183,7 @@ class SetAttr(NamedTuple):
 
 
 class DirectoryEntry(NamedTuple):
-    """One name in a directory; ``node`` is 0 where a listing tells no more than name and kind."""
+    """One name in a directory. ``node`` is 0 if the kernel is to learn only the name and the kind."""
 
     name: bytes
     attributes: Attributes
@@ -193,7 +192,7 @@ class DirectoryEntry(NamedTuple):
 
 
 def name_and_rest(body: memoryview, at: int = 0) -> tuple[bytes, int]:
-    """The name that ends with a NUL, and where what follows begins."""
+    """Return the name at ``at``, which a NUL ends, and the offset behind the NUL."""
     data = bytes(body[at:])
     end = data.index(0)
     return data[:end], at + end + 1
@@ -233,23 +232,23 @@ def _valid(seconds: float) -> tuple[int, int]:
 
 
 def entry_out(node: int, attributes: Attributes | None, valid_s: float) -> bytes:
-    """The answer to LOOKUP and its like; without attributes, that the name does not exist."""
+    """Return the answer to a request for a name, such as LOOKUP. Without attributes, the name does not exist."""
     whole, rest = _valid(valid_s)
     head = _ENTRY.pack(node, 0, whole, whole, rest, rest)
     return head + (_attr(attributes) if attributes is not None else bytes(_ATTR.size))
 
 
 def attr_out(attributes: Attributes, valid_s: float) -> bytes:
-    """The answer to GETATTR and SETATTR."""
+    """Return the answer to GETATTR and SETATTR."""
     whole, rest = _valid(valid_s)
     return ATTR_OUT.pack(whole, rest, 0) + _attr(attributes)
 
 
 def init_out(body: memoryview) -> bytes:
-    """The answer to INIT: the protocol and the features that both sides know.
+    """Return the answer to INIT: the protocol version and the features that both sides support.
 
     Raises:
-        ValueError: The kernel speaks another protocol.
+        ValueError: The kernel's protocol version is unsupported.
     """
     major, minor, readahead, flags = _INIT_IN.unpack_from(body)
     if major != MAJOR or minor < MINOR:
@@ -262,16 +261,16 @@ def init_out(body: memoryview) -> bytes:
 
 
 def statfs_out(total: int, free: int, name_max: int) -> bytes:
-    """The answer to STATFS, of bytes. There is no bound on the number of files."""
+    """Return the answer to STATFS. ``total`` and ``free`` are bytes. The number of files is not limited."""
     files, left = 1 << 32, free // BLOCK_BYTES
     return _STATFS.pack(total // BLOCK_BYTES, left, left, files, files, BLOCK_BYTES, name_max, BLOCK_BYTES, 0)
 
 
 def directory_page(entries: Iterable[DirectoryEntry], start: int, size: int, *, plus: bool) -> tuple[bytes, int]:
-    """As many entries as fit into an answer, each with the offset of the next.
+    """Encode as many entries as fit into ``size`` bytes, each with the offset of the next.
 
     Returns:
-        The answer, and how many entries are in it.
+        The answer, and the number of entries in it.
     """
     out, count = bytearray(), 0
     for entry in entries:
