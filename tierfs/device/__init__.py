@@ -1,6 +1,6 @@
-"""The device tier: snapshots in GPU memory, their drain into the ram tier, and kernels that hash and transform there.
+"""The device tier: snapshots in GPU memory, their drain into the ram tier, and kernels that hash and transform blocks.
 
-Everything imports and works without a GPU; CuPy is needed for the kernels alone, torch for all else.
+All modules can be imported without a GPU. They need torch; only the kernels need CuPy.
 """
 
 from tierfs.device.drain import Drain, Gate

@@ -1,7 +1,7 @@
-"""The few operations that tierfs asks of a GPU, as a protocol, and CUDA's implementation of it by torch.
+"""The protocol of the GPU operations that tierfs needs, and its implementation for CUDA by torch.
 
-Everything else in `tierfs.device` is written against `Accelerator`, so that tests run it on host memory with streams that
-finish as late, or as early, as the contract allows.
+All other code in `tierfs.device` uses only `Accelerator`. Tests therefore run it on host memory, with streams
+that finish as late or as early as the contract allows.
 """
 
 from __future__ import annotations
@@ -31,109 +31,120 @@ __all__ = [
 
 
 LARGE_BYTES = 1 << 20
-"""Tensors of so many bytes are copied on the device one by one."""
-# torch copies these bit for bit in fused launches.
+"""Without CuPy, tensors of at least this size are copied on the device one by one."""
+# torch copies these dtypes bit for bit in fused launches.
 _FUSED = frozenset({torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in the work that is queued on a stream."""
 
     def synchronize(self) -> None:
-        """Block this thread until the work before the point is done."""
+        """Block this thread until the work before this point is done."""
 
 
 class Accelerator(Protocol):
-    """One GPU. Safe for use by many threads.
+    """One GPU. Thread-safe.
 
-    Streams are opaque: they come from `current` and `new_stream` and go back into the other methods. All copies are
-    asynchronous: the caller keeps both tensors alive, and unchanged where that matters, until an event recorded behind
-    the copy has been synchronized.
+    Streams are opaque: the caller gets them from `current` and `new_stream`, and passes them to the other
+    methods. All copies are asynchronous. The caller keeps both tensors alive, and the source unchanged, until
+    it has synchronized an event that was recorded behind the copy.
 
     Attributes:
-        name: The card's name, for people.
-        has_kernels: Whether kernels can be launched, for `hash` and for copies in one launch: CuPy is installed.
+        name: Name of the card, for people.
+        has_kernels: Whether CuPy is installed. `hash` needs it, and so do copies of many tensors in one launch.
     """
 
     name: str
     has_kernels: bool
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this GPU's memory."""
+        """Return whether a tensor lies in this GPU's memory."""
 
     def allocate(self, length: int) -> torch.Tensor:
-        """Take device memory from torch's allocator: uint8, one dimension, uninitialised.
+        """Allocate device memory by torch's allocator: uint8 of one dimension, uninitialised.
 
         Raises:
-            CapacityError: The GPU has not so much memory left.
+            CapacityError: The GPU does not have this much memory left.
         """
 
     def new_stream(self) -> Any:
-        """A stream beside the current one."""
+        """Make a stream."""
 
     def current(self) -> Any:
-        """The stream on which this thread's operations are queued."""
+        """Return the stream on which this thread's operations are queued."""
 
     def record(self, stream: Any) -> Event:
-        """Mark the point in a stream behind everything queued so far."""
+        """Return an event behind all work that is queued on a stream so far."""
 
     def wait(self, stream: Any, event: Event) -> None:
-        """Queue a wait: work queued on ``stream`` from now on starts after ``event``."""
+        """Order work that is queued on ``stream`` from now on after ``event``. Does not block this thread."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queue copies on the current stream, device to device, of tensors of equal dtype and shape."""
+        """Queue device-to-device copies on the current stream. Each pair of tensors has equal dtype and shape."""
 
     def gather(self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Queue copies on the current stream of tensors into device memory, as their elements in row-major order.
+        """Queue copies on the current stream of tensors into device memory, with their elements in row-major order.
 
         Args:
             memory: uint8 of one dimension.
-            parts: Offset in bytes, a multiple of the element's size, and the tensor: not empty, strided, on the device.
+            parts: For each tensor its offset in bytes, a multiple of the element's size, and the tensor.
+                Tensors are not empty, and lie strided on the device.
         """
 
     def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy of bytes from the device to the host: both uint8 of one dimension. Pageable targets may block."""
+        """Queue a copy from the device to the host.
+
+        Both tensors are uint8 of one dimension. The call may block if the target is pageable.
+        """
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy from the host to the device on the current stream, of tensors of one shape."""
+        """Queue a copy from the host to the device on the current stream. Both tensors have the same shape."""
 
     def host_memory(self, length: int) -> torch.Tensor:
-        """Page-locked host memory, uint8 of one dimension; pageable where the driver refuses."""
+        """Allocate page-locked host memory, uint8 of one dimension. If the driver refuses, it is pageable."""
 
     def touch(self, stream: Any) -> None:
-        """Queue a tiny kernel: copy engines let other streams' copies in between two copies only where a kernel lies."""
+        """Queue a tiny kernel.
+
+        A copy engine runs copies of other streams between two copies of this one only if a kernel separates
+        these.
+        """
 
     def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
-        """Hash blocks behind the work on a stream, and wait for the digests: 16 bytes each, in order.
+        """Hash blocks after the work that is queued on a stream. Blocks until the digests are complete.
 
         Args:
-            stream: Behind whose work.
-            addresses: uint64, of each block in device memory.
-            lengths: uint32, in bytes.
+            stream: The stream.
+            addresses: uint64: address of each block in device memory.
+            lengths: uint32: length of each block in bytes.
+
+        Returns:
+            The digests in order, 16 bytes each.
         """
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+        """Return whether the current stream is being captured into a graph."""
 
     def is_pinned(self, memory: torch.Tensor) -> bool:
-        """Whether host memory is page-locked for the device."""
+        """Return whether host memory is page-locked for the device."""
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Page-lock host memory: uint8, one dimension. At most 64 GiB a call.
+        """Page-lock host memory, uint8 of one dimension, of at most 64 GiB per call.
 
         Raises:
             StoreError: The driver refuses.
         """
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """Undo `pin`, before the memory is unmapped."""
+        """Undo `pin`. Call it before the memory is unmapped."""
 
 
 class CudaAccelerator:
-    """One CUDA device by torch, and by CuPy for the kernels. See `Accelerator`.
+    """One CUDA device, by torch, and by CuPy for the kernels. Implements `Accelerator`.
 
     Args:
-        index: The device's.
+        index: Index of the device.
     """
 
     def __init__(self, index: int) -> None:
@@ -146,11 +157,9 @@ class CudaAccelerator:
         return f"CudaAccelerator({self.device.index}, {self.name!r})"
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """See `Accelerator.owns`."""
         return bool(tensor.is_cuda and tensor.device.index == self.device.index)
 
     def allocate(self, length: int) -> torch.Tensor:
-        """See `Accelerator.allocate`."""
         try:
             return torch.empty(length, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
@@ -161,25 +170,24 @@ class CudaAccelerator:
             ) from error
 
     def new_stream(self) -> Any:
-        """See `Accelerator.new_stream`."""
         return torch.cuda.Stream(self.device)
 
     def current(self) -> Any:
-        """See `Accelerator.current`."""
         return torch.cuda.current_stream(self.device)
 
     def record(self, stream: Any) -> Event:
-        """See `Accelerator.record`."""
         event: Event = torch.cuda.Event(blocking=True)
         event.record(stream)  # type: ignore[attr-defined]
         return event
 
     def wait(self, stream: Any, event: Event) -> None:
-        """See `Accelerator.wait`."""
         stream.wait_event(event)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """See `Accelerator.copy`. With CuPy one launch copies all; without, large tensors are copied one by one."""
+        """Implement `Accelerator.copy`. With CuPy, one launch copies all contiguous tensors.
+
+        Without CuPy, large tensors are copied one by one, and small ones in one fused launch per dtype.
+        """
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
             if source.is_contiguous() and target.is_contiguous() and not source.is_conj() and not source.is_neg():
@@ -209,7 +217,6 @@ class CudaAccelerator:
             torch._foreach_copy_(to, begin)
 
     def gather(self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """See `Accelerator.gather`."""
         if not self.has_kernels:
             self.copy([view_of(memory, at, tensor) for at, tensor in parts], [tensor.detach() for _, tensor in parts])
             return
@@ -227,62 +234,54 @@ class CudaAccelerator:
         copy_pieces(targets, sources, lengths, self.device)
 
     def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Accelerator.fetch`."""
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Accelerator.send`."""
         target.copy_(source, non_blocking=True)
 
     def host_memory(self, length: int) -> torch.Tensor:
-        """See `Accelerator.host_memory`."""
         try:
             return torch.empty(length, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             return torch.empty(length, dtype=torch.uint8)
 
     def touch(self, stream: Any) -> None:
-        """See `Accelerator.touch`."""
         with torch.cuda.stream(stream):
             if self._touched is None:
                 self._touched = torch.zeros(1, device=self.device)
             self._touched.add_(1)
 
     def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
-        """See `Accelerator.hash`."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             return bytes(hash_blocks(addresses, lengths, self.device).cpu().numpy().tobytes())
 
     def is_capturing(self) -> bool:
-        """See `Accelerator.is_capturing`."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def is_pinned(self, memory: torch.Tensor) -> bool:
-        """See `Accelerator.is_pinned`."""
         return bool(memory.is_pinned())
 
     def pin(self, memory: torch.Tensor) -> None:
-        """See `Accelerator.pin`."""
         try:
             with torch.cuda.device(self.device):
                 code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         except RuntimeError as error:
             raise StoreError(f"cudaHostRegister failed: {error}", tier="device") from error
         if int(code):
-            # The driver keeps the error for this thread, and the next launch would raise it: have one do so here.
+            # The driver keeps the error for this thread, and the next launch raises it. Launch a kernel to
+            # clear it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
             raise StoreError(f"cudaHostRegister failed with error {int(code)}", tier="device")
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """See `Accelerator.unpin`."""
         with torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def view_of(memory: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same dtype and shape, contiguous, that lies at an offset of uint8 memory."""
+    """Return a contiguous view of uint8 memory at an offset, with the dtype and shape of a tensor."""
     return memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
@@ -295,17 +294,17 @@ def _has_cupy() -> bool:
 
 
 _known: list[Accelerator] = []
-_lock = PerProcess(threading.Lock)  # to add one
+_lock = PerProcess(threading.Lock)  # held to add an accelerator
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
-    """Have `accelerator_of` find another kind of device from now on."""
+    """Let `accelerator_of` find another device from now on."""
     with _lock():
         _known.append(accelerator)
 
 
 def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
-    """The device on which a tensor lies; ``None`` for host memory, and for devices that tierfs has no support for."""
+    """Return the device on which a tensor lies. ``None`` for host memory and for unsupported devices."""
     found = _owner_of(tensor)
     if found is None and tensor.is_cuda:
         with _lock():

@@ -1,4 +1,4 @@
-"""Copies of many tensors from device memory to device memory in one launch."""
+"""Copy many tensors within device memory in one launch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tierfs.device.kernel_launch import function, launch
 __all__ = ["PIECE_BYTES", "THREADS", "copy_pieces", "piece_table"]
 
 PIECE_BYTES = 1 << 20
-"""The most that one thread block copies: 20 GB make 20,000 thread blocks, far more than run at once."""
+"""Most bytes that one thread block copies. 20 GB take 20,000 thread blocks, far more than run at once."""
 THREADS = 512
 
 
 def piece_table(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Cut copies into pieces.
+    """Cut copies into pieces of at most `PIECE_BYTES`.
 
     Args:
         targets: Addresses.
         sources: Addresses, one for each target. Nothing overlaps.
-        lengths: Bytes of each.
+        lengths: Length of each copy in bytes.
 
     Returns:
-        uint64 [pieces, 3]: target, source, length of each.
+        uint64 [pieces, 3]: target, source and length of each piece.
     """
     sizes = np.array(lengths, np.uint64)
     counts = ((sizes + np.uint64(PIECE_BYTES - 1)) // np.uint64(PIECE_BYTES)).astype(np.int64)
@@ -41,17 +41,17 @@ def piece_table(targets: Sequence[int], sources: Sequence[int], lengths: Sequenc
 
 
 def copy_pieces(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-    """Copy bytes on torch's current stream of ``device``; returns before the kernel has run.
+    """Queue copies on torch's current stream of ``device``. Returns before the kernel has run.
 
     Args:
         targets: Addresses in the device's memory.
         sources: Addresses, one for each target. Nothing overlaps.
-        lengths: Bytes of each.
+        lengths: Length of each copy in bytes.
         device: A CUDA device.
 
     Raises:
         InvalidInputError: CuPy is not installed.
-        StoreError: The GPU's compiler refuses the kernel.
+        StoreError: The GPU's compiler rejects the kernel.
     """
     table = piece_table(targets, sources, lengths)
     if not len(table):

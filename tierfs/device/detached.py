@@ -1,7 +1,8 @@
-"""Errors that the owner of host memory keeps and raises again.
+"""Copies of errors without frames, for an owner of host memory that keeps an error and raises it later.
 
-The frames that an error came through refer to tensors in that memory, and those to its owner, by references that the garbage
-collector does not see: an owner that kept the error itself would live until the process ends.
+The frames of an error refer to tensors in that memory, and the tensors refer to its owner. The garbage
+collector does not see these references, so an owner that kept the original error would live until the process
+ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 def detached(error: _E) -> _E:
-    """Copy an error, and the chain of its causes, without frames. An error that cannot be copied loses its frames itself."""
+    """Copy an error and the chain of its causes, without frames. If an error cannot be copied, remove its frames."""
     causes: list[BaseException] = []
     cause = error.__cause__
     while cause is not None and cause is not error and not any(cause is known for known in causes):
@@ -41,7 +42,7 @@ def _copy_of(error: _E) -> _E:
         if type(made) is type(error) and str(made) == str(error):
             return made
     with contextlib.suppress(Exception):
-        # The constructor made the message of its arguments, and would once more.
+        # The constructor derived the message from its arguments. Do not call it again with that message.
         made = type(error).__new__(type(error), *error.args)
         made.__dict__.update(error.__dict__)
         if str(made) == str(error):

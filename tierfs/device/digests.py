@@ -1,6 +1,6 @@
-"""XXH3-128 digests of many blocks at once, in a GPU's memory.
+"""XXH3-128 digests of many blocks in a GPU's memory at once.
 
-The digests equal those of ``tierfs.digest.hash_bytes``. Combining them into a chunk's digest stays on the host.
+The digests equal those of ``tierfs.digest.hash_bytes``. The host combines them into the digest of a chunk.
 
 Specification: github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "XXH3 Algorithm Description".
 """
@@ -24,9 +24,9 @@ DIGEST_BYTES = DigestKind.XXH3_128.size
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 Lengths: TypeAlias = npt.NDArray[np.uint32]
 
-# Below this many blocks a multiprocessor, a block gets eight warps instead of one. A warp keeps 4 KiB in flight for about
-# 0.8 us, then computes for about 0.4 us, so 16 warps read 55 GB/s: more than a multiprocessor's share of an H200's
-# 4.8 TB/s, which is 36 GB/s.
+# Below this many blocks per multiprocessor, a block gets eight warps instead of one. A warp keeps 4 KiB in
+# flight for about 0.8 us, then computes for about 0.4 us, so 16 warps read 55 GB/s. That is more than a
+# multiprocessor's share of an H200's 4.8 TB/s, which is 36 GB/s.
 _WARPS_ENOUGH = 16
 # Blocks shorter than one round of 8 warps (32 KiB) leave some of them idle.
 _WIDE_BYTES_MIN = 64 << 10
@@ -38,12 +38,12 @@ def cut_blocks(address: int, length: int) -> tuple[Addresses, Lengths]:
     """Cut a region of memory into blocks.
 
     Args:
-        address: Where the region starts.
-        length: Its bytes.
+        address: Address of the region.
+        length: Length of the region in bytes.
 
     Returns:
-        The blocks' addresses and their lengths in bytes: ``BLOCK_BYTES`` each, the last may be shorter. An empty region
-        has no block.
+        The addresses of the blocks, and their lengths in bytes: ``BLOCK_BYTES`` each, except that the last may be
+        shorter. An empty region has no block.
     """
     starts = np.arange(0, length, BLOCK_BYTES, dtype=np.uint64)
     lengths = np.minimum(np.uint64(length) - starts, np.uint64(BLOCK_BYTES)).astype(np.uint32)
@@ -51,22 +51,23 @@ def cut_blocks(address: int, length: int) -> tuple[Addresses, Lengths]:
 
 
 def hash_blocks(addresses: Addresses, lengths: Lengths, device: torch.device) -> torch.Tensor:
-    """Digest blocks of a GPU's memory on torch's current stream of ``device``; returns before the kernel has run.
+    """Hash blocks of a GPU's memory on torch's current stream of ``device``. Returns before the kernel has run.
 
-    Blocks that start at a multiple of 16 are read fastest; any address is correct.
+    A block may have any address. Blocks at multiples of 16 bytes are read fastest.
 
     Args:
-        addresses: uint64 [count]: device addresses. The caller keeps this memory allocated and unchanged until the
-            digests are there.
-        lengths: uint32 [count], in bytes. Both arrays may be changed once the call returns.
+        addresses: uint64 [count]: device addresses. The caller keeps the memory of the blocks allocated and
+            unchanged until the digests are complete.
+        lengths: uint32 [count]: lengths in bytes. The caller may change both arrays once the call returns.
         device: A CUDA device.
 
     Returns:
         uint8 [count, 16] on ``device``: the canonical (big-endian) digests.
 
     Raises:
-        InvalidInputError: CuPy is not installed, ``device`` is no CUDA device, or the arrays do not fit each other.
-        StoreError: The GPU's compiler refuses the kernel.
+        InvalidInputError: CuPy is not installed, ``device`` is not a CUDA device, or the arrays differ in
+            shape or have a wrong dtype.
+        StoreError: The GPU's compiler rejects the kernel.
     """
     if device.type != "cuda":
         raise InvalidInputError(f"blocks are hashed on CUDA devices, not on {device}")
@@ -96,8 +97,9 @@ def hash_blocks(addresses: Addresses, lengths: Lengths, device: torch.device) ->
 
 
 def _upload(addresses: Addresses, lengths: Lengths, device: torch.device) -> torch.Tensor:
-    """Copy both arrays, end to end, to ``device`` in the order of its current stream."""
-    # torch reuses a pinned tensor's memory only after the copies from it have ended, so it may be dropped here.
+    """Copy both arrays, one behind the other, to ``device`` on its current stream."""
+    # torch reuses the memory of a pinned tensor only after the copies from it have ended, so it may be
+    # dropped here.
     table = torch.empty(addresses.nbytes + lengths.nbytes, dtype=torch.uint8, pin_memory=True)
     filled = table.numpy()
     filled[: addresses.nbytes].view(np.uint64)[:] = addresses

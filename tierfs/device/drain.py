@@ -1,9 +1,9 @@
-"""The paced drain: bytes move from the GPU to host memory in pieces, so that training's own copies get in between.
+"""The paced drain: it moves bytes from the GPU to host memory in pieces, so that training's own copies run in between.
 
-A GPU has one copy engine per direction. It works first in, first out, ignores stream priorities, and runs consecutive copies
-of one stream as one block, so a large copy delays every small one that training asks for. The drain therefore copies
-pieces, puts a tiny kernel behind each, and queues the next piece only after the last one has arrived. Measured figures:
-docs/explanation/device.md.
+A GPU has one copy engine per direction. The engine is first in, first out, ignores stream priorities, and
+runs consecutive copies of one stream as one block. So a large copy delays every small copy of training. The
+drain therefore copies pieces, queues a tiny kernel behind each, and queues the next piece only after the
+previous one has arrived. Measured figures: docs/explanation/device.md.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Drain", "DrainPiece", "Gate", "drain_of"]
 
 PIECE_BYTES = 32 << 20
 FINISH_S = 30.0
-"""A closed gate holds a drain up for so long in all; then the drain goes on."""
+"""Seconds in all that a closed gate delays one drain. After that, the drain continues."""
 LOOK_S = 0.02
-"""How often a drain at a closed gate looks whether somebody is in a hurry."""
+"""Seconds between checks of the other events, while a drain waits at a closed gate."""
 
 
 class DrainPiece(NamedTuple):
-    """Bytes to move.
+    """A copy from device to host memory.
 
     Attributes:
         target: Host memory, uint8 of one dimension.
@@ -44,10 +44,7 @@ class DrainPiece(NamedTuple):
 
 
 class Gate:
-    """Opened and closed by the trainer to say when the drain may use the link. Open until somebody closes it.
-
-    Safe for use by many threads.
-    """
+    """Controls when the drain may use the link. The trainer opens and closes it; it is open at first. Thread-safe."""
 
     def __init__(self) -> None:
         self._is_open = threading.Event()
@@ -57,15 +54,15 @@ class Gate:
         return f"Gate({'open' if self._is_open.is_set() else 'closed'})"
 
     def open(self) -> None:
-        """Let the drain go on."""
+        """Let the drain continue."""
         self._is_open.set()
 
     def close(self) -> None:
-        """Hold the drain before its next piece; the piece under way ends."""
+        """Hold the drain before its next piece. The piece in flight completes."""
         self._is_open.clear()
 
     def wait(self, timeout_s: float, *others: threading.Event) -> float:
-        """Wait until the gate is open or another event is set, at most so many seconds; returns for how many."""
+        """Wait until the gate is open or another event is set, at most ``timeout_s``. Return the seconds waited."""
         begun = time.monotonic()
         waited_s = 0.0
         while not self._is_open.is_set() and waited_s < timeout_s and not any(other.is_set() for other in others):
@@ -75,19 +72,20 @@ class Gate:
 
 
 class Drain:
-    """Moves bytes from one GPU to host memory, for one caller at a time. Safe for use by many threads.
+    """Moves bytes from one GPU to host memory, for one caller at a time. Thread-safe.
 
     Args:
         accelerator: The GPU.
-        finish_s: The most seconds that the gate holds one caller up, in all.
+        finish_s: Most seconds in all that the gate delays one call of `move`.
 
     Attributes:
-        gate: For the trainer.
-        turn: Held around `move` by the one caller.
-        pins: Host memory that is registered with the GPU. To be changed while `turn` is held, when no copy is under way.
-        stream: The drain's stream.
-        moved_bytes: How much was moved so far.
-        moved_s: Seconds that it took, without the time at the gate.
+        gate: The gate that the trainer uses.
+        turn: A lock. The caller holds it around `move`.
+        pins: Host memory that is registered with the GPU. Change it only while `turn` is held and no copy is
+            in flight.
+        stream: The stream of the drain.
+        moved_bytes: Bytes moved so far.
+        moved_s: Seconds spent on moving, without the time at the gate.
     """
 
     def __init__(self, accelerator: Accelerator, finish_s: float = FINISH_S) -> None:
@@ -110,18 +108,18 @@ class Drain:
         stop: threading.Event,
         queued: Callable[[Event], None],
     ) -> None:
-        """Move bytes, one piece in flight, as the gate allows. In a hurry, queue all that is left at once.
+        """Move pieces to the host, with one in flight, while the gate is open. Returns when all have arrived.
 
         Args:
-            pieces: Of any length. The drain's stream already waits for the writers of the sources.
-            hurry: Set by whoever needs everything queued now, on any thread.
-            stop: Set by whoever does not need the rest, on any thread.
-            queued: Called with the event behind the last piece, when that is queued.
+            pieces: Pieces of any length. The drain's stream already waits for the writers of the sources.
+            hurry: If any thread sets it, all remaining pieces are queued at once, without regard to the gate.
+            stop: If any thread sets it, the remaining pieces are skipped.
+            queued: Called once the last piece is queued, with the event behind it.
         """
         try:
             self._move(pieces, hurry, stop, queued)
         except BaseException:
-            # The caller gives the targets back: nothing may be written there any more.
+            # The caller releases the targets, so no copy to them may be in flight.
             with contextlib.suppress(Exception):
                 self._accelerator.record(self.stream).synchronize()
             raise
@@ -158,7 +156,7 @@ _lock = threading.Lock()
 
 
 def drain_of(accelerator: Accelerator) -> Drain:
-    """The drain of a GPU: one per process, since the copy engine is one."""
+    """Return the drain of a GPU. There is one per process, because the GPU has one copy engine per direction."""
     with _lock:
         found = _drains.get(id(accelerator))
         if found is None:

@@ -1,7 +1,7 @@
-"""CUDA kernels of tierfs: compiled on first use, launched on torch's streams.
+"""Compile the CUDA kernels of tierfs on first use, and launch them on torch's streams.
 
-CuPy compiles the sources in ``kernels/`` with NVRTC and keeps the compiled code on disk. This module imports CuPy only
-where a kernel is asked for, so a machine without a GPU needs neither CuPy nor CUDA.
+CuPy compiles the sources in ``kernels/`` with NVRTC and caches the compiled code on disk. This module imports
+CuPy only when a kernel is requested, so a machine without a GPU needs neither CuPy nor CUDA.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17",)
 
 Argument: TypeAlias = "torch.Tensor | np.generic"
-"""A tensor, passed as its address, or a numpy scalar of the parameter's own size."""
+"""A tensor, passed as its address, or a numpy scalar of the parameter's size."""
 
 _lock = threading.Lock()
 _functions: dict[tuple[Path, str, int], Any] = {}
@@ -33,15 +33,15 @@ def function(name: str, file: str | os.PathLike[str]) -> Any:
     """Return a kernel for the current device, compiled on first use in this process. Thread-safe.
 
     Args:
-        name: The kernel, declared ``extern "C" __global__``.
+        name: Name of the kernel, declared ``extern "C" __global__``.
         file: A file of ``kernels/`` without its suffix, or a path that ends in ``.cu``.
 
     Returns:
-        A ``cupy.RawKernel``; ``launch`` calls it.
+        A ``cupy.RawKernel`` for `launch`.
 
     Raises:
         InvalidInputError: CuPy is not installed.
-        StoreError: The GPU's compiler or driver refuses the kernel.
+        StoreError: The GPU's compiler or driver rejects the kernel.
     """
     cupy = _cupy()
     path = Path(file) if os.fspath(file).endswith(".cu") else KERNELS / f"{os.fspath(file)}.cu"
@@ -63,19 +63,19 @@ def launch(
     *,
     device: torch.device,
 ) -> None:
-    """Launch ``kernel`` on torch's current stream of ``device``; returns before it has run.
+    """Launch ``kernel`` on torch's current stream of ``device``. Returns before it has run.
 
-    The kernel's memory follows torch's rules: a tensor allocated on the current stream may be released right after the
-    launch, a tensor of another stream must stay until the kernel ends (``Tensor.record_stream``).
+    The kernel's memory follows torch's rules. A tensor allocated on the current stream may be released right
+    after the launch. A tensor of another stream must stay until the kernel ends (``Tensor.record_stream``).
 
     Args:
-        kernel: From ``function``, asked for while ``device`` was the current one.
-        grid: Thread blocks.
-        block: Threads in each.
-        arguments: One for each of the kernel's parameters. CuPy passes Python's numbers as 64 bits whatever the parameter
-            is, so they are not accepted: ``numpy.uint32(count)`` fits ``unsigned int``, ``numpy.uint64(address)`` fits a
-            pointer.
-        device: A CUDA device; without an index, the current one.
+        kernel: The result of `function`, called while ``device`` was the current device.
+        grid: Number of thread blocks.
+        block: Number of threads in each.
+        arguments: One for each of the kernel's parameters. CuPy passes a Python number as 64 bits whatever
+            the parameter is, so Python numbers are not accepted. ``numpy.uint32(count)`` fits ``unsigned
+            int``, and ``numpy.uint64(address)`` fits a pointer.
+        device: A CUDA device. Without an index, the current one.
 
     Raises:
         InvalidInputError: CuPy is not installed.
@@ -109,5 +109,5 @@ def _compile(cupy: Any, name: str, path: Path) -> Any:
     try:
         return cupy.RawModule(code=path.read_text(), options=OPTIONS).get_function(name)
     except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
-        # CuPy's errors of the driver and of NVRTC are RuntimeErrors; its cache on disk raises OSErrors.
+        # CuPy raises RuntimeErrors for the driver and NVRTC, and OSErrors for its cache on disk.
         raise StoreError(f"the GPU's compiler refused kernel {name} of {path}: {error}") from error

@@ -1,7 +1,7 @@
-"""Page-locked host memory: each region of this process is registered with the GPU once, and released before it is unmapped.
+"""Page-locked host memory. Each region of this process is registered with the GPU once, and released before unmapping.
 
-Copies between the GPU and pageable memory run at a fraction of the link's speed and block the calling thread. Registration
-takes about a second per 10 GB, so regions stay registered from save to save.
+Copies between the GPU and pageable memory run at a fraction of the link's speed and block the calling thread.
+Registration takes about a second per 10 GB, so regions stay registered from save to save.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ PIN_BYTES_MAX = 64 << 30
 
 
 class _Pin(NamedTuple):
-    memory: torch.Tensor | None  # None: it is pageable, or somebody else registered it
+    memory: torch.Tensor | None  # None: it is pageable, or other code registered it
     is_used: Callable[[], bool]
 
 
 class Pins:
-    """The registered regions of one process and GPU. For one thread at a time, while no copy to them is under way.
+    """The registered regions of one process and GPU. Not thread-safe; no copy to a region may be in flight.
 
-    A registration keeps the region mapped until `sweep` finds that nobody uses it any more.
-
-    Args:
-        accelerator: The GPU.
+    A registration keeps the region mapped until `sweep` finds that it is no longer used.
 
     Attributes:
-        failed: How many regions could not be registered, and are used as pageable memory.
+        failed: Number of regions that could not be registered, and are used as pageable memory.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -47,7 +44,7 @@ class Pins:
 
     @property
     def registered_bytes(self) -> int:
-        """How many bytes are registered."""
+        """Number of registered bytes."""
         return sum(region.memory.numel() for region in list(self._regions.values()) if region.memory is not None)
 
     def add(
@@ -57,13 +54,13 @@ class Pins:
         is_used: Callable[[], bool],
         fall_back: Callable[[str, str], None],
     ) -> None:
-        """Register a region unless that was done, or refused, before.
+        """Register a region, unless it was registered or refused before.
 
         Args:
-            key: Names the region; never used again for another one.
-            memory: Gives all of it, writable. The registration keeps it.
-            is_used: Whether anybody still writes there.
-            fall_back: Called with a name and a message where the region cannot be registered.
+            key: Unique name of the region. It is never reused for another one.
+            memory: Returns the whole region, writable. The registration keeps a reference to it.
+            is_used: Returns whether the region is still written to.
+            fall_back: Called with a name and a message if the region cannot be registered.
         """
         if key in self._regions:
             return
@@ -83,7 +80,7 @@ class Pins:
         self._regions[key] = _Pin(pinned, is_used)
 
     def sweep(self) -> None:
-        """Release the regions that nobody uses any more."""
+        """Release the regions that are no longer used."""
         for key in [key for key, region in self._regions.items() if not region.is_used()]:
             region = self._regions.pop(key)
             if region.memory is not None:

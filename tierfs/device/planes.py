@@ -1,7 +1,7 @@
 """Byte planes of blocks in device memory, as the codecs PLANE and DPLANE make them before they compress each plane.
 
-Owns the launch of `kernels/planes.cu`, and numpy references that run the codec's own functions. The heads of the planes,
-their modes and the frames are the caller's. FORMAT.md, "Codecs".
+This module launches `kernels/planes.cu`. Its numpy references run the codec's own functions. The caller makes
+the heads, the modes and the frames of the planes. FORMAT.md, "Codecs".
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 THREADS = 256
-# One turn of a CUDA block: its threads have 64 bytes each in flight.
+# Bytes of one turn of a CUDA block. Each of its threads has 64 bytes in flight.
 _PART_BYTES = THREADS * 64
 # struct Row of planes.cu.
 _ROW = np.dtype(
@@ -61,21 +61,22 @@ _ROW = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class PlaneBlock:
-    """One block and its planes. All tensors are uint8, contiguous, of one dimension, borrowed, and must not overlap.
+    """One block and its planes. The tensors are uint8, contiguous, of one dimension, borrowed, and must not overlap.
 
-    The tensors may begin at any address. Speed is best where ``raw`` and ``base`` begin at multiples of 16 bytes, ``planes``
-    as well, and the block is a multiple of 16 bytes long.
+    The tensors may begin at any address. Speed is best if ``raw``, ``base`` and ``planes`` begin at multiples
+    of 16 bytes, and the length of the block is a multiple of 16 bytes.
 
     Args:
-        raw: The block: at most 1 MiB. What lies behind its last whole element is neither read nor written.
-        planes: E x ``width`` bytes for E whole elements: the planes one after the other, most significant bytes first.
+        raw: The block, at most 1 MiB. Bytes behind its last whole element are neither read nor written.
+        planes: E x ``width`` bytes for E whole elements: the planes one after the other, most significant
+            bytes first.
         width: Bytes of an element: 1, 2, 4 or 8.
-        order: As in the head of the encoded block: AS_IT_IS; or, for elements of at least 2 bytes, SIGN_LAST without a
-            base (PLANE) and ZIGZAG with one (DPLANE).
-        base: As long as ``raw``. With a base, the planes hold zigzagged differences to it.
+        order: The order in the head of the encoded block. AS_IT_IS, or for elements of at least 2 bytes
+            SIGN_LAST without a base (PLANE) and ZIGZAG with a base (DPLANE).
+        base: The base, of the same length as ``raw``. With a base, the planes hold zigzagged differences to it.
 
     Raises:
-        InvalidInputError: A size or dtype is wrong, or the format has no such order.
+        InvalidInputError: A size, dtype or device is wrong, or the format does not have the order.
     """
 
     raw: torch.Tensor
@@ -104,29 +105,29 @@ class PlaneBlock:
 def split_planes(blocks: Sequence[PlaneBlock]) -> None:
     """Fill in the planes of blocks, by one launch on torch's current stream of their device.
 
-    Returns as soon as the launch is queued. Each byte of a block and of its base is read once, each byte of its planes is
-    written once.
+    Returns as soon as the launch is queued. Each byte of a block and of its base is read once. Each byte of
+    its planes is written once.
 
     Args:
-        blocks: On one CUDA device; widths and orders may differ.
+        blocks: Blocks on one CUDA device. Widths and orders may differ.
 
     Raises:
         InvalidInputError: The blocks are not on one CUDA device, or CuPy is not installed.
-        StoreError: The GPU's compiler refuses the kernel.
+        StoreError: The GPU's compiler rejects the kernel.
     """
     _launch("split_planes", blocks)
 
 
 def join_planes(blocks: Sequence[PlaneBlock]) -> None:
-    """Fill in the elements of blocks from their planes and bases, by one launch on torch's current stream of their device.
+    """Fill in the elements of blocks from their planes and bases, by one launch.
 
-    The inverse of `split_planes`, under the same conditions.
+    This is the inverse of `split_planes`, with the same conditions.
     """
     _launch("join_planes", blocks)
 
 
 def table_of(blocks: Sequence[PlaneBlock]) -> NDArray[Any]:
-    """Rows that the kernels read, one for each block, 32 bytes each. They hold addresses and keep no tensor alive."""
+    """Return the table for the kernels: one row of 32 bytes per block. It holds addresses and keeps no tensor alive."""
     return np.array(
         [
             (
@@ -145,16 +146,16 @@ def table_of(blocks: Sequence[PlaneBlock]) -> NDArray[Any]:
 
 
 def parts_of(blocks: Sequence[PlaneBlock]) -> int:
-    """Into how many parts each block is cut: CUDA blocks of `THREADS` threads, as many as the longest block keeps busy."""
+    """Return the number of CUDA blocks of `THREADS` threads per block: as many as the longest block keeps busy."""
     longest: int = max(block.raw.numel() for block in blocks)
     return max(1, -(-longest // _PART_BYTES))
 
 
 def split_planes_reference(raw: Buffer, width: int, order: PlaneOrder, base: Buffer | None = None) -> bytes:
-    """The planes that the codec compresses, taken apart by the codec's own functions. See `PlaneBlock` for the arguments.
+    """Return the planes that the codec compresses, made by the codec's own functions. `PlaneBlock` has the arguments.
 
     Raises:
-        InvalidInputError: The format has no such order, or the base has another length.
+        InvalidInputError: The format does not have the order, or the base has another length.
     """
     _check(width, order, has_base=base is not None)
     view = memoryview(raw)
@@ -175,17 +176,17 @@ def split_planes_reference(raw: Buffer, width: int, order: PlaneOrder, base: Buf
 def join_planes_reference(
     planes: Buffer, width: int, order: PlaneOrder, base: Buffer | None = None, tail: Buffer = b""
 ) -> bytes:
-    """The block that the codec decodes from planes that are kept as they are. See `PlaneBlock` for the arguments.
+    """Return the block that the codec decodes from uncompressed planes.
 
     Args:
         planes: E x ``width`` bytes.
         width: Bytes of an element.
-        order: The bits'.
-        base: As long as the block, if any.
+        order: The order of the bits. See `PlaneBlock`.
+        base: The base, of the same length as the block, if any.
         tail: The bytes of the block behind its last whole element.
 
     Raises:
-        InvalidInputError: The format has no such order.
+        InvalidInputError: The format does not have the order.
     """
     _check(width, order, has_base=base is not None)
     head = struct.pack("<BB", width, order) + struct.pack("<BI", Mode.RAW, len(planes) // width) * width
@@ -199,7 +200,7 @@ def join_planes_reference(
 
 
 class _RawPlanes(PlaneWriter):
-    """Collects the planes that the codec cuts, where none of them is compressed."""
+    """Collects the planes that the codec makes, without compressing them."""
 
     def __init__(self, raw: memoryview, width: int) -> None:
         super().__init__(raw, width, memoryview(b""), -width * PLANE_HEAD_BYTES, width)
@@ -212,7 +213,7 @@ class _RawPlanes(PlaneWriter):
         return memoryview(kept)
 
     def joined(self) -> bytes:
-        """The planes one after the other. Two planes that the codec leaves woven are taken apart."""
+        """Return the planes one after the other. Two planes that the codec leaves interleaved are separated."""
         return b"".join(kept[1::2] + kept[::2] if mode is Mode.WOVEN else kept for mode, kept in self._kept)
 
 
@@ -235,7 +236,8 @@ def _launch(name: str, blocks: Sequence[PlaneBlock]) -> None:
         raise InvalidInputError(f"blocks on {sorted(map(str, devices))}: they must be on one CUDA device")
     with torch.cuda.device(device):
         kernel = function(name, "planes")
-        # From pinned memory, the copy does not wait for the stream. torch keeps both tables until the stream is past them.
+        # A copy from pinned memory does not wait for the stream. torch keeps both tables until the stream has
+        # used them.
         table = torch.from_numpy(table_of(blocks).view(np.uint8)).pin_memory().to(device, non_blocking=True)
         parts = parts_of(blocks)
         launch(kernel, len(blocks) * parts, THREADS, (table, np.uint32(parts)), device=device)

@@ -1,8 +1,8 @@
-"""The device tier: copies of a rank's state in GPU memory that the user granted, the newest two where the budget allows.
+"""The device tier: copies of a rank's state in GPU memory within a budget of the user, the newest two if they fit.
 
-A snapshot is a device-to-device copy on the current stream: it is ordered behind the step before and ahead of the step
-after, so training goes on at once and nothing has to be fenced. What lies in a snapshot alone survives nothing: its level
-is ``none`` until the drain has brought it to the ram tier.
+A snapshot is a device-to-device copy on the current stream. It runs after the previous step and before the
+next one, so training continues at once and needs no fence. A snapshot survives no crash: its level is
+``none`` until the drain has copied it to the ram tier.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GENERATIONS = 2
 
 
 class Spot(NamedTuple):
-    """Where a tensor lies in a generation: offset in bytes, dtype, shape."""
+    """The place of a tensor in a generation: offset in bytes, dtype and shape."""
 
     at: int
     dtype: torch.dtype
@@ -35,18 +35,19 @@ class Spot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One snapshot's memory.
+    """The memory of one snapshot.
 
     Attributes:
         memory: Device memory, uint8 of one dimension.
-        is_busy: Whether a save or a rollback uses it; then no other snapshot is put there.
-        taken_s: When the snapshot was taken, on the monotonic clock; ``None`` while it holds none.
-        drained: Whether the ram tier has all of it.
-        owner: Whose snapshot it holds.
-        save_id: The save that it was published as; empty until then.
-        digests: Its blocks', in order, as they were before the bytes left the device; empty where CuPy is missing.
-        blocks: Address and length of each block.
-        items: For what was published, its place: see `DeviceTier.publish`.
+        is_busy: Whether a save or a rollback uses the generation. No other snapshot replaces it then.
+        taken_s: When the snapshot was taken, in seconds of the monotonic clock. ``None`` if there is no snapshot.
+        drained: Whether the ram tier has the whole snapshot.
+        owner: The object that took the snapshot.
+        save_id: The save that published the snapshot. Empty until then.
+        digests: The digests of the blocks in order, computed before the bytes leave the device. Empty without
+            CuPy.
+        blocks: Addresses of the blocks, and their lengths.
+        items: The place of each published item. See `DeviceTier.publish`.
     """
 
     memory: torch.Tensor
@@ -60,30 +61,26 @@ class Generation:
     items: dict[Any, Spot] = field(default_factory=dict)
 
     def tensor(self, spot: Spot) -> torch.Tensor:
-        """The tensor at a place: contiguous, on the device, a view of this generation's memory."""
+        """Return the tensor at a place: a contiguous view of this generation's device memory."""
         length = spot.shape.numel() * spot.dtype.itemsize
         return self.memory[spot.at : spot.at + length].view(spot.dtype).view(spot.shape)
 
     def forget(self) -> None:
-        """Note that its bytes are being replaced."""
+        """Reset all fields that describe a snapshot, because its bytes are being replaced."""
         self.taken_s, self.drained, self.owner, self.save_id = None, False, None, ""
         self.digests, self.blocks, self.items = b"", ((), ()), {}
 
 
 class DeviceTier:
-    """Snapshots in GPU memory. Safe for use by many threads.
+    """Snapshots in GPU memory. Thread-safe.
 
-    The memory is one slab from torch's allocator, taken at the first snapshot and kept. A state that does not fit the
-    budget, and a GPU without so much memory left, are refused: the caller then copies to the ram tier.
+    The memory is one slab from torch's allocator, allocated at the first snapshot and kept. If a state
+    exceeds the budget or the free memory of the GPU, `take` raises, and the caller copies to the ram tier.
 
     Args:
-        budget_bytes: The most GPU memory to use. With room for two states, a snapshot is taken while the one before
-            drains.
+        budget_bytes: The most GPU memory to use. With room for two states, a new snapshot can be taken while
+            the previous one drains.
         accelerator: The GPU.
-
-    Attributes:
-        budget_bytes: As given.
-        accelerator: As given.
     """
 
     def __init__(self, budget_bytes: int, accelerator: Accelerator) -> None:
@@ -92,7 +89,7 @@ class DeviceTier:
         self._lock = threading.Lock()
         self._generations: list[Generation] = []
         self._length = 0
-        self._refused = 0  # the length for which there was no memory
+        self._refused = 0  # the length that could not be allocated
         _live.add(self)
 
     def __repr__(self) -> str:
@@ -103,18 +100,18 @@ class DeviceTier:
 
     @property
     def used_bytes(self) -> int:
-        """How much GPU memory the slab takes."""
+        """Bytes of GPU memory that the slab takes."""
         return len(self._generations) * self._length
 
     def take(self, length: int, owner: object) -> Generation:
-        """Take the generation with the oldest snapshot, to be filled on the current stream; `give` ends that.
+        """Reserve the generation with the oldest snapshot. The caller fills it on the current stream, and calls `give`.
 
         Args:
             length: Bytes that the snapshot needs.
-            owner: Whose snapshot it will hold.
+            owner: The object that takes the snapshot.
 
         Raises:
-            CapacityError: The budget or the GPU has no room for it, or every generation is in use.
+            CapacityError: The budget or the GPU has no room for the snapshot, or every generation is in use.
         """
         with self._lock:
             if length > self._length:
@@ -145,7 +142,7 @@ class DeviceTier:
             )
         if self._refused and length >= self._refused:
             raise CapacityError("the GPU had no memory for the device tier before", tier="device")
-        self._generations, self._length = [], 0  # before the new one is taken
+        self._generations, self._length = [], 0  # release the old slab before allocating the new one
         try:
             slab = self.accelerator.allocate(count * length)
         except CapacityError:
@@ -155,11 +152,12 @@ class DeviceTier:
         self._generations = [Generation(slab[at * length : (at + 1) * length]) for at in range(count)]
 
     def give(self, generation: Generation, *, drained: bool) -> None:
-        """End the use of a generation that `take` or `hold` gave.
+        """End the use of a generation that `take` or `hold` returned.
 
         Args:
-            generation: Which.
-            drained: Whether it holds a whole snapshot that the ram tier has, too. Otherwise it holds nothing.
+            generation: The generation.
+            drained: Whether it holds a whole snapshot that the ram tier also has. If not, the snapshot is
+                dropped.
         """
         with self._lock:
             generation.is_busy = False
@@ -168,16 +166,16 @@ class DeviceTier:
                 generation.forget()
 
     def publish(self, owner: object, save_id: str, items: dict[Any, Spot]) -> None:
-        """Note which save a snapshot was published as, and the place of each of the save's items that lies in it.
+        """Record the save that published a snapshot, and the places of the save's items in it.
 
-        Nothing is noted where the snapshot was replaced meanwhile.
+        If the snapshot was replaced in the meantime, nothing is recorded.
         """
         with self._lock:
             for generation in (one for one in self._generations if one.owner is owner):
                 generation.save_id, generation.items = save_id, items
 
     def hold(self, save_id: str) -> Generation | None:
-        """The snapshot of a save, kept from being replaced until `give`; ``None`` if it lies here no more."""
+        """Reserve the snapshot of a save until `give`, so that it is not replaced. ``None`` if it is gone or in use."""
         with self._lock:
             for generation in self._generations:
                 if generation.drained and not generation.is_busy and save_id and generation.save_id == save_id:
@@ -186,9 +184,9 @@ class DeviceTier:
         return None
 
     def is_intact(self, generation: Generation) -> bool:
-        """Whether a generation's bytes are those of its snapshot: hashed now, on the current stream.
+        """Hash a generation on the current stream, and return whether the digests are those of its snapshot.
 
-        ``False`` where there are no digests to compare with.
+        Returns ``False`` if the generation has no digests to compare with.
         """
         if not generation.digests:
             return False
@@ -197,7 +195,7 @@ class DeviceTier:
         return accelerator.hash(accelerator.current(), addresses, lengths) == generation.digests
 
     def status(self) -> dict[str, Any]:
-        """The content of the tier, as plain values; see `tierfs status`."""
+        """Return the state of the tier as plain values, for ``tierfs status``."""
         now = time.monotonic()
         taken = [generation.taken_s for generation in self._generations if generation.taken_s is not None]
         return {
@@ -214,5 +212,5 @@ _live: weakref.WeakSet[DeviceTier] = weakref.WeakSet()
 
 
 def device_tiers() -> list[DeviceTier]:
-    """The device tiers of this process."""
+    """Return the device tiers of this process."""
     return list(_live)

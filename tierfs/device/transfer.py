@@ -1,14 +1,15 @@
-"""One save's tensors on their way from the GPU into host memory.
+"""Copy the tensors of one save from the GPU into host memory.
 
-A transfer has two halves. `capture` queues, on the current stream, the copies that make the tensors safe to change, or notes
-which tensors must not change yet. `run` moves the bytes to the host, on whichever thread the caller has for that. Three
-modes differ only in how much is captured:
+A transfer has two parts. `capture` queues, on the current stream, the copies that make the tensors safe to
+change, or notes which tensors must not change yet. `run` moves the bytes to the host, on a thread of the
+caller. The three modes differ only in the tensors that are captured:
 
-- ``device``: everything, in a generation of the device tier. Training goes on at once.
-- ``lazy``: small tensors, in scratch memory. The large ones are read in place, and `fence` keeps the optimizer off them.
-- ``ram``: small tensors as well, which spares a copy operation for each; then the trainer waits for `run`.
+- ``device``: all tensors, in a generation of the device tier. Training continues at once.
+- ``lazy``: small tensors, in scratch memory. Large ones are read in place; `fence` orders the optimizer after that.
+- ``ram``: small tensors too, which saves a copy operation for each. The trainer then waits for `run`.
 
-Lazy mode is the scheme of DataStates-LLM (Maurya et al., HPDC 2024): tensors do not change between two optimizer steps.
+Lazy mode is the scheme of DataStates-LLM (Maurya et al., HPDC 2024): tensors do not change between two
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from tierfs.processors import processors
 __all__ = ["BESIDE_TRAINING", "CaptureMode", "MemoryRegion", "Transfer", "fence_all"]
 
 SMALL_BYTES = 1 << 20
-"""Regions whose tensors are all shorter are gathered on the device, and cross the link as one."""
+"""If all tensors of a region are shorter, they are gathered on the device and cross the link as one."""
 
 
 BESIDE_TRAINING = 4
-"""Threads that copy or hash at once while training goes on. More of them keep its thread from the interpreter's lock."""
+"""Most threads that copy or hash concurrently during training. More of them keep the trainer's thread from the GIL."""
 
 
 class CaptureMode(enum.Enum):
-    """How a transfer makes tensors safe to change. See the module."""
+    """How a transfer makes tensors safe to change. The module's docstring describes the modes."""
 
     DEVICE = "device"
     LAZY = "lazy"
@@ -53,11 +54,12 @@ class CaptureMode(enum.Enum):
 
 
 class MemoryRegion(NamedTuple):
-    """Bytes that lie side by side in host memory.
+    """A contiguous range of host memory.
 
     Attributes:
-        length: In bytes.
-        parts: Offset in the region, and the tensor: on the device, strided. They cover the region without gaps.
+        length: Length in bytes.
+        parts: For each tensor its offset in the region, and the tensor, strided on the device. They cover the
+            region without gaps.
     """
 
     length: int
@@ -65,13 +67,14 @@ class MemoryRegion(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """The owner of the host memory, as a transfer sees it.
+    """Callbacks to the owner of the host memory.
 
     Attributes:
-        pin: Registers the memory with the GPU, as far as it is not.
-        find: Finds the chunks that the host has, by their digests: for each a function that fills a place with its bytes and
-            returns whether it did. ``None`` where the store's digests are of another kind.
-        fall_back: Called with a name and a message for what a fallback did.
+        pin: Registers memory with the GPU that is not registered yet.
+        find: Finds chunks that the host has, by their digests. For each chunk found, it returns a function
+            that fills a buffer with the bytes and returns whether it did. ``None`` if the store uses another
+            kind of digest.
+        fall_back: Reports a fallback. Called with a name and a message.
     """
 
     pin: Callable[[], None]
@@ -80,21 +83,22 @@ class HostMemory(NamedTuple):
 
 
 class Transfer:
-    """See the module. `fence`, `wait` and `cancel` may be called on any thread.
+    """Copies the tensors of one save to host memory. Any thread may call `fence`, `wait` and `cancel`.
 
     Args:
-        mode: How tensors are made safe.
-        accelerator: The GPU on which they lie.
-        drain: Its drain.
-        tier: The device tier; needed for `CaptureMode.DEVICE`.
-        host: See `HostMemory`.
+        mode: How tensors are made safe to change.
+        accelerator: The GPU on which the tensors lie.
+        drain: The drain of that GPU.
+        tier: The device tier. Required for `CaptureMode.DEVICE`.
+        host: Callbacks to the owner of the host memory.
 
     Attributes:
-        mode: The mode in effect: ``ram`` where the device tier has no room.
-        generation: Where the snapshot lies, in `CaptureMode.DEVICE`.
-        offsets: Where each region begins in the generation.
-        digests: For each region, the digest of each of its chunks, as of before the bytes left the device; empty without CuPy.
-        skipped_bytes: How many bytes did not cross the link, because the host had equal chunks.
+        mode: The mode in effect. It becomes ``ram`` if the device tier has no room.
+        generation: Holds the snapshot in `CaptureMode.DEVICE`.
+        offsets: Offset of each region in the generation.
+        digests: For each region the digests of its chunks, computed before the bytes leave the device. Empty
+            without CuPy, and in the other modes.
+        skipped_bytes: Bytes that did not cross the link, because the host had equal chunks.
     """
 
     def __init__(
@@ -110,8 +114,8 @@ class Transfer:
         self._tier = tier
         self._host = host
         self._regions: Sequence[MemoryRegion] = ()
-        self._sources: list[torch.Tensor | None] = []  # per region, where it was gathered on the device
-        self._kept: list[tuple[torch.Tensor, int]] = []  # what is read in place, and its version
+        self._sources: list[torch.Tensor | None] = []  # per region, the device memory it was gathered in
+        self._kept: list[tuple[torch.Tensor, int]] = []  # tensors read in place, with their versions
         self._captured: Event | None = None
         self._last: Event | None = None
         self._is_fenced = False
@@ -128,7 +132,7 @@ class Transfer:
     # -- on the trainer's thread ---------------------------------------------------------------------------------------
 
     def capture(self, regions: Sequence[MemoryRegion]) -> None:
-        """Make the tensors safe to change, on the current stream, as far as the mode does that.
+        """Queue copies on the current stream of the tensors that the mode captures, so that they are safe to change.
 
         Raises:
             InvalidInputError: The current stream is being captured into a CUDA graph.
@@ -185,7 +189,7 @@ class Transfer:
             self._hurry.set()
 
     def _take(self, total: int) -> torch.Tensor | None:
-        """Device memory for what is gathered; ``None`` where there is none, which is said."""
+        """Allocate memory on the device for gathered tensors. If there is none, report a fallback and return ``None``."""
         try:
             if self.mode is CaptureMode.DEVICE:
                 assert self._tier is not None
@@ -198,10 +202,11 @@ class Transfer:
             return None
 
     def fence(self) -> None:
-        """Order whatever is queued on the current stream from now on behind the reads in place. Needed in `CaptureMode.LAZY`.
+        """Order work that is queued on the current stream from now on behind the reads in place.
 
-        Blocks until the rest of the copies is queued, not until they are done. The optimizer hook calls this. In the other modes
-        the tensors may be changed anyway, and nothing is done.
+        Blocks until all copies are queued, not until they are done. The optimizer hook calls this. Only
+        `CaptureMode.LAZY` needs it: in the other modes this does nothing, because the tensors may be changed
+        after `capture`.
         """
         if self.mode is not CaptureMode.LAZY or self._done.is_set() or self._is_fenced:
             return
@@ -209,9 +214,8 @@ class Transfer:
         self._queued.wait()
         if self._last is not None:
             self._accelerator.wait(self._accelerator.current(), self._last)
-        with (
-            self._checking
-        ):  # the drain's thread may look at the same moment, and training changes tensors when this returns
+        # The lock: the drain's thread may check at the same time, and training changes tensors once this returns.
+        with self._checking:
             self._check_unchanged()
             self._is_fenced = True
 
@@ -219,14 +223,15 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is under way any more."""
+        """Whether the transfer has ended."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until the host memory holds what the tensors held.
+        """Wait until the host memory holds the bytes of the tensors.
 
         Raises:
-            StoreError: A tensor was changed while it was read in place; or the transfer was cancelled.
+            StoreError: A tensor was changed while it was read in place, or the transfer was cancelled or
+                discarded.
             TierfsError, RuntimeError: The copy failed.
         """
         self._done.wait()
@@ -234,22 +239,22 @@ class Transfer:
             raise detached(self._error)
 
     def cancel(self) -> None:
-        """Give up: when this returns, nothing is written to the host memory any more."""
+        """Stop the transfer. Once this returns, it no longer writes to the host memory."""
         self._stop.set()
         self._hurry.set()
         self._done.wait()
 
     def publish(self, save_id: str, items: dict[Any, Spot]) -> None:
-        """See `DeviceTier.publish`."""
+        """Call `DeviceTier.publish` for the snapshot of this transfer, if there is a device tier."""
         if self._tier is not None:
             self._tier.publish(self, save_id, items)
 
     def discard(self, error: BaseException | None = None) -> None:
-        """Give up what was captured and is not run, because of an error if there is one."""
+        """End a captured transfer that will not run. `wait` raises ``error``, or a `StoreError` if it is ``None``."""
         self._end(error or StoreError("what was staged was discarded: stage it again"))
 
     def run(self, targets: Sequence[torch.Tensor]) -> None:
-        """Move the bytes to the host: they are there when this returns, or `wait` says why not.
+        """Move the bytes to the host. This does not raise: `wait` raises the error if the move fails.
 
         Args:
             targets: For each region host memory of its length, uint8 of one dimension.
@@ -283,9 +288,10 @@ class Transfer:
             if self.generation is not None:
                 assert self._tier is not None
                 self._tier.give(self.generation, drained=self._error is None)
-        finally:  # others wait for it
+        finally:  # other threads wait for it
             self._regions, self._sources, self._kept = (), [], []
-            # The owner of the host memory refers to us: it would live on until garbage is collected, and its memory with it.
+            # The owner of the host memory refers to this transfer. Break the reference cycle, which would
+            # keep the owner and its memory alive until garbage collection.
             self._host = HostMemory(lambda: None, None, self._host.fall_back)
             _open.discard(self)
             self._queued.set()
@@ -301,7 +307,7 @@ class Transfer:
             )
 
     def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[DrainPiece]:
-        """The pieces that have to cross the link."""
+        """Yield the pieces that have to cross the link."""
         wanted = [[(0, region.length)] for region in self._regions]
         if self.generation is not None and self._accelerator.has_kernels and self._regions:
             wanted = self._without_known(targets)
@@ -314,7 +320,7 @@ class Transfer:
                     yield DrainPiece(target[at : at + tensor.numel()], tensor)
 
     def _without_known(self, targets: Sequence[torch.Tensor]) -> list[list[tuple[int, int]]]:
-        """Hash the snapshot on the device; fill in the chunks that the host has; return the other ranges of each region."""
+        """Hash the snapshot on the device, fill in chunks that the host has, and return the other ranges per region."""
         generation, stream = self.generation, self._drain.stream
         assert generation is not None
         cut = [cut_blocks(source.data_ptr(), source.numel()) for source in self._sources if source is not None]
@@ -342,7 +348,7 @@ class Transfer:
             if not self._stop.is_set() and known[whole](memoryview(targets[index][begin:end].numpy())):
                 found.add((index, begin))
 
-        # Only what is found is shared out: threads that run Python keep the trainer's waiting for the interpreter's lock.
+        # Only found chunks go to threads, because threads that run Python keep the trainer's thread from the GIL.
         processors().share_out(fill, [chunk for chunk in chunks if chunk[3] in known], threads_max=BESIDE_TRAINING)
         wanted: list[list[tuple[int, int]]] = [[] for _ in self._regions]
         for index, begin, end, _ in chunks:
@@ -368,7 +374,7 @@ _lock = threading.Lock()
 
 
 def _hook_optimizers() -> None:
-    """Have every torch optimizer call `fence_all` before its step, from the first lazy save on."""
+    """Make every torch optimizer call `fence_all` before its step. The first lazy save installs the hook."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: PLC0415 - slow to import, seldom needed
 
     with _lock:
@@ -381,12 +387,12 @@ def _is_small(region: MemoryRegion) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, in memory of its own only where its elements do not lie side by side."""
+    """Return the bytes of a tensor. Copy it only if it is not contiguous, or is conjugated or negated lazily."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.view(-1).view(torch.uint8)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    with contextlib.suppress(RuntimeError):  # made in inference mode: it has none
+    with contextlib.suppress(RuntimeError):  # a tensor made in inference mode has no version
         return int(tensor._version)
     return None

@@ -1,4 +1,4 @@
-"""Page-locked buffers from which a load copies to a GPU while the next bytes are read into the others."""
+"""Page-locked buffers for loads. Bytes are read into one set of buffers while the other set is copied to the GPU."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ __all__ = ["Uploads"]
 
 
 class Uploads:
-    """Two sets of buffers of one chunk each: one is filled while the other one is copied. For one thread.
+    """Two sets of buffers of one chunk each: one is filled while the other is copied. Not thread-safe.
 
     Args:
-        accelerator: Where the bytes go.
-        length: How many there will be, at most: for few bytes, few buffers are taken.
+        accelerator: The GPU that receives the bytes.
+        length: Most bytes that will be copied. Few bytes take few buffers.
 
     Attributes:
-        accelerator: As given.
-        count: Buffers of a set.
+        count: Number of buffers in a set.
     """
 
     def __init__(self, accelerator: Accelerator, length: int) -> None:
@@ -35,11 +34,11 @@ class Uploads:
         return f"Uploads({self.accelerator!r}, count={self.count})"
 
     def lend(self) -> memoryview | None:
-        """A buffer of the set that is being filled; ``None`` when all of it is in use."""
+        """Return a buffer of the set that is being filled. ``None`` if all its buffers are in use."""
         if self._used == self.count:
             return None
         event = self._events[0]
-        if event is not None:  # copies from this set may still be under way
+        if event is not None:  # copies from this set may still be in flight
             event.synchronize()
             self._events[0] = None
         begin = self._used * CHUNK_BYTES
@@ -47,7 +46,7 @@ class Uploads:
         return memoryview(self._sets[0][begin : begin + CHUNK_BYTES].numpy())
 
     def swap(self) -> None:
-        """Note that copies from all lent buffers are queued on the current stream, and go on with the other set."""
+        """Switch to the other set. Call it once the copies from all lent buffers are queued on the current stream."""
         if self._used:
             self._events[0] = self.accelerator.record(self.accelerator.current())
             self._sets.reverse()
@@ -55,12 +54,11 @@ class Uploads:
             self._used = 0
 
     def finish(self) -> None:
-        """Wait for all copies."""
         for event in self._events:
             if event is not None:
                 event.synchronize()
 
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy of a tensor that lies in a lent buffer, converting the dtype."""
+        """Queue a copy from a tensor in a lent buffer to the device. The dtype is converted."""
         with torch.no_grad():
             self.accelerator.send(target, source)

@@ -1,6 +1,7 @@
-// Copies many pieces of device memory in one launch: one thread block a piece.
+// Copies many pieces of device memory in one launch, with one thread block per piece.
 //
-// A launch costs the host about 10 us, so a state of a thousand tensors takes longer to launch than to copy one by one.
+// A launch costs the host about 10 us. With one launch per tensor, the launches of a state of a thousand
+// tensors take longer than the copies.
 
 struct Piece {
     unsigned long long target;
@@ -8,7 +9,7 @@ struct Piece {
     unsigned long long length;
 };
 
-constexpr unsigned DEPTH = 4;  // independent 16-byte loads of a thread in flight
+constexpr unsigned DEPTH = 4;  // independent 16-byte loads that a thread has in flight
 
 extern "C" __global__ void copy_pieces(const Piece* pieces) {
     const Piece piece = pieces[blockIdx.x];

@@ -1,26 +1,30 @@
 // Byte planes of blocks: the transforms that the codecs PLANE and DPLANE apply before zstd, and their inverses.
 //
-// FORMAT.md, "Codecs". Only the transform: modes, frames and tails are the host's. Plane 0 holds the most significant byte
-// of every element, and the planes lie one after the other without gaps. tierfs/device/planes.py launches both kernels.
+// FORMAT.md, "Codecs". This file does only the transform: the host makes modes, frames and tails. Plane 0 has
+// the most significant byte of every element, and the planes lie one after the other without gaps.
+// tierfs/device/planes.py launches both kernels.
 //
-// Launch: grid (blocks * parts), CUDA block (256). CUDA block g takes part g mod `parts` of block floor(g / parts): units, in
-// turns with the other parts. No shared memory, no barriers, no shuffles. Each byte of a block and of its base is read once, each byte of the result is written once.
+// Launch: grid (blocks * parts), CUDA block (256). CUDA block g does part g mod `parts` of block floor(g /
+// parts). The parts of a block take its units in turn. There is no shared memory, barrier or shuffle. Each
+// byte of a block and of its base is read once, and each byte of the result is written once.
 //
-// Four elements make a quad: `W` words of elements, and one word of each of their `W` planes. A thread transposes quads in
-// registers, four words at a time. A unit is `K` quads that lie beside each other. The lanes of a warp take units that lie
-// beside each other, so every access of a warp covers whole lines, for elements as for planes.
+// Four elements make a quad: `W` words of elements, and one word of each of their `W` planes. A thread
+// transposes quads in registers, four words at a time. A unit is `K` adjacent quads. The lanes of a warp take
+// adjacent units, so every access of a warp covers whole lines, both for elements and for planes.
 //
-// Addresses may have any alignment. Where a unit is not aligned for vectors, the words around it are read and shifted. Such
-// a word holds at least one byte of the unit, so it may reach 3 bytes beyond the block, never into another page. The bytes
-// there have no influence on the result. Elements that no unit holds take the general path, byte by byte.
+// Addresses may have any alignment. If a unit is not aligned for vectors, the kernel reads the aligned words
+// around it and shifts them. Such a word contains at least one byte of the unit. So it may reach 3 bytes
+// beyond the block, but never into another page, and the bytes there do not influence the result. Elements
+// outside of all units take the general path, byte by byte.
 //
-// NVRTC compiles this file, so it includes nothing. tests/support/cuda_emulator.py compiles it for the CPU.
+// NVRTC compiles this file, so it includes no header. tests/support/cuda_emulator.py compiles it for the CPU.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// One row of the table, as planes.py packs it. `base` is 0 for PLANE. `order` is tierfs.codec.planes.planes.Order.
+// One row of the table, as planes.py packs it. `base` is 0 for PLANE. `order` is
+// tierfs.codec.planes.planes.PlaneOrder.
 struct Row {
     u64 raw;
     u64 base;
@@ -31,22 +35,23 @@ struct Row {
     u8 zeros[2];
 };
 
-// What happens to elements before they are taken apart.
+// The change of an element before it is split into planes.
 constexpr int COPY = 0;              // nothing
-constexpr int SIGN_LAST = 1;         // the upper 16 bits: exponent, then sign, then what follows the exponent
+constexpr int SIGN_LAST = 1;         // the upper 16 bits: exponent, then sign, then the bits behind the exponent
 constexpr int DIFFERENCE = 2;        // zigzag(element - base)
 constexpr int DIFFERENCE_UPPER = 3;  // element - base, of which the upper 16 bits are zigzagged alone
 
-// tierfs.codec.planes.planes.Order
+// tierfs.codec.planes.planes.PlaneOrder
 constexpr int ORDER_SIGN_LAST = 1;
 constexpr int ORDER_ZIGZAG = 2;
 
-// Words that a thread has in flight, of a block and as many of its base: 64 bytes of each hide the latency at 256 threads.
+// Words of a block that a thread has in flight, and as many of its base. 64 bytes of each hide the latency at
+// 256 threads.
 constexpr int WORDS_IN_FLIGHT = 16;
 // Elements that a thread has in flight on the general path.
 constexpr int ELEMENTS_IN_FLIGHT = 4;
 
-// Quads per unit: 16 bytes of elements, but 32 where they are 8 bytes wide.
+// Quads per unit: 16 bytes of elements, or 32 bytes if elements have 8 bytes.
 template <int W>
 struct Unit {
     static constexpr int QUADS = W >= 4 ? 1 : 4 / W;
@@ -56,7 +61,8 @@ struct Unit {
     static constexpr int IN_FLIGHT = WORDS_IN_FLIGHT / WORDS;
 };
 
-// A word holds 4, 2, or 1 elements, or half of one: their highest bits, their lowest bits, and all bits of the lowest.
+// A word has 4, 2 or 1 elements, or half an element. Masks of a word: the highest bit of each element, the
+// lowest bit of each element, and all bits of the lowest element.
 template <int W>
 struct Field {
     static constexpr u32 HIGHEST = W == 1 ? 0x80808080u : W == 2 ? 0x80008000u : 0x80000000u;
@@ -65,11 +71,12 @@ struct Field {
     static constexpr int TOP = W == 1 ? 7 : W == 2 ? 15 : 31;
 };
 
-// The smallest whole number of words that holds whole elements.
+// The smallest number of words that has whole elements.
 template <int W>
 constexpr int GROUP = W == 8 ? 2 : 1;
 
-// The addends of each field with their highest bits apart, so nothing is carried from one field into the next.
+// Subtracts or adds each field, with the highest bits handled apart, so that no carry goes from one field to
+// the next.
 template <int W>
 __device__ __forceinline__ u32 subtract_fields(u32 a, u32 b) {
     constexpr u32 H = Field<W>::HIGHEST;
@@ -93,7 +100,7 @@ __device__ __forceinline__ u32 unzigzag_fields(u32 x) {
     return ((x >> 1) & ~Field<W>::HIGHEST) ^ ((x & Field<W>::LOWEST) * Field<W>::FULL);
 }
 
-// The upper 16 bits of a word, or with `W` = 2 both halves of it.
+// Moves the sign behind the exponent, in the upper 16 bits of a word, or with `W` = 2 in both halves.
 template <int W>
 __device__ __forceinline__ u32 sign_last(u32 x) {
     return W == 2 ? ((x & 0x7F807F80u) << 1) | (x & 0x007F007Fu) | ((x >> 8) & 0x00800080u)
@@ -121,7 +128,8 @@ __device__ __forceinline__ void put_long(u32* x, u64 value) {
     x[1] = static_cast<u32>(value >> 32);
 }
 
-// What is in the planes, of the elements in a group of words. Numbers of 8 bytes have their upper half in the second word.
+// Changes the elements in a group of words to the form that goes into the planes. Elements of 8 bytes have
+// their upper half in the second word.
 template <int W, int T>
 __device__ __forceinline__ void change(u32* x, const u32* base) {
     u32* const upper = x + GROUP<W> - 1;
@@ -171,7 +179,7 @@ __device__ __forceinline__ void restore(u32* x, const u32* base) {
     }
 }
 
-// 4 x 4 bytes: byte j of word i becomes byte i of word j.
+// Transposes 4 x 4 bytes: byte j of word i becomes byte i of word j.
 __device__ __forceinline__ void transpose(u32& a, u32& b, u32& c, u32& d) {
     const u32 ab_low = __byte_perm(a, b, 0x5140), ab_high = __byte_perm(a, b, 0x7362);
     const u32 cd_low = __byte_perm(c, d, 0x5140), cd_high = __byte_perm(c, d, 0x7362);
@@ -181,7 +189,7 @@ __device__ __forceinline__ void transpose(u32& a, u32& b, u32& c, u32& d) {
     d = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// The words of a quad, and in `planes` every `K`-th word: one of each plane.
+// Splits the words of a quad into one word of each plane. These go to every `K`-th word of `planes`.
 template <int W, int K>
 __device__ __forceinline__ void split_quad(const u32* x, u32* planes) {
     if constexpr (W == 1) {
@@ -190,7 +198,7 @@ __device__ __forceinline__ void split_quad(const u32* x, u32* planes) {
         planes[0] = __byte_perm(x[0], x[1], 0x7531);
         planes[K] = __byte_perm(x[0], x[1], 0x6420);
     } else {
-        // Of numbers of 8 bytes, every second word is an upper half.
+        // With elements of 8 bytes, every second word is an upper half.
 #pragma unroll
         for (int half = 0; half < GROUP<W>; half++) {
             constexpr int STEP = GROUP<W>;
@@ -230,11 +238,11 @@ __device__ __forceinline__ void join_quad(const u32* planes, u32* x) {
     }
 }
 
-// The largest vector that divides `N` words, in bytes.
+// The size in bytes of the largest vector that divides `N` words.
 template <int N>
 constexpr u32 VECTOR = N % 4 == 0 ? 16 : N % 2 == 0 ? 8 : 4;
 
-// Whether all addresses whose bits are in `bits` are multiples of the vector of `N` words.
+// Whether all addresses that were combined into `bits` by OR are multiples of the vector of `N` words.
 template <int N>
 __device__ __forceinline__ bool is_aligned(u64 bits) {
     return bits % VECTOR<N> == 0;
@@ -242,7 +250,7 @@ __device__ __forceinline__ bool is_aligned(u64 bits) {
 
 __device__ __forceinline__ u64 bits_of(const void* at) { return reinterpret_cast<u64>(at); }
 
-// `N` words from an address, in vectors where it is known to be aligned for them.
+// Loads `N` words from an address. With ALIGNED, the address is aligned for vectors, and vectors are used.
 template <int N, bool ALIGNED>
 __device__ __forceinline__ void load(const u8* at, u32* words) {
     if constexpr (!ALIGNED) {
@@ -252,7 +260,7 @@ __device__ __forceinline__ void load(const u8* at, u32* words) {
         u32 low = around[0];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            // Where nothing is shifted, the word behind the last one need not be readable.
+            // Without a shift, the word behind the last one may be unreadable, so it is not read.
             const u32 high = i + 1 < N || offset ? around[i + 1] : 0;
             words[i] = __byte_perm(low, high, selector);
             low = high;
@@ -281,7 +289,7 @@ __device__ __forceinline__ void load(const u8* at, u32* words) {
     }
 }
 
-// `N` words to an address that is aligned for vectors of them.
+// Stores `N` words to an address that is aligned for their vectors.
 template <int N>
 __device__ __forceinline__ void store(u8* at, const u32* words) {
     if constexpr (VECTOR<N> == 16) {
@@ -310,17 +318,17 @@ __device__ __forceinline__ void store(u8* at, const u32* words) {
     }
 }
 
-// A block, its base (not looked at without differences) and its planes, of `count` elements each.
+// A block, its base and its planes, of `count` elements each. The base is read only for differences.
 struct Block {
     u8* raw;
     const u8* base;
     u8* planes;
     u32 count;
-    u32 thread;   // of all threads that work on this block
-    u32 threads;  // how many these are
+    u32 thread;   // number of this thread among those that work on this block
+    u32 threads;  // number of threads that work on this block
 };
 
-// Split `units` units from the first element on. The planes are aligned for the vectors of a unit.
+// Splits `units` units, starting with the first element. The planes are aligned for the vectors of a unit.
 template <int W, int T, bool ALIGNED>
 __device__ void split_units(const Block& block, u32 units) {
     constexpr int N = Unit<W>::WORDS, K = Unit<W>::QUADS, U = Unit<W>::IN_FLIGHT;
@@ -359,7 +367,7 @@ __device__ void split_units(const Block& block, u32 units) {
     }
 }
 
-// Join `units` units from element `head` on. The elements there are aligned for vectors.
+// Joins `units` units, starting with element `head`. The elements there are aligned for vectors.
 template <int W, int T, bool ALIGNED>
 __device__ void join_units(const Block& block, u32 head, u32 units) {
     constexpr int N = Unit<W>::WORDS, K = Unit<W>::QUADS, U = Unit<W>::IN_FLIGHT;
@@ -399,7 +407,7 @@ __device__ void join_units(const Block& block, u32 head, u32 units) {
     }
 }
 
-// Byte `byte` of an element, counted from the least significant one.
+// Returns byte `byte` of an element, counted from the least significant one.
 template <int W>
 __device__ __forceinline__ u32 byte_of(const u32* group, int byte) {
     return (group[byte / 4] >> 8 * (byte % 4)) & 0xFF;
@@ -422,7 +430,8 @@ __device__ __forceinline__ void convert(u32* group, const u32* base) {
     }
 }
 
-// `change` or `restore`, chosen where the kernel runs: as a template, the general path would take long to compile.
+// Calls `change` or `restore` with a transform that is chosen at run time. If it were a template parameter,
+// the general path would take long to compile.
 template <int W, bool IS_SPLIT>
 __device__ __forceinline__ void convert_as(int transform, u32* group, const u32* base) {
     if (W > 1 && transform == SIGN_LAST) {
@@ -434,13 +443,13 @@ __device__ __forceinline__ void convert_as(int transform, u32* group, const u32*
     }
 }
 
-// The elements from `begin` up to `end`, which units hold.
+// The elements from `begin` up to and without `end`, which are in units.
 struct Range {
     u32 begin;
     u32 end;
 };
 
-// Split or join the elements outside of a range, one at a time, whatever the alignment.
+// Splits or joins the elements outside of a range, one at a time, for any alignment.
 template <int W, bool IS_SPLIT>
 __device__ __forceinline__ void take_elements(const Block& block, Range done, int transform) {
     constexpr int U = ELEMENTS_IN_FLIGHT;
@@ -486,10 +495,11 @@ __device__ __forceinline__ void take_elements(const Block& block, Range done, in
     }
 }
 
-// The bits of the addresses of all planes, from some element on.
+// Returns bits that show the alignment of an element's address in all planes.
 template <int W>
 __device__ __forceinline__ u64 plane_bits(const Block& block, u32 element) {
-    // Plane p begins p * count behind the first: if the first and `count` are multiples of a power of two, all are.
+    // Plane p begins p * count bytes behind the first. If the first address and `count` are multiples of a
+    // power of two, so are all addresses.
     return (bits_of(block.planes) + element) | (W > 1 ? block.count : 0);
 }
 
@@ -510,7 +520,8 @@ __device__ Range split_block(const Block& block) {
 template <int W, int T>
 __device__ Range join_block(const Block& block) {
     constexpr int N = Unit<W>::WORDS, K = Unit<W>::QUADS;
-    // The elements before the first one that is aligned for vectors. There is none where elements straddle these.
+    // Bytes before the first address that is aligned for vectors. If elements straddle such addresses, there
+    // are no units.
     const u32 before = static_cast<u32>((0 - bits_of(block.raw)) & (VECTOR<N> - 1));
     const u32 head = before / W;
     const bool has_units = before % W == 0 && head < block.count;
@@ -533,7 +544,8 @@ __device__ __forceinline__ Range take_block(const Block& block) {
     }
 }
 
-// The upper 16 bits of an element of 2 bytes are all of it; one of 1 byte has no such bits.
+// An element of 2 bytes has only the upper 16 bits, so DIFFERENCE_UPPER equals DIFFERENCE. An element of 1
+// byte has none.
 template <int W, bool IS_SPLIT>
 __device__ __forceinline__ void take_row(const Row& row, u32 part, u32 parts) {
     const Block block = {

@@ -1,15 +1,18 @@
-// XXH3-128 (seed 0, default secret) of many blocks, bit for bit the digest of the xxhash library.
+// XXH3-128 (seed 0, default secret) of many blocks. The digests equal those of the xxhash library bit for bit.
 //
 // Specification: github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "XXH3 Algorithm Description".
 //
-// XXH3 cuts an input of more than 240 bytes into blocks of 1 KiB, called rows here: 16 stripes of 64 bytes. Each stripe
-// adds to eight 64-bit accumulators. After each row a scramble changes every accumulator. Additions within a row
-// commute, so the 32 lanes of a warp share them; only the scrambles form a chain, of about 40 cycles a row.
+// XXH3 cuts an input of more than 240 bytes into blocks of 1 KiB: 16 stripes of 64 bytes. This file calls
+// them rows. Each stripe adds to eight 64-bit accumulators. After each row, a scramble changes every
+// accumulator. Additions within a row commute, so the 32 lanes of a warp share them. Only the scrambles are
+// serial: a chain of about 40 cycles per row.
 //
-// Two kernels compute the same digests. xxh3_128_blocks gives a warp to each block, for thousands of blocks.
-// xxh3_128_blocks_wide gives a thread block to each, for fewer: its warps sum rows, and warp 0 runs the chain.
+// Two kernels compute the same digests. xxh3_128_blocks uses one warp per block, for thousands of blocks.
+// xxh3_128_blocks_wide uses one thread block per block, for fewer blocks: its warps sum rows, and warp 0 runs
+// the chain.
 //
-// The source needs no header, so that NVRTC compiles it, and no assembler, so that a host compiler does.
+// The source includes no header, so that NVRTC compiles it, and no assembler, so that a host compiler
+// compiles it too.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -25,8 +28,9 @@ constexpr u32 EVERY_LANE = 0xFFFFFFFFu;
 constexpr u32 STRIPE_BYTES = 64, ROW_STRIPES = 16, ROW_BYTES = STRIPE_BYTES * ROW_STRIPES;
 constexpr u32 SHORT_BYTES_MAX = 240;
 
-// Rows that a warp has in flight. Four rows are 4 KiB a warp, 32 registers a thread: 31 warps on each of an H200's 132
-// multiprocessors hold 16 MB in flight, and its memory needs about 4 MB (5 TB/s, 0.8 us).
+// Rows that a warp has in flight. Four rows are 4 KiB per warp and 32 registers per thread. With 31 warps on
+// each of the 132 multiprocessors of an H200, 16 MB are in flight. Its memory needs about 4 MB (5 TB/s, 0.8
+// us).
 constexpr u32 DEPTH = 4;
 
 // Warps of a thread block in the wide kernel.
@@ -43,7 +47,7 @@ __constant__ const u64 SECRET[24] = {
     0xFCA1477D58BE162Bull, 0xCE31D07AD1B8F88Full, 0x280416958F3ACB45ull, 0x7E404BBBCAFBD7AFull,
 };
 
-// The accumulators' values before the first row.
+// Values of the accumulators before the first row.
 __constant__ const u64 START[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
 
 struct Pair {
@@ -152,8 +156,8 @@ __device__ __noinline__ void hash_short(const u8* data, u32 length, u8* out) {
 
 // ---- Longer inputs, by a warp or more -----------------------------------------------------------------------------
 
-// Reads 16 bytes. Without alignment to 16 it reads the two or three aligned words that hold them, and so touches no
-// word that holds none of the input.
+// Reads 16 bytes. If the address is not a multiple of 16, it reads the two or three aligned words that
+// contain them. So it reads only words that contain input.
 template <bool ALIGNED>
 __device__ __forceinline__ Pair read_16(u64 address) {
     if (ALIGNED) {
@@ -170,8 +174,9 @@ __device__ __forceinline__ Pair read_16(u64 address) {
     return data;
 }
 
-// A lane's place in a row. It reads 16 bytes of the stripes lane / 4 and lane / 4 + 8, which belong to the accumulators
-// 2 * (lane % 4) and the next. After `total` it owns one accumulator; four lanes own the same one.
+// The place of a lane in a row. The lane reads 16 bytes of the stripes lane / 4 and lane / 4 + 8. These add
+// to the accumulators 2 * (lane % 4) and 2 * (lane % 4) + 1. After `total`, the lane owns one accumulator, as
+// do three others.
 struct Place {
     u32 offset, owned;
     Pair upper, lower;
@@ -187,15 +192,15 @@ struct Place {
     }
 };
 
-// Adds 16 bytes to the two accumulators that they belong to.
+// Adds 16 bytes to their two accumulators.
 __device__ __forceinline__ void add(Pair& sums, const Pair& data, const Pair& key) {
     const u64 first = data.first ^ key.first, second = data.second ^ key.second;
     sums.first += data.second + multiply_32(first, first >> 32);
     sums.second += data.first + multiply_32(second, second >> 32);
 }
 
-// Adds up what the eight lanes of the same pair of accumulators have. The first exchange halves the values: a lane keeps
-// the accumulator that it owns and gives away the other.
+// Sums the values of the eight lanes that share a pair of accumulators. The first exchange halves the number
+// of values: a lane keeps the accumulator that it owns and sends the other one.
 __device__ __forceinline__ u64 total(const Pair& sums, u32 lane) {
     const bool odd = lane & 4;
     u64 kept = odd ? sums.second : sums.first;
@@ -211,8 +216,9 @@ __device__ __forceinline__ u64 scramble(u64 accumulator, u64 key) {
 struct Row {
     Pair upper, lower;
 
-    // Reads `row`, or the last row in place of one behind it. A conditional load would go to other registers and be moved
-    // to the row's as soon as it arrived, so each load would wait for the one before it.
+    // Reads `row`, or the last row if `row` is behind it. A conditional load would go to other registers, and
+    // a move to this row's registers would follow as soon as it arrives. So each load would wait for the
+    // previous one.
     template <bool ALIGNED>
     __device__ __forceinline__ void read(u64 address, u32 row, u32 rows, const Place& place) {
         const u64 start = address + (u64)min(row, rows - 1) * ROW_BYTES + place.offset;
@@ -228,8 +234,9 @@ struct Row {
     }
 };
 
-// Adds the last stripes: up to 15 that follow the last whole row, and the one that ends the input, which may overlap
-// them. Its secret starts at byte 121 (192 - 64 - 7). Then merges the accumulators into the digest.
+// Adds the last stripes: up to 15 behind the last whole row, and the stripe at the end of the input, which
+// may overlap them. The secret of the last stripe starts at byte 121 (192 - 64 - 7). Then merges the
+// accumulators into the digest.
 template <bool ALIGNED>
 __device__ __forceinline__ void finish(u64 address, u32 length, u64 accumulator, const Place& place, u32 lane, u8* out) {
     const u32 rows = (length - 1) / ROW_BYTES, stripes = (length - 1) % ROW_BYTES / STRIPE_BYTES;
@@ -239,12 +246,12 @@ __device__ __forceinline__ void finish(u64 address, u32 length, u64 accumulator,
     if (lane / 4 + 8 < stripes) add(sums, read_16<ALIGNED>(start + ROW_BYTES / 2), place.lower);
     if (lane < 4) {
         const Pair key = {secret_word(121 + 16 * lane), secret_word(129 + 16 * lane)};
-        // The last stripe starts wherever the length says.
+        // The last stripe may start at any address.
         add(sums, read_16<false>(address + length - STRIPE_BYTES + place.offset), key);
     }
     accumulator += total(sums, lane);
 
-    // Lane p fetches the accumulators 2p and 2p + 1 from the lanes p and p + 4, for each pair p below 4.
+    // For each pair p below 4, lane p has accumulator 2p, and fetches 2p + 1 from lane p + 4.
     const u64 next = __shfl_xor_sync(EVERY_LANE, accumulator, 4);
     const u32 pair = 16 * (lane % 4);
     u64 low = multiply_fold(accumulator ^ secret_word(11 + pair), next ^ secret_word(19 + pair));
@@ -280,8 +287,8 @@ __device__ __forceinline__ void hash_long(u64 address, u32 length, u32 lane, u8*
     finish<ALIGNED>(address, length, accumulator, place, lane, out);
 }
 
-// As hash_long, by WIDE_WARPS warps. They write the sums of WIDE_ROWS rows to one of two buffers; warp 0 adds and
-// scrambles them while the others fill the second.
+// Does the same as hash_long with WIDE_WARPS warps. They write the sums of WIDE_ROWS rows to one of two
+// buffers. Warp 0 adds and scrambles these while the other warps fill the second buffer.
 template <bool ALIGNED>
 __device__ __forceinline__ void hash_long_wide(u64 address, u32 length, u32 warp, u32 lane, u64 (*sums)[WIDE_ROWS][8], u8* out) {
     const Place place(lane);
@@ -298,13 +305,13 @@ __device__ __forceinline__ void hash_long_wide(u64 address, u32 length, u32 warp
 #pragma unroll
         for (u32 slot = 0; slot < DEPTH; ++slot) {
             const u32 row = base + slot * WIDE_WARPS + warp;
-            // The chain leaves out what is summed for rows behind the last.
+            // The chain ignores the sums of rows behind the last one.
             const u64 sum = ring[slot].sum(place, lane);
             if (lane < 8) sums[buffer][slot * WIDE_WARPS + warp][place.owned] = sum;
             ring[slot].template read<ALIGNED>(address, row + WIDE_ROWS, rows, place);
         }
-        // One barrier a round is enough: a warp writes this buffer again only after the next one, which warp 0 reaches
-        // after it has read the buffer.
+        // One barrier per round is enough. A warp writes this buffer again only after the next barrier, and
+        // warp 0 reaches that after it has read the buffer.
         __syncthreads();
         if (warp == 0) {
             const u32 count = rows - base < WIDE_ROWS ? rows - base : WIDE_ROWS;
@@ -318,9 +325,9 @@ __device__ __forceinline__ void hash_long_wide(u64 address, u32 length, u32 warp
 
 }  // namespace
 
-// Block i is lengths[i] bytes at the device address addresses[i]; its digest goes to out + 16 * i. `out` is 16-byte
-// aligned; the blocks need no alignment, and are read faster where they start at a multiple of 16.
-// Launch: any number of whole warps in a thread block, one warp for each block.
+// Block i is lengths[i] bytes at the device address addresses[i]. Its digest goes to out + 16 * i. `out` is
+// aligned to 16 bytes. Blocks may have any address, and are read faster if they start at a multiple of 16.
+// Launch: one warp per block, with any number of whole warps in a thread block.
 extern "C" __global__ void __launch_bounds__(128, 8)
 xxh3_128_blocks(const u64* __restrict__ addresses, const u32* __restrict__ lengths, u32 count, u8* __restrict__ out) {
     const u32 lane = threadIdx.x % 32;
@@ -337,7 +344,7 @@ xxh3_128_blocks(const u64* __restrict__ addresses, const u32* __restrict__ lengt
     }
 }
 
-// The same digests. Launch: thread blocks of 256 threads, one for each block.
+// Computes the same digests. Launch: one thread block of 256 threads per block.
 extern "C" __global__ void __launch_bounds__(256, 4)
 xxh3_128_blocks_wide(const u64* __restrict__ addresses, const u32* __restrict__ lengths, u32 count, u8* __restrict__ out) {
     __shared__ u64 sums[2][WIDE_ROWS][8];
