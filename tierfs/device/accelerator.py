@@ -107,8 +107,8 @@ class Accelerator(Protocol):
     def touch(self, stream: Any) -> None:
         """Queue a tiny kernel.
 
-        A copy engine runs copies of other streams between two copies of this one only if a kernel separates
-        these.
+        A copy engine runs copies of other streams between two copies of one stream only if a kernel separates
+        the two.
         """
 
     def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:

@@ -75,15 +75,13 @@ class Drain:
     """Moves bytes from one GPU to host memory, for one caller at a time. Thread-safe.
 
     Args:
-        accelerator: The GPU.
         finish_s: Most seconds in all that the gate delays one call of `move`.
 
     Attributes:
-        gate: The gate that the trainer uses.
+        gate: For the trainer, to hold the drain back.
         turn: A lock. The caller holds it around `move`.
         pins: Host memory that is registered with the GPU. Change it only while `turn` is held and no copy is
             in flight.
-        stream: The stream of the drain.
         moved_bytes: Bytes moved so far.
         moved_s: Seconds spent on moving, without the time at the gate.
     """

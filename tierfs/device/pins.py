@@ -59,7 +59,7 @@ class Pins:
         Args:
             key: Unique name of the region. It is never reused for another one.
             memory: Returns the whole region, writable. The registration keeps a reference to it.
-            is_used: Returns whether the region is still written to.
+            is_used: Returns whether any code still writes to the region.
             fall_back: Called with a name and a message if the region cannot be registered.
         """
         if key in self._regions:

@@ -152,7 +152,7 @@ def parts_of(blocks: Sequence[PlaneBlock]) -> int:
 
 
 def split_planes_reference(raw: Buffer, width: int, order: PlaneOrder, base: Buffer | None = None) -> bytes:
-    """Return the planes that the codec compresses, made by the codec's own functions. `PlaneBlock` has the arguments.
+    """Return the planes that the codec compresses, as its own functions make them. The arguments are `PlaneBlock`'s.
 
     Raises:
         InvalidInputError: The format does not have the order, or the base has another length.

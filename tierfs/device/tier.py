@@ -80,7 +80,6 @@ class DeviceTier:
     Args:
         budget_bytes: The most GPU memory to use. With room for two states, a new snapshot can be taken while
             the previous one drains.
-        accelerator: The GPU.
     """
 
     def __init__(self, budget_bytes: int, accelerator: Accelerator) -> None:

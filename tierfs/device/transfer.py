@@ -86,11 +86,9 @@ class Transfer:
     """Copies the tensors of one save to host memory. Any thread may call `fence`, `wait` and `cancel`.
 
     Args:
-        mode: How tensors are made safe to change.
         accelerator: The GPU on which the tensors lie.
         drain: The drain of that GPU.
         tier: The device tier. Required for `CaptureMode.DEVICE`.
-        host: Callbacks to the owner of the host memory.
 
     Attributes:
         mode: The mode in effect. It becomes ``ram`` if the device tier has no room.

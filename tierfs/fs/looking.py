@@ -90,9 +90,8 @@ class Looking(PathSpace):
                     continue
                 if maxdepth is not None and entry.path.count("/") + 1 - depth > maxdepth:
                     continue
-                if not (
-                    entry.is_directory and name in found
-                ):  # a name may be a file and a directory: prefer the file, as `info` does
+                # A name may be both a file and a directory. Prefer the file, as `info` does.
+                if not (entry.is_directory and name in found):
                     found[name] = describe(name, entry) if detail else _kind(name, entry)
         return dict(sorted(found.items()))
 

@@ -33,7 +33,6 @@ class ReadFile(io.BufferedReader):
     Args:
         fs: The filesystem that opened the file.
         path: The path in the form of that filesystem.
-        reader: Reads the opened version.
         details: The result of ``fs.info`` when the file was opened.
 
     Attributes:

@@ -112,7 +112,7 @@ class CompressedFile(io.BufferedIOBase):
         raise io.UnsupportedOperation(f"{self.path} is compressed and has no descriptor: use read() and write()")
 
     def close(self) -> None:
-        """Close the compressor, then the handle below. It publishes unless the compressor failed."""
+        """Close the compressor, then the handle below, which publishes unless the compressor failed."""
         if self.closed:
             return
         try:

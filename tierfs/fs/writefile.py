@@ -34,8 +34,6 @@ class WriteFile(io.BufferedIOBase):
     Args:
         fs: The filesystem that opened the file.
         path: The path in the form of that filesystem.
-        writer: Receives the bytes.
-        mode: The mode given to ``open``.
         autocommit: Whether ``close`` publishes. In a transaction it does not; ``commit`` does.
     """
 

@@ -9,7 +9,7 @@ from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 
 __all__ = ["errno_of", "refusal"]
 
-# Errors that programs cause and handle in normal use. They are not logged.
+# Errors that programs cause and handle in normal use. They are not logged, except conflicts.
 _ORDINARY = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENODATA, errno.EOPNOTSUPP, errno.ESTALE, errno.EPERM}
 _ORDINARY |= {errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EACCES, errno.ENAMETOOLONG, errno.ENOSYS}
 _ORDINARY |= {errno.EILSEQ, errno.ERANGE, errno.EBADF, errno.EBUSY}
@@ -22,7 +22,7 @@ def refusal(number: int, words: str = "") -> OSError:
 
 
 def errno_of(error: BaseException, what: str) -> int:
-    """Return the errno of an error. Log an error that programs do not cause in normal use.
+    """Return the errno of an error. Log conflicts, and errors that programs do not cause in normal use.
 
     Args:
         error: The exception of a handler.

@@ -36,8 +36,6 @@ class Extended:
     """The extended attributes and free space of a mount. `errno_of` translates the exceptions of its methods.
 
     Args:
-        state: The state of the mount.
-        files: The open files.
         publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that
             is left.
     """

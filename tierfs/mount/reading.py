@@ -104,11 +104,7 @@ class _ReadPiece:
 
 
 class ReadAhead:
-    """Serves the reads of one open handle from one version. Thread-safe.
-
-    Args:
-        reader: Reads the version.
-    """
+    """Serves the reads of one open handle from one version. Thread-safe."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader

@@ -41,7 +41,6 @@ class Requests:
     """Serves requests, independent of their transport. Thread-safe.
 
     Args:
-        state: The state of the mount.
         publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that
             is left.
     """
