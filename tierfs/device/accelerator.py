@@ -1,7 +1,7 @@
 """The protocol of the GPU operations that tierfs needs, and its implementation for CUDA by torch.
 
-All other code in `tierfs.device` uses only `Accelerator`. Tests therefore run it on host memory, with streams
-that finish as late or as early as the contract allows.
+All other code in `tierfs.device` uses only `Accelerator`. Tests therefore run it on host memory, with streams that
+finish as late or as early as the contract allows.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Accelerator(Protocol):
     """One GPU. Thread-safe.
 
     Streams are opaque: the caller gets them from `current` and `new_stream`, and passes them to the other
-    methods. All copies are asynchronous. The caller keeps both tensors alive, and the source unchanged, until
-    it has synchronized an event that was recorded behind the copy.
+    methods. All copies are asynchronous. The caller keeps both tensors alive, and the source unchanged, until it has
+    synchronized an event that was recorded behind the copy.
 
     Attributes:
         name: Name of the card, for people.
@@ -107,8 +107,7 @@ class Accelerator(Protocol):
     def touch(self, stream: Any) -> None:
         """Queue a tiny kernel.
 
-        A copy engine runs copies of other streams between two copies of one stream only if a kernel separates
-        the two.
+        A copy engine runs copies of other streams between two copies of one stream only if a kernel separates the two.
         """
 
     def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
@@ -269,8 +268,7 @@ class CudaAccelerator:
         except RuntimeError as error:
             raise StoreError(f"cudaHostRegister failed: {error}", tier="device") from error
         if int(code):
-            # The driver keeps the error for this thread, and the next launch raises it. Launch a kernel to
-            # clear it.
+            # The driver keeps the error for this thread, and the next launch raises it. Launch a kernel to clear it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
             raise StoreError(f"cudaHostRegister failed with error {int(code)}", tier="device")

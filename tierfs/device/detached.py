@@ -1,8 +1,7 @@
 """Copies of errors without frames, for an owner of host memory that keeps an error and raises it later.
 
-The frames of an error refer to tensors in that memory, and the tensors refer to its owner. The garbage
-collector does not see these references, so an owner that kept the original error would live until the process
-ends.
+The frames of an error refer to tensors in that memory, and the tensors refer to its owner. The garbage collector does
+not see these references, so an owner that kept the original error would live until the process ends.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ DIGEST_BYTES = DigestKind.XXH3_128.size
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 Lengths: TypeAlias = npt.NDArray[np.uint32]
 
-# Below this many blocks per multiprocessor, a block gets eight warps instead of one. A warp keeps 4 KiB in
-# flight for about 0.8 us, then computes for about 0.4 us, so 16 warps read 55 GB/s. That is more than a
-# multiprocessor's share of an H200's 4.8 TB/s, which is 36 GB/s.
+# Below this many blocks per multiprocessor, a block gets eight warps instead of one. A warp keeps 4 KiB in flight for
+# about 0.8 us, then computes for about 0.4 us, so 16 warps read 55 GB/s. That is more than a multiprocessor's share of
+# an H200's 4.8 TB/s, which is 36 GB/s.
 _WARPS_ENOUGH = 16
 # Blocks shorter than one round of 8 warps (32 KiB) leave some of them idle.
 _WIDE_BYTES_MIN = 64 << 10
@@ -56,8 +56,8 @@ def hash_blocks(addresses: Addresses, lengths: Lengths, device: torch.device) ->
     A block may have any address. Blocks at multiples of 16 bytes are read fastest.
 
     Args:
-        addresses: uint64 [count]: device addresses. The caller keeps the memory of the blocks allocated and
-            unchanged until the digests are complete.
+        addresses: uint64 [count]: device addresses. The caller keeps the memory of the blocks allocated and unchanged
+            until the digests are complete.
         lengths: uint32 [count]: lengths in bytes. The caller may change both arrays once the call returns.
         device: A CUDA device.
 
@@ -65,8 +65,8 @@ def hash_blocks(addresses: Addresses, lengths: Lengths, device: torch.device) ->
         uint8 [count, 16] on ``device``: the canonical (big-endian) digests.
 
     Raises:
-        InvalidInputError: CuPy is not installed, ``device`` is not a CUDA device, or the arrays differ in
-            shape or have a wrong dtype.
+        InvalidInputError: CuPy is not installed, ``device`` is not a CUDA device, or the arrays differ in shape or have
+            a wrong dtype.
         StoreError: The GPU's compiler rejects the kernel.
     """
     if device.type != "cuda":
@@ -98,8 +98,7 @@ def hash_blocks(addresses: Addresses, lengths: Lengths, device: torch.device) ->
 
 def _upload(addresses: Addresses, lengths: Lengths, device: torch.device) -> torch.Tensor:
     """Copy both arrays, one behind the other, to ``device`` on its current stream."""
-    # torch reuses the memory of a pinned tensor only after the copies from it have ended, so it may be
-    # dropped here.
+    # torch reuses the memory of a pinned tensor only after the copies from it have ended, so it may be dropped here.
     table = torch.empty(addresses.nbytes + lengths.nbytes, dtype=torch.uint8, pin_memory=True)
     filled = table.numpy()
     filled[: addresses.nbytes].view(np.uint64)[:] = addresses

@@ -1,9 +1,9 @@
 """The paced drain: it moves bytes from the GPU to host memory in pieces, so that training's own copies run in between.
 
-A GPU has one copy engine per direction. The engine is first in, first out, ignores stream priorities, and
-runs consecutive copies of one stream as one block. So a large copy delays every small copy of training. The
-drain therefore copies pieces, queues a tiny kernel behind each, and queues the next piece only after the
-previous one has arrived. Measured figures: docs/explanation/device.md.
+A GPU has one copy engine per direction. The engine is first in, first out, ignores stream priorities, and runs
+consecutive copies of one stream as one block. So a large copy delays every small copy of training. The drain therefore
+copies pieces, queues a tiny kernel behind each, and queues the next piece only after the previous one has arrived.
+Measured figures: docs/explanation/device.md.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class Drain:
     Attributes:
         gate: For the trainer, to hold the drain back.
         turn: A lock. The caller holds it around `move`.
-        pins: Host memory that is registered with the GPU. Change it only while `turn` is held and no copy is
-            in flight.
+        pins: Host memory that is registered with the GPU. Change it only while `turn` is held and no copy is in flight.
         moved_bytes: Bytes moved so far.
         moved_s: Seconds spent on moving, without the time at the gate.
     """

@@ -1,7 +1,7 @@
 """Compile the CUDA kernels of tierfs on first use, and launch them on torch's streams.
 
-CuPy compiles the sources in ``kernels/`` with NVRTC and caches the compiled code on disk. This module imports
-CuPy only when a kernel is requested, so a machine without a GPU needs neither CuPy nor CUDA.
+CuPy compiles the sources in ``kernels/`` with NVRTC and caches the compiled code on disk. This module imports CuPy only
+when a kernel is requested, so a machine without a GPU needs neither CuPy nor CUDA.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ def launch(
 ) -> None:
     """Launch ``kernel`` on torch's current stream of ``device``. Returns before it has run.
 
-    The kernel's memory follows torch's rules. A tensor allocated on the current stream may be released right
-    after the launch. A tensor of another stream must stay until the kernel ends (``Tensor.record_stream``).
+    The kernel's memory follows torch's rules. A tensor allocated on the current stream may be released right after the
+    launch. A tensor of another stream must stay until the kernel ends (``Tensor.record_stream``).
 
     Args:
         kernel: The result of `function`, called while ``device`` was the current device.
         grid: Number of thread blocks.
         block: Number of threads in each.
-        arguments: One for each of the kernel's parameters. CuPy passes a Python number as 64 bits whatever
-            the parameter is, so Python numbers are not accepted. ``numpy.uint32(count)`` fits ``unsigned
-            int``, and ``numpy.uint64(address)`` fits a pointer.
+        arguments: One for each of the kernel's parameters. CuPy passes a Python number as 64 bits whatever the
+            parameter is, so Python numbers are not accepted. ``numpy.uint32(count)`` fits ``unsigned int``, and
+            ``numpy.uint64(address)`` fits a pointer.
         device: A CUDA device. Without an index, the current one.
 
     Raises:

@@ -1,7 +1,7 @@
 """Byte planes of blocks in device memory, as the codecs PLANE and DPLANE make them before they compress each plane.
 
-This module launches `kernels/planes.cu`. Its numpy references run the codec's own functions. The caller makes
-the heads, the modes and the frames of the planes. FORMAT.md, "Codecs".
+This module launches `kernels/planes.cu`. Its numpy references run the codec's own functions. The caller makes the
+heads, the modes and the frames of the planes. FORMAT.md, "Codecs".
 """
 
 from __future__ import annotations
@@ -63,16 +63,15 @@ _ROW = np.dtype(
 class PlaneBlock:
     """One block and its planes. The tensors are uint8, contiguous, of one dimension, borrowed, and must not overlap.
 
-    The tensors may begin at any address. Speed is best if ``raw``, ``base`` and ``planes`` begin at multiples
-    of 16 bytes, and the length of the block is a multiple of 16 bytes.
+    The tensors may begin at any address. Speed is best if ``raw``, ``base`` and ``planes`` begin at multiples of 16
+    bytes, and the length of the block is a multiple of 16 bytes.
 
     Args:
         raw: The block, at most 1 MiB. Bytes behind its last whole element are neither read nor written.
-        planes: E x ``width`` bytes for E whole elements: the planes one after the other, most significant
-            bytes first.
+        planes: E x ``width`` bytes for E whole elements: the planes one after the other, most significant bytes first.
         width: Bytes of an element: 1, 2, 4 or 8.
-        order: The order in the head of the encoded block. AS_IT_IS, or for elements of at least 2 bytes
-            SIGN_LAST without a base (PLANE) and ZIGZAG with a base (DPLANE).
+        order: The order in the head of the encoded block. AS_IT_IS, or for elements of at least 2 bytes SIGN_LAST
+            without a base (PLANE) and ZIGZAG with a base (DPLANE).
         base: The base, of the same length as ``raw``. With a base, the planes hold zigzagged differences to it.
 
     Raises:
@@ -105,8 +104,8 @@ class PlaneBlock:
 def split_planes(blocks: Sequence[PlaneBlock]) -> None:
     """Fill in the planes of blocks, by one launch on torch's current stream of their device.
 
-    Returns as soon as the launch is queued. Each byte of a block and of its base is read once. Each byte of
-    its planes is written once.
+    Returns as soon as the launch is queued. Each byte of a block and of its base is read once. Each byte of its planes
+    is written once.
 
     Args:
         blocks: Blocks on one CUDA device. Widths and orders may differ.
@@ -236,8 +235,8 @@ def _launch(name: str, blocks: Sequence[PlaneBlock]) -> None:
         raise InvalidInputError(f"blocks on {sorted(map(str, devices))}: they must be on one CUDA device")
     with torch.cuda.device(device):
         kernel = function(name, "planes")
-        # A copy from pinned memory does not wait for the stream. torch keeps both tables until the stream has
-        # used them.
+        # A copy from pinned memory does not wait for the stream. torch keeps both tables until the stream has used
+        # them.
         table = torch.from_numpy(table_of(blocks).view(np.uint8)).pin_memory().to(device, non_blocking=True)
         parts = parts_of(blocks)
         launch(kernel, len(blocks) * parts, THREADS, (table, np.uint32(parts)), device=device)

@@ -44,8 +44,7 @@ class Generation:
         drained: Whether the ram tier has the whole snapshot.
         owner: The object that took the snapshot.
         save_id: The save that published the snapshot. Empty until then.
-        digests: The digests of the blocks in order, computed before the bytes leave the device. Empty without
-            CuPy.
+        digests: The digests of the blocks in order, computed before the bytes leave the device. Empty without CuPy.
         blocks: Addresses of the blocks, and their lengths.
         items: The place of each published item. See `DeviceTier.publish`.
     """
@@ -74,12 +73,12 @@ class Generation:
 class DeviceTier:
     """Snapshots in GPU memory. Thread-safe.
 
-    The memory is one slab from torch's allocator, allocated at the first snapshot and kept. If a state
-    exceeds the budget or the free memory of the GPU, `take` raises, and the caller copies to the ram tier.
+    The memory is one slab from torch's allocator, allocated at the first snapshot and kept. If a state exceeds the
+    budget or the free memory of the GPU, `take` raises, and the caller copies to the ram tier.
 
     Args:
-        budget_bytes: The most GPU memory to use. With room for two states, a new snapshot can be taken while
-            the previous one drains.
+        budget_bytes: The most GPU memory to use. With room for two states, a new snapshot can be taken while the
+            previous one drains.
     """
 
     def __init__(self, budget_bytes: int, accelerator: Accelerator) -> None:
@@ -155,8 +154,7 @@ class DeviceTier:
 
         Args:
             generation: The generation.
-            drained: Whether it holds a whole snapshot that the ram tier also has. If not, the snapshot is
-                dropped.
+            drained: Whether it holds a whole snapshot that the ram tier also has. If not, the snapshot is dropped.
         """
         with self._lock:
             generation.is_busy = False

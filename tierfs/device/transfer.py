@@ -1,15 +1,14 @@
 """Copy the tensors of one save from the GPU into host memory.
 
-A transfer has two parts. `capture` queues, on the current stream, the copies that make the tensors safe to
-change, or notes which tensors must not change yet. `run` moves the bytes to the host, on a thread of the
-caller. The three modes differ only in the tensors that are captured:
+A transfer has two parts. `capture` queues, on the current stream, the copies that make the tensors safe to change, or
+notes which tensors must not change yet. `run` moves the bytes to the host, on a thread of the caller. The three modes
+differ only in the tensors that are captured:
 
 - ``device``: all tensors, in a generation of the device tier. Training continues at once.
 - ``lazy``: small tensors, in scratch memory. Large ones are read in place; `fence` orders the optimizer after that.
 - ``ram``: small tensors too, which saves a copy operation for each. The trainer then waits for `run`.
 
-Lazy mode is the scheme of DataStates-LLM (Maurya et al., HPDC 2024): tensors do not change between two
-optimizer steps.
+Lazy mode is the scheme of DataStates-LLM (Maurya et al., HPDC 2024): tensors do not change between two optimizer steps.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class MemoryRegion(NamedTuple):
 
     Attributes:
         length: Length in bytes.
-        parts: For each tensor its offset in the region, and the tensor, strided on the device. They cover the
-            region without gaps.
+        parts: For each tensor its offset in the region, and the tensor, strided on the device. They cover the region
+            without gaps.
     """
 
     length: int
@@ -71,9 +70,8 @@ class HostMemory(NamedTuple):
 
     Attributes:
         pin: Registers memory with the GPU that is not registered yet.
-        find: Finds chunks that the host has, by their digests. For each chunk found, it returns a function
-            that fills a buffer with the bytes and returns whether it did. ``None`` if the store uses another
-            kind of digest.
+        find: Finds chunks that the host has, by their digests. For each chunk found, it returns a function that fills a
+            buffer with the bytes and returns whether it did. ``None`` if the store uses another kind of digest.
         fall_back: Reports a fallback. Called with a name and a message.
     """
 
@@ -94,8 +92,8 @@ class Transfer:
         mode: The mode in effect. It becomes ``ram`` if the device tier has no room.
         generation: Holds the snapshot in `CaptureMode.DEVICE`.
         offsets: Offset of each region in the generation.
-        digests: For each region the digests of its chunks, computed before the bytes leave the device. Empty
-            without CuPy, and in the other modes.
+        digests: For each region the digests of its chunks, computed before the bytes leave the device. Empty without
+            CuPy, and in the other modes.
         skipped_bytes: Bytes that did not cross the link, because the host had equal chunks.
     """
 
@@ -203,8 +201,8 @@ class Transfer:
         """Order work that is queued on the current stream from now on behind the reads in place.
 
         Blocks until all copies are queued, not until they are done. The optimizer hook calls this. Only
-        `CaptureMode.LAZY` needs it: in the other modes this does nothing, because the tensors may be changed
-        after `capture`.
+        `CaptureMode.LAZY` needs it: in the other modes this does nothing, because the tensors may be changed after
+        `capture`.
         """
         if self.mode is not CaptureMode.LAZY or self._done.is_set() or self._is_fenced:
             return
@@ -228,8 +226,7 @@ class Transfer:
         """Wait until the host memory holds the bytes of the tensors.
 
         Raises:
-            StoreError: A tensor was changed while it was read in place, or the transfer was cancelled or
-                discarded.
+            StoreError: A tensor was changed while it was read in place, or the transfer was cancelled or discarded.
             TierfsError, RuntimeError: The copy failed.
         """
         self._done.wait()
@@ -288,8 +285,8 @@ class Transfer:
                 self._tier.give(self.generation, drained=self._error is None)
         finally:  # other threads wait for it
             self._regions, self._sources, self._kept = (), [], []
-            # The owner of the host memory refers to this transfer. Break the reference cycle, which would
-            # keep the owner and its memory alive until garbage collection.
+            # The owner of the host memory refers to this transfer. Break the reference cycle, which would keep the
+            # owner and its memory alive until garbage collection.
             self._host = HostMemory(lambda: None, None, self._host.fall_back)
             _open.discard(self)
             self._queued.set()

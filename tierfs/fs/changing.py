@@ -85,8 +85,7 @@ class Changing(Reading):
                 if relative:
                     verbs.delete(store, relative)
             except NotFoundError:
-                # Not a file. A directory without a record disappears with the last file below it, perhaps
-                # just now.
+                # Not a file. A directory without a record disappears with the last file below it, perhaps just now.
                 if recursive:
                     directories.add(path)
                 elif verbs.stat(store, relative).is_directory:

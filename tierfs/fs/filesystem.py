@@ -1,8 +1,8 @@
 """`TierFileSystem`: the fsspec interface of stores.
 
-The core is synchronous; every asynchronous method runs it on a bounded set of threads. The class inherits
-from five classes in a chain, each in its own file: `PathSpace`, `Looking`, `Reading`, `Changing`, `Tiering`.
-This file opens and writes files.
+The core is synchronous; every asynchronous method runs it on a bounded set of threads. The class inherits from five
+classes in a chain, each in its own file: `PathSpace`, `Looking`, `Reading`, `Changing`, `Tiering`. This file opens and
+writes files.
 """
 
 from __future__ import annotations
@@ -43,19 +43,17 @@ class TierFileSystem(Tiering):
     Args:
         target_protocol: fsspec's name of the object tier's filesystem. ``None`` for named stores.
         target_options: Options of that filesystem.
-        fo: Set by fsspec to the path in a chained URL. Used only by ``status()`` without a path, before any
-            other call.
+        fo: Set by fsspec to the path in a chained URL. Used only by ``status()`` without a path, before any other call.
         create: Whether a write creates a store if it finds none. ``TIERFS_CREATE=1`` does the same.
         ack: The level at which a write is acknowledged: ``"staged"``, ``"local"`` or ``"object"``.
         ram: Budget of the ram tier, ``"8GiB"`` or ``"25%"``. ``"0"`` switches the tier off.
         nvme: Budget of the nvme tier, in the same form.
         state_dir: The state directory.
         timeout: Seconds that a write waits for room in the local tiers, and for its level.
-        bandwidth: Most bytes per second that the flusher sends to the object tier. The process that starts
-            the flusher decides.
-        codecs: How chunks are encoded: ``"auto"`` (to save time), ``"all"`` (to save bytes), ``"off"``, or
-            names of codecs, ``"zstd,plane"``. For writes through the flusher, the process that starts the
-            flusher decides.
+        bandwidth: Most bytes per second that the flusher sends to the object tier. The process that starts the flusher
+            decides.
+        codecs: How chunks are encoded: ``"auto"`` (to save time), ``"all"`` (to save bytes), ``"off"``, or names of
+            codecs, ``"zstd,plane"``. For writes through the flusher, the process that starts the flusher decides.
         device: Budget of GPU memory for each process that saves checkpoints with `TierWriter`. Off by default.
         asynchronous: As in fsspec.
         loop: As in fsspec.
@@ -128,8 +126,8 @@ class TierFileSystem(Tiering):
             path: A path or URL.
             mode: As for the builtin ``open``.
             block_size: Ignored; accepted as other filesystems do.
-            cache_options: Ignored; accepted as other filesystems do. So are other options that tune reading,
-                such as ``fill_cache``.
+            cache_options: Ignored; accepted as other filesystems do. So are other options that tune reading, such as
+                ``fill_cache``.
             compression: Name of an fsspec compression, or ``"infer"``.
             **kwargs: ``encoding``, ``errors``, ``newline`` in text mode. For writing, also ``metadata``, JSON values to
                 keep with the file, and ``ack``, the level at which ``close`` returns.

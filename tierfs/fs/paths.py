@@ -1,7 +1,7 @@
 """The options of a filesystem instance, and the resolution of a path or URL to a store.
 
-An instance takes paths of the object tier (``bucket/run/x``, ``/data/run/x``), or ``NAME/run/x`` for named
-stores. Every method also takes a full URL. To find the store of a path, tierfs walks up from the path.
+An instance takes paths of the object tier (``bucket/run/x``, ``/data/run/x``), or ``NAME/run/x`` for named stores.
+Every method also takes a full URL. To find the store of a path, tierfs walks up from the path.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class ReadFile(io.BufferedReader):
 
     Attributes:
         size: Length of the file in bytes.
-        blocksize: Needed by fsspec's ``blockcache::`` to set up its cache. Reads do not use that cache,
-            because tierfs has its own.
+        blocksize: Needed by fsspec's ``blockcache::`` to set up its cache. Reads do not use that cache, because tierfs
+            has its own.
     """
 
     blocksize = BLOCK_BYTES
@@ -72,8 +72,8 @@ class ReadFile(io.BufferedReader):
         """Close the handle. A second call does nothing.
 
         Raises:
-            InvalidInputError: An unpickling error is being handled, because other code took a file of
-                `TierWriter` for a pickle. The message says how to load the checkpoint.
+            InvalidInputError: An unpickling error is being handled, because other code took a file of `TierWriter` for
+                a pickle. The message says how to load the checkpoint.
         """
         error = sys.exc_info()[1]
         is_misread = not self.closed and isinstance(error, pickle.UnpicklingError) and self._is_of_a_checkpoint()
@@ -122,8 +122,8 @@ def _reopen_text(args: Any, position: int) -> Any:
     return file
 
 
-# fsspec's own reduction loses text that was read ahead. From Python 3.12 on, pickle uses that of
-# io.TextIOWrapper instead.
+# fsspec's own reduction loses text that was read ahead. From Python 3.12 on, pickle uses that of io.TextIOWrapper
+# instead.
 copyreg.pickle(PickleableTextIOWrapper, _reduce_text)
 
 

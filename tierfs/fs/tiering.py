@@ -42,8 +42,8 @@ class Tiering(Changing):
     def prefetch(self, path: str, tier: str = "ram") -> int:
         """Copy a file, or all files below a directory, into a local tier. Return the number of bytes.
 
-        In the nvme tier the copy stays until it is evicted. In the ram tier it lasts no longer than the
-        process that holds it.
+        In the nvme tier the copy stays until it is evicted. In the ram tier it lasts no longer than the process that
+        holds it.
 
         Raises:
             InvalidInputError: The tier does not exist or is switched off.

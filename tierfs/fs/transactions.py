@@ -14,8 +14,8 @@ __all__ = ["TierTransaction"]
 class TierTransaction(Transaction):
     """The files of a transaction, written and not published yet.
 
-    Of several writes to a path, only the last is published. The files are published one after the other, each
-    of them whole. If one fails, the files after it are discarded.
+    Of several writes to a path, only the last is published. The files are published one after the other, each of them
+    whole. If one fails, the files after it are discarded.
     """
 
     fs: Any

@@ -16,8 +16,7 @@ class TierPath(UPath):
     """A path whose text is its URL.
 
     For `UPath`, a chained URL has two paths: one of tierfs and one of the object tier. They are the same
-    here. `UPath` keeps the second one (``fo``) unchanged when it makes a parent or a child, so
-    comparisons ignore it.
+    here. `UPath` keeps the second one (``fo``) unchanged when it makes a parent or a child, so comparisons ignore it.
     """
 
     __slots__ = ()

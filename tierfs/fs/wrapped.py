@@ -98,8 +98,8 @@ class CompressedFile(io.BufferedIOBase):
     def telling_start(self) -> Iterator[None]:
         """Let ``tell`` return the position in the file below, while the context is open.
 
-        `io.TextIOWrapper` calls ``tell`` once, in its constructor, and writes a byte order mark only at
-        position 0. When a compressor appends, its own ``tell`` returns 0 or fails.
+        `io.TextIOWrapper` calls ``tell`` once, in its constructor, and writes a byte order mark only at position 0.
+        When a compressor appends, its own ``tell`` returns 0 or fails.
         """
         self._start = self._begin
         try:

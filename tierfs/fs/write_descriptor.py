@@ -17,8 +17,8 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 class WriteDescriptor:
     """A file in memory (memfd) that user code writes to. `collect` takes its bytes and releases their memory.
 
-    Offsets in it are offsets in the file being written. Collected bytes become a hole, so memory holds only
-    the bytes written since. The user's descriptor is write-only, because a hole would read as zeros.
+    Offsets in it are offsets in the file being written. Collected bytes become a hole, so memory holds only the bytes
+    written since. The user's descriptor is write-only, because a hole would read as zeros.
 
     Args:
         path: Path of the file being written, for errors.

@@ -96,8 +96,8 @@ class WriteFile(io.BufferedIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Seek to the end of the file, where every write goes. No other position is supported.
 
-        An offset from the start is accepted only after ``fileno``. NumPy writes to the descriptor and then
-        seeks to the new end. `zipfile` would take success as permission to seek back and overwrite.
+        An offset from the start is accepted only after ``fileno``. NumPy writes to the descriptor and then seeks to the
+        new end. `zipfile` would take success as permission to seek back and overwrite.
 
         Raises:
             io.UnsupportedOperation: The position is not the end.
@@ -118,9 +118,9 @@ class WriteFile(io.BufferedIOBase):
     def fileno(self) -> int:
         """Return a descriptor for C code and child processes. The bytes that they write become part of the file.
 
-        The descriptor is write-only, and can be written only from start to end. Its bytes lie in memory until
-        the next call of ``write``, ``fileno`` or ``close``. A child that writes to it after ``close`` gets an
-        error. ``os.fsync`` succeeds and does nothing, because ``close`` makes bytes durable.
+        The descriptor is write-only, and can be written only from start to end. Its bytes lie in memory until the next
+        call of ``write``, ``fileno`` or ``close``. A child that writes to it after ``close`` gets an error.
+        ``os.fsync`` succeeds and does nothing, because ``close`` makes bytes durable.
         """
         self._check_open()
         if self._descriptor is None:
@@ -169,8 +169,8 @@ class WriteFile(io.BufferedIOBase):
             try:
                 writer.commit()
             finally:
-                # Commit may raise after the file became pending, say because it missed its level. Only a
-                # delete undoes that.
+                # Commit may raise after the file became pending, say because it missed its level. Only a delete undoes
+                # that.
                 self._outcome_known = writer.is_done
 
     def discard(self) -> None:
@@ -186,9 +186,9 @@ class WriteFile(io.BufferedIOBase):
     def absorb_removal(self) -> bool:
         """Discard the file if a request to delete its path means this failed write. Return whether it does.
 
-        It does if this thread, which opened the file, is handling an exception that was raised before the
-        file was published and before its ``with`` ended. DCP, for example, deletes a data file that it fails
-        to write before it closes the handle. The path still holds the previous version then, which must stay.
+        It does if this thread, which opened the file, is handling an exception that was raised before the file was
+        published and before its ``with`` ended. DCP, for example, deletes a data file that it fails to write before it
+        closes the handle. The path still holds the previous version then, which must stay.
         """
         error = sys.exc_info()[1]
         if self._outcome_known or error is None or error is self._error_at_open:
@@ -229,8 +229,8 @@ class WriteFile(io.BufferedIOBase):
 
     def __del__(self) -> None:
         if hasattr(self, "_error_at_open"):
-            # Stay open: a compressor that is collected together with this handle may still write to it. Such
-            # writes are ignored.
+            # Stay open: a compressor that is collected together with this handle may still write to it. Such writes are
+            # ignored.
             self._close_descriptor()
             self.drop()
 

@@ -1,8 +1,7 @@
 """Convert between a manifest and the attributes that ``stat`` shows.
 
-A manifest has no field for a mode, and its time is the time of publication. So both lie in the manifest's
-metadata under ``posix``: ``{"mode": 420, "mtime_ns": 1764000000000000000}``. Owner and group are those of the
-user who mounted.
+A manifest has no field for a mode, and its time is the time of publication. So both lie in the manifest's metadata
+under ``posix``: ``{"mode": 420, "mtime_ns": 1764000000000000000}``. Owner and group are those of the user who mounted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The extended attributes of a mount, and its free space.
 
-Attributes of a file: ``user.tierfs.digest`` is the digest of its content, ``.level`` the level it has
-reached, ``.tier`` the nearest tier that has all of it, and ``.stored`` the bytes of its chunks in the object
-tier. Attributes of the mounted directory: ``user.tierfs.url`` is the mounted URL, ``.pid`` the serving
-process, and ``.pending`` the files that are not published. Setting ``user.tierfs.flush`` to a number of
-seconds publishes them within that time.
+Attributes of a file: ``user.tierfs.digest`` is the digest of its content, ``.level`` the level it has reached,
+``.tier`` the nearest tier that has all of it, and ``.stored`` the bytes of its chunks in the object tier. Attributes of
+the mounted directory: ``user.tierfs.url`` is the mounted URL, ``.pid`` the serving process, and ``.pending`` the files
+that are not published. Setting ``user.tierfs.flush`` to a number of seconds publishes them within that time.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Extended:
     """The extended attributes and free space of a mount. `errno_of` translates the exceptions of its methods.
 
     Args:
-        publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that
-            is left.
+        publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that is left.
     """
 
     def __init__(self, state: MountState, files: Files, publish_all: Callable[[float], list[str]]) -> None:
@@ -55,9 +53,9 @@ class Extended:
         """Return the value of an attribute.
 
         Raises:
-            OSError: The inode has no such attribute (ENODATA), or the name is outside ``user.`` (EOPNOTSUPP).
-                The latter says that the filesystem has no access lists. ``ls -l`` then stops after one
-                request, instead of sending two for each file.
+            OSError: The inode has no such attribute (ENODATA), or the name is outside ``user.`` (EOPNOTSUPP). The
+                latter says that the filesystem has no access lists. ``ls -l`` then stops after one request, instead of
+                sending two for each file.
         """
         if not name.startswith("user."):
             raise refusal(errno.EOPNOTSUPP)
@@ -84,9 +82,9 @@ class Extended:
     def room(self) -> tuple[int, int]:
         """Return the total and the free bytes, for ``df``.
 
-        They are those of the nvme tier, or of the ram tier if there is no nvme tier. Clean copies can be
-        evicted, so they count as free. If the object tier is local to this host, or there are no local tiers,
-        they are those of the object tier's disk. If nothing bounds them, both are `UNBOUNDED`.
+        They are those of the nvme tier, or of the ram tier if there is no nvme tier. Clean copies can be evicted, so
+        they count as free. If the object tier is local to this host, or there are no local tiers, they are those of the
+        object tier's disk. If nothing bounds them, both are `UNBOUNDED`.
         """
         tiers = self._state.store.tiers
         if tiers is not None:

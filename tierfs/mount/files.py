@@ -46,8 +46,8 @@ class Files:
         Args:
             node: The file.
             flags: The flags of ``open``.
-            thread: Id of the calling thread. After ESTALE, its next call opens the version that the kernel
-                has found in the meantime without a check, because the kernel does not try a third time.
+            thread: Id of the calling thread. After ESTALE, its next call opens the version that the kernel has found in
+                the meantime without a check, because the kernel does not try a third time.
 
         Raises:
             OSError: The kernel has to look the name up again (ESTALE).
@@ -61,8 +61,7 @@ class Files:
                 raise refusal(errno.EACCES, f"{node.path} was not written by tierfs and can only be read")
             if flags & os.O_TRUNC and node.attributes.size:
                 if node.handles and not node.has_changes and not any(handle.writes for handle in node.handles):
-                    # Programs that have the file open or mapped keep its bytes. The new content gets another
-                    # inode.
+                    # Programs that have the file open or mapped keep its bytes. The new content gets another inode.
                     self._state.nodes.split(node)
                     raise refusal(errno.ESTALE)
                 self._resize(node, 0)
@@ -205,8 +204,7 @@ class Files:
     def keep_bytes(self, node: Node) -> None:
         """Copy an open file whose draft is pending to a staged file, before its name is removed.
 
-        The chunks of a pending draft are released with its name. The copy keeps the bytes readable for open
-        handles.
+        The chunks of a pending draft are released with its name. The copy keeps the bytes readable for open handles.
         """
         with node.lock:
             tiers, path = self._state.store.tiers, node.path
@@ -241,8 +239,7 @@ class Files:
         staged.close()
         node.staged, node.has_new_attributes = None, False
         if is_lost and node.entry is not None:
-            # The kernel's cached pages of this inode have the lost bytes, so the published version needs
-            # another inode.
+            # The kernel's cached pages of this inode have the lost bytes, so the published version needs another inode.
             node.attributes = attributes_of(node.entry, node.attributes.ino, started_ns=0)
             self._state.nodes.replaced(node)
         elif is_lost:
@@ -277,8 +274,8 @@ class Files:
     def _writer_ahead(self, path: str) -> Writer | None:
         """Return a writer for a file that is stored while it is written.
 
-        Return ``None`` if the ram tier has less than `AHEAD_RAM_BYTES` free or clean, because such files may
-        stay open for a while and hold chunks there. Raises the errors of `Writer`.
+        Return ``None`` if the ram tier has less than `AHEAD_RAM_BYTES` free or clean, because such files may stay open
+        for a while and hold chunks there. Raises the errors of `Writer`.
         """
         store, level = self._state.store, self._state.level
         tiers, wanted = store.tiers, store.ack if level is None else level

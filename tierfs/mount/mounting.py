@@ -1,7 +1,7 @@
 """Mount a store from a program, and unmount it. A separate process serves the mount.
 
-If the program served its own mount, it would deadlock: a thread in a page fault on a mapped file holds the
-GIL, and the thread that serves the fault needs the GIL.
+If the program served its own mount, it would deadlock: a thread in a page fault on a mapped file holds the GIL, and the
+thread that serves the fault needs the GIL.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ def mount(
 def start(url: str, directory: Path, options: MountOptions) -> subprocess.Popen[str]:
     """Start the process that serves a mount, and wait until programs can use it.
 
-    The process has its own session, so it outlives the terminal. Its log is ``mount/mount.log`` in the state
-    directory.
+    The process has its own session, so it outlives the terminal. Its log is ``mount/mount.log`` in the state directory.
 
     Raises:
         TierfsError: The store could not be mounted.

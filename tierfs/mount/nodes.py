@@ -1,8 +1,7 @@
 """The inode table of a mount. One inode stands for one path of the store at one version.
 
-If another writer replaces a file, the file gets a new inode. A program that has the old inode open or mapped
-keeps its bytes, because a version never changes. A file that this mount writes keeps its inode, as programs
-expect.
+If another writer replaces a file, the file gets a new inode. A program that has the old inode open or mapped keeps its
+bytes, because a version never changes. A file that this mount writes keeps its inode, as programs expect.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Node:
         id: The node id that the kernel uses.
         path: Path in the store. ``None`` once the file is removed or replaced.
         attributes: The attributes that ``stat`` shows.
-        version: Version of the content in the store: a write id, or the object tier's version of a file that
-            tierfs did not write. ``None`` for a directory and for a file that is not published yet.
+        version: Version of the content in the store: a write id, or the object tier's version of a file that tierfs did
+            not write. ``None`` for a directory and for a file that is not published yet.
         entry: The file as the store has it.
         reader: Reads this version. ``None`` until the file is opened.
         staged: The content being written.
@@ -70,8 +69,8 @@ class Node:
     def has_changes(self) -> bool:
         """Whether this mount has changes that are not in the store yet.
 
-        Refused changes do not count. They are dropped with their handle, which the kernel releases some time
-        after ``close``.
+        Refused changes do not count. They are dropped with their handle, which the kernel releases some time after
+        ``close``.
         """
         is_staged = self.staged is not None and not self.staged.is_refused
         return is_staged or self.has_new_attributes or self.is_unpublished
@@ -143,8 +142,7 @@ class Nodes:
             seen: The value of `serial` before the entry was read.
 
         Returns:
-            The inode. ``None`` if this mount changed the path in the meantime; the caller then reads the
-            entry again.
+            The inode. ``None`` if this mount changed the path in the meantime; the caller then reads the entry again.
         """
         with self._lock:
             node = self._by_path.get(entry.path)

@@ -43,8 +43,8 @@ class MountOptions:
         read_only: Whether every change is refused.
         allow_other: Whether other users of the host may use the mount, as far as the files' modes allow.
         ack: The level that ``close`` and ``fsync`` of a file wait for. By default the level of the store.
-        timeout_s: Seconds without an answer after which a program gets EIO. Storing a whole file may take 600
-            s, or ten times ``timeout_s`` if that is below 30 or above 60.
+        timeout_s: Seconds without an answer after which a program gets EIO. Storing a whole file may take 600 s, or ten
+            times ``timeout_s`` if that is below 30 or above 60.
         tiers: Settings of the local tiers: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``,
             ``codecs``.
         options: Options of the object tier's filesystem.
@@ -77,8 +77,7 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
         ready: Called once programs can use the mount.
 
     Returns:
-        One line for each file that is not published or has not reached its level, with the reason. Empty on
-        success.
+        One line for each file that is not published or has not reached its level, with the reason. Empty on success.
 
     Raises:
         TierfsError: The store could not be mounted.

@@ -1,8 +1,7 @@
 """Read one version of a file through the tiers, with read-ahead for sequential readers.
 
-Reads are answered from pieces of memory that are filled and verified as a whole. A piece has 1 MiB, one
-block, for random reads, and 4 MiB for sequential reads. Pieces reuse memory, because the first touch of new
-memory is slow.
+Reads are answered from pieces of memory that are filled and verified as a whole. A piece has 1 MiB, one block, for
+random reads, and 4 MiB for sequential reads. Pieces reuse memory, because the first touch of new memory is slow.
 """
 
 from __future__ import annotations

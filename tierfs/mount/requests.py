@@ -41,8 +41,7 @@ class Requests:
     """Serves requests, independent of their transport. Thread-safe.
 
     Args:
-        publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that
-            is left.
+        publish_all: Publishes all dirty files within a number of seconds. Returns a line for each file that is left.
     """
 
     def __init__(self, state: MountState, publish_all: Callable[[float], list[str]]) -> None:
@@ -79,8 +78,7 @@ class Requests:
 
     @staticmethod
     def _opened(handle: Handle) -> bytes:
-        # The kernel may keep its cached pages, because only writes through this mount change the bytes of an
-        # inode.
+        # The kernel may keep its cached pages, because only writes through this mount change the bytes of an inode.
         return wire.OPEN_OUT.pack(handle.id, wire.KEEP_CACHE | (0 if handle.writes else wire.NO_FLUSH), 0)
 
     def _init(self, header: RequestHeader, body: memoryview) -> Answer:

@@ -1,8 +1,8 @@
 """The threads of a mount, which read requests from the kernel and answer them.
 
-A request may hang because the object tier hangs. A watching thread then answers it with EIO after a time
-limit. The thread that hangs is abandoned and replaced, so the mount continues. An error of a handler becomes
-an errno, and never ends a thread.
+A request may hang because the object tier hangs. A watching thread then answers it with EIO after a time limit. The
+thread that hangs is abandoned and replaced, so the mount continues. An error of a handler becomes an errno, and never
+ends a thread.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ __all__ = ["Server"]
 THREADS_FIRST = 2
 THREADS_MAX = 32
 LOST_MAX = 64
-# After STUCK_S seconds a request (for example one that stores a file) does not count toward THREADS_MAX, so
-# that another thread can start and serve other requests. At most STUCK_MAX requests are discounted in this
-# way.
+# After STUCK_S seconds a request (for example one that stores a file) does not count toward THREADS_MAX, so that
+# another thread can start and serve other requests. At most STUCK_MAX requests are discounted in this way.
 STUCK_S = 1.0
 STUCK_MAX = 96
 TIMEOUT_S = 30.0

@@ -1,12 +1,12 @@
 """The content of a file that is being written, until all of it is published at once as the next version.
 
-The content is a private local file laid over the version that was opened. The local file has no name, so it
-disappears with the mount's process. Blocks that were not written come from the opened version. A block that
-is written in part is first copied to the local file.
+The content is a private local file laid over the version that was opened. The local file has no name, so it disappears
+with the mount's process. Blocks that were not written come from the opened version. A block that is written in part is
+first copied to the local file.
 
-A new file that is written from start to end goes to a `Writer` instead. Its bytes are then copied once, and
-little work is left for ``close``. Any other operation, such as a read or a change before its end, first
-copies the bytes back to the local file.
+A new file that is written from start to end goes to a `Writer` instead. Its bytes are then copied once, and little work
+is left for ``close``. Any other operation, such as a read or a change before its end, first copies the bytes back to
+the local file.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class StagedInode:
         is_dirty: Whether the file changed since it was published.
         was_written: Whether bytes were written since then. A change of the length alone does not count.
         is_refused: Whether the file cannot be published any more, because another writer changed it.
-        error: The reason why the bytes are lost, which ``fsync`` and ``close`` report. ``None`` if they are
-            not lost.
+        error: The reason why the bytes are lost, which ``fsync`` and ``close`` report. ``None`` if they are not lost.
     """
 
     def __init__(self, directory: Path, base: Reader | None) -> None:
@@ -186,8 +185,8 @@ class StagedInode:
         """Copy all bytes from the writer back to the local file, where they can be read and changed in any order.
 
         Raises:
-            TierfsError, OSError: The bytes cannot be read or written, and stay in the writer. Or they are
-                lost, and this is the reason (`error`).
+            TierfsError, OSError: The bytes cannot be read or written, and stay in the writer. Or they are lost, and
+                this is the reason (`error`).
         """
         if self.error is not None:
             raise self.error.with_traceback(None)

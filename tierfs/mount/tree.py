@@ -1,7 +1,7 @@
 """Operations on names: look up, list, make, remove, rename.
 
-Each operation is complete in the store before the kernel gets the answer, except for a new file. The store
-has a new file once it is published.
+Each operation is complete in the store before the kernel gets the answer, except for a new file. The store has a new
+file once it is published.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class NameTree:
         if not node.is_directory:
             raise refusal(errno.ENOTDIR)
         nodes, path = self._state.nodes, self._alive(node)
-        # Collect new files before listing the store. Otherwise a file that is published in between would be
-        # in neither.
+        # Collect new files before listing the store. Otherwise a file that is published in between would be in neither.
         new = [child for child in nodes.below(path) if child.is_unpublished]
         seen = nodes.serial
         try:
@@ -190,12 +189,11 @@ class NameTree:
     def rename(self, parent: Node, name: str, new_parent: Node, new_name: str, flags: int) -> None:
         """Rename a file or directory, and replace an existing target.
 
-        A directory is moved file by file. After a crash, some files are at the source and some at the target,
-        each whole.
+        A directory is moved file by file. After a crash, some files are at the source and some at the target, each
+        whole.
 
         Raises:
-            OSError: The target exists and `flags` has `NO_REPLACE` (EEXIST), or `flags` has another flag
-                (EINVAL).
+            OSError: The target exists and `flags` has `NO_REPLACE` (EEXIST), or `flags` has another flag (EINVAL).
         """
         if flags & ~NO_REPLACE:
             raise refusal(errno.EINVAL)
@@ -262,8 +260,7 @@ class NameTree:
                 raise refusal(errno.ENOTEMPTY)
             self._state.nodes.remove(there)
         with contextlib.ExitStack() as held:
-            # Files in the directory that are about to be published wait for these locks, and then use their
-            # new path.
+            # Files in the directory that are about to be published wait for these locks, and then use their new path.
             for child in self._state.nodes.below(source, deep=True):
                 held.enter_context(child.lock)
             for attempt in range(ATTEMPTS_MAX):
@@ -314,9 +311,8 @@ class NameTree:
     def _take_version(self, node: Node, moved: Entry | None) -> None:
         """Set an inode to the version that was moved, if the content is the same.
 
-        Another host may have replaced the file just before or after the move. The kernel caches pages of the
-        inode, so other content needs another inode. If this inode has changes, publishing them raises
-        `ConflictError` then.
+        Another host may have replaced the file just before or after the move. The kernel caches pages of the inode, so
+        other content needs another inode. If this inode has changes, publishing them raises `ConflictError` then.
         """
         before = node.entry.manifest if node.entry is not None else None
         now = moved.manifest if moved is not None else None

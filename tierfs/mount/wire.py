@@ -76,9 +76,8 @@ U64 = struct.Struct("<Q")
 U32X2 = struct.Struct("<II")
 KEEP_CACHE, NO_FLUSH = 2, 32
 """Flags in an answer to OPEN: the kernel may keep cached pages of the file; it may close the file without FLUSH."""
-# ASYNC_READ, ATOMIC_O_TRUNC, BIG_WRITES, DO_READDIRPLUS, READDIRPLUS_AUTO, ASYNC_DIO, PARALLEL_DIROPS,
-# HANDLE_KILLPRIV, MAX_PAGES, HANDLE_KILLPRIV_V2. Without the last, the kernel requests a security attribute
-# before each write.
+# ASYNC_READ, ATOMIC_O_TRUNC, BIG_WRITES, DO_READDIRPLUS, READDIRPLUS_AUTO, ASYNC_DIO, PARALLEL_DIROPS, HANDLE_KILLPRIV,
+# MAX_PAGES, HANDLE_KILLPRIV_V2. Without the last, the kernel requests a security attribute before each write.
 INIT_FLAGS = sum(1 << bit for bit in (0, 3, 5, 13, 14, 15, 18, 19, 22, 28))
 NEGATIVE = 0
 """The node id of a negative entry: the kernel caches that the name does not exist while the entry is valid."""

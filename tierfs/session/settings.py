@@ -46,7 +46,7 @@ class TierOptions:
             programs in two directories would be two hosts. Default: see ``TIERFS_STATE_DIR``.
         timeout: Seconds that a write waits for room, and a change for its level. A wait for room that cannot come ends
             at once. Default: 600.
-        bandwidth: Bytes per second from the flusher to the object tier, counted before encoding. Each host has one
+        bandwidth: Bytes per second from the flusher to the object tier, counted after encoding. Each host has one
             flusher per store, and the process that starts it decides. Writes that bypass the flusher, as with
             ``ack="object"``, are not limited. Default: no limit.
         codecs: How the flusher encodes chunks: ``auto``, ``all``, ``off``, or names of codecs, ``zstd,plane``. The
