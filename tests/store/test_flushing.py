@@ -536,17 +536,34 @@ def test_a_damaged_copy_is_written_anew_from_memory(host):
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT, 20)
     (name,) = names_of(host, data)
-    arena = host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena"
-    with open(arena, "r+b") as file:
-        at = file.read().find(data[5 * MIB : 5 * MIB + 64])
-        assert at > 0
-        file.seek(at)
-        file.write(b"damage")
+    flip(host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena", data)
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
     evict(host.store, "a", "ram")
     assert load(host.store, "a") == data
     assert host.tiers.counters["nvme_read_bytes"] == len(data)
     assert status(host.store)["counters"]["flusher_nvme_repaired"] == 1
+
+
+def test_a_damaged_copy_is_not_replaced_by_another_one(host):
+    data = content(16 * MIB)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT, 20)
+    (name,) = names_of(host, data)
+    flip(host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena", data)
+    (segment,) = (segment.path for segment in host.tiers.ram.own_segments())
+    flip(segment, data)
+    host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
+    assert host.tiers.nvme.find(name) is None
+    assert status(host.store)["counters"].get("flusher_nvme_repaired", 0) == 0
+    assert load(host.store, "a") == data
+
+
+def flip(path, data):
+    with open(path, "r+b") as file:
+        at = file.read().find(data[5 * MIB : 5 * MIB + 64])
+        assert at > 0
+        file.seek(at)
+        file.write(b"damage")
 
 
 def names_of(host, data):

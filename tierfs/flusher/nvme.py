@@ -355,33 +355,36 @@ class NvmePersister:
     def look_after(self, name: bytes, raw_length: int) -> None:
         """Check a chunk in the nvme tier that a reader reported as damaged. If it is, quarantine the copy.
 
-        If the ram tier has the chunk, write it to the nvme tier again.
+        If the ram tier has a sound copy, write it to the nvme tier.
         """
         nvme = self._state.nvme
-        meta = None if nvme is None else nvme.meta(name)
-        if nvme is None or meta is None or _is_sound(nvme, name, raw_length, meta):
+        if nvme is None or self._is_sound(nvme, name, raw_length):
             return
         _logger.error("a chunk in the nvme tier is damaged and is not used any more: %s", name.hex())
         nvme.quarantine(name)
         slot = self._state.ram.find(name)
-        if slot is not None:
-            self._copy(nvme, slot, keep=False)
+        if slot is None:
+            return
+        self._copy(nvme, slot, keep=False)
+        if self._is_sound(nvme, name, raw_length):
             nvme.commit()
             self._state.counters["nvme_repaired"] += 1
+        else:
+            nvme.quarantine(name)
 
-
-def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool:
-    """Return whether a chunk's bytes match the digests in its metadata. True if the tier no longer has the chunk."""
-    with buffers().lend(raw_length) as raw:
-        if not nvme.read_into(name, 0, raw):
+    def _is_sound(self, nvme: NvmeTier, name: bytes, raw_length: int) -> bool:
+        """Return whether a chunk's bytes match the digests in its metadata. True if the tier does not have the chunk."""
+        meta = nvme.meta(name)
+        with buffers().lend(raw_length) as raw:
+            if meta is None or not nvme.read_into(name, 0, raw):
+                return True
+            try:
+                envelope = envelope_of(name, raw_length, meta, "nvme")
+                for index in range(len(envelope.blocks)):
+                    check_block(envelope, index, raw[index * BLOCK_BYTES :][:BLOCK_BYTES], "nvme")
+            except (CorruptionError, FormatError):
+                return False
             return True
-        try:
-            envelope = envelope_of(name, raw_length, meta, "nvme")
-            for index in range(len(envelope.blocks)):
-                check_block(envelope, index, raw[index * BLOCK_BYTES :][:BLOCK_BYTES], "nvme")
-        except (CorruptionError, FormatError):
-            return False
-        return True
 
 
 def _small(entries: Sequence[FlushItem], bytes_max: int) -> Iterator[FlushItem]:
