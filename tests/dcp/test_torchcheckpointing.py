@@ -64,6 +64,8 @@ def test_what_is_written_is_read(root, storage):
         with storage.stream_read(path, ReadArgs(pre_read_full_file=False, known_size_bytes=len(content))) as stream:
             assert stream.seek(-10, io.SEEK_END) == len(content) - 10
             assert stream.read() == content[-10:]
+            with pytest.raises(OSError, match="before the start"):
+                stream.seek(-len(content) - 1, io.SEEK_END)
             assert stream.seek(7) == 7
             target = bytearray(100)
             assert stream.readinto(target) == 100

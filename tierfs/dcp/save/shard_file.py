@@ -86,6 +86,7 @@ class ShardFile:
 
         Raises:
             StoreError, CorruptionError: The copy failed. The message says why. The file is discarded.
+            RuntimeError: torch reported an error of the GPU. The file is discarded.
         """
         try:
             for transfer, _ in self.transfers:

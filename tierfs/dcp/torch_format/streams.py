@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from types import TracebackType
 from typing import Any
@@ -95,10 +96,16 @@ class ReadStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to an offset in the range."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
+        """Move to an offset in the range.
+
+        Raises:
+            OSError: The offset lies before the start of the range (EINVAL).
+        """
+        at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence] + offset
+        if at < 0:
+            raise OSError(errno.EINVAL, f"cannot seek to {at}, before the start of the file")
+        self._at = at
+        return at
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer with the bytes that are left, at most its length.
