@@ -1,6 +1,6 @@
-"""The object tier: one narrow protocol, `ObjectTier`, its backends, and wrappers that add behaviour to any of them.
+"""The object tier: the protocol `ObjectTier`, its backends, and wrappers that add behaviour to any of them.
 
-Cloud clients, fsspec and asyncio are imported when a store that needs them is opened, never before.
+Cloud clients, fsspec and asyncio are imported when a store that needs them is opened.
 """
 
 import importlib
@@ -76,7 +76,7 @@ _LATER = {"CloudObjects": "cloud", "FsspecObjects": "fsspec", "MemoryObjects": "
 
 
 def __getattr__(name: str) -> Any:
-    """The backends that bring fsspec or asyncio, when somebody asks for them (PEP 562)."""
+    """Import the backends that need fsspec or asyncio on first access (PEP 562)."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.backends.{_LATER[name]}"), name)

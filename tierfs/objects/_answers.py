@@ -1,7 +1,8 @@
-"""Answers of S3, Azure and GCS that do not concern one key: the error of ours for each, and the next step.
+"""Known answers of S3, Azure and GCS, and of their clients: the error of tierfs for each, and the next step.
 
-One table from their codes, one from the names of their clients' own errors, one from what they say where a client keeps
-nothing but the text. Codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
+One table has the codes of the answers, one the class names of the clients' errors. The third has words of the text,
+for clients that keep nothing else. Codes:
+https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
 https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes,
 https://cloud.google.com/storage/docs/json_api/v1/status-codes.
 """
@@ -21,11 +22,12 @@ class Meaning:
     """The cause of an answer.
 
     Attributes:
-        text: With what to do about it. ``{bucket}`` and ``{region}`` are filled in.
-        kind: Our error.
+        text: The cause and what to do about it. ``{bucket}`` and ``{region}`` are filled in.
+        kind: The class of tierfs's error.
         transient: Whether the same request may succeed if it is sent again.
-        throttled: Whether fewer requests are asked for.
-        refused: Whether other credentials or options may be accepted: it is about those, and not about one object.
+        throttled: Whether the endpoint asks for fewer requests.
+        refused: Whether other credentials or options may be accepted: the answer is about them, not about one
+            object.
     """
 
     text: str
@@ -37,13 +39,13 @@ class Meaning:
     def error(
         self, key: str, said: str, *, bucket: str = "", region: str = "", retry_after_s: float | None = None
     ) -> TierfsError:
-        """Our error.
+        """Return the error of tierfs.
 
         Args:
-            key: The key concerned.
-            said: The endpoint's or the client's word for it.
-            bucket: The bucket or container, where known.
-            region: The bucket's, where known.
+            key: The requested key.
+            said: The words of the endpoint or client.
+            bucket: The bucket or container, if known.
+            region: The bucket's region, if known.
             retry_after_s: The pause that the endpoint asks for, if it does.
         """
         text = self.text.format(bucket=bucket or "NAME", region=region or "another region")
@@ -132,13 +134,13 @@ _UNSAID = Meaning(
 BY_CODE = {
     code: meaning
     for meaning, codes in (
-        # S3 and what speaks its language
+        # S3 and compatible servers
         (THROTTLED, "SlowDown ServiceUnavailable Throttling ThrottlingException RequestThrottled RequestLimitExceeded"),
         (THROTTLED, "TooManyRequests TooManyRequestsException BandwidthLimitExceeded"),
         (_AGAIN, "RequestTimeout IncompleteBody"),  # with status 400
-        (_AGAIN, "TemporaryRedirect"),  # of a bucket made a moment ago
-        (_AGAIN, "InternalError"),  # of one key of a deletion, without a status
-        (_AGAIN, "ConditionalRequestConflict OperationAborted"),  # another write of the key is under way
+        (_AGAIN, "TemporaryRedirect"),  # for a bucket that was just created
+        (_AGAIN, "InternalError"),  # for one key of a batch deletion, without a status
+        (_AGAIN, "ConditionalRequestConflict OperationAborted"),  # another write of the key is in flight
         (_CHECKSUM, "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch"),
         (_EXPIRED, "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired"),
         (NOT_ACCEPTED, "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidClientTokenId"),
@@ -147,7 +149,7 @@ BY_CODE = {
         (_REGION, "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException"),
         (DENIED, "AccessDenied AllAccessDisabled"),
         (_ARCHIVED, "InvalidObjectState"),  # with status 403
-        # what botocore makes of an answer without a body, as those to a HEAD are
+        # botocore's code for an answer without a body, such as the answer to a HEAD
         (_REGION, "301"),
         (_UNSAID, "400"),
         (_DENIED_UNSAID, "403"),
@@ -155,11 +157,11 @@ BY_CODE = {
         (THROTTLED, "ServerBusy OperationTimedOut"),
         (_CHECKSUM, "Md5Mismatch Crc64Mismatch"),
         (_EXISTS, "BlobAlreadyExists"),
-        (_NOT_OFFERED, "FeatureNotSupported"),  # azurite's, with status 500
+        (_NOT_OFFERED, "FeatureNotSupported"),  # azurite sends it with status 500
         (NOT_ACCEPTED, "NoAuthenticationInformation"),
         (_NO_CONTAINER, "ContainerNotFound"),
         (DENIED, "AuthorizationFailure AuthorizationPermissionMismatch InsufficientAccountPermissions"),
-        # those with the status 409 that do not pass, and those with 412 that are about no condition of ours
+        # Permanent answers with status 409, and answers with 412 that concern no condition sent by tierfs
         (_IMMUTABLE, "BlobImmutableDueToPolicy"),
         (_ARCHIVED, "BlobArchived BlobBeingRehydrated"),
         (_LEASED, "LeaseIdMissing LeaseLost LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation"),
@@ -167,7 +169,7 @@ BY_CODE = {
         (_SNAPSHOTS, "SnapshotsPresent"),
         (_OTHER_KIND, "InvalidBlobType ResourceTypeMismatch BlobUsesCustomerSpecifiedEncryption"),
         (_OTHER_KIND, "PathConflict DirectoryNotEmpty DirectoryIsNotEmpty"),
-        # GCS, whose reasons come with the status 403, too
+        # GCS, which sends reasons with status 403, too
         (THROTTLED, "rateLimitExceeded userRateLimitExceeded"),
         (DENIED, "insufficientPermissions"),
         (_IMMUTABLE, "retentionPolicyNotMet objectUnderActiveHold"),
@@ -193,7 +195,7 @@ BY_CLASS = {
     )
     for name in names.split()
 }
-"""By the name of a client's class."""
+"""By the class name of a client's error, or of a base class."""
 
 BY_TEXT = tuple(
     (re.compile(pattern, re.IGNORECASE), meaning)
@@ -205,9 +207,9 @@ BY_TEXT = tuple(
         (r"doesn't match calculated|malformed multipart", _CHECKSUM),
         (r"^forbidden: ", DENIED),  # gcsfs
         (r"(?:invalid|illegal|\) in) header value(?=:? b?['\"])", _BAD_HEADER),  # http.client, httpx, requests
-        # ssl, whose error those of botocore do not always have as their cause
+        # ssl: botocore's errors do not always have the ssl error as their cause
         (r"certificate verify failed: [\w ]*\w", _NOT_TRUSTED),
         (r"header injection|newline or carriage return character detected", _BAD_HEADER),  # aiohttp
     )
 )
-"""By what is said, where a client keeps no code, and of codes that mean several things."""
+"""By the text of an error, for clients that keep no code, and for codes with several meanings."""

@@ -1,4 +1,4 @@
-"""Checks of an object that all backends make, with the same words for what does not fit."""
+"""Checks that all backends make on an object, with the same messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["check_end", "check_limit", "check_version", "nanoseconds"]
 
 
 def check_version(key: str, found: Version | None, wanted: Version | None) -> None:
-    """Check that an object has the version that was asked for, if one was.
+    """Check that an object has the wanted version, if one is given.
 
     Raises:
-        ConflictError: It has another one, or, where ``found`` is ``None``, it is not there.
+        ConflictError: The object has another version, or ``found`` is None: no object is there.
     """
     if wanted is None or found == wanted:
         return
@@ -24,10 +24,10 @@ def check_version(key: str, found: Version | None, wanted: Version | None) -> No
 
 
 def check_end(key: str, size: int, end: int) -> None:
-    """Check that an object of ``size`` bytes has those before offset ``end``.
+    """Check that an object of ``size`` bytes reaches offset ``end``.
 
     Raises:
-        CorruptionError: It is too short.
+        CorruptionError: The object is too short.
     """
     if size < end:
         raise CorruptionError(f"{key} ends at byte {size}, before byte {end}: cut short", path=key)
@@ -37,12 +37,12 @@ def check_limit(key: str, size: int, limit: int) -> None:
     """Check that an object of ``size`` bytes may be read whole.
 
     Raises:
-        CorruptionError: It is larger than ``limit`` bytes.
+        CorruptionError: The object is larger than ``limit`` bytes.
     """
     if size > limit:
         raise CorruptionError(f"{key} has {size} bytes, over the limit of {limit}", path=key)
 
 
 def nanoseconds(time: datetime | None) -> int:
-    """A time in nanoseconds since the epoch; 0 where it is unknown."""
+    """Return a time in nanoseconds since the epoch; 0 if it is unknown."""
     return int(time.timestamp() * 1_000_000_000) if time else 0

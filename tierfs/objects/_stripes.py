@@ -1,4 +1,4 @@
-"""Locks on paths, shared by everything in this process that changes the same kind of filesystem."""
+"""Locks on paths, shared by all objects of this process that change the same kind of filesystem."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Iterable, Iterator
 
 __all__ = ["locked"]
 
-_STRIPES = 1024  # so that few of a few dozen concurrent writes wait for one another by chance
+_STRIPES = 1024  # a few dozen concurrent writes rarely share a lock by chance
 
 _locks: dict[type, tuple[threading.RLock, ...]] = {}
-os.register_at_fork(after_in_child=_locks.clear)  # a thread that the child lacks may have held one
+os.register_at_fork(after_in_child=_locks.clear)  # a thread that the child lacks may hold one
 
 
 @contextlib.contextmanager
 def locked(kind: type, paths: Iterable[str]) -> Iterator[None]:
-    """Exclude every other holder of one of ``paths``.
+    """Hold ``paths`` exclusively within this process.
 
     Args:
-        kind: The filesystem's class. Not the instance, since fsspec makes several for one and the same filesystem.
+        kind: The filesystem's class. Not the instance, since fsspec makes several for the same filesystem.
         paths: Whole paths there.
     """
     stripes = _locks.get(kind) or _locks.setdefault(kind, tuple(threading.RLock() for _ in range(_STRIPES)))
-    # In one order everywhere, so that two holders of several cannot wait for each other.
+    # Sorted, so that two callers with several paths cannot deadlock.
     chosen = sorted({zlib.crc32(os.fsencode(path)) % _STRIPES for path in paths})
     with contextlib.ExitStack() as stack:
         for index in chosen:

@@ -1,6 +1,6 @@
-"""Checksums that endpoints verify before they store, each computed in native code, and puts that carry one.
+"""Checksums that endpoints verify before they store, computed in native code, and puts that send one.
 
-Which of them an endpoint verifies is found out by trying (`tierfs.objects.probe`).
+`tierfs.objects.probe` tests which of them an endpoint verifies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _crc32c(data: Sequence[Buffer]) -> bytes:
 
     value = 0
     for piece in data:
-        # It takes neither a bytearray nor a view, and an array without copying it.
+        # google_crc32c takes no bytearray and no memoryview, but an array, and does not copy it.
         value = google_crc32c.extend(value, np.frombuffer(piece, np.uint8))
     return int(value).to_bytes(4, "big")
 
@@ -64,20 +64,20 @@ ALGORITHMS: dict[str, tuple[str, Callable[[Sequence[Buffer]], bytes]]] = {
     "sha256": ("hashlib", _hashed("sha256")),
     "md5": ("hashlib", _hashed("md5")),
 }
-"""By name: the package that computes it, and how. The value is big-endian, as every cloud writes it."""
+"""By name: the package that computes it, and the function. The value is big-endian, as S3 and GCS send it."""
 
 
 @cache
 def computable(algorithm: str) -> bool:
-    """Whether this process can compute it."""
+    """Return whether this process can compute ``algorithm``."""
     return algorithm in ALGORITHMS and importlib.util.find_spec(ALGORITHMS[algorithm][0]) is not None
 
 
 def compute(algorithm: str, data: Sequence[Buffer]) -> Checksum:
-    """The checksum of ``data``, laid end to end.
+    """Compute the checksum of the joined pieces of ``data``.
 
     Raises:
-        InvalidInputError: Nobody here computes that one.
+        InvalidInputError: This process cannot compute ``algorithm``.
     """
     if not computable(algorithm):
         raise InvalidInputError(f"{algorithm} is no checksum that can be computed here: have {', '.join(ALGORITHMS)}")
@@ -85,9 +85,9 @@ def compute(algorithm: str, data: Sequence[Buffer]) -> Checksum:
 
 
 def checksum_for(capabilities: Capabilities, data: Sequence[Buffer]) -> Checksum | None:
-    """The checksum to send with ``data``: the first that the endpoint verifies and this process can compute.
+    """Compute the checksum to send with ``data``: the first that the endpoint verifies and this process can compute.
 
-    ``None`` where there is none: then what is stored is read back (`tierfs.objects.wrappers.verify`).
+    None if there is no such algorithm. Then `tierfs.objects.wrappers.verify` reads the stored bytes back.
     """
     for algorithm in capabilities.checksums:
         if computable(algorithm):
@@ -96,17 +96,18 @@ def checksum_for(capabilities: Capabilities, data: Sequence[Buffer]) -> Checksum
 
 
 def put_checked(objects: ObjectTier, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE) -> ObjectInfo:
-    """`ObjectTier.put` with the checksum of `checksum_for`."""
+    """Call `ObjectTier.put` with the checksum of `checksum_for`."""
     return objects.put(key, data, mode=mode, checksum=checksum_for(objects.capabilities, data))
 
 
 def put_idempotent(objects: ObjectTier, key: str, data: bytes, *, mode: PutMode) -> ObjectInfo:
-    """`put_checked` under a condition, where a put whose answer was lost counts as done: what stands is what was sent.
+    """Call `put_checked` with a condition; if the condition fails but ``data`` is there, count the put as done.
 
-    The bytes must be such that nobody else puts the same ones, or that it does not matter who did.
+    So a put whose answer was lost succeeds. Use this only for bytes that no other writer puts, or if it does not
+    matter who put them.
 
     Raises:
-        AlreadyExistsError, ConflictError: Something else stands there.
+        AlreadyExistsError, ConflictError: The condition failed, and ``data`` is not there.
         StoreError, CapacityError, ReadOnlyError: As `ObjectTier.put`.
     """
     try:
@@ -122,11 +123,12 @@ def put_idempotent(objects: ObjectTier, key: str, data: bytes, *, mode: PutMode)
 
 
 def verify_checksum(checksum: Checksum | None, data: Sequence[Buffer], key: str) -> None:
-    """Verify XXH3-128, for a backend that does so itself before it stores.
+    """Verify an XXH3-128 checksum, for a backend that verifies it itself before it stores.
 
     Raises:
-        InvalidInputError: Another algorithm.
-        StoreError: The bytes do not have the checksum: they changed on the way; transient, since the sender has them.
+        InvalidInputError: The checksum is of another algorithm.
+        StoreError: The bytes do not have the checksum. Transient: they changed in transit, and the sender still has
+            them.
     """
     if checksum is None:
         return

@@ -1,8 +1,8 @@
-"""The errors of network clients as ours, told by what they carry: no client is imported for it.
+"""Translate the errors of network clients by their attributes and class names, so that no client is imported for it.
 
-A client's error is judged with its causes, since fsspec filesystems put one of Python's errors around the client's own:
-first by what the answer says (an absent bucket must not read as an absent key), then by Python's precise classes, then
-the HTTP status of the answer, then signs of a lost connection. No message repeats what may hold a credential.
+fsspec filesystems wrap a client's error in one of Python's, so an error is judged together with its causes. First
+comes the answer's code or text: a missing bucket must not read as a missing key. Python's precise classes follow,
+then the HTTP status, then signs of a lost connection. No message repeats text that may hold a credential.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _SOMETHING_ELSE = "is endpoint_url right, or does a proxy or a login page answer
 _REASON_CHARS_MAX = 300
 _SEARCHED_CHARS_MAX = 4096
 _RETRY_AFTER_S_MAX = 3600.0
-# gcsfs's words for a 404 to a request that names a bucket and no object: a listing, or an upload.
+# gcsfs's message for a 404 to a request that names a bucket and no object: a listing, or an upload.
 _GCS_BUCKET = re.compile(r"^(?:https?://\S+/)?b/([^/]{3,})/o$")
 _REGION = re.compile(r"\b[a-z]{2,}(?:-[a-z]+)+-\d+\b")
 _REGION_SAID = re.compile(r"expecting '([^']+)'|the (\S+) location constraint", re.IGNORECASE)
 _SECRETS = (
     (re.compile(r"(header value:?)\s.*", re.IGNORECASE), r"\1 ..."),
-    # From the beginning of a word alone: from each of its letters, a long one would be gone through as often as it has some.
+    # Matches only from the beginning of a word: tried from each letter, it takes quadratic time on a long word.
     (
         re.compile(
             r"(?:(?<=://)(?:[^/\s'\"]+|[^/\s@:'\"]*:(?!\d+/)[^\s'\"]+)|(?<![^/\s@'\"])[^/\s@:'\"]*:[^/\s@'\"]+)@"
@@ -66,7 +66,7 @@ _SECRETS = (
     ),
 )
 
-# Base classes, by name, that clients raise when a connection could not be made, broke, or went silent.
+# Names of base classes that clients raise when a connection cannot be made, breaks, or goes silent.
 _LOST_CONNECTION = frozenset({
     # aiohttp
     "ClientConnectionError",
@@ -96,14 +96,14 @@ _LOST_CONNECTION = frozenset({
     "SSHException",
     "Timeout",
     "TransportError",
-    # urllib3, while an answer is read
+    # urllib3, while it reads an answer
     "SSLError",
 })  # fmt: skip
 
 
 @contextlib.contextmanager
 def translated_client(key: str, *, bucket: str = "") -> Iterator[None]:
-    """Turn whatever a client raises into ours, with the key and what to do next."""
+    """Translate every exception of a client into an error of tierfs, with the key and what to do next."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised again, as ours
@@ -113,30 +113,31 @@ def translated_client(key: str, *, bucket: str = "") -> Iterator[None]:
                 raise
             raise translation from cause_of(untied(error))
         finally:
-            del translation  # it holds this frame, which would hold it, and all that was lent, until collected
+            # It refers to this frame: the cycle would keep all lent buffers until the garbage collector runs.
+            del translation
 
 
 def refused_options(error: Exception, protocol: str) -> InvalidInputError:
-    """Our error for one that a client raised when it was made."""
+    """Return the error for options that a client refused when it was made."""
     return InvalidInputError(f"{protocol}:// refuses its options: {_reason(error)}")
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """The cause of our error, as a traceback may show it: none where its text may hold a credential.
+    """Return ``error`` if a traceback may show it as a cause, or None if its text may hold a credential.
 
-    Nor where it says more than is searched for one.
+    Also None if the text is longer than the part that is searched for credentials.
     """
     texts = [_line(str(cause)) for cause in _with_causes(error)]
     return error if all(_without_secrets(text) == text for text in texts) else None
 
 
 def translate_client_error(error: BaseException, key: str, *, bucket: str = "") -> TierfsError:
-    """Our error for one that a client raised.
+    """Return the error of tierfs for one that a client raised.
 
     Args:
-        error: The client's.
-        key: The requested object's.
-        bucket: Where, for answers that do not name it.
+        error: The client's error.
+        key: Key of the requested object.
+        bucket: The requested bucket, for answers that do not name it.
     """
     if isinstance(error, TierfsError):
         return error
@@ -145,7 +146,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         return ReadOnlyError(f"{key}: this filesystem cannot do that: {reason}", path=key)
     causes = list(_with_causes(error))
     if any(isinstance(cause, RecursionError) for cause in causes):
-        # botocore's answer to a redirection that names no region.
+        # botocore raises it for a redirect that names no region.
         return StoreError(
             f"{key}: the endpoint redirects to itself or to a page: {_SOMETHING_ELSE} ({reason})", path=key
         )
@@ -165,7 +166,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         return NO_BUCKET_GCS.error(key, "HTTP status 404", bucket=without[1])
     if isinstance(error, PermissionError) and statuses:
         return DENIED.error(key, f"{reason}, HTTP status {statuses[0]}")
-    # s3fs turns a 412 or 500 into an OSError like any other; the answer in its cause is more precise.
+    # s3fs turns a 412 or 500 into a plain OSError. The answer in its cause is more precise.
     if isinstance(error, _PRECISE) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         return translate_os_error(error, key, reason)
     if statuses:
@@ -175,7 +176,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
     if isinstance(error, OSError):
         return translate_os_error(error, key, reason)
     if isinstance(error, KeyError):
-        # HTTP clients raise this for an answer that broke off within its head, or comes from something else.
+        # HTTP clients raise KeyError for an answer that is cut off in its headers, or that another server sends.
         return StoreError(
             f"{key}: the answer is not whole: it has no {reason}; if it never has, {_SOMETHING_ELSE}",
             transient=True,
@@ -185,7 +186,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what led to it, as far back as this request: one of ours is of a request before it."""
+    """Yield an error and its causes, up to a `TierfsError`, which is from an earlier request."""
     cause: BaseException | None = error
     for _ in range(_CAUSES_MAX):
         if cause is None or isinstance(cause, TierfsError):
@@ -195,8 +196,8 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: BaseException) -> str:
-    """The text of an error, as one line without anything that may hold a credential."""
-    message = getattr(error, "message", None)  # azure.core's text repeats the whole answer
+    """Return the text of an error as one line, without anything that may hold a credential."""
+    message = getattr(error, "message", None)  # str() of an azure.core error repeats the whole answer
     text = getattr(error, "strerror", None) or (message if isinstance(message, str) and message else str(error))
     text = _without_secrets(_line(text)) or type(error).__name__
     return text if len(text) <= _REASON_CHARS_MAX else f"{text[:_REASON_CHARS_MAX]}..."
@@ -207,22 +208,22 @@ def _line(text: str) -> str:
 
 
 def _without_secrets(line: str) -> str:
-    """The beginning of a line, as much of it as is searched, without anything that may be a credential."""
+    """Return the part of a line that is searched, its beginning, without anything that may be a credential."""
     if len(line) > _SEARCHED_CHARS_MAX:
-        line = line[:_SEARCHED_CHARS_MAX].rpartition(" ")[0]  # a part of a word may be one of a credential
+        line = line[:_SEARCHED_CHARS_MAX].rpartition(" ")[0]  # the word that is cut off may be part of a credential
     for pattern, replacement in _SECRETS:
         line = pattern.sub(replacement, line)
     return line
 
 
 def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, Meaning, str]]:
-    """The meanings of an error and of its causes, the most telling first: the error, and its word for it."""
+    """Yield the meanings of an error and its causes, most precise first, as (error, meaning, words of the answer)."""
     for cause in causes:
         code = _code(cause)
         if code in BY_CODE:
             yield cause, BY_CODE[code], code
     for cause in causes:
-        if not isinstance(cause, _PRECISE):  # those may name a key, and a key may say anything
+        if not isinstance(cause, _PRECISE):  # their text may name a key, and a key may contain any words
             for pattern, meaning in BY_TEXT:
                 if found := pattern.search(str(cause)):
                     yield cause, meaning, _code(cause) or found[0]
@@ -233,14 +234,14 @@ def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, 
 
 
 def _answer(error: BaseException) -> Mapping[str, Any]:
-    """The endpoint's description of the error, where botocore or gcsfs keep it."""
+    """Return the endpoint's description of the error, as kept by botocore or gcsfs; empty if there is none."""
     response = getattr(error, "response", None)
     answer = response.get("Error") if isinstance(response, dict) else getattr(error, "_error_response", None)
     return answer if isinstance(answer, dict) else {}
 
 
 def _code(error: BaseException) -> str:
-    """The code that botocore, azure.storage or gcsfs keep with their error; empty where there is none."""
+    """Return the code that botocore, azure.storage or gcsfs keeps with its error; empty if there is none."""
     code = getattr(error, "error_code", None)
     if code is not None:
         return str(getattr(code, "value", code))
@@ -248,12 +249,12 @@ def _code(error: BaseException) -> str:
     details = answer.get("errors")
     if isinstance(details, list) and details and isinstance(details[0], dict):
         return str(details[0].get("reason") or "")
-    # azure.storage reads it from the header itself, but not where an answer is streamed.
+    # azure.storage reads this header itself, but not for a streamed answer.
     return str(answer.get("Code") or _headers(error).get("x-ms-error-code") or "")
 
 
 def _headers(error: BaseException) -> Mapping[str, Any]:
-    """Those of the answer, where botocore, azure.core or aiohttp keep them."""
+    """Return the answer's headers, in lower case, as kept by botocore, azure.core or aiohttp."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         metadata = response.get("ResponseMetadata")
@@ -265,11 +266,11 @@ def _headers(error: BaseException) -> Mapping[str, Any]:
 
 def _retry_after_s(error: BaseException) -> float | None:
     text = str(_headers(error).get("retry-after") or "")
-    return min(float(text), _RETRY_AFTER_S_MAX) if text.isdecimal() else None  # else it is a date of a clock not ours
+    return min(float(text), _RETRY_AFTER_S_MAX) if text.isdecimal() else None  # otherwise a date, by another clock
 
 
 def _region(error: BaseException) -> str:
-    """The region that the answer tells; empty where it does not."""
+    """Return the region that the answer names; empty if it names none."""
     said = _REGION_SAID.search(str(error))
     candidates = [_headers(error).get("x-amz-bucket-region"), _answer(error).get("Region")]
     candidates += [said[1] or said[2]] if said else []
@@ -277,9 +278,9 @@ def _region(error: BaseException) -> str:
 
 
 def _http_status(error: BaseException) -> int | None:
-    """The status that aiohttp, azure.core, gcsfs or botocore keeps with its error."""
+    """Return the error status that aiohttp, azure.core, gcsfs or botocore keeps with its error."""
     if any(_is_http_processing_error(each) for each in (error, error.__cause__)):
-        return None  # aiohttp's own 400 for an answer that broke off, or is none of HTTP
+        return None  # aiohttp's own 400, for an answer that is cut off or is not HTTP
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         metadata = response.get("ResponseMetadata")
@@ -314,7 +315,7 @@ def _translate_status(status: int, reason: str, key: str, retry_after_s: float |
             return CorruptionError(f"{message}: the object is cut short", path=key)
         case 507:
             return CapacityError(message, path=key)
-        case 408 | 409 | 425:  # a 409 is a write that met another one under way
+        case 408 | 409 | 425:  # 409: another write of the key is in flight
             return StoreError(message, transient=True, retry_after_s=retry_after_s, path=key)
         case 429 | 503:
             return THROTTLED.error(key, f"{reason}, HTTP status {status}", retry_after_s=retry_after_s)
@@ -326,9 +327,9 @@ def _translate_status(status: int, reason: str, key: str, retry_after_s: float |
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    # Two classes of timeouts until Python 3.11.
+    # Two different classes until Python 3.11.
     if isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
         return True
-    if type(error) is OSError and error.errno is None and str(error) == "Socket is closed":  # paramiko's
+    if type(error) is OSError and error.errno is None and str(error) == "Socket is closed":  # raised by paramiko
         return True
     return any(base.__name__ in _LOST_CONNECTION for base in type(error).__mro__)

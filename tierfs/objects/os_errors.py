@@ -1,4 +1,4 @@
-"""The operating system's errors as ours, for tiers that reach their bytes through system calls."""
+"""Translate the operating system's errors, for tiers that reach their bytes through system calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TRANSIENT = frozenset({
 
 @contextlib.contextmanager
 def translated(key: str) -> Iterator[None]:
-    """Turn the operating system's errors into ours, with the key and what to do next."""
+    """Translate the operating system's errors into those of tierfs, with the key and what to do next."""
     try:
         yield
     except TierfsError:
@@ -49,12 +49,12 @@ def translated(key: str) -> Iterator[None]:
 
 
 def translate_os_error(error: OSError, key: str, reason: str = "") -> TierfsError:
-    """Our error for one of the operating system's, or of a library that raises the same classes without a number.
+    """Return the error of tierfs for an `OSError`, which may come from a library and have no error number.
 
     Args:
-        error: Theirs.
-        key: The requested object's.
-        reason: Text in place of the error's own.
+        error: The error to translate.
+        key: Key of the requested object.
+        reason: Replaces the error's own text.
     """
     reason = reason or error.strerror or str(error) or type(error).__name__
     match error.errno:
@@ -62,7 +62,7 @@ def translate_os_error(error: OSError, key: str, reason: str = "") -> TierfsErro
             return CapacityError(f"{key}: {reason}: free some room and try again; nothing was changed", path=key)
         case errno.EROFS:
             return ReadOnlyError(f"{key}: {reason}: check the rights of the directory", path=key)
-        case errno.ENOENT:  # also of libraries whose own OSError is no FileNotFoundError
+        case errno.ENOENT:  # some libraries set this number on a plain OSError
             return NotFoundError(f"{key} is not there", path=key)
         case errno.ENAMETOOLONG:
             return StoreError(f"{key}: {reason}: choose a shorter path", path=key)
@@ -72,7 +72,7 @@ def translate_os_error(error: OSError, key: str, reason: str = "") -> TierfsErro
         case FileExistsError():
             return AlreadyExistsError(f"{key} exists", path=key)
         case PermissionError():
-            refused = error.errno != errno.EPERM  # which is said of a file that nobody may change
+            refused = error.errno != errno.EPERM  # the kernel's answer for an immutable file
             return ReadOnlyError(f"{key}: {reason}: check the rights of the directory", refused=refused, path=key)
     transient = error.errno in _TRANSIENT or isinstance(error, TimeoutError | ConnectionError)
     return StoreError(f"{key}: {reason}", transient=transient, path=key)

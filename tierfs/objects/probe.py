@@ -1,8 +1,8 @@
 """Test which promises of its kind an endpoint keeps.
 
-Servers that speak a cloud's protocol differ in what they heed: many take a condition or a checksum without a word and
-pass over it. So each promise is put to a test that only a server which keeps it can pass, on a few small objects beside
-the store's own, which are deleted afterwards.
+Servers that speak a cloud's protocol differ: many accept a condition or a checksum and silently ignore it. So each
+promise has a test that only a server that keeps it can pass. The tests use a few small objects beside the store's
+own, and delete them afterwards.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Finding:
 
     Attributes:
         name: The tested promise, in words for a person.
-        kept: Whether the endpoint heeds it.
-        detail: The endpoint's other behaviour, or why nothing was tested.
+        kept: Whether the endpoint keeps it.
+        detail: How the endpoint behaves instead, or why nothing was tested. Empty if it keeps the promise.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Findings:
 
     Attributes:
         capabilities: The promises that the endpoint keeps.
-        tests: One each.
+        tests: One result for each promise.
     """
 
     capabilities: Capabilities
@@ -57,22 +57,22 @@ class Findings:
 
 
 def probe(objects: ObjectTier) -> Findings:
-    """Try an endpoint. Makes some dozens of small requests below ``.tierfs/probe/``, and leaves nothing there.
+    """Test an endpoint. Sends some dozens of small requests below ``.tierfs/probe/``, and leaves no object there.
 
     Args:
-        objects: Based at the root of the store, there already or to be made. Its ``capabilities`` say what it can ask
-            for; nothing beyond that is tried. It should not send anything again by itself: what fails for the moment is
-            sent again here, but for what is to be refused.
+        objects: The tier at the root of a store that exists or is yet to be created. Only the abilities in its
+            ``capabilities`` are tested. It should not retry by itself: the probe retries transient failures, except
+            for requests that the endpoint is expected to refuse.
 
     Raises:
-        StoreError, ReadOnlyError, CapacityError: It failed: nothing was found out.
+        StoreError, ReadOnlyError, CapacityError: A request failed, and the probe has no result.
     """
     return _Probe(objects).run()
 
 
 class _Probe:
     def __init__(self, objects: ObjectTier) -> None:
-        self._once = objects  # for what is refused on purpose as if it were for the moment
+        self._once = objects  # without retries: the expected refusal of a checksum is a transient error
         self._objects = RetryingObjects(objects)
         self._prefix = f"{keys.PROBE}{os.urandom(8).hex()}/"
         self._count = 0
@@ -81,7 +81,7 @@ class _Probe:
     def run(self) -> Findings:
         can = self._objects.capabilities
         try:
-            self._put(self._key(), [_CONTENT])  # what fails here fails altogether
+            self._put(self._key(), [_CONTENT])  # if a plain put fails, the probe fails
             kept = replace(
                 can,
                 conditional_create=self._try("conditional create", can.conditional_create, self._create),
@@ -111,7 +111,8 @@ class _Probe:
         else:
             try:
                 detail = test()
-                if detail == _REFUSED:  # by what it had made itself, maybe, where a client sends a request twice
+                # A client that sends a request twice may be refused because of its own first request.
+                if detail == _REFUSED:
                     detail = test()
             except StoreError as error:
                 if error.transient:
@@ -125,11 +126,11 @@ class _Probe:
         return f"{self._prefix}{self._count}"
 
     def _put(self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE) -> ObjectInfo:
-        # A bucket with a retention of its own takes nothing without a checksum. This one every server knows.
+        # A bucket with a retention policy accepts no put without a checksum. Every server knows MD5.
         checksum = compute("md5", data) if "md5" in self._objects.capabilities.checksums else None
         return self._objects.put(key, data, mode=mode, checksum=checksum)
 
-    # Each says what was done instead of what was asked for, or "".
+    # Each test returns how the endpoint behaves instead, or "" if it keeps the promise.
 
     def _create(self) -> str:
         key = self._key()
@@ -176,7 +177,7 @@ class _Probe:
 
     def _checksum(self, algorithm: str) -> str:
         right = compute(algorithm, [_CONTENT])
-        # Twice: a server that fails for some other reason just then must not pass for one that heeds it.
+        # Twice: a server that happens to fail for another reason must not pass for one that verifies the checksum.
         for number in range(2):
             try:
                 self._objects.put(self._key(), [_CONTENT], checksum=right)

@@ -1,8 +1,8 @@
-"""The one narrow interface to the object tier, and the values that cross it.
+"""The interface of the object tier, and the values that cross it.
 
-Keys are ``/``-separated text below a base that the backend was made with. Objects are replaced or created whole.
-Every method is synchronous and may be called from many threads at once. Behaviour such as retries or limits is added by
-wrapping: a wrapper takes an `ObjectTier` and is one.
+Keys are ``/``-separated text below a base that the backend was made with. A put creates or replaces a whole object.
+Every method is synchronous, and many threads may call it at once. Wrappers add behaviour such as retries or limits:
+a wrapper takes an `ObjectTier` and is one.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ __all__ = [
 ]
 
 Version = NewType("Version", str)
-"""An object tier's name for one content of a key. Two writes never get the same one."""
+"""The object tier's name for one content of a key.
+
+A put that changes the content changes the version. Equal contents may have equal versions, as with S3's ETags.
+"""
 
 Range: TypeAlias = tuple[int, memoryview]
-"""An offset into an object, and the writable buffer that the bytes from there are to fill entirely."""
+"""An offset into an object, and a writable buffer to fill entirely with the bytes from there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Put only where nothing is."""
+    """Put only if no object is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Overwrite:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Put only where this version is."""
+    """Put only if this version is there."""
 
     version: Version
 
@@ -64,7 +67,7 @@ OVERWRITE = Overwrite()
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum for the endpoint to verify before it stores.
+    """A checksum that the endpoint verifies before it stores.
 
     Attributes:
         algorithm: One of `Capabilities.checksums`.
@@ -77,14 +80,13 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object as the tier sees it.
+    """One object, as the tier describes it.
 
     Attributes:
-        key: Its key.
-        size: Bytes.
-        version: Its content's.
-        modified_ns: When it was stored, by the tier's clock, to the second; 0 where unknown. The answer of a put may differ
-            from what is told later, so it does not count when two are compared.
+        size: In bytes.
+        version: The version of its content.
+        modified_ns: When the tier stored it, by the tier's clock, accurate to the second; 0 if unknown. Comparisons
+            ignore it, since the answer of a put may differ from later ones.
     """
 
     key: str
@@ -103,124 +105,134 @@ class Prefix:
 Listed: TypeAlias = ObjectInfo | Prefix
 
 Take: TypeAlias = Callable[[int], memoryview]
-"""Gives the next so many bytes of an object, at most 1 MiB (`BLOCK_BYTES`). They are only read, and only until the next call."""
+"""Returns the next bytes of an object, as many as requested, at most 1 MiB (`BLOCK_BYTES`).
+
+The caller must not write to them, and may read them only until its next call.
+"""
 
 Use: TypeAlias = Callable[[ObjectInfo, Take], object]
-"""Makes something of an object whose bytes are on their way."""
+"""Consumes an object while its bytes arrive."""
 
 
 class ObjectTier(Protocol):
-    """Where objects live. Conformance: `tierfs.testing.ObjectTierTests`."""
+    """A place to store objects. Conformance suite: `tierfs.testing.ObjectTierTests`."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """The promises of this endpoint. Costs nothing."""
+        """The promises of this endpoint. Sends no request."""
 
     @property
     def streams(self) -> bool:
-        """Whether `stream` gives bytes while others come. Otherwise all of them are in memory before it gives the first."""
+        """Whether `stream` passes bytes on while others arrive.
+
+        If not, all bytes are in memory before `stream` passes on the first.
+        """
 
     def places(self) -> tuple[str, ...]:
-        """Names of where this is: two tiers of one host that have one in common are the same. No secrets, no request.
+        """Return names of this tier's place. Two tiers of one host with a name in common are the same place.
+
+        The names hold no secrets. Sends no request, but may set up a connection.
 
         Raises:
-            StoreError, ReadOnlyError, InvalidInputError: It cannot be told, because no connection can be set up.
+            StoreError, ReadOnlyError, InvalidInputError: No connection can be set up, so the place is unknown.
         """
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        """Store ``data``, laid end to end, durably, all or nothing.
+        """Store the joined pieces of ``data``, durably and atomically.
 
         Args:
-            key: Where.
+            key: The object's key.
             data: Borrowed for the call only.
-            mode: Condition on what is there. Where the endpoint cannot promise it, it is checked as well as can be.
-            checksum: Refuse the bytes unless they have this one.
+            mode: Condition on the current object. If the endpoint cannot promise it, the tier checks it as well as
+                it can.
+            checksum: The endpoint refuses the bytes unless they have it.
 
         Returns:
             The object as stored.
 
         Raises:
-            AlreadyExistsError: ``Create``, and something is there.
-            ConflictError: ``Update``, and another version or nothing is there.
-            StoreError: Among others, the bytes that arrived do not have the checksum; nothing was stored then.
-            CapacityError, ReadOnlyError: It failed. After a transient `StoreError` the object may be stored or not.
+            AlreadyExistsError: ``mode`` is `Create`, and an object is there.
+            ConflictError: ``mode`` is `Update`, and another version or no object is there.
+            StoreError, CapacityError, ReadOnlyError: The request failed. After a transient `StoreError` the object
+                may or may not be stored. If the bytes that arrived do not have ``checksum``, nothing is stored.
         """
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
         """Fill each range's buffer from the object. All ranges come from one version.
 
         Raises:
-            NotFoundError: Nothing is there.
-            ConflictError: ``version`` is given, and another one is there.
+            NotFoundError: No object is there.
+            ConflictError: ``version`` is given, and another version is there.
             CorruptionError: The object is too short for a range.
-            StoreError, ReadOnlyError: It failed; the buffers' content is undefined.
+            StoreError, ReadOnlyError: The request failed. The content of the buffers is undefined.
         """
 
     def stream(self, key: str, length: int, use: Use) -> None:
-        """Have the first ``length`` bytes of an object used piece by piece, from one version.
+        """Pass the first ``length`` bytes of an object, all of one version, to ``use`` piece by piece.
 
         Args:
-            key: Its key.
-            length: How many may be taken.
-            use: Called on this thread; again, and from the first byte on, where the request is sent again. While it runs a
-                request may be under way, so it must ask nothing of the tier. The time that it takes counts as the request's.
+            key: The object's key.
+            length: How many bytes ``use`` may take.
+            use: Called on this thread. If the request is retried, it is called again and takes the bytes from the
+                first one on. A request may be in flight while it runs, so it must not call the tier. The time it
+                takes counts as the request's.
 
         Raises:
-            NotFoundError: Nothing is there.
+            NotFoundError: No object is there.
             CorruptionError: The object is too short.
-            ConflictError: It was changed meanwhile.
-            StoreError, ReadOnlyError: It failed, perhaps after some were used.
-            TierfsError: Raised by ``use``. The tier may turn other errors of ``use`` into one of its own.
+            ConflictError: The object changed during the call.
+            StoreError, ReadOnlyError: The request failed, perhaps after ``use`` took some bytes.
+            TierfsError: ``use`` raised it. The tier may translate other exceptions of ``use`` into its own.
         """
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """Return a whole small object.
 
         Raises:
-            NotFoundError: Nothing is there.
-            CorruptionError: It is larger than ``limit`` bytes, which are never allocated.
-            StoreError, ReadOnlyError: It failed.
+            NotFoundError: No object is there.
+            CorruptionError: The object is larger than ``limit`` bytes. Memory for more is never allocated.
+            StoreError, ReadOnlyError: The request failed.
         """
 
     def head(self, key: str) -> ObjectInfo:
-        """Describe the object without its bytes.
+        """Describe an object without fetching its bytes.
 
         Raises:
-            NotFoundError: Nothing is there.
-            StoreError, ReadOnlyError: It failed.
+            NotFoundError: No object is there.
+            StoreError, ReadOnlyError: The request failed.
         """
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
-        """Go through the objects whose key starts with ``prefix``, in no promised order, page by page.
+        """List the objects whose key starts with ``prefix``, page by page, in any order.
 
         Args:
             prefix: Empty, or ends with ``/``.
-            delimiter: Fold everything behind the next ``/`` into one `Prefix`. Where prefixes are directories, one may
-                be listed that holds nothing.
+            delimiter: Fold all keys with a further ``/`` into one `Prefix` that ends there. If the tier's prefixes
+                are directories, it may list an empty one.
 
         Raises:
-            StoreError, ReadOnlyError: It failed, also part of the way through.
+            StoreError, ReadOnlyError: A request failed, perhaps after some objects were listed.
         """
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, whatever their version. Keys that hold nothing are passed over.
+        """Delete objects, whatever their version. Keys without an object are ignored.
 
         Raises:
-            StoreError, ReadOnlyError: It failed; some may be gone.
+            StoreError, ReadOnlyError: A request failed. Some objects may be deleted.
         """
 
     def delete_version(self, key: str, version: Version) -> None:
-        """Delete one object if this is its version.
+        """Delete one object if it has this version.
 
         Raises:
-            NotFoundError: Nothing is there.
+            NotFoundError: No object is there.
             ConflictError: Another version is there.
-            StoreError, ReadOnlyError: It failed; after a transient one the object may be gone.
+            StoreError, ReadOnlyError: The request failed. After a transient error the object may be deleted.
         """
 
 
 def objects_below(objects: ObjectTier, prefix: str) -> Iterator[ObjectInfo]:
-    """Every object whose key starts with ``prefix``: a listing without a delimiter. Raises as `ObjectTier.list`."""
+    """List every object whose key starts with ``prefix``, without a delimiter. Raises as `ObjectTier.list`."""
     return (item for item in objects.list(prefix) if isinstance(item, ObjectInfo))

@@ -1,6 +1,6 @@
-"""From the name of a protocol to an object tier, with its limits, retries and counters around it.
+"""Open an object tier by the name of its protocol, and wrap it with limits, retries and counters.
 
-Each kind of tier is imported when one is opened: fsspec and asyncio take 7 MiB, which a flusher of a local directory goes without.
+The first use of a backend imports it: fsspec and asyncio take 7 MiB, which the flusher of a local directory saves.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["OPTIONS", "connect"]
 
 OPTIONS = ("verify_writes",)
-"""Options of the object tier that are ours, not its filesystem's: see `tierfs.objects.wrappers.verify`."""
+"""Options that tierfs interprets itself and does not pass to the filesystem: see `tierfs.objects.wrappers.verify`."""
 
 
 class _Cloud(NamedTuple):
-    """A cloud: the package it needs, what pip calls it here, and how it is connected to and opened."""
+    """A cloud: the package it needs, the extra of tierfs that installs it, and how to connect and open."""
 
     package: str
     extra: str
@@ -58,24 +58,25 @@ def _gcs() -> _Cloud:
 
 _CLOUDS = {"s3": _s3, "s3a": _s3, "abfs": _azure, "abfss": _azure, "az": _azure, "gs": _gcs, "gcs": _gcs}
 
-# By protocol and options: a store is looked for from directory to directory, and all of these are the same bucket.
+# By package and options. The search for a store tries one directory after another, all in one bucket.
 _sessions: weakref.WeakValueDictionary[str, SharedSession[Any]] = weakref.WeakValueDictionary()
-_latest: list[SharedSession[Any]] = []  # kept open from one directory to the next: nobody uses them in between
+_latest: list[SharedSession[Any]] = []  # keeps the session open between two directories, while no tier uses it
 
 
 def connect(protocol: str, path: str, options: Mapping[str, object], *, attempts: int = ATTEMPTS) -> MeasuredObjects:
-    """Return the object tier at ``path``; costs no request, but some filesystems connect, as SFTP does.
+    """Return the object tier at ``path``. Sends no request, but some filesystems connect at once, as SFTP does.
 
     Args:
-        protocol: ``file``, ``memory``, or that of any fsspec filesystem.
+        protocol: ``file``, ``memory``, or any protocol of fsspec.
         path: Path there, without the protocol.
-        options: For the filesystem, credentials for example; those in `OPTIONS` are ignored. Those of
-            ``file`` and ``memory`` decide nothing here.
+        options: Options of the filesystem, credentials for example. Those in `OPTIONS` are ignored; ``file`` and
+            ``memory`` ignore all.
         attempts: How often a request is sent at most.
 
     Raises:
-        InvalidInputError: No such protocol, a package that it needs is missing, or it refuses an option.
-        StoreError, ReadOnlyError: The filesystem connects at once, and failed.
+        InvalidInputError: The protocol is unknown, a package that it needs is missing, or the filesystem refuses an
+            option.
+        StoreError, ReadOnlyError: The filesystem connects at once, and the connection failed.
     """
     backend: ObjectTier
     given = {name: value for name, value in options.items() if name not in OPTIONS}
