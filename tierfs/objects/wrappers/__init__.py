@@ -1,1 +1,1 @@
-"""Object tiers that take another one and add to it: retries, limits, counters, verification."""
+"""Object tiers that wrap another one and add retries, limits, counters or verification."""

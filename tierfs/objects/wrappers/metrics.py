@@ -1,4 +1,4 @@
-"""Count what is asked of an object tier, and how long it takes."""
+"""Count the requests to an object tier, and measure how long they take."""
 
 from __future__ import annotations
 
@@ -29,13 +29,9 @@ class _Counters:
 class MeasuredObjects(WrappedObjects):
     """Counts requests, errors, bytes and seconds per method.
 
-    An error is whatever keeps a request from being answered: that an object is missing, exists already or has changed
-    is an answer. Bytes are those of objects, in requests that succeeded. Seconds are the callers' waiting added up, so
-    with many threads they pass faster than a clock's; what is made of a stream while it comes is waited for, too. A listing is one request.
-
-    Args:
-        inner: The tier to send to.
-        clock: For the measurements.
+    An answer that an object is missing, exists or has changed is not an error. Bytes are those of objects, in
+    successful requests. Seconds are summed over all threads, so they may pass faster than the clock. The time to
+    consume a stream is included. A listing is one request.
     """
 
     def __init__(self, inner: ObjectTier, clock: Clock | None = None) -> None:
@@ -45,12 +41,11 @@ class MeasuredObjects(WrappedObjects):
         self._lock = threading.Lock()
 
     def snapshot(self) -> dict[str, dict[str, int | float]]:
-        """The counts since the tier was made: by method ``requests``, ``errors``, ``bytes`` and ``seconds``."""
+        """Return the counts since the tier was made: by method ``requests``, ``errors``, ``bytes`` and ``seconds``."""
         with self._lock:
             return {method: asdict(counters) for method, counters in self._counters.items()}
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """See `ObjectTier.read`."""
         content, info = super().read(key, limit)
         self._count("read", size=len(content))
         return content, info

@@ -1,4 +1,4 @@
-"""Send requests again that may succeed when they are sent again."""
+"""Retry failed requests that may succeed when they are sent again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierfs.objects.wrappers.wrapper import Answer, Request, WrappedObjects
 __all__ = ["ATTEMPTS", "RetryingObjects"]
 
 ATTEMPTS = 5
-_THROTTLED_S_MIN = 1.0  # GCS takes one write of an object in a second: https://cloud.google.com/storage/quotas#objects
+_THROTTLED_S_MIN = 1.0  # GCS takes one write of an object a second: https://cloud.google.com/storage/quotas#objects
 
 _log = logging.getLogger("tierfs.objects")
 
@@ -23,11 +23,12 @@ _log = logging.getLogger("tierfs.objects")
 class RetryingObjects(WrappedObjects):
     """Retries transient failures, each after a random wait up to a bound that doubles ("full jitter").
 
-    Where the endpoint asks for a wait (Retry-After), that one goes before the random one, up to ``delay_s_max``; where it
-    asks for fewer requests and does not say when, a second does.
+    If the endpoint asks for a pause (Retry-After), the pause is added to the random wait, up to ``delay_s_max``. If
+    it asks for fewer requests without a pause, one second is added.
 
-    It does not interpret outcomes: where the answer to a conditional put was lost and the put had taken effect, the
-    second one meets the first, and its `AlreadyExistsError` or `ConflictError` goes to the caller, who can tell.
+    Outcomes are not interpreted. If a conditional put took effect but its answer was lost, the second attempt finds
+    the object of the first. Its `AlreadyExistsError` or `ConflictError` goes to the caller, who can tell the
+    difference.
 
     Args:
         inner: The tier to send to.
@@ -35,7 +36,7 @@ class RetryingObjects(WrappedObjects):
         delay_s: Bound of the first wait.
         delay_s_max: The largest bound, and the longest pause that an endpoint may ask for.
         clock: For the waits.
-        random: Where the waits' lengths come from.
+        random: Draws the length of each wait.
 
     Attributes:
         retries: How many requests were sent again.
@@ -59,7 +60,7 @@ class RetryingObjects(WrappedObjects):
         self.delay_s_max = delay_s_max
         self.retries = 0
         self._clock: Clock = clock or SystemClock()
-        # Not a generator with a state: forked ranks would all wait for the same time and come back together.
+        # A stateless generator: with copies of one state, forked ranks would wait equally long and retry together.
         self._random = random or SystemRandom()
         self._lock = threading.Lock()
 
@@ -78,7 +79,7 @@ class RetryingObjects(WrappedObjects):
             attempt += 1
 
     def _around_list(self, request: Request, send: Callable[[], Iterator[Listed]]) -> Iterator[Listed]:
-        # No order is promised, so a listing that broke off is begun again, and what it has given is passed over.
+        # Listings have no order, so a failed listing starts again, and skips the keys that it has already yielded.
         given: set[str] = set()
         attempt = 1
         while True:
@@ -95,7 +96,7 @@ class RetryingObjects(WrappedObjects):
             attempt += 1
 
     def _wait(self, request: Request, attempt: int, error: StoreError) -> bool:
-        """Wait before the next attempt; whether there is one."""
+        """Wait before the next attempt. Return False if there is none."""
         if not error.transient or attempt >= self.attempts:
             return False
         bound_s = min(self.delay_s_max, self.delay_s * 2 ** (attempt - 1))

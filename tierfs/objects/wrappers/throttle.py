@@ -1,4 +1,4 @@
-"""Bound what is asked of an object tier at a time."""
+"""Bound the number of requests to an object tier that are in flight."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from tierfs.objects.wrappers.wrapper import Answer, Request, WrappedObjects, bat
 __all__ = ["LimitedObjects"]
 
 ADAPT_S = 1.0
-"""The limit is halved or raised once in so many seconds: object stores take seconds to make room themselves."""
+"""The limit is halved or raised at most once in this time: object stores themselves take seconds to add capacity."""
 
 _log = logging.getLogger("tierfs.objects")
 
 
 class LimitedObjects(WrappedObjects):
-    """Lets a bounded number of requests through at a time.
+    """Bounds the number of requests in flight.
 
-    Where the endpoint asks for fewer requests, half as many are let through, and one more after each second in which
-    it answers (additive increase, multiplicative decrease). Only a request that was sent a second after the limit was
-    halved counts for either: what was in flight by then says nothing of the new limit, so a burst counts once.
+    If the endpoint asks for fewer requests, the limit is halved. It rises by one after each second in which the
+    endpoint answers (additive increase, multiplicative decrease). Only a request that was sent at least a second
+    after the last halving counts for either: earlier requests say nothing about the new limit. So a burst of
+    refusals halves it once.
 
-    A listing counts as a request while it is fetching, not while its consumer works on what it gave.
+    A listing counts as a request while it fetches a page, not while its consumer works on the objects.
 
     Args:
         inner: The tier to send to.
-        concurrency: Requests in flight at most.
-        clock: For the waits.
+        concurrency: Largest number of requests in flight.
+        clock: Times the adaptation.
 
     Attributes:
-        limit: Requests in flight at most, for now: from 1 to ``concurrency``.
+        limit: Largest number of requests in flight at present: from 1 to ``concurrency``.
         throttled: How often the endpoint asked for fewer requests.
     """
 
@@ -80,7 +81,7 @@ class LimitedObjects(WrappedObjects):
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        """Wait for a place, hold it, and learn from how the request went."""
+        """Wait for a place, hold it, and adapt the limit to the outcome of the request."""
         with self._room:
             self._room.wait_for(lambda: self._in_flight < self.limit)
             self._in_flight += 1
@@ -93,7 +94,7 @@ class LimitedObjects(WrappedObjects):
             if error.throttled:
                 self._halve(sent_s)
             raise
-        except TierfsError:  # that something is absent, for example
+        except TierfsError:  # an answer as well: no object is there, for example
             answered = True
             raise
         finally:
@@ -118,7 +119,7 @@ class LimitedObjects(WrappedObjects):
             )
 
     def _add_one(self, sent_s: float) -> None:
-        """Let one more request through, if it is time; the lock is held."""
+        """Raise the limit by one if a second has passed. The caller holds the lock."""
         now_s = self._clock.monotonic()
         if self.limit < self.concurrency and sent_s >= self._halve_from_s and now_s >= self._raise_from_s:
             self.limit += 1

@@ -1,4 +1,4 @@
-"""An object tier that promises what its endpoint was found to keep, and looks after what it does not."""
+"""Limit an object tier to the promises that its endpoint keeps, and read back writes that no checksum protects."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ _logger = logging.getLogger("tierfs.objects")
 
 
 def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str = "auto") -> ObjectTier:
-    """An object tier that promises what both it can ask for and its endpoint keeps.
+    """Return a tier that makes only the promises that both ``objects`` can ask for and its endpoint keeps.
 
     Args:
         objects: The wrapped tier.
         endpoint: The promises that the endpoint keeps.
-        verify_writes: Whether to read back what was written: ``always``, ``never``, or ``auto``: where no checksum is
-            verified by the endpoint.
+        verify_writes: Whether to read back each write: ``always``, ``never``, or ``auto``: if the endpoint verifies
+            no checksum and is not on this host.
+
+    Returns:
+        ``objects`` itself if nothing has to be added.
 
     Raises:
         InvalidInputError: ``verify_writes`` is none of these.
@@ -53,7 +56,7 @@ def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str 
         if item.name not in ("checksums", "host_local")
     }
     promised = replace(endpoint, **flags, checksums=kept)
-    # Objects on this host do not travel: nothing on the way could change them.
+    # Objects on this host cross no network that could change them.
     reads_back = verify_writes == "always" or (verify_writes == "auto" and not kept and not can.host_local)
     if promised == can and not reads_back:
         return objects
@@ -61,21 +64,21 @@ def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str 
 
 
 class PromisedObjects(WrappedObjects):
-    """Promises what it is told, and reads back what is put if that is wanted.
+    """Makes the given promises, and reads back each put if asked to.
 
-    A condition that is asked for and not promised is not sent: some servers pass over it, others refuse what they should
-    take. It is checked before the put, under a lock of this process, which other processes do not see.
+    A condition that is not promised is not sent: some servers ignore it, others refuse puts that meet it. It is
+    checked before the put, under a lock of this process, which other processes do not see.
 
-    What is stored wrong is replaced on condition that it is still that, so that nobody else's content is; a new object
-    that stays wrong is deleted.
+    If the stored bytes are wrong, the tier stores them again, on condition that the wrong version is still there.
+    So it replaces no other writer's object. It deletes a new object that stays wrong.
 
     Args:
         inner: The tier to send to.
         capabilities: The promises to make.
-        reads_back: Whether to compare what is stored with what was sent, by the digest of all of it.
+        reads_back: Whether to compare the digest of each stored object with that of the bytes that were sent.
 
     Attributes:
-        stored_wrong: How often something else was stored than was sent.
+        stored_wrong: How often the stored bytes differed from those that were sent.
     """
 
     def __init__(self, inner: ObjectTier, capabilities: Capabilities, *, reads_back: bool) -> None:
@@ -89,13 +92,11 @@ class PromisedObjects(WrappedObjects):
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectTier.capabilities`."""
         return self._capabilities
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        """See `ObjectTier.put`."""
         info = self._put(key, data, mode, checksum)
         if not self.reads_back:
             return info
@@ -106,7 +107,7 @@ class PromisedObjects(WrappedObjects):
                 if self._checksum(info) == sent:
                     return info
             except ConflictError:
-                # Replaced by somebody else, who built on what they had verified themselves, or did not care.
+                # Another writer replaced the object: it verified its own base, or it overwrites any object.
                 return info
             except NotFoundError as error:
                 raise StoreError(
@@ -120,12 +121,12 @@ class PromisedObjects(WrappedObjects):
             try:
                 info = self._put(key, data, Update(info.version), checksum)
             except ConflictError as error:
-                # By somebody else, or by this very put, sent twice because its answer was lost.
+                # Another writer changed it, or this put, if it was sent twice because its answer was lost.
                 raise StoreError(
                     f"{key} was stored wrong, and changed before it was stored again", transient=True, path=key
                 ) from error
         if isinstance(mode, Create):
-            with contextlib.suppress(ConflictError, NotFoundError):  # then it is not there any more
+            with contextlib.suppress(ConflictError, NotFoundError):  # then the wrong object is gone
                 self.inner.delete_version(key, info.version)
         raise StoreError(
             f"{key} was stored wrong {STORED_WRONG_MAX} times in a row: something between here and the endpoint changes "
@@ -154,7 +155,7 @@ class PromisedObjects(WrappedObjects):
             return super().put(key, data, checksum=checksum)
 
     def _checksum(self, info: ObjectInfo) -> bytes:
-        """XXH3-128 of what is stored, fetched in one request; empty where it has another length."""
+        """Return the XXH3-128 of the stored object, fetched in one request; empty if its length differs."""
         out = memoryview(bytearray(info.size))
         try:
             found = self.inner.get(info.key, [(0, out)], version=info.version)

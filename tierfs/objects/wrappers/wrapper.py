@@ -1,4 +1,4 @@
-"""The base of every wrapper of an object tier: it takes one, and is one."""
+"""The base of every wrapper of an object tier."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["METHODS", "Request", "WrappedObjects", "batch_sizes"]
 
 Answer = TypeVar("Answer")
 
-# A listing is handed on in batches that double up to this many: whoever wants the first object alone gets it alone.
+# A listing is passed on in batches that double up to this many, so its first object comes at once.
 BATCH_MAX = 1024
 
 METHODS = ("put", "get", "read", "head", "list", "delete", "delete_version")
-"""The methods of an object tier that cost a request; ``get`` stands for ``stream`` as well."""
+"""The methods of an object tier that send requests. ``get`` also stands for ``stream``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call on its way to the object tier.
+    """One call to the object tier.
 
     Attributes:
         method: One of `METHODS`.
-        key: Its key; of a listing the prefix, of a deletion the first key.
-        size: Bytes of the buffers that came with it.
+        key: The object's key; the prefix of a listing; the first key of a deletion.
+        size: Bytes of the call's buffers or of its stream, else 0.
     """
 
     method: str
@@ -37,7 +37,7 @@ class Request:
 
 
 def batch_sizes() -> Iterator[int]:
-    """How many objects of a listing to take at a time."""
+    """Yield how many objects of a listing to take next."""
     size = 1
     while True:
         yield size
@@ -45,11 +45,7 @@ def batch_sizes() -> Iterator[int]:
 
 
 class WrappedObjects:
-    """An object tier that hands every request on, through two methods that a wrapper overrides.
-
-    Args:
-        inner: The tier to hand on to.
-    """
+    """An object tier that passes every request on, through two methods that a wrapper overrides."""
 
     def __init__(self, inner: ObjectTier) -> None:
         self.inner = inner
@@ -58,11 +54,11 @@ class WrappedObjects:
         return f"{type(self).__name__}({self.inner!r})"
 
     def _around(self, request: Request, send: Callable[[], Answer]) -> Answer:
-        """Send one request, which may be sent again, and return its answer."""
+        """Send one request and return its answer. ``send`` may be called again."""
         return send()
 
     def _around_list(self, request: Request, send: Callable[[], Iterator[Listed]]) -> Iterator[Listed]:
-        """Begin one listing and go through it."""
+        """Start one listing and yield its entries."""
         return send()
 
     @property
