@@ -1,1 +1,1 @@
-"""One module per kind of object tier, and what several of them share."""
+"""One module per kind of object tier, and modules that several of them share."""

@@ -1,4 +1,4 @@
-"""An object's version and time, from the dictionaries with which fsspec filesystems describe files."""
+"""Read an object's version and time from the dictionaries with which fsspec filesystems describe files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierfs.objects.protocol import ObjectInfo, Version
 
 __all__ = ["FileEntry", "is_directory"]
 
-# In order of preference. Those that ``info`` knows and listings may not, like S3's version id, come last: an object
+# In order of preference. Fields that ``info`` has and listings may lack, like S3's version id, come last: an object
 # must have the same version in both.
 _TAGS = ("generation", "ETag", "etag", "versionId", "VersionId", "checksum")
 _TIMES = (
@@ -25,7 +25,7 @@ _TIMES = (
     "last_write_time",
     "created",
 )
-_MILLISECONDS_FROM = 1e11  # as seconds this would be the year 5138; the web face of HDFS counts milliseconds
+_MILLISECONDS_FROM = 1e11  # in seconds this is the year 5138; WebHDFS counts milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class FileEntry:
     """One file.
 
     Attributes:
-        info: As an object.
-        stamp: The time that tells its version from others; ``None`` where the version is more than time and size.
+        info: The file as an object.
+        stamp: The time in its version, empty if unknown; None if the filesystem has a tag for the version.
     """
 
     info: ObjectInfo
@@ -42,7 +42,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, key: str, fields: Mapping[str, Any]) -> FileEntry:
-        """Read what the filesystem says of ``key``."""
+        """Make an entry from the filesystem's description of ``key``."""
         size = int(fields.get("size") or 0)
         stamp, modified_ns = _time(fields)
         for name in _TAGS:
@@ -53,12 +53,12 @@ class FileEntry:
 
 
 def is_directory(fields: Mapping[str, Any]) -> bool:
-    """Whether a filesystem describes a directory."""
+    """Return whether a filesystem describes a directory."""
     return fields.get("type") == "directory"
 
 
 def _time(fields: Mapping[str, Any]) -> tuple[str, int]:
-    """The time of the last change, as text that tells it from others and as nanoseconds; empty and 0 where unknown."""
+    """Return the time of the last change, as text for the version and in nanoseconds; empty and 0 if unknown."""
     for name in _TIMES:
         value = fields.get(name)
         if not value:
@@ -66,7 +66,7 @@ def _time(fields: Mapping[str, Any]) -> tuple[str, int]:
         seconds = _seconds(value)
         if seconds is None:
             return str(value), 0
-        # Microseconds: the same file is described by a float in listings and by a datetime elsewhere.
+        # Microseconds: listings describe a file with a float, other calls with a datetime.
         modified_ns = round(seconds * 1_000_000) * 1000
         return f"{modified_ns:x}", modified_ns
     return "", 0

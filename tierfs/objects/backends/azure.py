@@ -1,8 +1,8 @@
-"""Object tier on Azure Blob Storage, through adlfs: its options, its credentials, its connections.
+"""Object tier on Azure Blob Storage. adlfs makes the client, from its options and credentials.
 
-adlfs is used for making the client, and not for its verbs: those remember listings, split what is large, and cannot send
-a condition on a version. Every object is one block blob put by one request (chunks have at most 16 MiB), so no blocks
-are ever left behind that would have to be cleaned up.
+adlfs's own operations are not used: they cache listings, split large objects, and cannot send a condition on a
+version. Every object is one block blob, put by one request (chunks have at most 16 MiB). So a crash leaves no
+blocks that would have to be cleaned up.
 
 API: https://learn.microsoft.com/rest/api/storageservices/blob-service-rest-api (Put Blob, Get Blob, List Blobs).
 """
@@ -34,7 +34,7 @@ __all__ = ["connect_azure", "open_azure"]
 PAGE_MAX = 5000
 DELETES_MAX = 64
 
-# By speed. Azure's own CRC-64 is the one that NVMe has too; its bytes are written from the last to the first.
+# Fastest first. Azure's CRC-64 is CRC-64/NVME, sent in little-endian order.
 _CHECKSUMS = {"crc64nvme": "x-ms-content-crc64", "md5": "Content-MD5"}
 
 
@@ -42,23 +42,21 @@ class AzureSession:
     """A connection pool with its credentials.
 
     Attributes:
-        loop: Where adlfs and its connections live.
-        client: From azure.storage.
-        endpoint: See `Session`.
-        options: For each request.
+        loop: Runs adlfs and its connections.
+        client: The service client of azure.storage.
+        options: Keyword arguments of each request.
     """
 
     def __init__(self, fs: adlfs.AzureBlobFileSystem, loop: LoopThread, *, owns_credential: bool) -> None:
         self.loop = loop
         self.client = fs.service_client
         self.endpoint: str = self.client.url
-        # Retries are ours, where they are counted and slow the others down; the SDK's stay out of sight.
+        # `RetryingObjects` retries: it counts retries and waits as the endpoint asks. The SDK's would be hidden.
         self.options: Mapping[str, Any] = {**fs._timeout_kwargs, "retry_total": 0}
         self._fs = fs
         self._owns_credential = owns_credential
 
     def close(self) -> None:
-        """See `Session.close`."""
         self.loop.close(self._close())
 
     async def _close(self) -> None:
@@ -71,7 +69,7 @@ def connect_azure(options: Mapping[str, object]) -> AzureSession:
     """Make a session from the options of `adlfs.AzureBlobFileSystem`.
 
     Raises:
-        InvalidInputError: It refuses one of them.
+        InvalidInputError: adlfs refuses an option.
     """
     loop = LoopThread("azure")
     try:
@@ -89,8 +87,8 @@ async def _connect(options: Mapping[str, object], loop: LoopThread) -> AzureSess
         fs = adlfs.AzureBlobFileSystem(**{**options, **ours, "loop": asyncio.get_running_loop()})
     except (TypeError, ValueError) as error:
         raise refused_options(error, "abfs") from cause_of(error)
-    # At the end of the process, and of those forked from it, they would close it on a loop that an asynchronous one has
-    # not, and keep it until then.
+    # adlfs's finalizers would keep the client until this process or a forked child ends. Then they would close it
+    # on an event loop that an asynchronous filesystem does not have.
     for reference in weakref.getweakrefs(fs):
         if isinstance(reference.__callback__, weakref.finalize):
             reference.__callback__.detach()
@@ -98,12 +96,12 @@ async def _connect(options: Mapping[str, object], loop: LoopThread) -> AzureSess
 
 
 def open_azure(session: SharedSession[AzureSession], path: str) -> CloudObjects:
-    """The object tier at ``container/prefix``."""
+    """Return the object tier at ``container/prefix``."""
     return open_cloud(session, _AzureClient, path, scheme="abfs", checksums=_CHECKSUMS)
 
 
 class _AzureClient:
-    """See `CloudClient`. The version of an object is its ETag: of Azure another one for each write."""
+    """Implements `CloudClient`. An object's version is its ETag, which on Azure differs for each write."""
 
     deletes_max = DELETES_MAX
 
@@ -128,7 +126,7 @@ class _AzureClient:
         if checksum is not None:
             value = checksum.value[::-1] if checksum.algorithm == "crc64nvme" else checksum.value
             headers[_CHECKSUMS[checksum.algorithm]] = base64.b64encode(value).decode()
-        # "overwrite" adds no condition to those in the headers.
+        # `overwrite=True` adds no condition to those in the headers.
         answer = self._run(
             self._blob(key).upload_blob(content, overwrite=True, headers=headers, **self._session.options)
         )
@@ -139,7 +137,7 @@ class _AzureClient:
         headers = {} if version is None else _if_match(version)
         if end is not None:
             headers["x-ms-range"] = f"bytes={start}-{end - 1}"
-        # Not `download_blob`, which holds back the first 32 MiB until it has them, retries, and splits the rest.
+        # Not `download_blob`, which buffers the first 32 MiB, retries, and splits the rest.
         with self._conditional(key):
             asking = self._blob(key)._client.blob.download(
                 headers=headers, cls=lambda answer, *_: answer.http_response, **self._session.options
@@ -150,7 +148,7 @@ class _AzureClient:
             if answer.get("x-ms-meta-hdi_isfolder") == "true":
                 raise NotFoundError(f"{key} is a directory", path=key)
             is_part = response.status_code == HTTPStatus.PARTIAL_CONTENT
-            size = _told(answer, "Content-Range" if is_part else "Content-Length").rpartition("/")[2]  # bytes 0-9/100
+            size = _told(answer, "Content-Range" if is_part else "Content-Length").rpartition("/")[2]  # "bytes 0-9/100"
             modified_ns = nanoseconds(parsedate_to_datetime(_told(answer, "Last-Modified")))
             info = ObjectInfo(key, int(size), _version(_told(answer, "ETag")), modified_ns)
             yield Content(info, start if is_part else 0, BodyReader(self._session.loop, response.iter_raw()))
@@ -169,7 +167,7 @@ class _AzureClient:
         container = self._session.client.get_container_client(self._container)
         pages = (container.walk_blobs if delimiter else container.list_blobs)(
             name_starts_with=self._base + prefix,
-            include=["metadata"],  # which tells directories
+            include=["metadata"],  # marks directories
             results_per_page=PAGE_MAX,
             **self._session.options,
         ).by_page(after)
@@ -187,7 +185,7 @@ class _AzureClient:
         return listed, pages.continuation_token or None
 
     def delete(self, keys: Sequence[str]) -> None:
-        # Not a batch, which an account with directories, or a credential of narrow rights, may not be given.
+        # No batch request: an account with directories, or a credential with narrow rights, may be refused one.
         async def delete() -> list[Any]:
             deleting = (self._blob(key).delete_blob(**self._session.options) for key in keys)
             return await asyncio.gather(*deleting, return_exceptions=True)
@@ -202,7 +200,7 @@ class _AzureClient:
 
     @contextmanager
     def _conditional(self, key: str) -> Iterator[None]:
-        """Tell where nothing is from where a condition does not hold."""
+        """If a condition fails because no object is there, raise that error."""
         from azure.core.exceptions import HttpResponseError  # noqa: PLC0415 - an extra
 
         try:
@@ -218,7 +216,7 @@ def _if_match(version: Version) -> dict[str, str]:
 
 
 def _told(answer: Mapping[str, Any], name: str) -> str:
-    """A property of an answer; Azure's client has no such name if the answer lacks it."""
+    """Return a property of an answer. Raises KeyError if the answer lacks it, where Azure's client may return None."""
     value: str | None = answer[name]
     if not value:
         raise KeyError(name)
@@ -226,7 +224,10 @@ def _told(answer: Mapping[str, Any], name: str) -> str:
 
 
 def _is_directory(blob: Any) -> bool:
-    """Whether it only stands for one, as accounts with a hierarchy of names, and Hadoop's tools, have them."""
+    """Return whether a blob only marks a directory.
+
+    Accounts with hierarchical namespaces, and Hadoop's tools, write such blobs.
+    """
     return (blob.metadata or {}).get("hdi_isfolder") == "true"
 
 

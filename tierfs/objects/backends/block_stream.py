@@ -1,4 +1,4 @@
-"""Sources of an object's bytes, piece by piece: from memory, or while they arrive."""
+"""Make the `Take` functions that pass on an object's bytes, from memory or while they arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["taking", "taking_from"]
 
 
 def taking(whole: memoryview) -> Take:
-    """Gives what lies in memory."""
+    """Return a `Take` of the bytes in memory."""
     at = 0
 
     def take(count: int) -> memoryview:
@@ -24,13 +24,13 @@ def taking(whole: memoryview) -> Take:
 
 
 def taking_from(read_into: Callable[[memoryview], int | None], length: int, memory: memoryview, key: str) -> Take:
-    """Gives what is read, in ``memory``.
+    """Return a `Take` that reads each piece into ``memory``.
 
     Args:
-        read_into: Fills a buffer, or its beginning, with the bytes that come next, and says how many; 0 at the end.
-        length: How many there are, for errors as well.
+        read_into: Fills a buffer, or only its beginning, with the next bytes, and returns how many; 0 at the end.
+        length: How many bytes there are, for errors.
         memory: Long enough for each piece.
-        key: The object's, for errors.
+        key: The object's key, for errors.
     """
     taken = 0
 

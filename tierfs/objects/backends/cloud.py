@@ -1,7 +1,7 @@
-"""The part of a cloud's object tier that is the same for all clouds, over one client for each.
+"""The part of an object tier that is the same for all clouds.
 
-A client speaks one cloud's protocol, one request per call. This module gathers ranges into few requests, pins them to one
-version, and translates errors.
+A `CloudClient` speaks one cloud's protocol and sends one request per call. This module gathers ranges into few
+requests, pins them to one version, and translates errors.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from tierfs.objects.protocol import (
 
 __all__ = ["CloudClient", "CloudObjects", "Content", "open_cloud"]
 
-_ACCOUNT = re.compile(r"(?<=://)([^/@]+)@[^/]*")  # which the endpoint names as well
+_ACCOUNT = re.compile(r"(?<=://)([^/@]+)@[^/]*")  # an account: the endpoint names it, too
 
 
 class Content(NamedTuple):
     """The answer to a fetch.
 
     Attributes:
-        info: The whole object.
-        start: Where in it the bytes begin.
-        read_into: Fills a buffer, or its beginning, with the bytes that come next, and returns how many; 0 at the end.
+        info: Describes the whole object.
+        start: Offset in the object at which the bytes begin.
+        read_into: Fills a buffer, or only its beginning, with the next bytes, and returns how many; 0 at the end.
     """
 
     info: ObjectInfo
@@ -63,41 +63,44 @@ class Content(NamedTuple):
 
 
 class CloudClient(Protocol):
-    """One cloud's requests, below one base. Used by many threads at once; raises what the cloud's SDK raises."""
+    """Sends one cloud's requests below one base. Raises the exceptions of the cloud's SDK.
+
+    Many threads use it at once.
+    """
 
     deletes_max: int
-    """Keys that one deletion takes."""
+    """The largest number of keys that one deletion takes."""
 
     def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
-        """Store pieces as an object in a single request, with its condition and its checksum for the server to check."""
+        """Store joined pieces in a single request, with a condition and a checksum that the server verifies."""
 
     def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AbstractContextManager[Content]:
-        """Open the bytes from ``start`` to ``end``, or all of them, of this version or of the current one."""
+        """Open the bytes from ``start`` to ``end`` (None: all bytes) of this version (None: of the current version)."""
 
     def head(self, key: str) -> ObjectInfo:
         """Describe an object."""
 
     def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
-        """One page of a listing, and what asks for the next one."""
+        """Return one page of a listing, and the token that requests the next page; None on the last page."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete at most ``deletes_max`` objects. Those that are not there are passed over."""
+        """Delete at most ``deletes_max`` objects. Keys without an object are ignored."""
 
     def delete_version(self, key: str, version: Version) -> None:
-        """Delete an object if this is its version."""
+        """Delete an object if it has this version."""
 
 
 class CloudObjects:
     """Objects in a cloud. Safe for use by many threads.
 
-    Each request is made on the thread that calls.
+    A call waits for its requests on the calling thread.
 
     Args:
-        session: The cloud's, which may be shared with other bases of the same cloud.
-        make_client: Makes this base's client from a session; costs nothing.
+        session: May be shared with other bases of the same cloud.
+        make_client: Makes this base's client from a session; sends no request.
         capabilities: The promises of the cloud. A probe finds which of them an endpoint keeps.
-        name: The base, for `repr`.
-        bucket: The cloud's word for bucket or container, for messages.
+        name: The URL of the base, for `repr` and messages.
+        bucket: The bucket or container, for messages.
 
     Attributes:
         streams: See `ObjectTier`.
@@ -140,7 +143,7 @@ class CloudObjects:
 
     def places(self) -> tuple[str, ...]:
         """See `ObjectTier.places`."""
-        if self._places is None:  # asked for with each chunk
+        if self._places is None:  # cached, since every chunk asks for it
             with self._translated(""):
                 self._places = (" ".join([plain(str(self._session.get().endpoint)), _ACCOUNT.sub(r"\1", self._name)]),)
         return self._places
@@ -181,7 +184,7 @@ class CloudObjects:
 
     def stream(self, key: str, length: int, use: Use) -> None:
         """See `ObjectTier.stream`."""
-        if not length:  # for no bytes there is no range to ask for
+        if not length:  # no range stands for zero bytes
             use(self.head(key), taking_from(lambda _: 0, 0, memoryview(b""), key))
             return
         with (
@@ -196,7 +199,8 @@ class CloudObjects:
         """See `ObjectTier.read`."""
         with self._translated(key), self._client().fetch(key, 0, None, None) as (info, _, read_into):
             check_limit(key, info.size, limit)
-            memory = bytearray(info.size + 1)  # an answer that is longer than it says is none either
+            # One byte more than stated, to detect a longer answer.
+            memory = bytearray(info.size + 1)
             at = 0
             while at < len(memory) and (count := read_into(memoryview(memory)[at:])):
                 at += count
@@ -216,7 +220,7 @@ class CloudObjects:
             try:
                 with self._translated(prefix):
                     page, after = self._client().list_page(prefix, delimiter, after)
-            except NotFoundError as error:  # whose answer did not come far enough to say what is not there
+            except NotFoundError as error:  # the answer was cut off before it said what is missing
                 raise self._no_bucket(prefix) from error
             yield from page
             if after is None:
@@ -239,20 +243,21 @@ class CloudObjects:
 def open_cloud(
     session: SharedSession[Any], client: Callable[..., CloudClient], path: str, *, scheme: str, checksums: Iterable[str]
 ) -> CloudObjects:
-    """The object tier at ``bucket/prefix`` of a cloud that promises all there is to promise.
+    """Return the object tier at ``bucket/prefix`` of a cloud that makes every promise.
 
     Args:
-        session: The cloud's.
+        session: The cloud's session.
         client: Makes a base's client from a session, ``bucket`` and ``base``.
         path: The bucket, and the prefix in it.
-        scheme: For URLs there.
-        checksums: Those that the cloud knows; it is not asked for those that cannot be computed here.
+        scheme: Of the cloud's URLs.
+        checksums: Algorithms that the cloud verifies, preferred first. Those that cannot be computed here are left
+            out.
 
     Raises:
-        InvalidInputError: The URL has credentials in it, which messages would repeat.
+        InvalidInputError: The URL holds credentials, which messages would repeat.
     """
     bucket, _, base = path.strip("/").partition("/")
-    # A secret may have a slash in it, behind which the rest looks like a key; no bucket's name has a colon.
+    # A secret may contain a slash, and the rest of it then looks like a key. No bucket's name has a colon.
     if ":" in bucket and ("@" in bucket or not bucket.startswith("arn:")):
         raise InvalidInputError(
             f"{scheme}:// takes no credentials in its URL: give them as options or in the environment"
@@ -278,7 +283,7 @@ def _fill(client: CloudClient, key: str, span: RequestRange, version: Version | 
 
 
 def _check(key: str, content: Content, span: RequestRange, version: Version | None) -> None:
-    """Check that an answer has all requested bytes."""
+    """Check that an answer has the wanted version and all requested bytes."""
     check_version(key, content.info.version, version)  # some servers ignore conditions on reads
     check_end(key, content.info.size, span.end)
     if content.start > span.start:

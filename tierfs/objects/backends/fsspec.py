@@ -1,8 +1,8 @@
-"""Object tier on any fsspec filesystem, for those that have no tier of their own here.
+"""Object tier on any fsspec filesystem that has no backend of its own here.
 
-fsspec has no conditional writes, so a store here is a single-writer one: conditions are checked before the write, under
-a lock of this process, which other processes do not see. It looks at written objects afterwards; reads come
-from one version as far as one look before the read can tell.
+fsspec has no conditional writes, so a store here has a single writer. Conditions are checked before the write,
+under a lock of this process, which other processes do not see. The tier looks a written object up after the write.
+A read looks the version up once, before it starts, so it may miss a change during the read.
 """
 
 from __future__ import annotations
@@ -55,39 +55,42 @@ from tierfs.objects.protocol import (
 
 __all__ = ["FsspecObjects", "new_filesystem"]
 
-# Filesystems that are a flat set of keys: there are no directories to make, a put is seen whole or not at all, and
-# `find` is one listing. Everywhere else `find` passes over directories that it could not read, and `ls` does not.
+# Filesystems that are a flat set of keys: they need no directories, a put is atomic, and `find` is one listing. On
+# all others `find` skips directories that it could not read, and `ls` does not.
 _FLAT = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"})
-# Those whose `pipe_file(mode="create")` is known to reach the server as a condition.
+# Filesystems whose `pipe_file(mode="create")` is known to reach the server as a condition.
 _EXCLUSIVE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
 _ON_THIS_HOST = frozenset({"file", "local", "memory"})
-# Those, besides the flat and the asynchronous ones, whose clients take requests of several threads at once. fsspec asks
-# for an instance per thread elsewhere: over SFTP, paramiko drops the answer that another thread waits for.
+# Filesystems, besides the flat and the asynchronous ones, whose clients are thread-safe. For the others fsspec
+# expects an instance per thread: over SFTP, paramiko drops the answer that another thread waits for.
 _THREADED = frozenset({"dav", "file", "hdfs", "hf", "local", "webdav"})
 
 _AT = ("host", "port", "endpoint_url", "base_url", "account_name")  # options that say where a filesystem is
 
 _DELETES_AT_ONCE = 32
 _DIRECTORIES_REMEMBERED = 4096
-_NEW_TIME_WITHIN_S = 3.0  # the coarsest file times in use, those of FAT, count two seconds
+_NEW_TIME_WITHIN_S = 3.0  # the coarsest file times in use, FAT's, have a resolution of two seconds
 
-# By filesystem, since fsspec gives the same one to all that ask for it in one thread.
+# By filesystem, since fsspec returns the same instance to all callers in one thread.
 _turns: weakref.WeakKeyDictionary[fsspec.AbstractFileSystem, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class FsspecObjects:
     """Objects as files of an fsspec filesystem. Single-writer.
 
-    ``list_after_write`` is promised, because every object store and network filesystem in use today keeps it; what the
-    filesystem remembers of its listings is dropped before each look. Where versions are made of time and size, by us or,
-    as the ETags of many WebDAV servers, by others, a put that would get the version of the object it replaces is written
-    again until it has another one. Where the client is not known to be safe with threads, requests wait for each other, and a lost
-    connection is made anew by the next.
+    ``list_after_write`` is promised, because every object store and network filesystem in use today keeps it. The
+    filesystem's cached listings are dropped before each look-up.
+
+    A version may consist of time and size: the tier makes such versions, and many WebDAV servers make such ETags.
+    If a put would get the version of the object that it replaces, the tier writes again until the version differs.
+
+    If the client is not known to be thread-safe, requests wait for each other. After a lost connection the next
+    request opens a new one.
 
     Args:
         fs: The filesystem, made without ``asynchronous=True``.
         root: Path there, with or without the protocol.
-        clock: Where time comes from.
+        clock: Times the repeated writes.
 
     Raises:
         InvalidInputError: The filesystem is asynchronous.
@@ -108,7 +111,7 @@ class FsspecObjects:
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._flat = bool(protocols & _FLAT)
         self._exclusive = bool(protocols & _EXCLUSIVE)
-        # Not of every asynchronous one: `DirFileSystem` is one around those that are not.
+        # Not every asynchronous one: `DirFileSystem` may wrap a filesystem that is not asynchronous.
         self._concurrent = self._flat and fs.async_impl
         self._threaded = self._flat or fs.async_impl or bool(protocols & _THREADED)
         self._turn: contextlib.AbstractContextManager[object] = (
@@ -133,7 +136,7 @@ class FsspecObjects:
         return self._capabilities
 
     def places(self) -> tuple[str, ...]:
-        """See `ObjectTier.places`. Where on the network is known of filesystems that are made with it."""
+        """See `ObjectTier.places`. The names include the server if the filesystem's options name it."""
         protocol = self.fs.protocol if isinstance(self.fs.protocol, str) else self.fs.protocol[0]
         at = [str(self.fs.storage_options[name]) for name in _AT if name in self.fs.storage_options]
         return (
@@ -145,7 +148,7 @@ class FsspecObjects:
     ) -> ObjectInfo:
         """See `ObjectTier.put`."""
         verify_checksum(checksum, data, key)
-        content = b"".join(data)  # clients take one bytes object and nothing else
+        content = b"".join(data)  # clients accept only a single bytes object
         path = self._path(key)
         with locked(type(self.fs), [path]):
             before = None if self._flat and mode == OVERWRITE else self._look(key)
@@ -177,7 +180,8 @@ class FsspecObjects:
         try:
             for span, piece in zip(spans, pieces, strict=True):
                 if isinstance(piece, BaseException):
-                    # fsspec's frame has the list with this error, which has the frame: it would keep what was lent.
+                    # fsspec's frame holds the list of errors, and the error holds the frame: this cycle would keep
+                    # lent buffers.
                     traceback.clear_frames(piece.__traceback__)
                     raise translate_client_error(piece, key) from cause_of(piece)
                 if len(piece) != span.end - span.start:
@@ -185,22 +189,24 @@ class FsspecObjects:
                 span.take(span.start, piece)
             return info
         finally:
-            del piece, pieces  # as does this frame
+            del piece, pieces  # this frame would close the same cycle
 
     def stream(self, key: str, length: int, use: Use) -> None:
-        """See `ObjectTier.stream`. Most filesystems give all that is asked for at once."""
+        """See `ObjectTier.stream`. Fetches all bytes before ``use`` runs, as most filesystems do."""
         with buffers().lend(length) as whole:
             info = self.get(key, [(0, whole)])
             use(info, taking(whole))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""
-        # Looked at first: where the object changes in between, new content goes by the old version, and an update that
-        # builds on it is refused. The other way round it would overwrite what nobody had seen.
+        # Look the version up first: if the object changes in between, new content gets the old version, and an
+        # update based on it is refused. In the other order, the update would overwrite content that its writer
+        # never saw.
         info = self.head(key)
         check_limit(key, info.size, limit)
         with self._asking(key):
-            # Without a range: an object that has grown would pass for a whole one, and some clients verify only then.
+            # Without a range: with one, an object that has grown would seem whole, and some clients verify only
+            # whole reads.
             content = bytes(self.fs.cat_file(self._path(key)))
         if len(content) != info.size:
             raise self._mismatch(info, f"it has {info.size} bytes, and {len(content)} came")
@@ -253,7 +259,7 @@ class FsspecObjects:
     def _cat_ranges(self, *asked: Any, on_error: str) -> Any:
         inner = getattr(self.fs, "fs", None)
         if self.fs.async_impl and isinstance(inner, fsspec.AbstractFileSystem) and not inner.async_impl:
-            # Before 2025.10, `DirFileSystem` around such a one asks it for a coroutine, which it lacks.
+            # Before 2025.10, `DirFileSystem` calls a coroutine that a synchronous inner filesystem lacks.
             return fsspec.AbstractFileSystem.cat_ranges(self.fs, *asked, on_error=on_error)
         return self.fs.cat_ranges(*asked, on_error=on_error)
 
@@ -262,7 +268,7 @@ class FsspecObjects:
 
     @contextlib.contextmanager
     def _asking(self, key: str) -> Iterator[None]:
-        """A request, whose errors are ours; the one after a connection was lost makes another."""
+        """Send a request and translate its errors. If the previous request lost the connection, reconnect first."""
         with self._turn, translated_client(key):
             if self._lost:
                 self.fs = type(self.fs)(*self.fs.storage_args, **self.fs.storage_options, skip_instance_cache=True)
@@ -295,10 +301,10 @@ class FsspecObjects:
                     self.fs.pipe_file(path, content, mode="create")
                 else:
                     self.fs.pipe_file(path, content)
-        except ConflictError as error:  # the server's refusal of a condition, and the only one sent is "create"
+        except ConflictError as error:  # "create" is the only condition that is sent
             raise AlreadyExistsError(f"{key} exists", path=key) from error
         except NotFoundError:
-            self._directories_made.clear()  # somebody removed one
+            self._directories_made.clear()  # another process removed one
             raise
 
     def _make_directory(self, directory: str, key: str) -> None:
@@ -311,7 +317,7 @@ class FsspecObjects:
         self._directories_made.add(directory)
 
     def _settle(self, path: str, content: bytes, key: str, before: FileEntry | None) -> FileEntry:
-        """Check that what was written is there, under a version that is not the one before."""
+        """Check that the content is stored under a new version; write it again until it is."""
         deadline = self._clock.monotonic() + _NEW_TIME_WITHIN_S
         pause_s = 0.001
         while True:
@@ -325,14 +331,14 @@ class FsspecObjects:
                 return after
             if self._clock.monotonic() >= deadline:
                 if after.stamp is None:
-                    return after  # a tag that time does not change is one of the content, which is the same
+                    return after  # the tag depends on the content alone, and the content is the same
                 raise _indistinguishable(key)
             self._clock.sleep(pause_s)
             pause_s *= 2
             self._write(path, content, key, exclusive=False)
 
     def _remove(self, paths: Sequence[str]) -> Sequence[BaseException | None]:
-        """Remove files, at once where the filesystem can, and return the error of each."""
+        """Remove files, concurrently if the filesystem can, and return an error or None for each."""
         if not self._concurrent:
             return [_error_of(self._remove_one, path) for path in paths]
 
@@ -348,13 +354,13 @@ class FsspecObjects:
             self.fs.rm_file(path)
 
     def _mismatch(self, info: ObjectInfo, what: str) -> TierfsError:
-        """Why fewer or more bytes came than were asked for."""
+        """Return the error for a read that got fewer or more bytes than requested."""
         if self.head(info.key).version != info.version:
             return StoreError(f"{info.key} changed while it was read: {what}", transient=True, path=info.key)
         return CorruptionError(f"{info.key}: {what}: cut short", path=info.key)
 
     def _entries(self, prefix: str, *, flat: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Key and description of everything directly below ``prefix``, or of every file below it."""
+        """Yield key and description of each entry directly below ``prefix``, or of each file below it if ``flat``."""
         directory = self._path(prefix).rstrip("/") or "/"
         try:
             with self._asking(prefix or self.root):
@@ -368,7 +374,7 @@ class FsspecObjects:
         for fields in entries:
             path = str(fields["name"]).lstrip("/")
             if not is_directory(fields) and path.endswith("/"):
-                continue  # a placeholder that some tools put where a directory would be
+                continue  # some tools put a placeholder for a directory
             key = path.rstrip("/")[len(self._below) :]
             if path.startswith(self._below) and key.startswith(prefix) and key != prefix:
                 yield key, fields
@@ -391,11 +397,12 @@ def _error_of(action: Callable[[str], object], path: str) -> Exception | None:
 
 
 def new_filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.AbstractFileSystem:
-    """A filesystem of fsspec's; some connect at once.
+    """Make an fsspec filesystem. Some connect at once.
 
     Raises:
-        InvalidInputError: There is none for the protocol, a package that it needs is missing, or it refuses an option.
-        StoreError, ReadOnlyError: It connects at once, and failed.
+        InvalidInputError: The protocol is unknown, a package that it needs is missing, or the filesystem refuses an
+            option.
+        StoreError, ReadOnlyError: The filesystem connects at once, and the connection failed.
     """
     try:
         kind = fsspec.get_filesystem_class(protocol)
@@ -405,8 +412,8 @@ def new_filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.Abstr
         raise InvalidInputError(f"{protocol}:// is no protocol that fsspec knows") from error
     chosen = dict(options)
     if issubclass(kind, fsspec.asyn.AsyncFileSystem):
-        # A listing remembered hides objects of others even from requests that never asked for a listing. Kinds that do
-        # not remember listings may refuse the option, as SFTP does.
+        # A cached listing hides objects of other writers, even from requests that ask for no listing. Kinds without
+        # such a cache may refuse the option, as SFTP does.
         chosen["use_listings_cache"] = False
     try:
         return kind(**chosen)

@@ -1,8 +1,8 @@
-"""Object tier on Google Cloud Storage, through gcsfs: its options, its credentials, its connections.
+"""Object tier on Google Cloud Storage. gcsfs makes the session, from its options and credentials.
 
-gcsfs is used for the session, and not for its verbs: those retry by themselves, remember listings, send no checksum for
-the server to verify, and end an upload where its fixed boundary occurs in the content. Every object is one request
-(chunks have at most 16 MiB), so no resumable upload is ever begun that would have to be cleaned up.
+gcsfs's own operations are not used: they retry by themselves, cache listings, send no checksum for the server to
+verify, and end an upload where their fixed boundary occurs in the content. Every object is one request (chunks have
+at most 16 MiB). So a crash leaves no resumable upload that would have to be cleaned up.
 
 API: https://cloud.google.com/storage/docs/json_api/v1 (objects: insert, get, list, delete).
 """
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = ["connect_gcs", "open_gcs"]
 
-# In the order in which they are preferred, by speed.
+# Fastest first.
 _CHECKSUMS = {"crc32c": "crc32c", "md5": "md5Hash"}
 # The requested fields of an object's resource, which has twenty more.
 _FIELDS = "name,size,generation,updated"
-# gcsfs has no limit: a server that has gone silent would be waited for without end.
+# gcsfs has no timeouts: a request to a silent server would never end.
 _CONNECT_S_MAX = 30
 _SILENT_S_MAX = 60
-# Written piece by piece, so that neither the HTTP client nor the loop copies the rest of a large body.
+# Size of the pieces of a body: without pieces, the HTTP client or the loop copies the unsent rest of a large body.
 _PIECE_BYTES = 1 << 18
 
 
@@ -50,8 +50,7 @@ class GCSSession:
     """A connection pool with its credentials.
 
     Attributes:
-        loop: Where gcsfs and its connections live.
-        endpoint: See `Session`.
+        loop: Runs gcsfs and its connections.
     """
 
     def __init__(self, fs: gcsfs.core.GCSFileSystem, loop: LoopThread) -> None:
@@ -68,18 +67,18 @@ class GCSSession:
         headers: Mapping[str, str] | None = None,
         data: AsyncIterator[memoryview] | None = None,
     ) -> aiohttp.ClientResponse:
-        """Send one request as gcsfs does, with its credentials and who pays; once, where gcsfs sends it up to six times.
+        """Send one request with gcsfs's credentials and billing project; once, where gcsfs sends it up to six times.
 
         Args:
-            method: HTTP's.
-            path: A URL, or one below that of the API.
-            *names: Quoted, they replace each ``{}`` in it.
+            method: The HTTP method.
+            path: A URL, or a path below the API's URL.
+            *names: Quoted, they replace each ``{}`` in ``path``.
             params: The query.
             headers: Besides the credentials.
             data: The body.
 
         Raises:
-            gcsfs.retry.HttpError: The server refuses it. Has the answer's headers, as ``headers``.
+            gcsfs.retry.HttpError: The server refuses the request. Its ``headers`` are those of the answer.
         """
         asked = params or {}
         answer: aiohttp.ClientResponse = await self._fs.session.request(
@@ -96,13 +95,12 @@ class GCSSession:
         return answer
 
     async def ask(self, *arguments: Any, **options: Any) -> bytes:
-        """Send one request, as `send` does, and return the body of its answer."""
+        """Send one request, as `send` does, and return the body of the answer."""
         async with await self.send(*arguments, **options) as answer:
             content: bytes = await answer.read()
             return content
 
     def close(self) -> None:
-        """See `Session.close`."""
         self.loop.close(self._fs.session.close())
 
 
@@ -110,22 +108,22 @@ def connect_gcs(options: Mapping[str, object]) -> GCSSession:
     """Make a session from the options of `gcsfs.GCSFileSystem`.
 
     Raises:
-        InvalidInputError: It refuses one of them.
+        InvalidInputError: gcsfs refuses an option.
     """
     import aiohttp  # noqa: PLC0415 - what gcsfs is made of
     from gcsfs.core import GCSFileSystem  # noqa: PLC0415 - an extra, and slow to import
 
-    # The class in `gcsfs` itself may be another, which asks by gRPC for the kind of every bucket.
+    # Not the class that `gcsfs` exports, which may be one that asks for every bucket's kind by gRPC.
     given = dict(options)
     timeout = aiohttp.ClientTimeout(
         total=given.pop("requests_timeout", None), sock_connect=_CONNECT_S_MAX, sock_read=_SILENT_S_MAX
     )
     given["session_kwargs"] = {"timeout": timeout, **dict(given.get("session_kwargs") or {})}  # type: ignore[call-overload]
-    try:  # asks around for credentials, and waits for the answers
+    try:  # looks for credentials, and waits for servers that may have some
         fs = GCSFileSystem(**given, asynchronous=True, skip_instance_cache=True, use_listings_cache=False)
     except (TypeError, ValueError, KeyError) as error:
         raise refused_options(error, "gs") from cause_of(error)
-    # It would be called when a forked child ends, and cut the connections of the parent.
+    # gcsfs would call it when a forked child ends, and close the parent's connections.
     fs.close_session = lambda *_: None
     loop = LoopThread("gs")
     try:
@@ -137,14 +135,14 @@ def connect_gcs(options: Mapping[str, object]) -> GCSSession:
 
 
 def open_gcs(session: SharedSession[GCSSession], path: str) -> CloudObjects:
-    """The object tier at ``bucket/prefix``."""
+    """Return the object tier at ``bucket/prefix``."""
     return open_cloud(session, _GCSClient, path, scheme="gs", checksums=_CHECKSUMS)
 
 
 class _GCSClient:
-    """See `CloudClient`. The version of an object is its generation."""
+    """Implements `CloudClient`. An object's version is its generation."""
 
-    deletes_max = 64  # each is a request of its own, and all are sent at once
+    deletes_max = 64  # one request each, all in flight at once
 
     def __init__(self, session: GCSSession, *, bucket: str, base: str) -> None:
         self._session = session
@@ -156,8 +154,8 @@ class _GCSClient:
 
     def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         size = sum(map(len, body))
-        # The name is not part of what the checksum covers, so it does not stand in the body, where a flipped bit would have
-        # the object stored elsewhere.
+        # The name is in the query. The checksum does not cover it, so a flipped bit in a body that has the name
+        # could store the object under another key.
         params = {"uploadType": "multipart", "name": self._base + key, "fields": f"{_FIELDS},crc32c,md5Hash"}
         if isinstance(mode, Create):
             params["ifGenerationMatch"] = "0"
@@ -166,7 +164,7 @@ class _GCSClient:
         resource = {}
         if checksum is not None:
             resource[_CHECKSUMS[checksum.algorithm]] = base64.b64encode(checksum.value).decode()
-        # Drawn when the content is there already, so the content cannot have it.
+        # Drawn after the content exists, so the content cannot contain it.
         boundary = secrets.token_hex(16)
         head = (
             f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(resource)}\r\n"
@@ -186,14 +184,15 @@ class _GCSClient:
             data=_pieces(memoryview(head), *body, memoryview(tail)),
         )
         info = self._info(told)
-        # The server would ignore what it does not understand.
+        # A server ignores fields that it does not understand.
         if (info.key, info.size) != (key, size) or any(told.get(name) != value for name, value in resource.items()):
             raise StoreError(f"{key}: something else was stored than was sent", transient=True, path=key)
         return info
 
     @contextmanager
     def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> Iterator[Content]:
-        # An object that somebody stored compressed comes as it is stored only to who takes it so; else it comes whole.
+        # GCS sends an object that was stored compressed as it is only to a client that accepts gzip. For other
+        # clients it decompresses the object and ignores the range.
         headers = {"Accept-Encoding": "gzip"}
         if end is not None:
             headers["Range"] = f"bytes={start}-{end - 1}"
@@ -205,14 +204,14 @@ class _GCSClient:
         try:
             told = answer.headers
             is_part = answer.status == HTTPStatus.PARTIAL_CONTENT
-            spans = told["Content-Range"] if is_part else ""  # bytes 0-9/100
+            spans = told["Content-Range"] if is_part else ""  # "bytes 0-9/100"
             size = spans.rpartition("/")[2] or told.get("X-Goog-Stored-Content-Length") or told.get("Content-Length")
             read_into: Callable[[memoryview], int] = BodyReader(session.loop, answer.content.iter_any())
             if size and "X-Goog-Generation" in told:
                 stamp = told.get("Last-Modified")
                 modified = _nanoseconds(parsedate_to_datetime(stamp)) if stamp else 0
                 info = ObjectInfo(key, int(size), Version(told["X-Goog-Generation"]), modified)
-            else:  # an emulator, and one that may answer one request at a time
+            else:  # an emulator, which may answer only one request at a time
                 read_into = io.BytesIO(session.loop.run(answer.read())).readinto
                 info = self.head(key)
             yield Content(info, start if spans else 0, read_into)
@@ -236,7 +235,7 @@ class _GCSClient:
         listed: list[Listed] = [
             self._info(each)
             for each in page.get("items", [])
-            if not each["name"].endswith("/")  # a placeholder that some tools put where a directory would be
+            if not each["name"].endswith("/")  # some tools put a placeholder for a directory
         ]
         listed += [Prefix(each[len(self._base) :]) for each in page.get("prefixes", [])]
         return listed, page.get("nextPageToken")
@@ -251,7 +250,7 @@ class _GCSClient:
                 raise outcome
 
     def delete_version(self, key: str, version: Version) -> None:
-        # Looked at first, because not every server heeds the condition.
+        # Compare the version first, since some servers ignore the condition.
         check_version(key, self.head(key).version, version)
         asking = self._session.ask("DELETE", *self._path(key), params={"ifGenerationMatch": version})
         self._session.loop.run(asking)
@@ -260,7 +259,7 @@ class _GCSClient:
         return "b/{}/o/{}", self._bucket, self._base + key
 
     def _info(self, resource: Mapping[str, Any]) -> ObjectInfo:
-        # To the second, as the header of a fetch has it.
+        # To the second, as in the header of a fetch.
         modified = datetime.strptime(resource["updated"][:19], "%Y-%m-%dT%H:%M:%S").replace(tzinfo=timezone.utc)
         return ObjectInfo(
             resource["name"][len(self._base) :],
@@ -277,19 +276,19 @@ async def _pieces(*parts: memoryview) -> AsyncIterator[memoryview]:
 
 
 async def _end(answer: aiohttp.ClientResponse) -> None:
-    async with answer:  # which gives its connection back, or closes it where more was to come
+    async with answer:  # releases the connection, or closes it if bytes are left
         pass
 
 
 def _document(content: bytes) -> dict[str, Any]:
     try:
         return {**json.loads(content)}
-    except (ValueError, TypeError) as error:  # no JSON, or no object of it
+    except (ValueError, TypeError) as error:  # not JSON, or not a JSON object
         raise StoreError(f"the answer makes no sense: {error}", transient=True, tier="object") from error
 
 
 def _refusal(answer: aiohttp.ClientResponse, content: bytes) -> Exception:
-    """The error that gcsfs raises for most of them; not for all, since it loses the status of some."""
+    """Return the error that gcsfs raises for most refusals. gcsfs itself loses the status of some."""
     from gcsfs.retry import HttpError  # noqa: PLC0415 - an extra
 
     text = content.decode(errors="replace")

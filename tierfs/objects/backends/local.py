@@ -1,12 +1,14 @@
 """Object tier in a directory of this host.
 
-A put writes a temporary file, flushes it, and puts it in its place with ``link`` (create) or ``rename`` under a lock
-(overwrite, update), then flushes the directories concerned; so an object is there whole or not at all, whatever
-crashes, and conditions hold between processes. Keys are file names. Temporary files and locks lie in ``.tierfs/tmp``.
+A put writes a temporary file, flushes it, and moves it into place: with ``link`` for a create, with ``rename``
+under a lock for an overwrite or update. Then it flushes the directories concerned. So after any crash the whole
+object is there or none of it, and conditions hold between processes. Keys are file names. Temporary files and locks
+lie in ``.tierfs/tmp``.
 
-A version is made of time, inode and size. Where times are whole seconds, what replaces an object is given a later time
-than it, so no two contents have one version. An object that is deleted and made again within a second may have its old version
-there; nobody who goes by versions does that: a record is never deleted, but replaced by a tombstone.
+A version consists of time, inode and size. If file times are whole seconds, an object gets a later time than the
+one it replaces, so no two contents have the same version. On such a filesystem, an object that is deleted and
+created again within a second may have its old version. Code that relies on versions never does that: tombstones
+replace records.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from tierfs.objects.protocol import (
 __all__ = ["DIRECTORY", "LocalObjects"]
 
 DIRECTORY = "directory:"
-"""Prefix of a place that is a directory's number, which another directory may have later."""
+"""Prefix of a place that is a directory's device and inode number, which another directory may get later."""
 
 _PRIVATE = ".tierfs"
 _TEMPORARY = f"{_PRIVATE}/tmp"  # noqa: S108 - below the root, not the system's
@@ -73,7 +75,7 @@ class LocalObjects:
     """Objects as files below ``root``.
 
     Args:
-        root: The directory; made by the first put where it is missing.
+        root: The directory. The first put creates it if it is missing.
 
     Attributes:
         streams: See `ObjectTier`.
@@ -83,7 +85,7 @@ class LocalObjects:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
-        self._flushed: set[Path] = set()  # directories whose own entries this process has flushed
+        self._flushed: set[Path] = set()  # directories whose entry in their parent this process has flushed
 
     def __repr__(self) -> str:
         return f"LocalObjects({str(self.root)!r})"
@@ -94,11 +96,11 @@ class LocalObjects:
         return _CAPABILITIES
 
     def places(self) -> tuple[str, ...]:
-        """See `ObjectTier.places`. A directory has a number as well, by which it is known where it is mounted twice, or moved."""
+        """See `ObjectTier.places`. Device and inode number identify a directory that is mounted twice, or moved."""
         names = [f"file:{os.path.realpath(self.root)}"]
-        with contextlib.suppress(OSError):  # nothing was put there yet
+        with contextlib.suppress(OSError):  # the directory does not exist yet
             status = self.root.stat()
-            # A device may have another's number after the next start.
+            # After a reboot the device number may belong to another device.
             names.append(f"{DIRECTORY}{boot_id()}:{status.st_dev}:{status.st_ino}")
         return tuple(names)
 
@@ -120,7 +122,7 @@ class LocalObjects:
         target = self._path(key)
         if isinstance(mode, Create) and target.exists():
             raise AlreadyExistsError(f"{key} exists", path=key)
-        # Described before it gets its name: afterwards somebody else's object may already stand there.
+        # Described before it gets its name: afterwards another writer's object may be there.
         temporary, info = self._write_temporary(key, data)
         try:
             self._make_directory(target.parent)
@@ -139,7 +141,7 @@ class LocalObjects:
         try:
             _flush_directory(target.parent)
         except OSError as error:
-            # It is there, but may be gone after a crash: whoever put it has to look or put it again.
+            # The object is visible, but a crash may lose it: the caller has to check it or put it again.
             raise StoreError(
                 f"{self._name(key)}: stored, but not flushed: {error}", transient=True, path=key
             ) from error
@@ -174,7 +176,7 @@ class LocalObjects:
         with translated(self._name(key)), open(self._path(key), "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
             yield file, info
-            # Ours are never written in place; a file that somebody else wrote may be.
+            # tierfs never writes a file in place, but another program may.
             if _info(key, os.fstat(file.fileno())).version != info.version:
                 raise ConflictError(f"{self._name(key)} was changed while it was being read", path=key)
 
@@ -208,10 +210,10 @@ class LocalObjects:
                 elif (info := self._file(key, entry)) is not None:
                     yield info
             except (FileNotFoundError, NotFoundError):
-                continue  # deleted since the directory was read
+                continue  # deleted after the directory was read
 
     def _file(self, key: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
-        """The object that an entry of a directory is; none where it is no file, or leads nowhere that may be looked into."""
+        """Return the object of a directory entry; None if it is not a file, or is a link that cannot be followed."""
         try:
             status = entry.stat()
         except OSError as caught:
@@ -220,7 +222,7 @@ class LocalObjects:
                 raise error from caught
             if key.partition("/")[0] == _PRIVATE or getattr(error, "transient", False):
                 raise error from caught
-            _logger.warning("%s is passed over: %s", self._name(key), error)  # somebody else's link
+            _logger.warning("%s is passed over: %s", self._name(key), error)  # a link that another program made
             return None
         return _info(key, status) if stat.S_ISREG(status.st_mode) else None
 
@@ -230,11 +232,11 @@ class LocalObjects:
         except ReadOnlyError:
             if directory.partition("/")[0] == _PRIVATE:
                 raise
-            # lost+found at the root of a disk, for example: not ours, and nothing of ours is in it.
+            # Not a directory of tierfs, for example lost+found at the root of a disk.
             _logger.warning("%s may not be looked into and is passed over", self._name(directory))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `ObjectTier.delete`. Each directory is flushed once, after all its objects are gone."""
+        """See `ObjectTier.delete`. Each directory is flushed once, after all its objects are deleted."""
         changed: dict[Path, str] = {}
         try:
             for key in keys:
@@ -261,7 +263,7 @@ class LocalObjects:
         return self.root / key
 
     def _name(self, key: str) -> str:
-        """How to name an object in an error."""
+        """Return an object's name for errors."""
         return f"{self.root}/{key}"
 
     def _expect(self, key: str, version: Version) -> None:
@@ -271,7 +273,7 @@ class LocalObjects:
         check_version(key, found, version)
 
     def _make_directory(self, directory: Path) -> None:
-        """Make a directory and its parents so that they survive a crash."""
+        """Create a directory and its parents, and flush their entries."""
         existed = directory.is_dir()
         if existed and (directory == self.root or directory in self._flushed):
             return
@@ -279,7 +281,7 @@ class LocalObjects:
             self._make_directory(directory.parent)
             with contextlib.suppress(FileExistsError):
                 directory.mkdir()
-        # Also where another process made it: it may not have come to this yet.
+        # Also if another process created it: that process may not have flushed it yet.
         _flush_directory(directory.parent)
         self._flushed.add(directory)
 
@@ -292,8 +294,8 @@ class LocalObjects:
         try:
             try:
                 _write_all(descriptor, data)
-                # A version is told from the next by this time, so it is set with the clock's full resolution: the
-                # kernel's own stamps repeat within one tick.
+                # This time tells versions apart, so set it with the clock's full resolution: the kernel's own
+                # timestamps repeat within one tick.
                 now_ns = time.time_ns()
                 os.utime(descriptor, ns=(now_ns, now_ns))
                 os.fsync(descriptor)
@@ -307,9 +309,10 @@ class LocalObjects:
         return temporary, info
 
     def _move_on(self, key: str, temporary: Path, info: ObjectInfo) -> ObjectInfo:
-        """Give what is about to replace an object a later time, where that is not so by itself.
+        """Give the file that is about to replace an object a later time than the object's, if it has none.
 
-        A filesystem of whole seconds (ext3, ext4 with inodes of 128 bytes) may use an inode number again at once, too.
+        A filesystem with times in whole seconds (ext3, ext4 with inodes of 128 bytes) may also reuse an inode
+        number at once.
         """
         try:
             before_ns = _stamp_ns(self.head(key))
@@ -323,7 +326,7 @@ class LocalObjects:
             return _info(key, os.fstat(file.fileno()))
 
     def _sweep(self, directory: Path) -> None:
-        """Delete what crashed puts left, about once in a thousand puts."""
+        """Delete temporary files that crashed puts left a day ago, in about one of a thousand puts."""
         if secrets.randbelow(1000):
             return
         oldest = time.time() - STALE_TEMPORARY_S
@@ -334,7 +337,7 @@ class LocalObjects:
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
-        """Exclude every other update and delete of ``key``, in this process or another."""
+        """Exclude every other overwrite, update and delete of ``key``, in this and other processes."""
         directory = self.root / _TEMPORARY
         self._make_directory(directory)
         path = directory / f"lock-{zlib.crc32(os.fsencode(key)) % _LOCKS:02x}"
@@ -348,13 +351,14 @@ class LocalObjects:
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
     version = Version(f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}")
-    # The time of change is the filesystem's own, that of modification was set here: on a network filesystem, with this host's clock.
+    # ctime comes from the filesystem's clock. mtime was set by a writer: on a network filesystem, by its host's
+    # clock.
     is_ours = key.startswith(f"{_PRIVATE}/")
     return ObjectInfo(key, status.st_size, version, status.st_ctime_ns if is_ours else status.st_mtime_ns)
 
 
 def _stamp_ns(info: ObjectInfo) -> int:
-    """The time that is part of an object's version."""
+    """Return the time in an object's version."""
     return int(info.version.partition("-")[0], 16)
 
 

@@ -1,4 +1,4 @@
-"""How it is told whether two object tiers are the same one: see `ObjectTier.places`."""
+"""Normalize the names of endpoints, to tell whether two object tiers are the same: see `ObjectTier.places`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 
 __all__ = ["plain"]
 
-# A password may have an "@" in it, or a slash: what follows a host's colon is a number otherwise.
+# A password may contain "@" or a slash. Without a password, a port number follows the host's colon.
 _NOT_THE_PLACE = re.compile(r"(?<=//)(?:[^/?]*@|[^/?@:]*:(?!\d+(?:/|$))[^?]*@)|\?.*|/$")
 _USUAL_PORTS = {"http": ":80", "https": ":443"}
 
 
 def plain(url: str) -> str:
-    """An endpoint as all write it who mean it: no user, no password, no query, no port where that is the usual one."""
+    """Normalize an endpoint's URL: lower case, and no user, password, query, final slash or default port."""
     scheme, colon, rest = _NOT_THE_PLACE.sub("", url).lower().partition("://")
     host, slash, path = rest.partition("/")
     host = host.removesuffix(_USUAL_PORTS.get(scheme, "/"))

@@ -1,6 +1,6 @@
-"""An event loop on a thread of its own, for the clients of clouds that are asynchronous.
+"""An event loop on a thread of its own, for asynchronous cloud clients.
 
-fsspec's one loop is left to others: a thread that copies every byte of every request is the first thing to be full.
+fsspec's single loop is not used: its one thread would copy every byte of every request, and be the bottleneck.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class _Call(Future[Answer]):
-    """A coroutine for the loop to run, and its outcome to come."""
+    """A coroutine for the loop to run, and the future of its outcome."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Answer]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Call(Future[Answer]):
         self._loop.call_soon_threadsafe(self._begin)
 
     def stop(self) -> None:
-        """Cancel it. It has an outcome soon, also where `start` was interrupted and may not have taken effect."""
+        """Cancel the coroutine. It has an outcome soon, even if `start` was interrupted before it took effect."""
         self._loop.call_soon_threadsafe(self._cancel)
 
     def _begin(self) -> None:
@@ -42,7 +42,7 @@ class _Call(Future[Answer]):
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        elif not self.done():  # the loop keeps the order: it will never be begun
+        elif not self.done():  # the loop calls in order, so `_begin` will not be called any more
             self._coroutine.close()
             self.set_exception(asyncio.CancelledError())
 
@@ -55,11 +55,7 @@ class _Call(Future[Answer]):
 
 
 class LoopThread:
-    """Runs coroutines for other threads, until it is closed.
-
-    Args:
-        name: For the thread's name.
-    """
+    """Runs coroutines for other threads until it is closed."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -73,14 +69,15 @@ class LoopThread:
             self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-        """Wait for a coroutine.
+        """Run a coroutine and wait for its result.
 
-        If the wait is interrupted, the coroutine is cancelled, and has ended when this raises: the caller owns again what it lent.
+        If the wait is interrupted, the coroutine is cancelled, and has ended when this raises. So the caller owns
+        the buffers again that it lent.
 
         Raises:
-            BaseException: The coroutine's.
-            RuntimeError: Called on the loop's own thread, where it would wait for itself, as a destructor may do that the
-                collector runs there.
+            BaseException: The coroutine raised it.
+            RuntimeError: Called on the loop's own thread, where it would wait for itself. A destructor that the
+                garbage collector runs there may do so.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -102,13 +99,13 @@ class LoopThread:
             )  # an error holds this frame: it would hold itself, and all that was lent, until collected
 
     def close(self, last: Coroutine[Any, Any, object] | None = None) -> None:
-        """Run a last coroutine, and end. Waits a while for both, but not on the loop's own thread."""
+        """Run a last coroutine, and end the loop. Waits for a limited time, and not on the loop's own thread."""
         _Call(self._loop, self._end_after(last)).start()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S_MAX)
 
     async def _end_after(self, last: Coroutine[Any, Any, object] | None) -> None:
-        with contextlib.suppress(Exception):  # nobody waits for an answer any more
+        with contextlib.suppress(Exception):  # no caller is left to handle an error
             if last is not None:
                 await asyncio.wait_for(last, CLOSE_S_MAX)
         self._loop.stop()
@@ -118,8 +115,8 @@ class BodyReader:
     """Fills buffers with the body of an answer.
 
     Args:
-        loop: The loop of the client whose answer it is.
-        pieces: The body, as it comes.
+        loop: The loop of the client that got the answer.
+        pieces: The body, as it arrives.
     """
 
     def __init__(self, loop: LoopThread, pieces: AsyncIterator[bytes]) -> None:

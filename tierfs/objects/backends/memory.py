@@ -1,7 +1,7 @@
 """Object tier in this process's memory: the objects of fsspec's ``memory://``, with real conditions.
 
-What is put here shows in ``fsspec.filesystem("memory")`` and the other way round. One lock serves the whole process,
-so conditions hold between threads. Nothing survives the process.
+Objects that are put here appear in ``fsspec.filesystem("memory")``, and the other way round. One lock serves the
+whole process, so conditions hold between threads. No object survives the process.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class MemoryObjects:
             file = self._demand(key)
             info = _info(key, file)
             check_version(key, info.version, version)
-            with file.getbuffer() as view:  # given back, or the file could not grow while an error is being handled
+            # Released at once: the file cannot grow while a view of it exists, and an error would keep the view.
+            with file.getbuffer() as view:
                 for offset, out in ranges:
                     end = offset + len(out)
                     check_end(key, len(view), end)
@@ -118,7 +119,7 @@ class MemoryObjects:
 
     def stream(self, key: str, length: int, use: Use) -> None:
         """See `ObjectTier.stream`."""
-        content, info = self.read(key, sys.maxsize)  # shared with the file, not copied
+        content, info = self.read(key, sys.maxsize)  # shares the file's memory
         check_end(key, info.size, length)
         use(info, taking(memoryview(content)))
 
@@ -184,7 +185,7 @@ class MemoryObjects:
 
 def _info(key: str, file: MemoryFile) -> ObjectInfo:
     modified_ns = getattr(file, "tierfs_modified_ns", None)
-    if modified_ns is None:  # written by somebody else
+    if modified_ns is None:  # written through fsspec
         modified_ns = int(file.modified.timestamp() * 1e9)
     size = file.getbuffer().nbytes
     return ObjectInfo(key, size, Version(getattr(file, "tierfs_version", f"{modified_ns:x}-{size:x}")), modified_ns)

@@ -1,11 +1,11 @@
-"""Object tier on S3 and what speaks its protocol, through s3fs: its options, its credentials, its connections.
+"""Object tier on S3 and compatible servers. s3fs interprets the options and credentials.
 
-s3fs is used for making the client, and not for its verbs: those retry by themselves, remember listings, and cannot send
-a condition on a version. Every object is one request (chunks have at most 16 MiB), so no upload in parts is ever begun
-that would have to be cleaned up.
+s3fs's own operations are not used: they retry by themselves, cache listings, and cannot send a condition on a
+version. Every object is one request (chunks have at most 16 MiB). So a crash leaves no multipart upload that would
+have to be cleaned up.
 
-Requests are made by botocore itself, on the threads that want them. Its asynchronous sibling, which s3fs uses, copies
-every body twice more on the loop's thread and sends it in small pieces: measured, it takes twice the processor time for
+botocore sends the requests, on the calling threads. Its asynchronous counterpart, which s3fs uses, copies every
+body twice more on the loop's thread and sends it in small pieces. Measured, it takes twice the processor time for
 half the throughput (docs/decisions/0018-s3-by-botocore.md).
 
 API: https://docs.aws.amazon.com/AmazonS3/latest/API/ (PutObject, GetObject, ListObjectsV2, DeleteObjects).
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["connect_s3", "open_s3"]
 
-# In the order in which they are preferred: by speed, and then by how much they tell.
+# In order of preference: by speed, then by strength.
 _CHECKSUMS = {
     "crc64nvme": "ChecksumCRC64NVME",
     "xxh3-128": "ChecksumXXHASH128",
@@ -48,26 +48,26 @@ _CHECKSUMS = {
 _AMAZON = re.compile(r"amazonaws\.com(\.cn)?")
 _NO_BATCH = frozenset({"NotImplemented", "MethodNotAllowed", "MissingContentMD5", "501", "405"})
 _CONFIG: Mapping[str, object] = {
-    # Retries are ours, where they are counted and slow the others down; botocore's stay out of sight.
+    # `RetryingObjects` retries: it counts retries and waits as the endpoint asks. botocore's would be hidden.
     "retries": {"total_max_attempts": 1, "mode": "standard"},
     "max_pool_connections": 64,
-    # A checksum is given with every put that needs one, and every byte read is hashed by who reads it.
+    # tierfs sends a checksum with every put that needs one, and readers hash every byte that they read.
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
-# The checksum in the signed headers covers the payload; hashing it once more would halve the speed.
+# The checksum in the signed headers covers the payload. Hashing it once more would halve the speed.
 _S3_CONFIG: Mapping[str, object] = {"payload_signing_enabled": False}
 
 
 class S3Session:
-    """A connection pool with its credentials, for all threads."""
+    """A connection pool with its credentials. Safe for use by many threads."""
 
     def __init__(self, fs: s3fs.S3FileSystem, client: Any) -> None:
         self._fs = fs
         self._client = client
 
     def call(self, method: str, **arguments: object) -> dict[str, Any]:
-        """Send one request, with what the user wants sent with each (encryption, who pays)."""
+        """Send one request, with the arguments that the user wants in each request (encryption, who pays)."""
         send = getattr(self._client, method)
         given = self._fs._get_s3_method_kwargs(send, **arguments)
         with _understood():
@@ -76,13 +76,12 @@ class S3Session:
 
     @property
     def endpoint(self) -> str:
-        """Where requests go. All of Amazon's are one place: a bucket's name is nobody else's there."""
+        """The place that requests go to. Amazon's endpoints are one place, where a bucket's name is unique."""
         url = str(self._client.meta.endpoint_url)
         amazon = _AMAZON.search(url)
         return url if amazon is None else amazon[0]
 
     def close(self) -> None:
-        """See `Session.close`."""
         self._client.close()
 
 
@@ -90,7 +89,7 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
     """Make a session from the options of `s3fs.S3FileSystem`.
 
     Raises:
-        InvalidInputError: It refuses one of them.
+        InvalidInputError: s3fs or botocore refuses an option.
     """
     import botocore.session  # noqa: PLC0415 - an extra, and slow to import
     import s3fs  # noqa: PLC0415
@@ -104,14 +103,14 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
         raise InvalidInputError(
             "s3:// cannot use the session that it was given, which is for an event loop: name its profile or its keys instead"
         )
-    given_config: Any = copy.deepcopy(given.pop("config_kwargs", None) or {})  # botocore rewrites it
+    given_config: Any = copy.deepcopy(given.pop("config_kwargs", None) or {})  # botocore changes it
     config: dict[str, Any] = {**_CONFIG, **given_config}
     config["s3"] = {**_S3_CONFIG, **(config.get("s3") or {})}
     try:
         fs = s3fs.S3FileSystem(
             **given, config_kwargs=config, asynchronous=True, skip_instance_cache=True, use_listings_cache=False
         )
-        # As `S3FileSystem.set_session` does, which makes a client for event loops.
+        # As in `S3FileSystem.set_session`, which makes an asynchronous client.
         keys = (
             {}
             if fs.anon
@@ -125,9 +124,9 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
         session = botocore.session.Session(**fs.kwargs)
         is_signed = config.get("signature_version") is not UNSIGNED
         if is_signed and not (fs.key or fs.client_kwargs.get("aws_access_key_id") or session.get_credentials()):
-            # A client made now would never look for them again, and they may only be late.
+            # A client that is made without credentials never looks for them again, and they may appear later.
             raise NoCredentialsError
-        with Uncollected():  # botocore reads its description of S3: tens of thousands of objects that all stay
+        with Uncollected():  # botocore loads its description of S3: tens of thousands of lasting objects
             client = session.create_client(
                 "s3",
                 config=Config(**config),
@@ -141,12 +140,12 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
 
 
 def open_s3(session: SharedSession[S3Session], path: str) -> CloudObjects:
-    """The object tier at ``bucket/prefix``."""
+    """Return the object tier at ``bucket/prefix``."""
     return open_cloud(session, _S3Client, path, scheme="s3", checksums=_CHECKSUMS)
 
 
 class _S3Client:
-    """See `CloudClient`. The version of an object is its ETag: of S3 a function of the content, so of equal contents equal."""
+    """Implements `CloudClient`. An object's version is its ETag, which is equal for equal contents on S3."""
 
     deletes_max = 1000
 
@@ -186,14 +185,14 @@ class _S3Client:
             sent, _, size = str(span).partition("/")
             with _understood():
                 first, _, last = sent.removeprefix("bytes ").partition("-")
-                begins, info = int(first), _info(key, int(size), answer)  # a server may send all of it
+                begins, info = int(first), _info(key, int(size), answer)  # a server may send the whole object
                 if int(last or 0) > info.size:
                     raise ValueError(f"{span} are not in the object")
-            # It is urllib3's own: from a release without it, bytes are copied once more, which is slower and as right.
+            # `_error_catcher` is private to urllib3. Without it, bytes are copied once more: slower, but as correct.
             read_into = partial(_read_into if hasattr(body, "_error_catcher") else _copy_into, body)
             yield Content(info, begins, read_into)
             if is_part:
-                read_into(memoryview(bytearray(1)))  # the end of what came in chunks lies behind its last byte
+                read_into(memoryview(bytearray(1)))  # reads the end of a chunked body, which follows its last byte
 
     def head(self, key: str) -> ObjectInfo:
         answer = self._call("head_object", key)
@@ -208,10 +207,11 @@ class _S3Client:
         listed: list[Listed] = [
             _info(each["Key"][skip:], int(each["Size"]), each)
             for each in answer.get("Contents", [])
-            if not each["Key"].endswith("/")  # a placeholder that some tools put where a directory would be
+            if not each["Key"].endswith("/")  # some tools put a placeholder for a directory
         ]
         listed += [Prefix(each["Prefix"][skip:]) for each in answer.get("CommonPrefixes", [])]
-        # Looked up, not asked for: of an answer without a body botocore makes a listing of nothing.
+        # Not `get`: botocore makes an empty listing of an answer without a body, and a KeyError gets the request
+        # retried.
         return listed, answer["NextContinuationToken"] if answer["IsTruncated"] else None
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -229,7 +229,7 @@ class _S3Client:
         for failed in answer.get("Errors", []):
             if failed.get("Code") != "NoSuchKey":
                 raise ClientError({"Error": failed}, "DeleteObjects")
-        # Asked to be quiet, a server would say of what it deleted as much as an answer that lost its body: nothing.
+        # No quiet mode: in it, an answer to a successful deletion is as empty as an answer that lost its body.
         if not answer.get("Deleted") and not answer.get("Errors"):
             raise StoreError("an answer to a deletion says nothing of what is deleted", transient=True, tier="object")
 
@@ -243,15 +243,16 @@ class _S3Client:
                 raise
 
     def delete_version(self, key: str, version: Version) -> None:
-        # Looked at first, because not every server heeds the condition on a deletion.
+        # Compare the version first, since some servers ignore the condition of a deletion.
         check_version(key, self.head(key).version, version)
         self._call("delete_object", key, IfMatch=f'"{version}"')
 
 
 class _Body:
-    """Pieces as what botocore takes for a file: they are sent from where they lie.
+    """A file for botocore that consists of pieces, and sends them without copying.
 
-    What is read at once is sent at once, within the timeout of one connection: so no more than is asked for.
+    botocore sends all bytes of one `read` at once, within one timeout of the connection. So `read` returns at most
+    the bytes that were asked for.
     """
 
     def __init__(self, pieces: Sequence[memoryview]) -> None:
@@ -275,14 +276,17 @@ class _Body:
         return 0
 
     def seek(self, to: int, _: int = 0) -> None:
-        """Back to the beginning, to be sent again where the bucket is in another region."""
+        """Rewind, so that the body can be sent again if the bucket is in another region."""
         assert to == 0
         self._next = self._at = 0
 
 
 @contextlib.contextmanager
 def _understood() -> Iterator[None]:
-    """Have a request sent again whose answer broke off within a header, where Python's HTTP client takes it for whole."""
+    """Turn a ValueError into a transient error, so that the request is retried.
+
+    The answer was cut off within a header, and Python's HTTP client took it for whole.
+    """
     try:
         yield
     except ValueError as error:
@@ -290,21 +294,21 @@ def _understood() -> Iterator[None]:
 
 
 def _send_at_once(params: dict[str, Any], **_: object) -> None:
-    """Have a body sent with its request, not when the server has said that it takes it.
+    """Remove the ``Expect`` header, so that a body goes with its request.
 
-    That costs a turn of the line, and botocore waits without end for the rest of an answer "100 Continue" that broke off.
+    Waiting for "100 Continue" costs a round trip, and botocore waits without end if that answer is cut off.
     """
     params["headers"].pop("Expect", None)
 
 
 def _is_no_batch(error: ClientError) -> bool:
-    """Whether a server does not take many keys in one deletion, or not with the digest that botocore sends by now."""
+    """Return whether a server refuses to delete many keys at once, or the digest that botocore sends with them."""
     said = error.response.get("Error", {})
     return said.get("Code") in _NO_BATCH or "content-md5" in str(said.get("Message")).lower()
 
 
 def _read_into(body: Any, out: memoryview) -> int:
-    """Like `urllib3.HTTPResponse.readinto`, which fills memory of its own and copies that with the GIL held."""
+    """Read as `urllib3.HTTPResponse.readinto` does, but without its copy, which it makes while it holds the GIL."""
     with body._error_catcher():
         count: int = body._fp.readinto(out)
     return count

@@ -1,4 +1,4 @@
-"""One session of a cloud that all threads of a process share."""
+"""A session of a cloud that all threads of a process share."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ __all__ = ["Session", "SharedSession"]
 
 
 class Session(Protocol):
-    """A connection pool with its credentials, which many threads may use at once."""
+    """A connection pool with its credentials. Safe for use by many threads."""
 
     @property
     def endpoint(self) -> str:
-        """Where requests go."""
+        """The place that requests go to."""
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
 
 
 SessionT = TypeVar("SessionT", bound=Session)
 
 
 class SharedSession(Generic[SessionT]):
-    """Opens a session when the first request comes, and closes it when nobody uses it any more.
+    """Opens a session at the first request, and closes it when no tier uses it any more.
 
-    A forked child opens a session of its own, and leaves that of its parent alone.
+    A forked child opens its own session, and leaves the parent's alone.
 
     Args:
-        name: Where it goes to, for `repr`; no secrets.
-        connect: Opens the session. If that fails, the next request tries again.
+        name: The place that the session connects to, for `repr`; no secrets.
+        connect: Opens the session. If it fails, the next request tries again.
     """
 
     def __init__(self, name: str, connect: Callable[[], SessionT]) -> None:
@@ -58,7 +58,7 @@ class SharedSession(Generic[SessionT]):
         self._renew_lock()
 
     def get(self) -> SessionT:
-        """The session of this process."""
+        """Return this process's session; open it if necessary."""
         with self._lock:
             if not self._open:
                 self._open.append(self._connect())
@@ -67,5 +67,5 @@ class SharedSession(Generic[SessionT]):
 
 def _close(sessions: list[Any], pid: int) -> None:
     while sessions and pid == os.getpid():
-        with contextlib.suppress(Exception):  # nobody waits for an answer any more
+        with contextlib.suppress(Exception):  # no caller is left to handle an error
             sessions.pop().close()

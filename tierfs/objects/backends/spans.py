@@ -1,4 +1,4 @@
-"""Which requests fetch ranges of an object: few, since a request costs more than some bytes that nobody wants."""
+"""Choose the requests that fetch ranges of an object: few, since a request costs more than some unwanted bytes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from tierfs.objects.protocol import Range
 __all__ = ["GAP_BYTES_MAX", "RequestRange", "spans_of"]
 
 GAP_BYTES_MAX = (1 << 20) - 1
-"""Ranges that lie no further apart are fetched together: that many bytes cost less than another request, but a block that
-nobody wants is left out."""
+"""One request fetches ranges that are at most this far apart.
+
+So many unwanted bytes cost less than another request. A whole unwanted block is skipped.
+"""
 PIECE_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
 class RequestRange:
-    """Ranges that one request fetches: sorted, with small gaps, overlapping ones allowed."""
+    """The ranges that one request fetches: sorted, with small gaps. They may overlap."""
 
     start: int
     end: int
     parts: list[Range] = field(default_factory=list)
 
     def take(self, at: int, piece: Buffer) -> None:
-        """Copy what ``piece``, which begins at ``at`` in the object, has of each part."""
+        """Copy into each part its share of ``piece``, which begins at ``at`` in the object."""
         end = at + len(piece)
         view = memoryview(piece)
         for offset, out in self.parts:
@@ -37,11 +39,11 @@ class RequestRange:
                 out[first - offset : last - offset] = view[first - at : last - at]
 
     def _is_disjoint(self) -> bool:
-        """Whether no byte goes to two places."""
+        """Return whether no byte goes to two parts."""
         return all(offset + len(out) <= later for (offset, out), (later, _) in pairwise(self.parts))
 
     def fill(self, at: int, read_into: Callable[[memoryview], int]) -> int:
-        """Have the bytes that come from ``at`` on written into the parts. Returns where they ended, early or not."""
+        """Read the bytes from ``at`` on into the parts. Return where the bytes end, which may be early."""
         unwanted = memoryview(b"")
         if not self._is_disjoint():
             piece = memoryview(bytearray(PIECE_BYTES))
@@ -64,7 +66,7 @@ class RequestRange:
 
 
 def spans_of(ranges: Sequence[Range]) -> list[RequestRange]:
-    """The requests that fetch these ranges."""
+    """Return the requests that fetch these ranges."""
     found: list[RequestRange] = []
     for offset, out in sorted((each for each in ranges if len(each[1])), key=lambda each: each[0]):
         end = offset + len(out)
