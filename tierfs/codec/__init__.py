@@ -1,4 +1,4 @@
-"""Pure functions between raw and encoded bytes."""
+"""Pure functions that encode and decode blocks, and that find the tensors of a file."""
 
 from tierfs.codec.blocks import Codec, Coding, Reason, decode_block, encode_block, encode_blocks
 from tierfs.codec.layout.elements import Span, spans

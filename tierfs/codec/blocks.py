@@ -1,8 +1,8 @@
-"""Encode and decode one block, each codec by its own module.
+"""Encode and decode one block. Each codec has a module of its own.
 
-FORMAT.md, "Codecs". Pure functions over buffers, which may be of any length and alignment; every size is bounded
-before anything is allocated. The modules with numbers are imported when they are needed: they bring numpy, and
-importing the package must not.
+FORMAT.md, "Codecs". Pure functions over buffers of any length and alignment. Every size is bounded before memory is
+allocated. Modules that need numpy are imported on their first use, since importing this package must not import
+numpy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 __all__ = ["Codec", "Coding", "Reason", "decode_block", "encode_block", "encode_blocks"]
 
 PROBE_BYTES = 16 * 1024
-# zstd must shrink a block to this share, or the time it takes is not worth it: plain zstd wins 8 % on
-# dense floats, at a tenth of the speed of a disk, and far more on text, indices and zeros.
+# zstd must shrink a block to this share, or it is not worth the time. Plain zstd saves 8 % of dense floats, at a
+# tenth of a disk's speed, and far more of text, indices and zeros.
 WORTH = 0.75
 
 
@@ -37,11 +37,12 @@ class Codec(enum.IntEnum):
 
     @property
     def base_factor(self) -> int:
-        """How many bytes of a base it needs for each byte of a block."""
+        """Bytes of base that the codec needs for each byte of a block."""
         return _BASE_FACTORS.get(self, 0)
 
 
-# Looking at blocks together takes a fifth of the time to encode one. With more, their encoded bytes are in no cache any more.
+# The survey of several blocks takes a fifth of the time to encode one. With more blocks, the caches no longer hold
+# them.
 _TOGETHER = 4
 _OF_PLANES = frozenset({Codec.PLANE, Codec.DPLANE})
 _BASE_FACTORS = {Codec.DPLANE: 1, Codec.SPARSE: 1, Codec.DERIVE: 2}
@@ -49,7 +50,7 @@ _KNOWN = frozenset(Codec)
 
 
 class Reason(enum.IntEnum):
-    """Why a block has its codec. The number is stored in the envelope, for a person."""
+    """Why a block has its codec. The number is stored in the envelope, for people to read."""
 
     NOT_STATED = 0
     DELTA = 1
@@ -60,10 +61,10 @@ class Reason(enum.IntEnum):
 
 
 class Coding(NamedTuple):
-    """How a block is to be encoded: a wish, which `encode_block` grants where it pays.
+    """How a block should be encoded. `encode_block` follows it where it pays.
 
     Attributes:
-        codec: CONST asks for nothing: it is found by itself.
+        codec: CONST requests nothing, since `encode_block` finds constant blocks by itself.
         width: Bytes of an element, 1, 2, 4 or 8, for PLANE, DPLANE and SPARSE.
     """
 
@@ -72,29 +73,29 @@ class Coding(NamedTuple):
 
     @property
     def together(self) -> int:
-        """How many blocks `encode_blocks` takes at once: as many as are best looked at together."""
+        """How many blocks `encode_blocks` best encodes at once; it accepts no more."""
         return _TOGETHER if self.codec in _OF_PLANES else 1
 
 
 def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int]:
     """Encode one block.
 
-    A block that is one element repeated becomes CONST, whatever was asked for. SPARSE becomes DPLANE where too many
-    elements differ, DERIVE becomes PLANE where the block does not follow from its base, and everything becomes STORE
-    where it does not pay.
+    A block that repeats one element becomes CONST, whatever the coding. SPARSE becomes DPLANE if too many elements
+    differ. DERIVE becomes PLANE if the block does not follow from its base. Every codec becomes STORE if it does
+    not pay.
 
     Args:
         raw: The block, 1 byte to 1 MiB. Borrowed, as are the others.
         coding: The coding to try.
-        base: The block's reference: as long as ``raw`` for DPLANE and SPARSE, twice as long for DERIVE.
+        base: The block's base: as long as ``raw`` for DPLANE and SPARSE, twice as long for DERIVE.
         out: At least as long as ``raw``, and not overlapping it. Undefined behind the encoded bytes.
 
     Returns:
-        The codec, and how many encoded bytes are in ``out``: fewer than ``raw`` has, or for STORE as many, and then
-        they are those of ``raw`` and ``out`` is undefined.
+        The codec, and the number of encoded bytes in ``out``, fewer than in ``raw``. For STORE it is the length of
+        ``raw``, whose bytes are the encoded ones, and ``out`` is undefined.
 
     Raises:
-        InvalidInputError: The codec needs a base, and this is none.
+        InvalidInputError: A length or the width is invalid, or the codec needs a base that is not given.
     """
     (found,) = encode_blocks([raw], coding, [base], [out])
     return found
@@ -103,18 +104,13 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
 def encode_blocks(
     raws: Sequence[memoryview], coding: Coding, bases: Sequence[memoryview | None], outs: Sequence[memoryview]
 ) -> list[tuple[Codec, int]]:
-    """Encode blocks of one length, each as `encode_block` does, but sooner: numpy takes as long to begin as for what there is to do with one.
+    """Encode blocks of one length, each as `encode_block` does, but faster: a call of numpy costs as much as its work.
 
-    They are looked at together, so those that are not alike, as of different tensors, may come out larger than by themselves.
-
-    Args:
-        raws: The blocks; at most `Coding.together` of them.
-        coding: The coding to try with all of them.
-        bases: The reference of each.
-        outs: For each block.
+    At most `Coding.together` blocks. They share one survey, so unlike blocks, for example of different tensors, may
+    come out larger than alone.
 
     Raises:
-        InvalidInputError: As of `encode_block`; or the blocks are not of one length, or more than may be encoded together.
+        InvalidInputError: As in `encode_block`; also if the blocks differ in length, or are too many.
     """
     from tierfs.codec.scratch import lent  # noqa: PLC0415 - see the module's description
 
@@ -130,16 +126,17 @@ def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryv
     """Decode one block. Does not verify its digest.
 
     Args:
-        codec: As the block table says.
+        codec: As in the block table.
         encoded: The encoded bytes. Borrowed, as are the others.
-        out: Exactly as long as the block's raw bytes. Every byte is written, or there is an error and it is undefined.
-        base: The block's reference, if its chunk has bases: as long as ``out`` for DPLANE and SPARSE, twice as long for
-            DERIVE, and not overlapping it. Others ignore it.
-        where: The block's place in messages.
+        out: Exactly as long as the block's raw bytes. Every byte is written. After an error its content is
+            undefined.
+        base: The block's base, if its chunk has one: as long as ``out`` for DPLANE and SPARSE, twice as long for
+            DERIVE, and not overlapping it. Other codecs ignore it.
+        where: The block's place, for messages.
 
     Raises:
-        CorruptionError: The bytes do not decode to that size.
-        FormatError: The codec is unknown, or needs another base.
+        CorruptionError: The bytes do not decode to this size.
+        FormatError: The codec is unknown, or needs a base of another length.
     """
     try:
         _decode(codec, encoded, out, base, where)
@@ -250,7 +247,7 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
     reference = memoryview(b"") if base is None else base
     if factor and len(reference) != factor * len(out):
         raise FormatError(f"{where}: codec {codec} with {len(reference)} bytes of base for {len(out)}", path=where)
-    # Only the one that is needed: `import` takes 20 us a block for all of them, out of the caches.
+    # Import only the module that is needed: importing all of them takes 20 us a block while the caches are cold.
     with lent():
         if codec == Codec.PLANE:
             from tierfs.codec.planes.planes import decode_plane  # noqa: PLC0415

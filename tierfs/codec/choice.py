@@ -1,4 +1,4 @@
-"""Which codec a tensor gets: tried on a sample of it, not guessed. Pure functions."""
+"""Choose the codec of a tensor by encoding a sample of it. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from tierfs.codec.blocks import Codec, Coding, encode_block
 __all__ = ["DELTA_WORTH", "SAMPLE_BYTES", "Choice", "choose", "sample_of"]
 
 SAMPLE_BYTES = 128 << 10
-# A delta is read together with its base, so it has to be that much smaller than what needs none. docs/decisions/0019.
+# A read of a delta also reads its base, so a delta may have at most this share of the standalone size.
+# docs/decisions/0019.
 DELTA_WORTH = 0.85
-# If nothing follows from the base, hardly any bytes that are no numbers are the same; chance makes 1 in 256 the same.
+# In unrelated data 1 byte in 256 is equal by chance. Below this share, differences of plain bytes do not pay.
 BYTES_EQUAL = 0.05
-# SPARSE is slow to make, and no smaller than DPLANE, where more elements differ.
+# SPARSE is slow to encode. Below this share of equal elements it is no smaller than DPLANE.
 SPARSE_EQUAL = 0.6
 _STORE = Coding(Codec.STORE)
 
 
 class Choice(NamedTuple):
-    """The findings about a tensor.
+    """The results of the trials with a tensor.
 
     Attributes:
-        static: How to encode it by itself.
-        static_ratio: Encoded over raw bytes, that way.
-        delta: How to encode it against a base, if that is worth it.
-        delta_ratio: Encoded over raw bytes, that way; ``None`` if there was no base to try.
+        static: How to encode it alone.
+        static_ratio: Encoded over raw bytes, alone.
+        delta: How to encode it against a base; None if that does not pay.
+        delta_ratio: Encoded over raw bytes, against a base; None if no base was tried.
     """
 
     static: Coding
@@ -38,16 +39,16 @@ class Choice(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """The share of the raw size that a base saves; nothing where it is not worth it or there was none."""
+        """The share of the raw size that a base saves; 0 if a delta does not pay or was not tried."""
         return 0.0 if self.delta is None or self.delta_ratio is None else self.static_ratio - self.delta_ratio
 
     def alone(self) -> Choice:
-        """The same without what was found out of a base."""
+        """Return the choice without the results of a base."""
         return self._replace(delta=None, delta_ratio=None)
 
 
 def sample_of(length: int) -> tuple[int, int]:
-    """Where in a chunk of this length the sample lies: start and length, whole elements of any width."""
+    """Return offset and length of the sample in a chunk of this length. It begins at an element of any width."""
     count = min(length, SAMPLE_BYTES)
     return (length - count) // 2 // 8 * 8, count
 
@@ -55,15 +56,15 @@ def sample_of(length: int) -> tuple[int, int]:
 def choose(
     sample: memoryview, *, kind: str, width: int, base: memoryview | None, allowed: Container[Codec], out: memoryview
 ) -> Choice:
-    """Try what may pay.
+    """Encode a sample with each codec that may pay, and return the best ones.
 
     Args:
         sample: Some of the tensor's bytes, at most 1 MiB, from the beginning of an element on.
-        kind: Its elements': ``"float"``, ``"integer"`` or ``"bytes"``.
-        width: An element's, in bytes.
-        base: The same part of what it may be encoded against.
-        allowed: Codecs that may be chosen; STORE always may.
-        out: Scratch, at least as long as the sample.
+        kind: Of its elements: ``"float"``, ``"integer"`` or ``"bytes"``.
+        width: Bytes of an element.
+        base: The same part of the possible base, or None.
+        allowed: Codecs that may be chosen. STORE always may.
+        out: Scratch memory, at least as long as the sample.
     """
     planes, frame = Coding(Codec.PLANE, width), Coding(Codec.ZSTD)
     candidates = {"float": [planes], "integer": [frame, planes]}.get(kind, [frame])
@@ -91,11 +92,11 @@ def _ratio(
     sample: memoryview, coding: Coding, base: memoryview | None, allowed: Container[Codec], out: memoryview
 ) -> float:
     codec, length = encode_block(sample, coding, base, out)
-    return length / len(sample) if codec in allowed else 1.0  # another one may fit better, which would not be taken
+    return length / len(sample) if codec in allowed else 1.0  # `encode_block` fell back to a codec that is not allowed
 
 
 def _equal(sample: memoryview, base: memoryview, width: int) -> float:
-    """The part of the elements that are the same."""
+    """Return the share of equal elements."""
     count = len(sample) // width
     if not count:
         return 0.0

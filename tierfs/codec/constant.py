@@ -1,4 +1,4 @@
-"""Blocks that are one element again and again. FORMAT.md, "Codecs"."""
+"""Blocks that repeat one element. FORMAT.md, "Codecs"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROBE_BYTES = 64
 
 
 def constant_element(raw: memoryview) -> bytes | None:
-    """The shortest element that repeated makes the block, if that is shorter than the block."""
+    """Return the shortest element that the block repeats, or None if there is none that is shorter than the block."""
     head = bytes(raw[:_PROBE_BYTES])
     for width in WIDTHS:
         element = head[:width]
@@ -27,7 +27,7 @@ def decode_constant(encoded: memoryview, out: memoryview) -> None:
     """Fill ``out`` with the element.
 
     Raises:
-        DamageError: It is none.
+        DamageError: ``encoded`` is not as long as an element.
     """
     if len(encoded) not in WIDTHS:
         raise DamageError(f"a constant of {len(encoded)} bytes")

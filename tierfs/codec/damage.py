@@ -1,4 +1,4 @@
-"""How the decoders say that encoded bytes are wrong."""
+"""The error by which the decoders report wrong bytes."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["DamageError"]
 
 
 class DamageError(Exception):
-    """Encoded bytes that break a rule of FORMAT.md; `decode_block` adds where they lie."""
+    """Encoded bytes break a rule of FORMAT.md. `decode_block` adds their place and raises `CorruptionError`."""

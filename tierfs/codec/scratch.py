@@ -1,7 +1,7 @@
-"""Elements of a block as arrays, and memory for them that the next block uses again.
+"""View a block's elements as arrays, and keep scratch memory for the next block.
 
-Fresh memory is an order of magnitude slower than the work that is done in it: the kernel zeroes it page by page
-when it is first touched.
+Fresh memory takes ten times as long as the work that is done in it: the kernel zeroes each page when a thread first
+touches it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from tierfs.digest import BLOCK_BYTES
 __all__ = ["Elements", "elements_of", "lent", "scratch"]
 
 Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
-"""Elements of 1, 2, 4 or 8 bytes, taken for unsigned integers."""
+"""Elements of 1, 2, 4 or 8 bytes, as unsigned integers."""
 
 _Memory: TypeAlias = dict[str, NDArray[np.uint8]]
 
-# How many of those that were lent at once are kept, of up to 8 MiB each.
+# How many free sets of scratch memory are kept, of up to 8 MiB each.
 KEPT_MAX = 16
 _local = threading.local()
 _free: list[_Memory] = []
 
 
 def elements_of(data: memoryview, width: int) -> Elements:
-    """The whole elements in ``data``: a view, that may be unaligned, and is writable if ``data`` is."""
+    """Return a view of the whole elements in ``data``. It may be unaligned, and is writable if ``data`` is."""
     return np.frombuffer(data, f"<u{width}", len(data) // width)
 
 
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
-    """Have this thread work, in a ``with`` block, in memory that another one has worked in: where many encode or decode, few do so at once."""
+    """Lend this thread a set of scratch memory for a ``with`` block.
+
+    Threads use each other's sets again: of many threads that encode or decode, few do so at once.
+    """
     memory: _Memory
     try:
         memory = _free.pop()
@@ -52,9 +55,11 @@ def lent() -> Iterator[None]:
 
 
 def scratch(name: str, width: int, count: int) -> Elements:
-    """``count`` elements of unknown content, this thread's until it asks for the same ``name`` again, or what was `lent` ends.
+    """Return ``count`` elements of undefined content, which lie in this thread's memory for ``name``.
 
-    At most 1 MiB for each of a dozen names. What is begun under one must be done with before anything else uses it, in whichever module.
+    They are valid until the thread asks for the same ``name`` again, or its `lent` block ends. Each of a dozen
+    names has at most 1 MiB. All modules share the names: finish with the memory of a name before calling code that
+    uses the name, too.
     """
     assert count * width <= BLOCK_BYTES
     memory = _memory()

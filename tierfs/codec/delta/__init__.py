@@ -1,1 +1,1 @@
-"""Codecs against a base: differences, sparse differences, and what follows from the base."""
+"""Codecs against a base: differences, sparse differences, and elements that follow from the base."""

@@ -1,4 +1,4 @@
-"""Elements that follow from those of a base: nothing of them is stored, but of those that do not follow. FORMAT.md, "Codecs"."""
+"""Elements that follow from those of a base. Only the exceptions are stored. FORMAT.md, "Codecs"."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _BFLOAT16 = 1
 _WIDTH = 2
 _NAN = 0x7FFF
 _PIECE = 1 << 18
-# Where more do not follow, it is no copy: a few small tensors among others that are, or nothing but chance.
+# With more exceptions the block is not a copy of the base: only small tensors in it match, or elements by chance.
 _DENSE = 0.25
 
 
 def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | None:
-    """Encode bfloat16 numbers that are the rounded float32 ones of ``base``, twice as long, as DERIVE.
+    """Encode bfloat16 elements as DERIVE, if most are the rounded float32 elements of ``base``, twice as long.
 
-    What is stored of the others is what they are.
+    The exceptions are stored as they are.
 
     Returns:
-        The encoded length; ``None`` where too many of them are not.
+        The encoded length; None if there are too many exceptions, or if the encoding does not pay.
     """
     elements = elements_of(raw, _WIDTH)
     writer = PlaneWriter(raw, _WIDTH, out, _HEAD.size, 1 + _WIDTH)
@@ -51,7 +51,7 @@ def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> No
     """Decode a DERIVE block into ``out``.
 
     Raises:
-        DamageError: It is none, or not of this size.
+        DamageError: ``encoded`` is not a DERIVE block of this size.
     """
     if len(encoded) < _HEAD.size:
         raise DamageError("cut short")
@@ -70,14 +70,14 @@ def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> No
 
 
 def derive(base: memoryview, elements: Elements) -> None:
-    """Fill in the elements that follow from those of ``base``, of which there are as many."""
+    """Fill in the elements that follow from those of ``base``, one for each."""
     sources = elements_of(base, 2 * _WIDTH)
     for at in range(0, elements.size, _PIECE):
         _round(sources[at : at + _PIECE], elements[at : at + _PIECE])
 
 
 def _round(sources: Elements, target: Elements) -> None:
-    """Bfloat16 of float32, rounded to the nearest, ties to even: overflow becomes infinity, as it should."""
+    """Round float32 to bfloat16, to the nearest, ties to even: overflow becomes infinity, as it should."""
     sources = sources[: target.size]
     sums = scratch("wide", 2 * _WIDTH, sources.size)
     np.right_shift(sources, 16, out=sums)

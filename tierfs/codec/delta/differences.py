@@ -1,7 +1,8 @@
 """Elements as differences to those of a base, in byte planes.
 
-Two states of one tensor differ little, so the difference of their bit patterns is a small number, and the zigzag puts
-its sign last: the upper planes become zeros. Subtracting beats XOR by 3 to 23 % of the bytes. FORMAT.md, "Codecs".
+Two states of one tensor differ little, so the difference of their bit patterns is a small number. The zigzag puts
+its sign last, so the upper planes become zeros. Subtraction beats XOR by 3 to 23 % of the bytes. FORMAT.md,
+"Codecs".
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ __all__ = ["decode_difference", "difference", "encode_differences"]
 def encode_differences(
     raws: Sequence[memoryview], width: int, bases: Sequence[memoryview], outs: Sequence[memoryview]
 ) -> list[int | None]:
-    """Encode blocks, all as long, as DPLANE against a base for each; return the encoded lengths, ``None`` where it does not pay.
+    """Encode blocks of one length as DPLANE, each against its base. Return the lengths; None where it does not pay.
 
-    They are looked at together, as those of `encode_planes` are.
+    The blocks share one survey, as in `encode_planes`.
     """
     pairs, references = (pairs_of([elements_of(data, width) for data in each]) for each in (raws, bases))
     order, looks = _order_of(pairs, references)
@@ -45,7 +46,7 @@ def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) ->
     """Decode a DPLANE block into ``out``.
 
     Raises:
-        DamageError: It is none, or not of this size.
+        DamageError: ``encoded`` is not a DPLANE block of this size.
     """
     width, order = decode_head(encoded, PlaneOrder.ZIGZAG)
     elements = elements_of(out, width)
@@ -59,13 +60,13 @@ def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) ->
 
 
 def difference(raw: memoryview, width: int, base: memoryview) -> Elements:
-    """Elements less those of the base, modulo their range."""
+    """Return the elements minus those of the base, modulo 2^(8 * width), in scratch memory."""
     elements = elements_of(raw, width)
     return np.subtract(elements, elements_of(base, width), out=scratch("elements", width, elements.size))
 
 
 def _order_of(pairs: Elements, references: Elements) -> tuple[PlaneOrder, list[PlaneFit]]:
-    """The bits to zigzag, by some differences: no more than the upper 16 bits of wide numbers, if all below are noise."""
+    """Choose the bits to zigzag by sampled differences: of wide elements only the upper 16 if all below are noise."""
     lower = pairs.itemsize - 2
     if lower > 0:
         looks = looks_of(pairs, PlaneOrder.ZIGZAG, references)

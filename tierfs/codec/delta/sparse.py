@@ -1,6 +1,6 @@
-"""Only the elements that differ from the base: how far apart they are, and by how much they differ.
+"""Store only the elements that differ from the base: the gaps between them, and their differences.
 
-For rows of embeddings and bfloat16 weights, of which one step changes few. FORMAT.md, "Codecs".
+For rows of embeddings and for bfloat16 weights: one step changes few of them. FORMAT.md, "Codecs".
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from tierfs.codec.scratch import elements_of, scratch
 __all__ = ["decode_sparse", "encode_sparse"]
 
 _HEAD = struct.Struct("<BBII")
-# Measured on bfloat16 weights: from somewhere between 10 and 30 % on, planes of all differences are smaller and faster.
+# Measured on bfloat16 weights: from 10 to 30 % on, planes of all differences are smaller and faster.
 _DENSE = 0.25
 
 
 def encode_sparse(raw: memoryview, width: int, base: memoryview, out: memoryview) -> int | None:
-    """Encode a block as SPARSE against ``base``; return the encoded length, ``None`` where too many elements differ."""
+    """Encode a block as SPARSE against ``base``.
+
+    Returns:
+        The encoded length; None if too many elements differ, or if the encoding does not pay.
+    """
     writer = PlaneWriter(raw, width, out, _HEAD.size, 1 + width)
     numbers = difference(raw, width, base)
     differs = np.not_equal(numbers, 0, out=scratch("flags", 1, numbers.size).view(np.bool_))
@@ -44,7 +48,7 @@ def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> Non
     """Decode a SPARSE block into ``out``.
 
     Raises:
-        DamageError: It is none, or not of this size.
+        DamageError: ``encoded`` is not a SPARSE block of this size.
     """
     if len(encoded) < _HEAD.size:
         raise DamageError("cut short")

@@ -1,1 +1,1 @@
-"""Where the tensors of a file lie, by the table that the file itself has."""
+"""Find the tensors of a file by the file's own table."""

@@ -1,4 +1,4 @@
-"""Where which elements lie in a file, by the file's own table: safetensors, ``torch.save``. Nothing in it is run or believed."""
+"""Find the elements of a safetensors or ``torch.save`` file by its own table, which is neither run nor trusted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierfs.codec.layout.torch_zip import LOCAL, follow_torchzip
 
 __all__ = ["Span", "follow", "spans"]
 
-_START_BYTES = 9  # a safetensors file's length of its header, and the first character of that
+_START_BYTES = 9  # the length of a safetensors header, and its first character
 _PIECE_BYTES = 1 << 16
 
 
@@ -20,10 +20,10 @@ class Span(NamedTuple):
 
     Attributes:
         start: Offset of the first byte.
-        stop: Behind the last one.
-        width: Bytes of an element: 1, 2, 4 or 8; 1 also where it is not known, or no number.
-        name: The tensor's, unique in the file; for a storage of ``torch.save`` its record's, as ``data/3``. Empty for what
-            is no tensor: headers, padding.
+        stop: Offset behind the last byte.
+        width: Bytes of an element: 1, 2, 4 or 8. 1 also if the bytes are unknown or not numbers.
+        name: The tensor's name, unique in the file; for ``torch.save`` the record of its storage, as ``data/3``.
+            Empty for headers and padding.
         kind: "float", "integer" or "bytes".
     """
 
@@ -35,24 +35,25 @@ class Span(NamedTuple):
 
 
 def follow() -> Steps:
-    """Read a file of any known format."""
+    """Yield the steps to read a file of any known format."""
     start = yield Read(_START_BYTES)
     yield from (follow_torchzip if start.startswith(LOCAL) else follow_safetensors)(start)
 
 
 def spans(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
-    """The elements of a file.
+    """Return the elements of a file.
 
     Args:
-        read: Fills a buffer from an offset of the file on. If the file's kind is known, its tables are read, about 100
-            bytes for each record of ``torch.save``; of any other, a few bytes.
-        length: The file's, in bytes.
+        read: Fills a buffer from an offset of the file on. Called for the tables of a known format, about 100 bytes
+            for each record of ``torch.save``; for a few bytes of any other file.
+        length: Bytes of the file.
 
     Returns:
-        In order, without gaps, covering the file exactly. Nothing for a file that nobody knows, that is damaged or lies.
+        In order, without gaps, covering the file exactly. Empty if the format is unknown, or the table is damaged
+        or false.
 
     Raises:
-        Exception: Raised by ``read``.
+        Exception: ``read`` raised it.
     """
     steps = follow()
     found: list[Span] = []
@@ -82,14 +83,14 @@ def spans(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
 
 
 def _fill_up(found: list[Span], to: int) -> None:
-    """Cover what lies between the last tensor and ``to``."""
+    """Cover the bytes from the last tensor to ``to``."""
     at = found[-1].stop if found else 0
     if at < to:
         found.append(Span(at, to, BYTES.width, "", BYTES.kind))
 
 
 def _read(read: Callable[[int, memoryview], None], at: int, length: int, request: Read | ReadTo) -> bytes | None:
-    """The requested element; ``None`` if it is not there."""
+    """Return the requested bytes; None if the file does not have them."""
     most = min(request.length, length - at)
     if isinstance(request, Read):
         if request.length > most:

@@ -1,4 +1,4 @@
-"""Safetensors files as bytes: their table, read without believing it, and where each tensor lies.
+"""Safetensors files as bytes: read their table without trusting it, and find each tensor.
 
 Format: https://github.com/huggingface/safetensors (README, "Format").
 """
@@ -18,7 +18,7 @@ __all__ = ["ELEMENTS", "HEADER_BYTES_MAX", "METADATA_NAME", "HeaderEntry", "foll
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors library reads."""
 METADATA_NAME = "__metadata__"
-"""The header's key for its own notes, so that no tensor can have it."""
+"""The header's key for metadata, which therefore is not a tensor's name."""
 ELEMENTS: Mapping[str, Element] = {
     **{name: Element(size, size, "float") for name, size in {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.items()},
     **{f"F8_{name}": Element(1, 1, "float") for name in ("E5M2", "E4M3", "E8M0", "E4M3FN", "E4M3FNUZ", "E5M2FNUZ")},
@@ -26,20 +26,21 @@ ELEMENTS: Mapping[str, Element] = {
     "BOOL": Element(1, 1, "integer"),
     "C64": Element(8, 4, "float"),
 }
-"""The format's dtypes that consist of whole bytes."""
+"""The format's dtypes with elements of whole bytes."""
 _LENGTH_BYTES = 8
 _DIMENSIONS_MAX = 64
 _INTEGER_MAX = (1 << 63) - 1
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor or object as the header has it.
+    """A tensor or object in the header.
 
     Attributes:
         name: Unique in the file.
         dtype: The format's name for it.
         shape: Rows first.
-        at: Offset in bytes: in the header, from its end on; before there is one, in the run that it lies in.
+        at: Offset in bytes. In a header it counts from the header's end; before a header exists, from the start of
+            its run.
         length: In bytes.
     """
 
@@ -53,18 +54,18 @@ class HeaderEntry(NamedTuple):
 def read_table(
     read_into: Callable[[int, memoryview], None], length: int, where: str
 ) -> tuple[dict[str, HeaderEntry], int]:
-    """The header of a safetensors file.
+    """Read the header of a safetensors file.
 
     Args:
         read_into: Fills a buffer from an offset of the file on.
-        length: The file's, in bytes.
-        where: How to name it in errors.
+        length: Bytes of the file.
+        where: The file's name in errors.
 
     Returns:
-        By name, every tensor with its offset in the data; and where the data begins in the file.
+        Every tensor by name, with its offset in the data; and the offset of the data in the file.
 
     Raises:
-        CorruptionError: It is no such file, or one that says what cannot be.
+        CorruptionError: The file is not a safetensors file, or its table is false.
     """
     head = bytearray(_LENGTH_BYTES)
     if length >= _LENGTH_BYTES:
@@ -83,7 +84,7 @@ def read_table(
 
 
 def follow_safetensors(start: bytes) -> Steps:
-    """Read a file that begins with these 9 bytes."""
+    """Yield the steps to read a file that begins with these 9 bytes."""
     size = int.from_bytes(start[:_LENGTH_BYTES], "little")
     if not 1 < size <= HEAD_BYTES_MAX or start[_LENGTH_BYTES:] != b"{":
         return
@@ -99,7 +100,7 @@ def follow_safetensors(start: bytes) -> Steps:
 
 
 def _parse(text: bytes | bytearray, where: str) -> dict[str, HeaderEntry]:
-    """The tensors of a header, by name. They follow each other from offset 0 on."""
+    """Return a header's tensors by name. Check that they follow each other from offset 0 on."""
     try:
         table = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""How a file is read that has a table of its own: front to back, one step after the other, by whoever has its bytes.
+"""The steps to read a file that has a table of its own, from front to back.
 
-A reader is a generator. It yields what it wants next, and is sent the bytes, if it wanted any. So the same reader serves
-a file that is there (`tierfs.codec.layout.elements`) and one that is being written (`tierfs.store.write.cuts`). `Rest` is the last thing
-that it yields; if it ends before that, it does not understand what it was sent.
+A reader is a generator. It yields its next request, and is sent the bytes if it requested any. So the same reader
+serves an existing file (`tierfs.codec.layout.elements`) and one that is being written (`tierfs.store.write.cuts`).
+`Rest` is the last step. A reader that ends before it does not understand the bytes that it was sent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 __all__ = ["BYTES", "HEAD_BYTES_MAX", "Element", "Item", "Read", "ReadTo", "Rest", "Steps"]
 
 HEAD_BYTES_MAX = 4 << 20
-"""Size of a table that is held in memory and parsed. It is enough for tens of thousands of tensors."""
+"""Largest table that is held in memory and parsed. It is enough for tens of thousands of tensors."""
 
 
 class Element(NamedTuple):
@@ -21,7 +21,7 @@ class Element(NamedTuple):
 
     Attributes:
         size: Bytes of one element in the file.
-        width: Bytes of the numbers in it: half of that for a complex one.
+        width: Bytes of the numbers in it; half of ``size`` if it is complex.
         kind: "float", "integer" or "bytes".
     """
 
@@ -34,20 +34,20 @@ BYTES = Element(1, 1, "bytes")
 
 
 class Read(NamedTuple):
-    """The next ``length`` bytes are wanted."""
+    """Requests the next ``length`` bytes."""
 
     length: int
 
 
 class ReadTo(NamedTuple):
-    """The next bytes are wanted, up to and with ``mark``, which comes within ``length`` of them."""
+    """Requests the next bytes, up to and including ``mark``, which must come within ``length`` bytes."""
 
     mark: bytes
     length: int
 
 
 class Item(NamedTuple):
-    """The next ``length`` bytes are the tensor ``name``. They are not wanted."""
+    """States that the next ``length`` bytes are the tensor ``name``, and requests none of them."""
 
     name: str
     length: int
@@ -55,7 +55,7 @@ class Item(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """All that follows, if anything does, is no tensor's."""
+    """States that no tensor is in the rest of the file, which may be empty."""
 
 
 Steps: TypeAlias = Generator[Read | ReadTo | Item | Rest, bytes, None]

@@ -1,8 +1,9 @@
-"""Files of ``torch.save`` as bytes: which storage lies where, and what its elements are. Nothing of the pickle is run.
+"""Files of ``torch.save`` as bytes: find each storage and the type of its elements. The pickle is never run.
 
-Such a file is a zip archive without compression. The pickle is its first record, the storages follow, each padded so that
-its data begin at a multiple of 64 bytes. A record's size stands *behind* its data, so a storage's is taken from the pickle,
-which names each with its type and its number of elements, and held to what stands behind the data then.
+Such a file is a zip archive without compression. The pickle is its first record. The storages follow, each padded
+so that its data begin at a multiple of 64 bytes. A record's size stands *behind* its data. So a storage's size is
+taken from the pickle, which names each storage with its type and number of elements. It is then compared with the
+size behind the data.
 
 Format: torch/serialization.py (`_save`), torch's miniz; APPNOTE.TXT of zip, sections 4.3.7 and 4.3.9.
 """
@@ -28,8 +29,8 @@ _ENCRYPTED = 1
 _PICKLE = "data.pkl"
 _OTHERS_MAX = 16  # records that are neither the pickle nor a storage: a version, a byte order
 _OTHER_BYTES_MAX = 1 << 16
-_NAME_MAX = 256  # characters; longer ones are not torch's, and a pickle can double one with every opcode
-_OPCODES_MAX = 1_000_000  # a second's work: what has more in its pickle is cut as bytes of any kind
+_NAME_MAX = 256  # characters; torch writes no longer ones, and each opcode of a pickle can double a name
+_OPCODES_MAX = 1_000_000  # takes a second; a file with more opcodes is cut like one of unknown format
 
 _FLOATS = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2}
 _INTEGERS = {"Long": 8, "Int": 4, "QInt32": 4, "Short": 2}
@@ -43,7 +44,7 @@ _STORAGES: Mapping[str, Element] = {
     "torch QUInt2x4Storage": BYTES,
     "torch.storage UntypedStorage": BYTES,
 }
-# A dtype without a kind of storage is stored untyped, and rebuilt with the dtype.
+# A dtype without a storage class of its own is stored untyped, and rebuilt with the dtype.
 _REBUILD = "torch._utils _rebuild_tensor_v3"
 _DTYPE_ARGUMENT = 6
 _DTYPES: Mapping[str, Element] = {
@@ -60,7 +61,7 @@ class _Storage(NamedTuple):
 
 
 def follow_torchzip(start: bytes) -> Steps:
-    """Read a file that begins with these bytes, `LOCAL` first, 30 at most."""
+    """Yield the steps to read a file that begins with these bytes: `LOCAL` first, 30 at most."""
     name, is_empty = yield from _name(start + (yield Read(_HEADER.size - len(start))))
     if is_empty or not name.endswith(_PICKLE):
         return
@@ -73,7 +74,7 @@ def follow_torchzip(start: bytes) -> Steps:
     while signature == LOCAL and records_left:
         records_left -= 1
         name, is_empty = yield from _name(signature + (yield Read(_HEADER.size - len(signature))))
-        # Each once: what is there again is something else.
+        # Each storage once: a second record of its name is something else.
         storage = storages.pop(name.removeprefix(prefix), None) if name.startswith(prefix) else None
         if is_empty:
             signature = yield Read(len(LOCAL))
@@ -93,10 +94,10 @@ def follow_torchzip(start: bytes) -> Steps:
 
 
 def _name(header: bytes) -> Generator[Read, bytes, tuple[str, bool]]:
-    """Read on to where a record's data begin.
+    """Read up to the beginning of a record's data.
 
     Returns:
-        Its name, empty for a record that torch would not write; and whether it has no data, nor anything behind them.
+        The record's name, empty if torch would not write such a record; and whether neither data nor a size follow.
     """
     signature, flags, method, *sizes, name_length, extra_length = _HEADER.unpack(header)
     name = yield Read(name_length + extra_length)
@@ -107,9 +108,9 @@ def _name(header: bytes) -> Generator[Read, bytes, tuple[str, bool]]:
 
 
 def _check_size(length: int) -> Generator[Read, bytes, bytes]:
-    """Read on behind a record's data: checksum, size twice, signature of what follows. Returns that, or nothing."""
+    """Read a record's checksum, its size twice, and the next signature. Return that, or nothing if a size differs."""
     after = yield Read(16)
-    for size in (4, 8):  # bytes of a size: 8 where the record is large, or lies far behind
+    for size in (4, 8):  # bytes of a size: 8 if the record is large, or far into the file
         end = 4 + 2 * size
         after += yield Read(end + 4 - len(after))
         sizes = [int.from_bytes(after[4 : 4 + size], "little"), int.from_bytes(after[4 + size : end], "little")]
@@ -119,9 +120,9 @@ def _check_size(length: int) -> Generator[Read, bytes, bytes]:
 
 
 def storages_in(pickle: bytes) -> dict[str, _Storage]:
-    """The storages that a pickle of ``torch.save`` refers to, by the names of their records; those that can be told.
+    """Return the storages that a pickle of ``torch.save`` refers to, by the names of their records, as far as known.
 
-    The pickle's opcodes are followed with a stack of what matters here: strings, numbers, tuples, names of globals.
+    The opcodes run on a stack that holds only strings, numbers, tuples and names of globals.
     """
     machine = _Machine()
     try:
@@ -129,13 +130,13 @@ def storages_in(pickle: bytes) -> dict[str, _Storage]:
             if number == _OPCODES_MAX:
                 return {}
             machine.step(opcode, argument)
-    except (ValueError, LookupError, Warning):  # it is damaged, or no pickle; a warning is one where those are errors
+    except (ValueError, LookupError, Warning):  # damaged, or not a pickle; a warning, if warnings are errors
         return {}
     return machine.found
 
 
 class _Global(str):
-    """The name of a module and of something in it, with a space between."""
+    """The names of a module and of an attribute of it, with a space between."""
 
     __slots__ = ()
 
@@ -150,7 +151,7 @@ class _Machine:
         self._memo: dict[object, object] = {}
 
     def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
-        """Do what one opcode does, as far as it matters."""
+        """Follow one opcode, as far as it matters here."""
         name, stack = opcode.name, self._stack
         if name == "MARK":
             stack.append(_MARK)
@@ -165,7 +166,7 @@ class _Machine:
             stack.extend([self._made(name, argument, taken)] * len(opcode.stack_after))
 
     def _take(self, wanted: list[pickletools.StackObject]) -> list[object]:
-        """Take off the stack what an opcode consumes."""
+        """Pop the values that an opcode consumes."""
         count = len(wanted)
         if pickletools.markobject in wanted:
             mark = len(self._stack) - 1
@@ -179,7 +180,7 @@ class _Machine:
         return taken
 
     def _made(self, name: str, argument: Any, taken: list[object]) -> object:
-        """The value that an opcode leaves on the stack."""
+        """Return the value that an opcode pushes."""
         if not taken:
             return argument if name != "EMPTY_TUPLE" else ()
         if name == "TUPLE":
@@ -198,7 +199,7 @@ class _Machine:
         return None
 
     def _refer(self, what: object) -> object:
-        """Note a reference to a storage. Returns the name of its record."""
+        """Note a reference to a storage. Return the name of the storage's record."""
         match what:
             case ("storage", _Global() as kind, str() as key, _, int() as count) if (
                 count >= 0 and kind in _STORAGES and len(key) <= _NAME_MAX
@@ -210,7 +211,7 @@ class _Machine:
         return None
 
     def _rebuild(self, function: object, arguments: object) -> None:
-        """Learn an untyped storage's dtype from the first tensor in it."""
+        """Set an untyped storage's dtype by the first tensor in it."""
         if function != _REBUILD or not isinstance(arguments, tuple) or len(arguments) <= _DTYPE_ARGUMENT:
             return
         record, dtype = arguments[0], arguments[_DTYPE_ARGUMENT]

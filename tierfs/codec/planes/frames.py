@@ -1,4 +1,4 @@
-"""Zstandard frames of a known size, and how hard they are worked for."""
+"""Zstandard frames of a known size, and their compression parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _local = threading.local()
 
 
 def compress(data: Buffer) -> bytes:
-    """A frame of bytes that are no numbers: text, code, indices."""
+    """Compress bytes that are not numbers, such as text, code or indices, to a frame."""
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
         compressor = _local.compressor = zstandard.ZstdCompressor(level=1)
@@ -23,19 +23,20 @@ def compress(data: Buffer) -> bytes:
 
 
 def pack_plane(data: Buffer) -> bytes:
-    """A frame of one byte plane: zstd as a Huffman coder, which hardly looks for matches.
+    """Compress one byte plane to a frame, with zstd as a Huffman coder that hardly looks for matches.
 
     Measured on exponents of training states: smaller than at levels 1 to 3, and three times as fast as level 1.
     """
     packer: zstandard.ZstdCompressor | None = getattr(_local, "packer", None)
     if packer is None:
         parameters = zstandard.ZstdCompressionParameters(
-            window_log=15,  # and so blocks of 32 KiB, each with a code of its own: small tensors in a row have other exponents
+            # Blocks of 32 KiB, each with its own code: small adjacent tensors have different exponents.
+            window_log=15,
             hash_log=6,
             chain_log=6,
             search_log=1,
             min_match=7,
-            target_length=0,  # with more, this strategy switches its Huffman coder off
+            target_length=0,  # above 0, this strategy switches its Huffman coder off
             strategy=zstandard.STRATEGY_FAST,
         )
         packer = _local.packer = zstandard.ZstdCompressor(compression_params=parameters)
@@ -43,13 +44,13 @@ def pack_plane(data: Buffer) -> bytes:
 
 
 def decompress(frame: memoryview, size: int) -> bytes:
-    """The content of a frame of ``size`` bytes.
+    """Return the content of a frame, of ``size`` bytes.
 
     Raises:
-        DamageError: It is not exactly one frame that states this size and holds it.
+        DamageError: ``frame`` is not exactly one frame that states this size and holds it.
     """
     try:
-        # The frame's own claim is checked first: a bomb never gets memory on its header's word.
+        # Check the stated size first, so that no memory is allocated for a decompression bomb.
         if zstandard.frame_content_size(frame) != size:
             raise DamageError(f"a frame that is not of {size} bytes")
         decoded: bytes = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)

@@ -1,4 +1,4 @@
-"""Where in a block some elements are: how far apart. FORMAT.md, "Codecs", gaps."""
+"""Positions of elements in a block, stored as the gaps between them. FORMAT.md, "Codecs", gaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SKIP = 255
 
 
 def gaps_of(positions: NDArray[np.intp]) -> Elements:
-    """How many elements lie before each position, back to the one before: 255 for so many, then what is left."""
+    """Return how many elements lie between each position and the one before: a byte 255 for each 255, then the rest."""
     gaps = positions.astype(np.uint32)
     gaps[1:] -= gaps[:-1] + 1
     skips = gaps // _SKIP
@@ -28,7 +28,7 @@ def gaps_of(positions: NDArray[np.intp]) -> Elements:
 
 
 def check_gaps(count: int, gap_bytes: int, size: int) -> None:
-    """Check that so many positions among ``size`` elements can take so many bytes, before anything is allocated for them.
+    """Check that ``count`` positions in ``size`` elements may take ``gap_bytes`` bytes, before memory is allocated.
 
     Raises:
         DamageError: They cannot.
@@ -38,10 +38,10 @@ def check_gaps(count: int, gap_bytes: int, size: int) -> None:
 
 
 def positions_of(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
-    """The positions, in order.
+    """Return the positions, in order.
 
     Raises:
-        DamageError: They are not so many, or not among ``size`` elements.
+        DamageError: There are not ``count`` of them, or one is not among ``size`` elements.
     """
     ends = gaps != _SKIP
     after = np.cumsum(gaps + ends, dtype=np.intp)
@@ -53,7 +53,10 @@ def positions_of(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
 
 
 def rare_positions(flags: Elements) -> NDArray[np.intp]:
-    """Where a multiple of eight bytes, 0 or 1, is 1; fastest where that is rare: words of eight are looked at first."""
+    """Return the positions of the ones in ``flags``: bytes that are 0 or 1, a multiple of eight in number.
+
+    Fastest if ones are rare: words of eight bytes are tested first.
+    """
     words = flags.view("<u8")
     found = np.flatnonzero(words != 0)
     within = np.flatnonzero(words.take(found).view(np.bool_))

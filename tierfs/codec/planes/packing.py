@@ -1,8 +1,9 @@
-"""How the bytes of a plane are kept. FORMAT.md, "Codecs", planes.
+"""How the bytes of a plane are stored. FORMAT.md, "Codecs", planes.
 
-Exponents lie close together: a window of 16 values holds nearly all of them, so two go into one byte before zstd's Huffman
-coder sees them, which then has half as many bytes to do. Mantissas are noise, and stay as they are. Of differences the upper
-bytes are nearly all the same, and only the others are kept. Which of these a plane is, counts tell, of some of its bytes from all over it.
+Exponents lie close together, and a window of 16 values holds nearly all of them. So two go into one byte, and
+zstd's Huffman coder has half as many bytes to code. Mantissas are noise, and stay as they are. The upper bytes of
+differences are nearly all the same, and only the others are stored. Counts of some bytes from all over a plane tell
+these cases apart.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tierfs.digest import Buffer
 __all__ = ["WORTH", "Kept", "Mode", "PlaneCounts", "PlaneFit", "counts_of", "fit_of", "pack", "unpack", "unpack_wide"]
 
 WORTH = 0.97
-"""The share that a plane has to shrink to, and a block as well, or it is not worth the time to decode it."""
+"""A plane must shrink to this share, and so must a block, or it is not worth the time to decode it."""
 
 
 class Mode(enum.IntEnum):
-    """How a plane is kept. The number is stored in its head."""
+    """How a plane is stored. The number is stored in the plane's head."""
 
     RAW = 0
     CONSTANT = 1
@@ -40,32 +41,33 @@ class Mode(enum.IntEnum):
 
 
 Kept: TypeAlias = tuple[Mode, tuple[Buffer, ...]]
-"""How a plane is kept, and the parts of its data."""
+"""The mode of a stored plane, and the parts of its data."""
 
 _CODES_HEAD, _MOSTLY_HEAD = struct.Struct("<BI"), struct.Struct("<BII")
 _WINDOW = 16
-# Each byte outside of it takes five.
+# Each byte outside the window takes five bytes.
 _OUTSIDE_MAX = 0.005
-# Each byte that is not what most are takes two or three, no more than zstd makes of it in four times the time.
+# Each byte that differs from the most frequent one takes two or three bytes. zstd takes as many, and four times as
+# long.
 _OTHERS_MAX = 1 / 64
-# Where more are the same, zstd finds runs of them, and is as fast with all bytes.
+# If more bytes are the same, zstd finds runs of them, and is as fast on the whole bytes.
 _SAME_MAX = 0.9
-# Chi squared of 512 bytes of a plane that is left as it is. At 425, a Huffman coder could save 3 %.
+# Chi squared of 512 bytes of a plane that stays as it is. At 425, a Huffman coder could save 3 %.
 _CHI_SQUARED_MIN, _CHI_SQUARED_MAX = 150, 425
-# One in 256 random bytes is the same as the one before.
+# Of random bytes, one in 256 is the same as the byte before.
 _REPEATED_MAX = 0.05
-# Bit 7 of eight bytes, and by how much to shift the other bits of such bytes to get there.
+# Bit 7 of each of eight bytes, and the shifts that move their other bits there.
 _HIGHEST = np.uint64(0x8080808080808080)
 _SHIFTS = np.arange(7, 0, -1, dtype=np.uint64)[:, None]
 _SEVEN_PART = 64
 
 
 class PlaneFit(NamedTuple):
-    """The prospects of a plane.
+    """The mode that fits a plane.
 
     Attributes:
         mode: RAW, SEVEN, CODES, MOSTLY or FRAME.
-        first: Where the window begins, of CODES; the byte that most of them are, of MOSTLY.
+        first: For CODES the first value of the window, for MOSTLY the most frequent byte.
     """
 
     mode: Mode
@@ -76,13 +78,13 @@ class PlaneCounts(NamedTuple):
     """Counts of a plane's bytes, in some elements from all over the block.
 
     Attributes:
-        squares: The sum of the squares of how often each byte is there.
-        repeated: How many bytes the element behind has as well.
-        upper: How many are more than 127.
-        most: The first of those that are there most often.
-        most_count: How often that is.
-        first: Where the window begins that holds the most of them.
-        inside: How many it holds.
+        squares: The sum of the squared frequencies of all byte values.
+        repeated: How many bytes are the same in the next element.
+        upper: How many bytes are more than 127.
+        most: The most frequent value, and the lowest such one.
+        most_count: How often it occurs.
+        first: The first value of the window that holds the most bytes.
+        inside: How many bytes the window holds.
     """
 
     squares: int
@@ -98,7 +100,7 @@ def counts_of(pairs: Elements) -> list[PlaneCounts]:
     """Count the bytes of each plane, the most significant plane first.
 
     Args:
-        pairs: Rows of some element and the one behind it, from all over the block.
+        pairs: Rows of an element and the next one, from all over the block.
     """
     (size, _), width = pairs.shape, pairs.itemsize
     elements = pairs[:, 0].copy()
@@ -121,8 +123,9 @@ def counts_of(pairs: Elements) -> list[PlaneCounts]:
 
 
 def fit_of(found: PlaneCounts, size: int) -> PlaneFit:
-    """How to keep a plane, by what was counted of ``size`` of its bytes."""
-    # Chi squared: of random bytes 255, give or take 23; of random bytes among half as many, each is twice as often.
+    """Choose how to store a plane, by the counts of ``size`` of its bytes."""
+    # Chi squared of random bytes is 255, give or take 23. If only half of the values occur, each is twice as
+    # frequent.
     squared = found.squares * 256 / size - size
     is_seven = not found.upper
     if is_seven:
@@ -137,7 +140,7 @@ def fit_of(found: PlaneCounts, size: int) -> PlaneFit:
 
 
 def pack(plane: Elements, seen: PlaneFit) -> Kept:
-    """How the bytes of a plane are kept, and as which: perhaps its own."""
+    """Return the stored form of a plane. Its parts may be the plane's own memory."""
     if seen.mode == Mode.SEVEN:
         return _seven(plane)
     if seen.mode == Mode.CODES:
@@ -148,10 +151,13 @@ def pack(plane: Elements, seen: PlaneFit) -> Kept:
 
 
 def unpack(mode: int, data: memoryview, size: int, place: Elements | None = None) -> Elements:
-    """A plane of ``size`` bytes: a view of ``data``, or in ``place``; by default that is this thread's until it asks for another.
+    """Decode a plane of ``size`` bytes.
+
+    A raw plane is a view of ``data``, and a frame's is its own memory. All others lie in ``place``: by default
+    scratch memory of this thread, which is valid until the next plane.
 
     Raises:
-        DamageError: It is none.
+        DamageError: ``data`` is not a plane of this mode and size.
     """
     if mode == Mode.RAW and len(data) == size:
         return elements_of(data, 1)
@@ -172,10 +178,10 @@ def unpack(mode: int, data: memoryview, size: int, place: Elements | None = None
 
 
 def unpack_wide(mode: int, data: memoryview, out: Elements, shift: int) -> None:
-    """A plane as numbers of 2 bytes, shifted to the left by 7 or 8 bits; at once where that is less work.
+    """Decode a plane to 2-byte numbers, shifted left by 7 or 8 bits; in one step where that is less work.
 
     Raises:
-        DamageError: It is none.
+        DamageError: ``data`` is not a plane of this mode and size.
     """
     if mode == Mode.CODES and _CODES_HEAD.size < len(data) < out.size:
         _from_codes(data, out, shift)
@@ -183,7 +189,7 @@ def unpack_wide(mode: int, data: memoryview, out: Elements, shift: int) -> None:
         _from_mostly(data, out, shift)
     else:
         np.copyto(out, unpack(mode, data, out.size))
-        np.multiply(out, 1 << shift, out=out)  # three times as fast as it is to shift numbers of 2 bytes
+        np.multiply(out, 1 << shift, out=out)  # three times as fast as shifting 2-byte numbers
 
 
 def _frame(plane: Elements) -> Kept:
@@ -214,7 +220,7 @@ def _codes(plane: Elements, first: int) -> Kept:
     if positions.size > 2 * _OUTSIDE_MAX * size:
         return _frame(plane)
     codes[positions] = 0
-    # The code of every second byte to the upper half of the one before.
+    # Move the code of every second byte to the upper half of the byte before.
     pairs = codes.view("<u2")
     np.bitwise_or(pairs, np.right_shift(pairs, 4, out=flags.view("<u2")), out=pairs)
     packed = flags[: whole // 2]
@@ -225,7 +231,7 @@ def _codes(plane: Elements, first: int) -> Kept:
 
 
 def _from_codes(data: memoryview, out: Elements, shift: int = 0) -> None:
-    """Fill in bytes, or numbers of 2 bytes with as many shifted to the left."""
+    """Decode to bytes, or to 2-byte numbers that hold the bytes shifted left."""
     first, count = _CODES_HEAD.unpack_from(data)
     values = _CODES_HEAD.size + 4 * count
     start = values + count
@@ -240,13 +246,13 @@ def _from_codes(data: memoryview, out: Elements, shift: int = 0) -> None:
         raise DamageError(f"a byte at {positions.max()} of a plane of {out.size}")
     half, width = (out.size + 1) // 2, out.itemsize
     packed = elements_of(memoryview(frames.decompress(data[start:], half)), 1)
-    # Both codes of a byte go to their places in what will be two numbers, beside bits that are masked.
+    # Spread both codes of a byte over the memory of two numbers. The mask below removes the other bits.
     pairs = scratch("codes", 2 * width, half)
     np.copyto(pairs, packed)
     if width == 1:
         np.bitwise_or(pairs, np.left_shift(pairs, 4, out=scratch("flags", 2, half)), out=pairs)
     else:
-        np.multiply(pairs, (1 << shift) + (1 << shift + 12), out=pairs)  # nothing is carried: they are 12 bits apart
+        np.multiply(pairs, (1 << shift) + (1 << shift + 12), out=pairs)  # no bit is carried: they are 12 bits apart
     codes: Elements = pairs.view(out.dtype)[: out.size]
     np.bitwise_and(codes, (_WINDOW - 1) << shift, out=codes)
     np.add(codes, out.dtype.type(first << shift), out=out)
@@ -281,7 +287,7 @@ def _mostly(plane: Elements, most: int) -> Kept:
 
 
 def _from_mostly(data: memoryview, out: Elements, shift: int = 0) -> None:
-    """As `_from_codes`."""
+    """See `_from_codes`."""
     most, count, gap_bytes = _MOSTLY_HEAD.unpack_from(data)
     check_gaps(count, gap_bytes, out.size)
     values = _MOSTLY_HEAD.size + gap_bytes

@@ -1,10 +1,10 @@
 """Elements as byte planes: the first plane holds the most significant byte of every element, and so on.
 
-In training states the exponents fill one plane, which shrinks to a third, while the mantissas are noise, best left alone:
-two planes of noise are not even taken apart. FORMAT.md, "Codecs".
+In training states the exponents fill one plane, which shrinks to a third. The mantissas are noise and stay as they
+are: two adjacent planes of noise are not even separated. FORMAT.md, "Codecs".
 
-Two planes that lie beside each other are a *lane* of numbers of 2 bytes, which is what numpy works on here: whole elements are
-cut into lanes, and put together from them, in the fewest passes over memory.
+Two adjacent planes form a *lane* of 2-byte numbers, and numpy works on lanes here. Elements are cut into lanes, and
+joined from lanes, in the fewest passes over memory.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ WIDTHS = (1, 2, 4, 8)
 PLANE_HEAD_BYTES = 5
 _HEAD = struct.Struct("<BB")
 _PLANE_HEAD = struct.Struct("<BI")
-# How many elements are looked at; planes of less than so many are made frames without a look.
+# Number of elements in a survey. Planes with fewer bytes than `_LOOK_MIN` become frames without a survey.
 _SAMPLE, _LOOK_MIN = 512, 16 << 10
 _LANE = 2
-# A sign and what follows an exponent, in the upper lane of a float.
+# The sign and the bits below the exponent, in the upper lane of a float.
 _REST = 0x807F
 
 
 class PlaneOrder(enum.IntEnum):
-    """Orders of the upper 16 bits of elements before they are taken apart. The number is stored in a block's head."""
+    """Orders of the upper 16 bits of elements before they are split. The number is stored in a block's head."""
 
     AS_IT_IS = 0
     SIGN_LAST = 1
-    """The exponent goes first, to where it fills a plane; its place takes the sign, which is noise."""
+    """The exponent moves up to fill a plane; the sign, which is noise, takes the place below it."""
     ZIGZAG = 2
-    """They are zigzagged by themselves: what is below them is noise, whatever the sign."""
+    """The upper bits are zigzagged alone: the bits below them are noise, whatever the sign."""
 
 
-# The number in `tierfs._kernels` of differences that are zigzagged whole.
+# The order that `tierfs._kernels` knows for differences that are zigzagged whole.
 _ZIGZAG_WHOLE = 3
 
 
 class PlaneWriter:
-    """Planes on their way into an encoded block: the heads of all, then their bytes.
+    """Writes planes to an encoded block: first the heads of all planes, then their data.
 
     Args:
         raw: The block.
-        width: Its elements'.
-        out: Where to. What comes before the heads is the caller's.
-        at: Where the heads begin.
+        width: Bytes of its elements.
+        out: The encoded block. The caller writes the bytes before the heads.
+        at: Offset of the heads.
         count: How many planes there will be.
 
     Attributes:
-        fits: Whether the block is worth it so far. If not, what is put is left out.
+        fits: Whether the block still pays. If not, further planes are dropped.
     """
 
     def __init__(self, raw: memoryview, width: int, out: memoryview, at: int, count: int) -> None:
@@ -90,7 +90,7 @@ class PlaneWriter:
         self.fits = self._end <= self._limit
 
     def place(self, mode: Mode, length: int) -> memoryview | None:
-        """Memory for a plane of so many bytes, which the caller fills; ``None`` where that would not fit."""
+        """Reserve memory for a plane of ``length`` bytes, which the caller fills. None if it does not fit."""
         end = self._end + length
         self.fits = self.fits and end <= self._limit
         if not self.fits:
@@ -101,7 +101,7 @@ class PlaneWriter:
         return place
 
     def since(self, length: int) -> memoryview:
-        """The part that was placed last, of so many bytes in all."""
+        """Return the last ``length`` bytes that were reserved."""
         return self._out[self._end - length : self._end]
 
     def put(self, mode: Mode, parts: Sequence[Buffer]) -> None:
@@ -114,7 +114,7 @@ class PlaneWriter:
                 at += len(part)
 
     def finish(self) -> int | None:
-        """Append what is behind the last whole element; return the encoded length, ``None`` where it does not pay."""
+        """Append the bytes behind the last whole element. Return the encoded length; None if it does not pay."""
         end = self._end + len(self._tail)
         if self.fits:
             self._out[self._end : end] = self._tail
@@ -122,16 +122,16 @@ class PlaneWriter:
 
 
 class PlaneReader:
-    """Planes of an encoded block, one after the other.
+    """Reads the planes of an encoded block, one after the other.
 
     Args:
         encoded: The block.
-        at: Where the heads begin.
-        sizes: Bytes of each plane.
+        at: Offset of the heads.
+        sizes: Decoded bytes of each plane.
         tail: How many bytes follow the planes: those behind the last whole element.
 
     Raises:
-        DamageError: They are not that.
+        DamageError: The block is cut short, or its lengths do not add up.
     """
 
     def __init__(self, encoded: memoryview, at: int, sizes: Sequence[int], tail: int) -> None:
@@ -149,16 +149,16 @@ class PlaneReader:
             start += length
 
     def take(self) -> Elements:
-        """The next plane; it counts until another is asked for. Raises `DamageError`."""
+        """Return the next plane, which is valid until the next call. Raises `DamageError`."""
         return unpack(*self._left.pop(0))
 
     def merge(self, target: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS, base: Elements | None = None) -> None:
-        """Put elements together from all planes that are left. Raises `DamageError`.
+        """Join elements from all planes that are left. Raises `DamageError`.
 
         Args:
-            target: For the elements.
-            order: That of their upper 16 bits.
-            base: The elements to add them to as differences; for the kernels only.
+            target: Receives the elements.
+            order: The order of their upper 16 bits.
+            base: The planes are differences to these elements, which are added; for the kernels only.
         """
         width, count = target.itemsize, target.size
         if kernels.active is not None:
@@ -174,21 +174,22 @@ class PlaneReader:
             if lane is not target:
                 np.copyto(target, lane)
             return
-        # The lanes come first, the upper one before the others: what they are made of is out of the caches before the elements come in.
+        # Decode all lanes first, the upper one before the others: so their sources leave the caches before the
+        # elements enter.
         upper = self._lane(scratch("lane 0", _LANE, count), order)
         lanes = [upper, *(self._lane(scratch(f"lane {number}", _LANE, count)) for number in range(1, width // _LANE))]
-        # The lowest one is widened, several elements at a time; the others go to their places, which takes one each.
+        # The lowest lane is widened, several elements at a time. The others go to their places one element at a time.
         np.copyto(target, lanes.pop())
         places = target.view("<u2").reshape(count, width // _LANE).T
         for place, lane in zip(reversed(places), lanes, strict=False):
             np.copyto(place, lane)
 
     def finish(self, out: memoryview) -> None:
-        """Fill in the bytes of the block that are behind its last whole element."""
+        """Copy the bytes behind the last whole element to ``out``."""
         out[len(out) - self._tail :] = self._encoded[len(self._encoded) - self._tail :]
 
     def _planes(self, width: int, order: PlaneOrder) -> tuple[tuple[Buffer | Elements, ...], int]:
-        """All planes that are left, as the kernels take them, and which pairs of them are woven."""
+        """Return all planes that are left, as the kernels take them, and a bit mask of the pairs that are woven."""
         found: list[Buffer | Elements] = []
         woven = 0
         if width == 1:
@@ -205,7 +206,7 @@ class PlaneReader:
         return tuple(found), woven
 
     def _woven(self, order: PlaneOrder) -> memoryview:
-        """The next two planes, which are together."""
+        """Return the next two planes, which are woven."""
         (_, data, size), low = self._left.pop(0), self._left.pop(0)
         if order is not PlaneOrder.AS_IT_IS:
             raise DamageError("planes that are together, and changed")
@@ -214,14 +215,14 @@ class PlaneReader:
         return data
 
     def _lane(self, out: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS) -> Elements:
-        """The numbers of the next two planes, in ``out`` or elsewhere."""
+        """Return the numbers of the next two planes, in ``out`` or elsewhere."""
         if self._left[0][0] == Mode.WOVEN:
             return elements_of(self._woven(order), _LANE)
         (mode, data, size), low = self._left.pop(0), self._left.pop(0)
         unpack_wide(mode, data, out, 7 if order is PlaneOrder.SIGN_LAST else 8)
         rest = scratch("rest", _LANE, size)
         if order is PlaneOrder.SIGN_LAST:
-            # Bit 7, the sign, fills all bits above it on the way, of which the uppermost stays.
+            # Sign extension copies bit 7, the sign, to all bits above it. The mask keeps only the uppermost of these.
             np.bitwise_and(unpack(*low).view("<i1"), _REST - (1 << 16), out=rest.view("<i2"), dtype="<i2")
         else:
             np.copyto(rest, unpack(*low))
@@ -230,9 +231,9 @@ class PlaneReader:
 
 
 def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryview]) -> list[int | None]:
-    """Encode blocks of numbers, all as long, as PLANE; return the encoded lengths, ``None`` where it does not pay.
+    """Encode blocks of numbers of one length as PLANE. Return the encoded lengths; None where it does not pay.
 
-    They are looked at together: that takes as long for some as for one.
+    The blocks share one survey, which takes as long for several blocks as for one.
     """
     blocks = [elements_of(raw, width) for raw in raws]
     order = PlaneOrder.AS_IT_IS if width == 1 else PlaneOrder.SIGN_LAST
@@ -246,7 +247,7 @@ def decode_plane(encoded: memoryview, out: memoryview) -> None:
     """Decode a PLANE block into ``out``.
 
     Raises:
-        DamageError: It is none, or not of this size.
+        DamageError: ``encoded`` is not a PLANE block of this size.
     """
     width, order = decode_head(encoded, PlaneOrder.SIGN_LAST)
     decode_elements(encoded, elements_of(out, width), out, order)
@@ -260,9 +261,10 @@ def encode_elements(
     out: memoryview,
     base: Elements | None = None,
 ) -> int | None:
-    """Write a block of ``elements``, perhaps not those of ``raw``; return its length, ``None`` where it does not pay.
+    """Encode ``elements`` as the block of ``raw``. They may be differences of its elements. ``base``: see `put_planes`.
 
-    ``base``: see `put_planes`.
+    Returns:
+        The encoded length; None if the encoding does not pay.
     """
     width = elements.itemsize
     writer = PlaneWriter(raw, width, out, _HEAD.size, width)
@@ -273,7 +275,11 @@ def encode_elements(
 
 
 def decode_head(encoded: memoryview, upper: PlaneOrder) -> tuple[int, PlaneOrder]:
-    """Width and order of a block that `encode_elements` wrote: as they are, or in the order ``upper``. Raises `DamageError`."""
+    """Return width and order of a block of `encode_elements`. The order must be AS_IT_IS or ``upper``.
+
+    Raises:
+        DamageError: The width or the order is invalid.
+    """
     if len(encoded) < _HEAD.size or encoded[0] not in WIDTHS:
         raise DamageError("not made of planes")
     width, order = encoded[0], encoded[1]
@@ -285,7 +291,7 @@ def decode_head(encoded: memoryview, upper: PlaneOrder) -> tuple[int, PlaneOrder
 def decode_elements(
     encoded: memoryview, elements: Elements, out: memoryview, order: PlaneOrder, base: Elements | None = None
 ) -> None:
-    """Read back what `encode_elements` wrote: the planes into ``elements``, what is behind the last of them into ``out``."""
+    """Decode a block of `encode_elements`: its planes into ``elements``, its tail into ``out``."""
     width = elements.itemsize
     planes = PlaneReader(encoded, _HEAD.size, [elements.size] * width, len(out) % width)
     planes.merge(elements, order, base)
@@ -293,19 +299,20 @@ def decode_elements(
 
 
 def pairs_of(blocks: Sequence[Elements]) -> Elements:
-    """Some elements from all over blocks of one length, each with the one behind it; none where they are too short to be worth a look."""
+    """Sample elements from all over blocks of one length, each with the next element; none if the blocks are short."""
     count = blocks[0].size
     if count < _LOOK_MIN:
         return np.empty((0, 2), blocks[0].dtype)
     each = _SAMPLE // len(blocks)
-    step = count // each - 1 | 1  # an odd one gets into all columns of a matrix that has an even number of them
+    step = count // each - 1 | 1  # an odd step visits all columns of a matrix with an even number of them
     return np.concatenate([elements[: each * step].reshape(each, step)[:, :2] for elements in blocks])
 
 
 def looks_of(pairs: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS, base: Elements | None = None) -> list[PlaneFit]:
-    """How to keep the planes of elements like these, once their upper 16 bits are in that order: the least significant first.
+    """Choose how to store the planes of elements like ``pairs``, the least significant plane first.
 
-    With ``base``, those of the differences to it, zigzagged.
+    The upper 16 bits are put in ``order`` first. With ``base``, the planes are those of the zigzagged differences
+    to it.
     """
     if not pairs.size:
         return [PlaneFit(Mode.FRAME)] * pairs.itemsize
@@ -313,7 +320,7 @@ def looks_of(pairs: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS, base: Ele
 
 
 def counts_of_planes(pairs: Elements, order: PlaneOrder, base: Elements | None) -> list[PlaneCounts]:
-    """Count the bytes of the planes that `looks_of` judges, the most significant one first."""
+    """Count the bytes of the planes that `looks_of` judges, the most significant plane first."""
     if kernels.active is None:
         return counts_of(_ordered(pairs, order, base))
     how = _ZIGZAG_WHOLE if base is not None and order is PlaneOrder.AS_IT_IS else order
@@ -340,9 +347,9 @@ def put_planes(
     order: PlaneOrder = PlaneOrder.AS_IT_IS,
     base: Elements | None = None,
 ) -> None:
-    """Write the planes of ``elements``, their upper 16 bits in an order that `looks_of` was asked for as well.
+    """Write the planes of ``elements``, with their upper 16 bits in ``order``: the one that ``looks`` was made for.
 
-    ``base`` is for the kernels only: the planes are those of the differences to it, zigzagged.
+    ``base`` is for the kernels only: the planes are those of the zigzagged differences to it.
     """
     looks = looks_of(pairs_of([elements]), order) if looks is None else looks
     if kernels.active is not None:
@@ -354,7 +361,7 @@ def put_planes(
 def put_planes_by_numpy(
     writer: PlaneWriter, elements: Elements, looks: Sequence[PlaneFit], order: PlaneOrder = PlaneOrder.AS_IT_IS
 ) -> None:
-    """The same as `put_planes`, without the kernels: what they are compared with."""
+    """Write the same planes as `put_planes` without the kernels. Tests compare the two."""
     width, count = elements.itemsize, elements.size
     if width == 1:
         _put_plane(writer, elements, 0, looks[0])
@@ -372,7 +379,7 @@ def put_planes_by_numpy(
         if is_changed and order is PlaneOrder.SIGN_LAST:
             _put_plane(writer, lane, 7, high)
             np.bitwise_and(lane, _REST, out=lane)
-            np.multiply(lane, 0x101, out=lane)  # nothing is carried: the upper byte gets the bits of both
+            np.multiply(lane, 0x101, out=lane)  # no bit is carried: the upper byte gets the bits of both
             _put_plane(writer, lane, 8, low)
             continue
         if is_changed:
@@ -389,7 +396,11 @@ def _put_split(
     order: PlaneOrder,
     base: Elements | None,
 ) -> None:
-    """The same as `put_planes`: planes that shrink in one pass over the elements, and each row of others in one more, to where they stay."""
+    """Write the same planes as `put_planes`, with the kernels.
+
+    One pass over the elements splits off the planes that shrink. Each row of other planes takes one more pass,
+    which writes them to their place in the block.
+    """
     width, count = elements.itemsize, elements.size
     modes = [seen.mode for seen in reversed(looks)]
     woven = 0
@@ -418,7 +429,7 @@ def _put_split(
             wanted |= (1 + 2 * is_pair) << number
             number += 1 + is_pair
         if writer.fits:
-            # They follow each other, since the heads of all planes come before.
+            # The data of these planes are adjacent, since the heads of all planes come first.
             compiled.split(elements, base, width, how, woven, wanted, writer.since(length))
 
 
@@ -433,7 +444,7 @@ def _put_plane(writer: PlaneWriter, elements: Elements, shift: int, seen: PlaneF
 
 
 def _put_cut(writer: PlaneWriter, elements: Elements, shift: int, mode: Mode) -> None:
-    """Write a part of each element as it is: 2 bytes of WOVEN, one of RAW."""
+    """Write a part of each element as it is: 2 bytes for WOVEN, 1 for RAW."""
     width = _LANE if mode == Mode.WOVEN else 1
     place = writer.place(mode, width * elements.size)
     if place is not None:
@@ -441,13 +452,14 @@ def _put_cut(writer: PlaneWriter, elements: Elements, shift: int, mode: Mode) ->
 
 
 def _cut(elements: Elements, shift: int, out: Elements) -> None:
-    """The bits of each element from ``shift`` on that ``out`` has room for."""
+    """Copy the bits of each element from ``shift`` on that fit an element of ``out``."""
     if not shift:
         np.copyto(out, elements, casting="unsafe")
     elif shift % 8:
         np.right_shift(elements, shift, out=out, casting="unsafe")
     else:
-        # Where these bits begin, numbers begin whose lowest bits they are; to cut those off takes half as long as to shift the elements.
+        # View the memory from the byte where these bits begin. Truncating such numbers takes half as long as
+        # shifting elements.
         begin = shift // 8
         shifted = elements.view(np.uint8)[begin : begin - elements.itemsize].view(elements.dtype)
         np.copyto(out[:-1], shifted, casting="unsafe")

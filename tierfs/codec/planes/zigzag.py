@@ -1,4 +1,4 @@
-"""Small numbers of small differences, of either sign. FORMAT.md, "Codecs", zigzag."""
+"""Map small differences of either sign to small numbers. FORMAT.md, "Codecs", zigzag."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["unzigzag", "zigzag"]
 
 
 def zigzag(numbers: Elements) -> Elements:
-    """0, -1, 1, -2, 2 ... (two's complement) become 0, 1, 2, 3, 4 ..., in place."""
+    """Map 0, -1, 1, -2, 2 ... (two's complement) to 0, 1, 2, 3, 4 ..., in place."""
     signs = scratch("signs", numbers.itemsize, numbers.size).reshape(numbers.shape)
     signed = f"<i{numbers.itemsize}"
     np.right_shift(numbers.view(signed), 8 * numbers.itemsize - 1, out=signs.view(signed))
@@ -19,7 +19,7 @@ def zigzag(numbers: Elements) -> Elements:
 
 
 def unzigzag(numbers: Elements) -> Elements:
-    """The inverse of `zigzag`, in place."""
+    """Invert `zigzag`, in place."""
     signs = scratch("signs", numbers.itemsize, numbers.size)
     np.bitwise_and(numbers, 1, out=signs)
     np.negative(signs, out=signs)
