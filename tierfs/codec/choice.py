@@ -60,7 +60,7 @@ def choose(
 
     Args:
         sample: Some of the tensor's bytes, at most 1 MiB, from the beginning of an element on.
-        kind: Of its elements: ``"float"``, ``"integer"`` or ``"bytes"``.
+        kind: Kind of its elements: ``"float"``, ``"integer"`` or ``"bytes"``.
         width: Bytes of an element.
         base: The same part of the possible base, or None.
         allowed: Codecs that may be chosen. STORE always may.

@@ -39,15 +39,7 @@ class Meaning:
     def error(
         self, key: str, said: str, *, bucket: str = "", region: str = "", retry_after_s: float | None = None
     ) -> TierfsError:
-        """Return the error of tierfs.
-
-        Args:
-            key: The requested key.
-            said: The words of the endpoint or client.
-            bucket: The bucket or container, if known.
-            region: The bucket's region, if known.
-            retry_after_s: The pause that the endpoint asks for, if it does.
-        """
+        """Return the error of tierfs. ``said`` has the words of the endpoint or client; unknown texts are empty."""
         text = self.text.format(bucket=bucket or "NAME", region=region or "another region")
         message = f"{key}: {text} ({said})"
         if self.kind is StoreError:

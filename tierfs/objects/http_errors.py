@@ -132,12 +132,9 @@ def cause_of(error: BaseException) -> BaseException | None:
 
 
 def translate_client_error(error: BaseException, key: str, *, bucket: str = "") -> TierfsError:
-    """Return the error of tierfs for one that a client raised.
+    """Return the error of tierfs for a client's error.
 
-    Args:
-        error: The client's error.
-        key: Key of the requested object.
-        bucket: The requested bucket, for answers that do not name it.
+    ``bucket`` is the requested one, for answers that do not name it.
     """
     if isinstance(error, TierfsError):
         return error

@@ -51,10 +51,7 @@ def translated(key: str) -> Iterator[None]:
 def translate_os_error(error: OSError, key: str, reason: str = "") -> TierfsError:
     """Return the error of tierfs for an `OSError`, which may come from a library and have no error number.
 
-    Args:
-        error: The error to translate.
-        key: Key of the requested object.
-        reason: Replaces the error's own text.
+    ``reason`` replaces the error's own text.
     """
     reason = reason or error.strerror or str(error) or type(error).__name__
     match error.errno:

@@ -50,7 +50,7 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Overwrite:
-    """Put whatever is there."""
+    """Put whether or not an object is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class ObjectTier(Protocol):
 
         Raises:
             NotFoundError: No object is there.
-            CorruptionError: The object is larger than ``limit`` bytes. Memory for more is never allocated.
+            CorruptionError: The object is larger than ``limit`` bytes. No memory is allocated for it.
             StoreError, ReadOnlyError: The request failed.
         """
 

@@ -101,9 +101,6 @@ class CloudObjects:
         capabilities: The promises of the cloud. A probe finds which of them an endpoint keeps.
         name: The URL of the base, for `repr` and messages.
         bucket: The bucket or container, for messages.
-
-    Attributes:
-        streams: See `ObjectTier`.
     """
 
     streams = True
@@ -245,13 +242,8 @@ def open_cloud(
 ) -> CloudObjects:
     """Return the object tier at ``bucket/prefix`` of a cloud that makes every promise.
 
-    Args:
-        session: The cloud's session.
-        client: Makes a base's client from a session, ``bucket`` and ``base``.
-        path: The bucket, and the prefix in it.
-        scheme: Of the cloud's URLs.
-        checksums: Algorithms that the cloud verifies, preferred first. Those that cannot be computed here are left
-            out.
+    ``client`` makes a base's client from a session, ``bucket`` and ``base``. ``checksums`` are the algorithms that
+    the cloud verifies, preferred ones first. Those that cannot be computed here are left out.
 
     Raises:
         InvalidInputError: The URL holds credentials, which messages would repeat.

@@ -90,13 +90,9 @@ class FsspecObjects:
     Args:
         fs: The filesystem, made without ``asynchronous=True``.
         root: Path there, with or without the protocol.
-        clock: Times the repeated writes.
 
     Raises:
         InvalidInputError: The filesystem is asynchronous.
-
-    Attributes:
-        streams: See `ObjectTier`.
     """
 
     streams = False

@@ -72,14 +72,7 @@ _CAPABILITIES = Capabilities(
 
 
 class LocalObjects:
-    """Objects as files below ``root``.
-
-    Args:
-        root: The directory. The first put creates it if it is missing.
-
-    Attributes:
-        streams: See `ObjectTier`.
-    """
+    """Objects as files below ``root``, a directory that the first put creates if it is missing."""
 
     streams = True
 

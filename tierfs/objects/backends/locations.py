@@ -12,7 +12,10 @@ _USUAL_PORTS = {"http": ":80", "https": ":443"}
 
 
 def plain(url: str) -> str:
-    """Normalize an endpoint's URL: lower case, and no user, password, query, final slash or default port."""
+    """Normalize an endpoint's URL: lower case, and no user, password, query, final slash or default port.
+
+    ``localhost`` becomes 127.0.0.1.
+    """
     scheme, colon, rest = _NOT_THE_PLACE.sub("", url).lower().partition("://")
     host, slash, path = rest.partition("/")
     host = host.removesuffix(_USUAL_PORTS.get(scheme, "/"))

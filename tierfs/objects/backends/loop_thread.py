@@ -96,7 +96,7 @@ class LoopThread:
             del (
                 sending,
                 coroutine,
-            )  # an error holds this frame: it would hold itself, and all that was lent, until collected
+            )  # an error holds this frame: a cycle would keep all lent buffers until garbage is collected
 
     def close(self, last: Coroutine[Any, Any, object] | None = None) -> None:
         """Run a last coroutine, and end the loop. Waits for a limited time, and not on the loop's own thread."""
@@ -112,12 +112,7 @@ class LoopThread:
 
 
 class BodyReader:
-    """Fills buffers with the body of an answer.
-
-    Args:
-        loop: The loop of the client that got the answer.
-        pieces: The body, as it arrives.
-    """
+    """Fills buffers with the body of an answer, whose pieces arrive on the loop of the client."""
 
     def __init__(self, loop: LoopThread, pieces: AsyncIterator[bytes]) -> None:
         self._loop = loop

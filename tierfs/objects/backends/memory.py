@@ -57,14 +57,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class MemoryObjects:
-    """Objects below ``root`` in fsspec's memory filesystem.
-
-    Args:
-        root: Absolute path there, like ``/bucket/run``.
-
-    Attributes:
-        streams: See `ObjectTier`.
-    """
+    """Objects below ``root`` in fsspec's memory filesystem: an absolute path, like ``/bucket/run``."""
 
     streams = False
 

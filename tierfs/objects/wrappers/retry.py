@@ -27,15 +27,13 @@ class RetryingObjects(WrappedObjects):
     it asks for fewer requests without a pause, one second is added.
 
     Outcomes are not interpreted. If a conditional put took effect but its answer was lost, the second attempt finds
-    the object of the first. Its `AlreadyExistsError` or `ConflictError` goes to the caller, who can tell the
+    the object of the first. Its `AlreadyExistsError` or `ConflictError` goes to the caller, which can tell the
     difference.
 
     Args:
-        inner: The tier to send to.
         attempts: How often a request is sent at most.
         delay_s: Bound of the first wait.
         delay_s_max: The largest bound, and the longest pause that an endpoint may ask for.
-        clock: For the waits.
         random: Draws the length of each wait.
 
     Attributes:

@@ -32,13 +32,9 @@ class LimitedObjects(WrappedObjects):
 
     A listing counts as a request while it fetches a page, not while its consumer works on the objects.
 
-    Args:
-        inner: The tier to send to.
-        concurrency: Largest number of requests in flight.
-        clock: Times the adaptation.
-
     Attributes:
-        limit: Largest number of requests in flight at present: from 1 to ``concurrency``.
+        concurrency: Largest number of requests in flight.
+        limit: The same at present: from 1 to ``concurrency``.
         throttled: How often the endpoint asked for fewer requests.
     """
 

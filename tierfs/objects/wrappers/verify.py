@@ -73,7 +73,6 @@ class PromisedObjects(WrappedObjects):
     So it replaces no other writer's object. It deletes a new object that stays wrong.
 
     Args:
-        inner: The tier to send to.
         capabilities: The promises to make.
         reads_back: Whether to compare the digest of each stored object with that of the bytes that were sent.
 
