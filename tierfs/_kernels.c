@@ -1,13 +1,14 @@
-/* The loops of the codecs and of a save's copy that numpy and ctypes cannot run in one pass.
+/* Loops of the codecs and of a save's copy that numpy and ctypes cannot run in one pass.
  *
- * Every function works on buffers of the caller, checks all lengths before it touches them, and releases the interpreter's
- * lock while it works. tierfs/codec says the same in numpy, and the tests compare the two byte for byte; docs/reference/FORMAT.md,
- * "Codecs", defines the bytes. Elements are little-endian, as on every machine that this file is built for.
+ * Every function works on buffers of the caller and checks all lengths before it touches them. All but `survey`, which
+ * is short, release the interpreter's lock while they work. tierfs/codec has the same loops in numpy, and the tests
+ * compare the two byte for byte. docs/reference/FORMAT.md, "Codecs", defines the bytes. Elements are little-endian, as
+ * on every machine that this file is built for.
  */
 #define PY_SSIZE_T_CLEAN
 #include <patchlevel.h>
 #if PY_VERSION_HEX >= 0x030B0000 && !defined(Py_GIL_DISABLED)
-#define Py_LIMITED_API 0x030B0000 /* the first one with buffers in it */
+#define Py_LIMITED_API 0x030B0000 /* the first with buffers */
 #endif
 #include <Python.h>
 #include <stdint.h>
@@ -17,7 +18,7 @@
 #error "the kernels are for little-endian machines: tierfs works without them"
 #endif
 
-/* One version of a loop for each width of vectors; the loader picks the one that the processor has. */
+/* One version of a loop for each width of vectors. The loader picks the one that the processor supports. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
 #define VECTORS __attribute__((target_clones("avx2", "default")))
 #else
@@ -29,7 +30,7 @@
 
 enum { TILE = 2048, SAMPLE = 512, WINDOW = 16, SKIP = 255, SEVEN_PART = 64, PLANES_MAX = 8 };
 #define HIGHEST 0x8080808080808080u
-/* What is done to elements before they are taken apart: numbers of tierfs.codec.planes.planes.Order, and one more. */
+/* How elements change before they are split: the numbers of tierfs.codec.planes.planes.PlaneOrder, and one more. */
 enum { AS_IT_IS, SIGN_LAST, ZIGZAG_UPPER, ZIGZAG_WHOLE, ORDERS };
 
 /* ---- copies ------------------------------------------------------------------------------------------------------- */
@@ -46,8 +47,8 @@ static inline void stream_line(uint8_t *to, const uint8_t *from)
 }
 #endif
 
-/* Copy with stores that go past the caches: nothing reads the target's lines first, and nothing is pushed out.
- * Four pages are copied side by side, as glibc does, so that more of the memory's banks are at work. */
+/* Copy with stores that bypass the caches: they do not read the target's lines first, and evict no other lines.
+ * Four pages are copied side by side, as glibc does, so that more banks of the memory work at once. */
 static void stream(uint8_t *to, const uint8_t *from, size_t length)
 {
 #if defined(__SSE2__)
@@ -75,13 +76,13 @@ static void stream(uint8_t *to, const uint8_t *from, size_t length)
 typedef struct {
     uint8_t *elements;
     const uint8_t *base;         /* NULL for none */
-    uint8_t *planes[PLANES_MAX]; /* the most significant first, NULL if not wanted; of a woven pair the first */
-    uint8_t woven;               /* bit n: lane n, from the top, is 2 bytes an element */
+    uint8_t *planes[PLANES_MAX]; /* the most significant first; NULL if not wanted; a woven pair is at its first */
+    uint8_t woven;               /* bit n: lane n, from the top, is stored as 2 bytes an element */
     size_t count;
     int order;
 } Parts;
 
-/* Numbers that may lie anywhere. */
+/* Numbers of any alignment. */
 typedef uint8_t U1;
 typedef uint16_t U2 __attribute__((aligned(1), may_alias));
 typedef uint32_t U4 __attribute__((aligned(1), may_alias));
@@ -96,7 +97,7 @@ typedef uint64_t U8 __attribute__((aligned(1), may_alias));
 #define LOOP for (size_t i = 0; i < n; i++)
 #define UNROLLED _Pragma("GCC unroll 8")
 
-/* A lane of 2 bytes has an upper and a lower plane; that of a single byte has a lower one. */
+/* A lane of 2 bytes has an upper and a lower plane. A lane of 1 byte has only a lower one. */
 #define LANES(T) ((sizeof(T) + 1) / 2)
 #define LOW(T, lane) (2 * (lane) + (sizeof(T) > 1))
 
@@ -166,7 +167,7 @@ static void cut(int width, const Parts *parts)
 
 /* ---- planes ------------------------------------------------------------------------------------------------------- */
 
-/* A bit for each of 64 bytes, the first one the lowest, that is not `most`. */
+/* Return a bit for each of 64 bytes, the lowest for the first: it is set if the byte is not `most`. */
 static inline uint64_t others_of(const uint8_t *bytes, uint8_t most)
 {
     uint64_t bits = 0;
@@ -188,13 +189,13 @@ static inline uint64_t others_of(const uint8_t *bytes, uint8_t most)
 #endif
 }
 
-/* Returns how many bytes are outside of the window, or -1 for more than `limit`. */
+/* Pack two codes into each byte. Return how many bytes are outside the window, or -1 for more than `limit`. */
 VECTORS static Py_ssize_t pack_codes(const uint8_t *plane, size_t size, uint8_t first, Py_ssize_t limit, uint8_t *positions,
                                      uint8_t *values, uint8_t *packed)
 {
     uint8_t padded[64], codes[64], upper[64], pairs[32];
     Py_ssize_t outside = 0;
-    memset(padded, first, 64); /* what is behind the end is code 0 */
+    memset(padded, first, 64); /* bytes behind the end have code 0 */
     memcpy(padded, plane + size / 64 * 64, size % 64);
     for (size_t at = 0; at < size; at += 64) {
         int is_whole = size - at >= 64;
@@ -215,7 +216,7 @@ VECTORS static Py_ssize_t pack_codes(const uint8_t *plane, size_t size, uint8_t 
     return outside;
 }
 
-/* The inverse; false where a position is behind the end. */
+/* Invert `pack_codes`. Return false if a position is behind the end. */
 VECTORS static int unpack_codes(const uint8_t *packed, uint8_t first, const uint8_t *positions, const uint8_t *values,
                                 Py_ssize_t outside, uint8_t *plane, size_t size)
 {
@@ -233,7 +234,8 @@ VECTORS static int unpack_codes(const uint8_t *packed, uint8_t first, const uint
     return 1;
 }
 
-/* Where bytes differ from `most`, as gaps. Returns how many, or -1 for more than `limit`; `gap_bytes` of gaps. */
+/* Store where bytes differ from `most`, as gaps of `gap_bytes` bytes, and their values.
+ * Return how many differ, or -1 for more than `limit`. */
 static Py_ssize_t pack_mostly(const uint8_t *plane, size_t size, uint8_t most, Py_ssize_t limit, uint8_t *gaps,
                               size_t *gap_bytes, uint8_t *values)
 {
@@ -257,7 +259,7 @@ static Py_ssize_t pack_mostly(const uint8_t *plane, size_t size, uint8_t most, P
     return others;
 }
 
-/* The inverse; false where gaps and count do not fit. */
+/* Invert `pack_mostly`. Return false if the gaps do not fit the count or the plane. */
 static int unpack_mostly(const uint8_t *gaps, size_t gap_bytes, const uint8_t *values, size_t count, uint8_t most,
                          uint8_t *plane, size_t size)
 {
@@ -272,7 +274,7 @@ static int unpack_mostly(const uint8_t *gaps, size_t gap_bytes, const uint8_t *v
     return used == count && (!gap_bytes || gaps[gap_bytes - 1] != SKIP);
 }
 
-/* Seven bits of seven bytes, and in their highest bits an eighth byte. Returns false where a byte has eight bits. */
+/* Store seven bits of seven bytes, with an eighth byte in their highest bits. Return false if a byte has eight bits. */
 VECTORS static int pack_seven(const uint8_t *plane, size_t size, uint8_t *packed)
 {
     size_t part = size / SEVEN_PART * 8;
@@ -302,7 +304,7 @@ VECTORS static int unpack_seven(const uint8_t *packed, uint8_t *plane, size_t si
     return 1;
 }
 
-/* ---- what Python calls -------------------------------------------------------------------------------------------- */
+/* ---- functions for Python ----------------------------------------------------------------------------------------- */
 
 #define WITHOUT_LOCK(...) { Py_BEGIN_ALLOW_THREADS __VA_ARGS__; Py_END_ALLOW_THREADS }
 
@@ -321,7 +323,7 @@ static PyObject *py_copy(PyObject *Py_UNUSED(self), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* An order that changes the upper lane alone makes two planes of it. */
+/* Return whether the arguments are valid. If the order changes the upper lane alone, that lane cannot be woven. */
 static int is_known(int width, int order, int woven)
 {
     int is_width = width == 1 || width == 2 || width == 4 || width == 8, is_upper = order == SIGN_LAST || order == ZIGZAG_UPPER;
@@ -350,7 +352,7 @@ static PyObject *py_split(PyObject *Py_UNUSED(self), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Counts every second byte of a plane: tierfs.codec.planes.packing.PlaneCounts. */
+/* Count every second byte of a plane, and compare it with the next: see tierfs.codec.planes.packing.PlaneCounts. */
 static PyObject *survey(const uint8_t *plane, size_t size)
 {
     Py_ssize_t counts[256 + WINDOW] = {0}, squares = 0, repeated = 0, upper = 0, inside = 0, most_inside = -1;
