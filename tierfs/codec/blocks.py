@@ -1,8 +1,7 @@
 """Encode and decode one block. Each codec has a module of its own.
 
 FORMAT.md, "Codecs". Pure functions over buffers of any length and alignment. Every size is bounded before memory is
-allocated. Modules that need numpy are imported on their first use, since importing this package must not import
-numpy.
+allocated. Modules that need numpy are imported on their first use, since importing this package must not import numpy.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 __all__ = ["Codec", "Coding", "Reason", "decode_block", "encode_block", "encode_blocks"]
 
 PROBE_BYTES = 16 * 1024
-# zstd must shrink a block to this share, or it is not worth the time. Plain zstd saves 8 % of dense floats, at a
-# tenth of a disk's speed, and far more of text, indices and zeros.
+# zstd must shrink a block to this share, or it is not worth the time. Plain zstd saves 8 % of dense floats, at a tenth
+# of a disk's speed, and far more of text, indices and zeros.
 WORTH = 0.75
 
 
@@ -81,8 +80,8 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
     """Encode one block.
 
     A block that repeats one element becomes CONST, whatever the coding. SPARSE becomes DPLANE if too many elements
-    differ. DERIVE becomes PLANE if the block does not follow from its base. Every codec becomes STORE if it does
-    not pay.
+    differ. DERIVE becomes PLANE if the block does not follow from its base. Every codec becomes STORE if it does not
+    pay.
 
     Args:
         raw: The block, 1 byte to 1 MiB. Borrowed, as are the others.
@@ -128,8 +127,7 @@ def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryv
     Args:
         codec: As in the block table.
         encoded: The encoded bytes. Borrowed, as are the others.
-        out: Exactly as long as the block's raw bytes. Every byte is written. After an error its content is
-            undefined.
+        out: Exactly as long as the block's raw bytes. Every byte is written. After an error its content is undefined.
         base: The block's base, if its chunk has one: as long as ``out`` for DPLANE and SPARSE, twice as long for
             DERIVE, and not overlapping it. Other codecs ignore it.
         where: The block's place, for messages.

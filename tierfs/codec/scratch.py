@@ -57,9 +57,9 @@ def lent() -> Iterator[None]:
 def scratch(name: str, width: int, count: int) -> Elements:
     """Return ``count`` elements of undefined content, which lie in this thread's memory for ``name``.
 
-    They are valid until the thread asks for the same ``name`` again, or its `lent` block ends. Each of a dozen
-    names has at most 1 MiB. All modules share the names: finish with the memory of a name before calling code that
-    uses the name, too.
+    They are valid until the thread asks for the same ``name`` again, or its `lent` block ends. Each of a dozen names
+    has at most 1 MiB. All modules share the names: finish with the memory of a name before calling code that uses the
+    name, too.
     """
     assert count * width <= BLOCK_BYTES
     memory = _memory()

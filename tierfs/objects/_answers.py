@@ -1,8 +1,7 @@
 """Known answers of S3, Azure and GCS, and of their clients: the error of tierfs for each, and the next step.
 
-One table has the codes of the answers, one the class names of the clients' errors. The third has words of the text,
-for clients that keep nothing else. Codes:
-https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
+One table has the codes of the answers, one the class names of the clients' errors. The third has words of the text, for
+clients that keep nothing else. Codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
 https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes,
 https://cloud.google.com/storage/docs/json_api/v1/status-codes.
 """
@@ -26,8 +25,7 @@ class Meaning:
         kind: The class of tierfs's error.
         transient: Whether the same request may succeed if it is sent again.
         throttled: Whether the endpoint asks for fewer requests.
-        refused: Whether other credentials or options may be accepted: the answer is about them, not about one
-            object.
+        refused: Whether other credentials or options may be accepted: the answer is about them, not about one object.
     """
 
     text: str

@@ -103,8 +103,8 @@ def put_checked(objects: ObjectTier, key: str, data: Sequence[Buffer], *, mode: 
 def put_idempotent(objects: ObjectTier, key: str, data: bytes, *, mode: PutMode) -> ObjectInfo:
     """Call `put_checked` with a condition; if the condition fails but ``data`` is there, count the put as done.
 
-    So a put whose answer was lost succeeds. Use this only for bytes that no other writer puts, or if it does not
-    matter who put them.
+    So a put whose answer was lost succeeds. Use this only for bytes that no other writer puts, or if it does not matter
+    who put them.
 
     Raises:
         AlreadyExistsError, ConflictError: The condition failed, and ``data`` is not there.

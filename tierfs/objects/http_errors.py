@@ -1,8 +1,8 @@
 """Translate the errors of network clients by their attributes and class names, so that no client is imported for it.
 
-fsspec filesystems wrap a client's error in one of Python's, so an error is judged together with its causes. First
-comes the answer's code or text: a missing bucket must not read as a missing key. Python's precise classes follow,
-then the HTTP status, then signs of a lost connection. No message repeats text that may hold a credential.
+fsspec filesystems wrap a client's error in one of Python's, so an error is judged together with its causes. First comes
+the answer's code or text: a missing bucket must not read as a missing key. Python's precise classes follow, then the
+HTTP status, then signs of a lost connection. No message repeats text that may hold a credential.
 """
 
 from __future__ import annotations

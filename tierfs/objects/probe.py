@@ -1,8 +1,8 @@
 """Test which promises of its kind an endpoint keeps.
 
 Servers that speak a cloud's protocol differ: many accept a condition or a checksum and silently ignore it. So each
-promise has a test that only a server that keeps it can pass. The tests use a few small objects beside the store's
-own, and delete them afterwards.
+promise has a test that only a server that keeps it can pass. The tests use a few small objects beside the store's own,
+and delete them afterwards.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class ObjectTier(Protocol):
         Args:
             key: The object's key.
             data: Borrowed for the call only.
-            mode: Condition on the current object. If the endpoint cannot promise it, the tier checks it as well as
-                it can.
+            mode: Condition on the current object. If the endpoint cannot promise it, the tier checks it as well as it
+                can.
             checksum: The endpoint refuses the bytes unless they have it.
 
         Returns:
@@ -155,8 +155,8 @@ class ObjectTier(Protocol):
         Raises:
             AlreadyExistsError: ``mode`` is `Create`, and an object is there.
             ConflictError: ``mode`` is `Update`, and another version or no object is there.
-            StoreError, CapacityError, ReadOnlyError: The request failed. After a transient `StoreError` the object
-                may or may not be stored. If the bytes that arrived do not have ``checksum``, nothing is stored.
+            StoreError, CapacityError, ReadOnlyError: The request failed. After a transient `StoreError` the object may
+                or may not be stored. If the bytes that arrived do not have ``checksum``, nothing is stored.
         """
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
@@ -175,9 +175,9 @@ class ObjectTier(Protocol):
         Args:
             key: The object's key.
             length: How many bytes ``use`` may take.
-            use: Called on this thread. If the request is retried, it is called again and takes the bytes from the
-                first one on. A request may be in flight while it runs, so it must not call the tier. The time it
-                takes counts as the request's.
+            use: Called on this thread. If the request is retried, it is called again and takes the bytes from the first
+                one on. A request may be in flight while it runs, so it must not call the tier. The time it takes counts
+                as the request's.
 
         Raises:
             NotFoundError: No object is there.
@@ -209,8 +209,8 @@ class ObjectTier(Protocol):
 
         Args:
             prefix: Empty, or ends with ``/``.
-            delimiter: Fold all keys with a further ``/`` into one `Prefix` that ends there. If the tier's prefixes
-                are directories, it may list an empty one.
+            delimiter: Fold all keys with a further ``/`` into one `Prefix` that ends there. If the tier's prefixes are
+                directories, it may list an empty one.
 
         Raises:
             StoreError, ReadOnlyError: A request failed, perhaps after some objects were listed.

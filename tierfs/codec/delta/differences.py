@@ -1,8 +1,7 @@
 """Elements as differences to those of a base, in byte planes.
 
-Two states of one tensor differ little, so the difference of their bit patterns is a small number. The zigzag puts
-its sign last, so the upper planes become zeros. Subtraction beats XOR by 3 to 23 % of the bytes. FORMAT.md,
-"Codecs".
+Two states of one tensor differ little, so the difference of their bit patterns is a small number. The zigzag puts its
+sign last, so the upper planes become zeros. Subtraction beats XOR by 3 to 23 % of the bytes. FORMAT.md, "Codecs".
 """
 
 from __future__ import annotations

@@ -44,13 +44,13 @@ def spans(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
     """Return the elements of a file.
 
     Args:
-        read: Fills a buffer from an offset of the file on. Called for the tables of a known format, about 100 bytes
-            for each record of ``torch.save``; for a few bytes of any other file.
+        read: Fills a buffer from an offset of the file on. Called for the tables of a known format, about 100 bytes for
+            each record of ``torch.save``; for a few bytes of any other file.
         length: Bytes of the file.
 
     Returns:
-        In order, without gaps, covering the file exactly. Empty if the format is unknown, or the table is damaged
-        or false.
+        In order, without gaps, covering the file exactly. Empty if the format is unknown, or the table is damaged or
+        false.
 
     Raises:
         Exception: ``read`` raised it.

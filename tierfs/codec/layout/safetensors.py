@@ -39,8 +39,8 @@ class HeaderEntry(NamedTuple):
         name: Unique in the file.
         dtype: The format's name for it.
         shape: Rows first.
-        at: Offset in bytes. In a header it counts from the header's end; before a header exists, from the start of
-            its run.
+        at: Offset in bytes. In a header it counts from the header's end; before a header exists, from the start of its
+            run.
         length: In bytes.
     """
 

@@ -1,9 +1,9 @@
 """Files of ``torch.save`` as bytes: find each storage and the type of its elements. The pickle is never run.
 
-Such a file is a zip archive without compression. The pickle is its first record. The storages follow, each padded
-so that its data begin at a multiple of 64 bytes. A record's size stands *behind* its data. So a storage's size is
-taken from the pickle, which names each storage with its type and number of elements. It is then compared with the
-size behind the data.
+Such a file is a zip archive without compression. The pickle is its first record. The storages follow, each padded so
+that its data begin at a multiple of 64 bytes. A record's size stands *behind* its data. So a storage's size is taken
+from the pickle, which names each storage with its type and number of elements. It is then compared with the size behind
+the data.
 
 Format: torch/serialization.py (`_save`), torch's miniz; APPNOTE.TXT of zip, sections 4.3.7 and 4.3.9.
 """

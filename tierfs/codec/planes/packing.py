@@ -1,9 +1,9 @@
 """How the bytes of a plane are stored. FORMAT.md, "Codecs", planes.
 
-Exponents lie close together, and a window of 16 values holds nearly all of them. So two go into one byte, and
-zstd's Huffman coder has half as many bytes to code. Mantissas are noise, and stay as they are. The upper bytes of
-differences are nearly all the same, and only the others are stored. Counts of some bytes from all over a plane tell
-these cases apart.
+Exponents lie close together, and a window of 16 values holds nearly all of them. So two go into one byte, and zstd's
+Huffman coder has half as many bytes to code. Mantissas are noise, and stay as they are. The upper bytes of differences
+are nearly all the same, and only the others are stored. Counts of some bytes from all over a plane tell these cases
+apart.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ def counts_of(pairs: Elements) -> list[PlaneCounts]:
 
 def fit_of(found: PlaneCounts, size: int) -> PlaneFit:
     """Choose how to store a plane, by the counts of ``size`` of its bytes."""
-    # Chi squared of random bytes is 255, give or take 23. If only half of the values occur, each is twice as
-    # frequent.
+    # Chi squared of random bytes is 255, give or take 23. If only half of the values occur, each is twice as frequent.
     squared = found.squares * 256 / size - size
     is_seven = not found.upper
     if is_seven:
@@ -153,8 +152,8 @@ def pack(plane: Elements, seen: PlaneFit) -> Kept:
 def unpack(mode: int, data: memoryview, size: int, place: Elements | None = None) -> Elements:
     """Decode a plane of ``size`` bytes.
 
-    A raw plane is a view of ``data``, and a frame's is its own memory. All others lie in ``place``: by default
-    scratch memory of this thread, which is valid until the next plane.
+    A raw plane is a view of ``data``, and a frame's is its own memory. All others lie in ``place``: by default scratch
+    memory of this thread, which is valid until the next plane.
 
     Raises:
         DamageError: ``data`` is not a plane of this mode and size.

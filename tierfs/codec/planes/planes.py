@@ -1,7 +1,7 @@
 """Elements as byte planes: the first plane holds the most significant byte of every element, and so on.
 
-In training states the exponents fill one plane, which shrinks to a third. The mantissas are noise and stay as they
-are: two adjacent planes of noise are not even separated. FORMAT.md, "Codecs".
+In training states the exponents fill one plane, which shrinks to a third. The mantissas are noise and stay as they are:
+two adjacent planes of noise are not even separated. FORMAT.md, "Codecs".
 
 Two adjacent planes form a *lane* of 2-byte numbers, and numpy works on lanes here. Elements are cut into lanes, and
 joined from lanes, in the fewest passes over memory.
@@ -174,8 +174,8 @@ class PlaneReader:
             if lane is not target:
                 np.copyto(target, lane)
             return
-        # Decode all lanes first, the upper one before the others: so their sources leave the caches before the
-        # elements enter.
+        # Decode all lanes first, the upper one before the others: so their sources leave the caches before the elements
+        # enter.
         upper = self._lane(scratch("lane 0", _LANE, count), order)
         lanes = [upper, *(self._lane(scratch(f"lane {number}", _LANE, count)) for number in range(1, width // _LANE))]
         # The lowest lane is widened, several elements at a time. The others go to their places one element at a time.
@@ -311,8 +311,8 @@ def pairs_of(blocks: Sequence[Elements]) -> Elements:
 def looks_of(pairs: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS, base: Elements | None = None) -> list[PlaneFit]:
     """Choose how to store the planes of elements like ``pairs``, the least significant plane first.
 
-    The upper 16 bits are put in ``order`` first. With ``base``, the planes are those of the zigzagged differences
-    to it.
+    The upper 16 bits are put in ``order`` first. With ``base``, the planes are those of the zigzagged differences to
+    it.
     """
     if not pairs.size:
         return [PlaneFit(Mode.FRAME)] * pairs.itemsize
@@ -398,8 +398,8 @@ def _put_split(
 ) -> None:
     """Write the same planes as `put_planes`, with the kernels.
 
-    One pass over the elements splits off the planes that shrink. Each row of other planes takes one more pass,
-    which writes them to their place in the block.
+    One pass over the elements splits off the planes that shrink. Each row of other planes takes one more pass, which
+    writes them to their place in the block.
     """
     width, count = elements.itemsize, elements.size
     modes = [seen.mode for seen in reversed(looks)]
@@ -458,8 +458,8 @@ def _cut(elements: Elements, shift: int, out: Elements) -> None:
     elif shift % 8:
         np.right_shift(elements, shift, out=out, casting="unsafe")
     else:
-        # View the memory from the byte where these bits begin. Truncating such numbers takes half as long as
-        # shifting elements.
+        # View the memory from the byte where these bits begin. Truncating such numbers takes half as long as shifting
+        # elements.
         begin = shift // 8
         shifted = elements.view(np.uint8)[begin : begin - elements.itemsize].view(elements.dtype)
         np.copyto(out[:-1], shifted, casting="unsafe")

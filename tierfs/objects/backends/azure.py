@@ -1,8 +1,8 @@
 """Object tier on Azure Blob Storage. adlfs makes the client, from its options and credentials.
 
-adlfs's own operations are not used: they cache listings, split large objects, and cannot send a condition on a
-version. Every object is one block blob, put by one request (chunks have at most 16 MiB). So a crash leaves no
-blocks that would have to be cleaned up.
+adlfs's own operations are not used: they cache listings, split large objects, and cannot send a condition on a version.
+Every object is one block blob, put by one request (chunks have at most 16 MiB). So a crash leaves no blocks that would
+have to be cleaned up.
 
 API: https://learn.microsoft.com/rest/api/storageservices/blob-service-rest-api (Put Blob, Get Blob, List Blobs).
 """
@@ -87,8 +87,8 @@ async def _connect(options: Mapping[str, object], loop: LoopThread) -> AzureSess
         fs = adlfs.AzureBlobFileSystem(**{**options, **ours, "loop": asyncio.get_running_loop()})
     except (TypeError, ValueError) as error:
         raise refused_options(error, "abfs") from cause_of(error)
-    # adlfs's finalizers would keep the client until this process or a forked child ends. Then they would close it
-    # on an event loop that an asynchronous filesystem does not have.
+    # adlfs's finalizers would keep the client until this process or a forked child ends. Then they would close it on an
+    # event loop that an asynchronous filesystem does not have.
     for reference in weakref.getweakrefs(fs):
         if isinstance(reference.__callback__, weakref.finalize):
             reference.__callback__.detach()

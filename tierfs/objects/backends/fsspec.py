@@ -1,8 +1,8 @@
 """Object tier on any fsspec filesystem that has no backend of its own here.
 
-fsspec has no conditional writes, so a store here has a single writer. Conditions are checked before the write,
-under a lock of this process, which other processes do not see. The tier looks a written object up after the write.
-A read looks the version up once, before it starts, so it may miss a change during the read.
+fsspec has no conditional writes, so a store here has a single writer. Conditions are checked before the write, under a
+lock of this process, which other processes do not see. The tier looks a written object up after the write. A read looks
+the version up once, before it starts, so it may miss a change during the read.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from tierfs.objects.protocol import (
 
 __all__ = ["FsspecObjects", "new_filesystem"]
 
-# Filesystems that are a flat set of keys: they need no directories, a put is atomic, and `find` is one listing. On
-# all others `find` skips directories that it could not read, and `ls` does not.
+# Filesystems that are a flat set of keys: they need no directories, a put is atomic, and `find` is one listing. On all
+# others `find` skips directories that it could not read, and `ls` does not.
 _FLAT = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"})
 # Filesystems whose `pipe_file(mode="create")` is known to reach the server as a condition.
 _EXCLUSIVE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
 _ON_THIS_HOST = frozenset({"file", "local", "memory"})
-# Filesystems, besides the flat and the asynchronous ones, whose clients are thread-safe. For the others fsspec
-# expects an instance per thread: over SFTP, paramiko drops the answer that another thread waits for.
+# Filesystems, besides the flat and the asynchronous ones, whose clients are thread-safe. For the others fsspec expects
+# an instance per thread: over SFTP, paramiko drops the answer that another thread waits for.
 _THREADED = frozenset({"dav", "file", "hdfs", "hf", "local", "webdav"})
 
 _AT = ("host", "port", "endpoint_url", "base_url", "account_name")  # options that say where a filesystem is
@@ -84,8 +84,8 @@ class FsspecObjects:
     A version may consist of time and size: the tier makes such versions, and many WebDAV servers make such ETags.
     If a put would get the version of the object that it replaces, the tier writes again until the version differs.
 
-    If the client is not known to be thread-safe, requests wait for each other. After a lost connection the next
-    request opens a new one.
+    If the client is not known to be thread-safe, requests wait for each other. After a lost connection the next request
+    opens a new one.
 
     Args:
         fs: The filesystem, made without ``asynchronous=True``.
@@ -176,8 +176,8 @@ class FsspecObjects:
         try:
             for span, piece in zip(spans, pieces, strict=True):
                 if isinstance(piece, BaseException):
-                    # fsspec's frame holds the list of errors, and the error holds the frame: this cycle would keep
-                    # lent buffers.
+                    # fsspec's frame holds the list of errors, and the error holds the frame: this cycle would keep lent
+                    # buffers.
                     traceback.clear_frames(piece.__traceback__)
                     raise translate_client_error(piece, key) from cause_of(piece)
                 if len(piece) != span.end - span.start:
@@ -195,14 +195,13 @@ class FsspecObjects:
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""
-        # Look the version up first: if the object changes in between, new content gets the old version, and an
-        # update based on it is refused. In the other order, the update would overwrite content that its writer
-        # never saw.
+        # Look the version up first: if the object changes in between, new content gets the old version, and an update
+        # based on it is refused. In the other order, the update would overwrite content that its writer never saw.
         info = self.head(key)
         check_limit(key, info.size, limit)
         with self._asking(key):
-            # Without a range: with one, an object that has grown would seem whole, and some clients verify only
-            # whole reads.
+            # Without a range: with one, an object that has grown would seem whole, and some clients verify only whole
+            # reads.
             content = bytes(self.fs.cat_file(self._path(key)))
         if len(content) != info.size:
             raise self._mismatch(info, f"it has {info.size} bytes, and {len(content)} came")

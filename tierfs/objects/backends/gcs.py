@@ -1,8 +1,8 @@
 """Object tier on Google Cloud Storage. gcsfs makes the session, from its options and credentials.
 
 gcsfs's own operations are not used: they retry by themselves, cache listings, send no checksum for the server to
-verify, and end an upload where their fixed boundary occurs in the content. Every object is one request (chunks have
-at most 16 MiB). So a crash leaves no resumable upload that would have to be cleaned up.
+verify, and end an upload where their fixed boundary occurs in the content. Every object is one request (chunks have at
+most 16 MiB). So a crash leaves no resumable upload that would have to be cleaned up.
 
 API: https://cloud.google.com/storage/docs/json_api/v1 (objects: insert, get, list, delete).
 """
@@ -154,8 +154,8 @@ class _GCSClient:
 
     def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         size = sum(map(len, body))
-        # The name is in the query. The checksum does not cover it, so a flipped bit in a body that has the name
-        # could store the object under another key.
+        # The name is in the query. The checksum does not cover it, so a flipped bit in a body that has the name could
+        # store the object under another key.
         params = {"uploadType": "multipart", "name": self._base + key, "fields": f"{_FIELDS},crc32c,md5Hash"}
         if isinstance(mode, Create):
             params["ifGenerationMatch"] = "0"
@@ -191,8 +191,8 @@ class _GCSClient:
 
     @contextmanager
     def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> Iterator[Content]:
-        # GCS sends an object that was stored compressed as it is only to a client that accepts gzip. For other
-        # clients it decompresses the object and ignores the range.
+        # GCS sends an object that was stored compressed as it is only to a client that accepts gzip. For other clients
+        # it decompresses the object and ignores the range.
         headers = {"Accept-Encoding": "gzip"}
         if end is not None:
             headers["Range"] = f"bytes={start}-{end - 1}"

@@ -1,14 +1,13 @@
 """Object tier in a directory of this host.
 
-A put writes a temporary file, flushes it, and moves it into place: with ``link`` for a create, with ``rename``
-under a lock for an overwrite or update. Then it flushes the directories concerned. So after any crash the whole
-object is there or none of it, and conditions hold between processes. Keys are file names. Temporary files and locks
-lie in ``.tierfs/tmp``.
+A put writes a temporary file, flushes it, and moves it into place: with ``link`` for a create, with ``rename`` under a
+lock for an overwrite or update. Then it flushes the directories concerned. So after any crash the whole object is there
+or none of it, and conditions hold between processes. Keys are file names. Temporary files and locks lie in
+``.tierfs/tmp``.
 
-A version consists of time, inode and size. If file times are whole seconds, an object gets a later time than the
-one it replaces, so no two contents have the same version. On such a filesystem, an object that is deleted and
-created again within a second may have its old version. Code that relies on versions never does that: tombstones
-replace records.
+A version consists of time, inode and size. If file times are whole seconds, an object gets a later time than the one it
+replaces, so no two contents have the same version. On such a filesystem, an object that is deleted and created again
+within a second may have its old version. Code that relies on versions never does that: tombstones replace records.
 """
 
 from __future__ import annotations
@@ -304,8 +303,8 @@ class LocalObjects:
     def _move_on(self, key: str, temporary: Path, info: ObjectInfo) -> ObjectInfo:
         """Give the file that is about to replace an object a later time than the object's, if it has none.
 
-        A filesystem with times in whole seconds (ext3, ext4 with inodes of 128 bytes) may also reuse an inode
-        number at once.
+        A filesystem with times in whole seconds (ext3, ext4 with inodes of 128 bytes) may also reuse an inode number at
+        once.
         """
         try:
             before_ns = _stamp_ns(self.head(key))
@@ -344,8 +343,7 @@ class LocalObjects:
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
     version = Version(f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}")
-    # ctime comes from the filesystem's clock. mtime was set by a writer: on a network filesystem, by its host's
-    # clock.
+    # ctime comes from the filesystem's clock. mtime was set by a writer: on a network filesystem, by its host's clock.
     is_ours = key.startswith(f"{_PRIVATE}/")
     return ObjectInfo(key, status.st_size, version, status.st_ctime_ns if is_ours else status.st_mtime_ns)
 

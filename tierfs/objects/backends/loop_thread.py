@@ -71,13 +71,13 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
         """Run a coroutine and wait for its result.
 
-        If the wait is interrupted, the coroutine is cancelled, and has ended when this raises. So the caller owns
-        the buffers again that it lent.
+        If the wait is interrupted, the coroutine is cancelled, and has ended when this raises. So the caller owns the
+        buffers again that it lent.
 
         Raises:
             BaseException: The coroutine raised it.
-            RuntimeError: Called on the loop's own thread, where it would wait for itself. A destructor that the
-                garbage collector runs there may do so.
+            RuntimeError: Called on the loop's own thread, where it would wait for itself. A destructor that the garbage
+                collector runs there may do so.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()

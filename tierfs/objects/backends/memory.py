@@ -1,7 +1,7 @@
 """Object tier in this process's memory: the objects of fsspec's ``memory://``, with real conditions.
 
-Objects that are put here appear in ``fsspec.filesystem("memory")``, and the other way round. One lock serves the
-whole process, so conditions hold between threads. No object survives the process.
+Objects that are put here appear in ``fsspec.filesystem("memory")``, and the other way round. One lock serves the whole
+process, so conditions hold between threads. No object survives the process.
 """
 
 from __future__ import annotations

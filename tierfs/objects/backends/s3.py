@@ -1,12 +1,12 @@
 """Object tier on S3 and compatible servers. s3fs interprets the options and credentials.
 
-s3fs's own operations are not used: they retry by themselves, cache listings, and cannot send a condition on a
-version. Every object is one request (chunks have at most 16 MiB). So a crash leaves no multipart upload that would
-have to be cleaned up.
+s3fs's own operations are not used: they retry by themselves, cache listings, and cannot send a condition on a version.
+Every object is one request (chunks have at most 16 MiB). So a crash leaves no multipart upload that would have to be
+cleaned up.
 
-botocore sends the requests, on the calling threads. Its asynchronous counterpart, which s3fs uses, copies every
-body twice more on the loop's thread and sends it in small pieces. Measured, it takes twice the processor time for
-half the throughput (docs/decisions/0018-s3-by-botocore.md).
+botocore sends the requests, on the calling threads. Its asynchronous counterpart, which s3fs uses, copies every body
+twice more on the loop's thread and sends it in small pieces. Measured, it takes twice the processor time for half the
+throughput (docs/decisions/0018-s3-by-botocore.md).
 
 API: https://docs.aws.amazon.com/AmazonS3/latest/API/ (PutObject, GetObject, ListObjectsV2, DeleteObjects).
 """
@@ -251,8 +251,8 @@ class _S3Client:
 class _Body:
     """A file for botocore that consists of pieces, and sends them without copying.
 
-    botocore sends all bytes of one `read` at once, within one timeout of the connection. So `read` returns at most
-    the bytes that were asked for.
+    botocore sends all bytes of one `read` at once, within one timeout of the connection. So `read` returns at most the
+    bytes that were asked for.
     """
 
     def __init__(self, pieces: Sequence[memoryview]) -> None:

@@ -23,12 +23,11 @@ _log = logging.getLogger("tierfs.objects")
 class RetryingObjects(WrappedObjects):
     """Retries transient failures, each after a random wait up to a bound that doubles ("full jitter").
 
-    If the endpoint asks for a pause (Retry-After), the pause is added to the random wait, up to ``delay_s_max``. If
-    it asks for fewer requests without a pause, one second is added.
+    If the endpoint asks for a pause (Retry-After), the pause is added to the random wait, up to ``delay_s_max``. If it
+    asks for fewer requests without a pause, one second is added.
 
-    Outcomes are not interpreted. If a conditional put took effect but its answer was lost, the second attempt finds
-    the object of the first. Its `AlreadyExistsError` or `ConflictError` goes to the caller, which can tell the
-    difference.
+    Outcomes are not interpreted. If a conditional put took effect but its answer was lost, the second attempt finds the
+    object of the first. Its `AlreadyExistsError` or `ConflictError` goes to the caller, which can tell the difference.
 
     Args:
         attempts: How often a request is sent at most.

@@ -26,9 +26,9 @@ class LimitedObjects(WrappedObjects):
     """Bounds the number of requests in flight.
 
     If the endpoint asks for fewer requests, the limit is halved. It rises by one after each second in which the
-    endpoint answers (additive increase, multiplicative decrease). Only a request that was sent at least a second
-    after the last halving counts for either: earlier requests say nothing about the new limit. So a burst of
-    refusals halves it once.
+    endpoint answers (additive increase, multiplicative decrease). Only a request that was sent at least a second after
+    the last halving counts for either: earlier requests say nothing about the new limit. So a burst of refusals halves
+    it once.
 
     A listing counts as a request while it fetches a page, not while its consumer works on the objects.
 

@@ -37,8 +37,8 @@ def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str 
     Args:
         objects: The wrapped tier.
         endpoint: The promises that the endpoint keeps.
-        verify_writes: Whether to read back each write: ``always``, ``never``, or ``auto``: if the endpoint verifies
-            no checksum and is not on this host.
+        verify_writes: Whether to read back each write: ``always``, ``never``, or ``auto``: if the endpoint verifies no
+            checksum and is not on this host.
 
     Returns:
         ``objects`` itself if nothing has to be added.
