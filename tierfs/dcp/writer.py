@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
@@ -41,6 +43,7 @@ from tierfs.store.commit import Commits
 
 __all__ = ["TierWriter"]
 
+YIELD_S = 0.001
 LAYOUTS = ("tierfs", "dcp")
 
 
@@ -138,6 +141,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def _begin_anew(self) -> None:
         self._save = ThreadSave()
         self._saves = Saves(self, self._save)
+        self._staged_on: int | None = None  # id of the thread that called `stage` last
 
     @property
     def _here(self) -> Address:
@@ -175,6 +179,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         If the copy fails while other ranks wait for this one to plan, this method returns without an error. The save
         then fails on every rank when it is planned.
         """
+        self._staged_on = threading.get_ident()
         save = self._saves.ask()
         try:
             store, _ = self._address.open(write=True)
@@ -215,6 +220,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             self._save.address = self._address = self._address.at(checkpoint_id)
             self._save.is_reset = True
             read_here(None)
+        if self._staged_on not in {None, threading.get_ident()}:
+            # `async_save` returns once this thread runs, and then waits for the GIL, which this thread holds. Yielding
+            # it here lets training continue after 8 instead of 12 ms with 900 small tensors (integration/bench/dcp.py).
+            self._staged_on = None
+            time.sleep(YIELD_S)
 
     def storage_meta(self) -> StorageMeta:
         """Return the directory and a new random id of the save that begins.
