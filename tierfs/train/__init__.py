@@ -1,4 +1,4 @@
-"""A training run's checkpoints: when to save, what to keep, how to go on."""
+"""Checkpoints of a training run: when to save, which ones to keep, how to resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save as the training loop sees it: whether it is done, how safe it is, how to wait for it."""
+"""`SaveHandle`: a save as the training loop sees it. It tells whether the save is done and how safe it is."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["SaveHandle", "SaveOrder"]
 
 @dataclass(slots=True)
 class SaveOrder:
-    """A save that was asked for, on one rank.
+    """A requested save, on one rank.
 
     Attributes:
-        step: Of the training.
+        step: The training step.
         kind: ``full`` or ``light``.
-        staged: The state, safe from training.
-        problem: What kept it from being staged.
-        metrics: By name.
-        history: The metrics of the steps before, and of this one.
-        overwrite: Whether another content of this step may be replaced.
+        staged: A copy of the state, which training does not change.
+        problem: The reason why the state could not be copied; ``None`` if it was.
+        metrics: The metrics of this step, by name.
+        history: The metrics of earlier steps and of this one.
+        overwrite: Whether the save may replace a checkpoint of this step with different content.
     """
 
     step: int
@@ -43,14 +43,14 @@ class SaveOrder:
 
 
 class SaveHandle:
-    """A save that is under way, or done.
+    """A save that is in flight, or done.
 
     Attributes:
-        step: Of the training.
-        kind: ``full``, or ``light`` for one without optimizer and data loader.
-        blocked_s: How long it kept this rank's training from going on.
-        is_cancelled: Whether this rank does not want it any more.
-        was_there: Whether the step was saved already, with the same content, so that nothing had to be done.
+        step: The training step.
+        kind: ``full`` or ``light``, as for `Manager.save`.
+        blocked_s: Seconds for which the save blocked training on this rank.
+        is_cancelled: Whether `cancel` was called on this rank.
+        was_there: Whether the step was already saved with the same content, so that this save wrote nothing.
     """
 
     def __init__(self, run: RunDirectory, order: SaveOrder) -> None:
@@ -71,32 +71,36 @@ class SaveHandle:
 
     @property
     def url(self) -> str:
-        """Where the checkpoint is."""
+        """The URL of the checkpoint."""
         return self._run.url_of(self.step)
 
     @property
     def done(self) -> bool:
-        """Whether it came to its end: it failed, or has reached the level that the manager asks for."""
+        """Whether the save has ended: it has failed, or has reached the level that the manager asks for (``ack``)."""
         return self._ended.done()
 
     @property
     def error(self) -> Exception | None:
-        """Why it failed; ``None`` while it is under way, and where it did not."""
+        """The reason why the save failed; ``None`` while it is in flight and if it succeeded."""
         error = self._ended.exception() if self._ended.done() else None
         assert error is None or isinstance(error, Exception), "the save thread passes no others on"
         return error
 
     @property
     def seconds(self) -> float:
-        """How long it took from being asked for to its end, or takes by now."""
+        """Seconds from the request to the end of the save, or until now while it is in flight."""
         return self._seconds or time.monotonic() - self._asked_s
 
     def wait(self, level: str = "staged", timeout: float | None = None) -> None:
-        """Wait until the checkpoint has reached a level: below ``"object"`` what this host saved, there the whole.
+        """Wait until the checkpoint has reached a level.
+
+        Args:
+            level: ``"staged"`` and ``"local"`` cover the files that this host saved, ``"object"`` the whole checkpoint.
+            timeout: In seconds; ``None`` waits without a limit.
 
         Raises:
-            TimeoutError: It has not, in time.
-            Exception: The save failed.
+            TimeoutError: The checkpoint did not reach the level in time.
+            Exception: The save failed, for this reason.
         """
         begun = time.monotonic()
         try:
@@ -108,12 +112,12 @@ class SaveHandle:
         wait_for(store, path, inside(path, ROOT), self._mark, Level.parse(level), left)
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait for its end, whatever that is. Returns whether it came in time."""
+        """Wait until the save has succeeded or failed. Return whether it ended within ``timeout`` seconds."""
         return bool(wait([self._ended], timeout).done)
 
     @property
     def level(self) -> str:
-        """The level that it has reached, as this host sees it; ``none`` while it is under way, and where it failed."""
+        """The level of the checkpoint as this host sees it; ``none`` while the save is in flight and if it failed."""
         if not self._ended.done() or self._ended.exception() is not None:
             return Level.NONE.label
         store, path = self._run.path_of(self.step)
@@ -121,7 +125,7 @@ class SaveHandle:
 
     @property
     def progress(self) -> float:
-        """The share of its bytes that is in the object tier, from 0 to 1, as this host sees it."""
+        """The share of the checkpoint's bytes in the object tier, from 0 to 1, as this host sees it."""
         if not self._ended.done() or self._ended.exception() is not None:
             return 0.0
         checkpoint = self._run.checkpoint(self.step)
@@ -134,16 +138,16 @@ class SaveHandle:
         return there / max(1, sum(files.values()))
 
     def cancel(self) -> bool:
-        """Have the save not be made, if it has not begun. What one rank cancels no rank saves.
+        """Cancel the save if the ranks have not begun it. If one rank cancels a save, no rank makes it.
 
         Returns:
-            Whether it will not be made, as far as this rank knows: it is done if another rank has begun already.
+            Whether the save is still in flight. If the ranks have already begun it, they finish it all the same.
         """
         self.is_cancelled = True
         return not self._ended.done() and self._order is not None
 
     def end(self, error: Exception | None, mark: SaveMark | None) -> None:
-        """Take note of how it ended."""
+        """Record the end of the save: why it failed, or which save it is if it wrote something."""
         self._mark, self._order = mark, None
         self._seconds = time.monotonic() - self._asked_s
         if error is None:

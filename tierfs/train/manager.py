@@ -1,4 +1,4 @@
-"""`Manager`: decides with all ranks when to save, saves behind training's back, restores, and keeps what is to be kept."""
+"""`Manager`: decides with all ranks when to save, saves while training goes on, restores, and prunes."""
 
 from __future__ import annotations
 
@@ -37,40 +37,41 @@ __all__ = ["Manager"]
 
 KINDS = ("light", "full")
 WAITING_MAX = 2
-"""Saves that may be under way: one that is written, and one whose state was copied meanwhile."""
+"""Saves that may be in flight: one that is being written, and one whose state is already copied."""
 HISTORY_STEPS = 256
-"""Each save records the metrics of this many steps before it, for a proof of resume."""
+"""Each save records the metrics of this many steps up to it, for a proof of resume."""
 _logger = logging.getLogger("tierfs.train")
 
 
 class Manager:
-    """Saves and restores a training run's checkpoints, ``step_N`` below a root.
+    """Saves and restores the checkpoints of a training run, ``step_N`` below a root.
 
-    All ranks construct it, and call each of its methods that says so, together. A context manager: leaving it waits for what is under
-    way.
+    The constructor and some methods are collectives: all ranks call them together, in the same order. A manager is a
+    context manager: leaving the block calls `close`. If SIGTERM ended training, it then raises ``SystemExit(143)``.
 
     Args:
         root: The run's directory: any URL that `TierWriter` takes.
-        save: When to save: policies of which any may ask for it.
-        light: The same for light checkpoints, without optimizer and data loader.
-        keep: What to keep: policies, of which any may want a checkpoint; or a dict of them by tier, ``object``, ``nvme`` and ``ram``.
-            None keeps everything. Only this run's own checkpoints are removed, never the one that it was restored from, nor the
-            newest at each level.
+        save: Policies for full checkpoints. A save happens if a policy of any rank asks for it.
+        light: Policies for light checkpoints, which leave out the optimizer and the data loader: see `save`.
+        keep: Policies that keep checkpoints; a checkpoint stays if any of them wants it. Or a dict of policies by tier:
+            ``object``, ``nvme`` and ``ram``, the last two for local copies. Without policies, everything stays. The
+            manager only removes checkpoints of this run. It never removes the checkpoint that the run was restored
+            from, the newest one at each level, a pinned one or an incomplete one.
         ack: The level at which a save is done: ``"staged"``, ``"local"`` or ``"object"``.
-        on_error: ``"warn"``: a failed save is logged, and in `errors`. ``"raise"``: the next step raises.
-        max_failures: After so many failures in a row the next step raises in any case.
-        max_age: So does it when no step has reached the object tier for so long, like ``"2h"``.
-        on_stale: What a save is worth whose tensors are all as they were in the one before, at another step: ``"warn"``, ``"raise"`` for
-            a failed save, or ``"ignore"``.
-        verify_after_save: Whether every save is read back before it counts as done.
-        on_corrupt: ``"previous"``: a step that cannot be loaded is passed over. ``"raise"``: it is an error.
-        timeout: Seconds that a rank waits for the others, and that leaving waits for saves that are under way.
-        planner: Makes a planner for each save, by default torch's.
-        **options: Those of `TierWriter`: ``stage``, ``device``, ``ram``, ``nvme``, ``state_dir``, ``create``, and a mapping for the object
-            tier's filesystem by its protocol.
+        on_error: ``"warn"``: a failed save is logged and listed in `errors`. ``"raise"``: the next step raises, too.
+        max_failures: After this many failures in a row, the next step raises in any case.
+        max_age: The next step also raises if no step has reached the object tier for this long, such as ``"2h"``.
+        on_stale: The treatment of a save whose tensors all equal those of the last saved step: ``"warn"`` logs a
+            warning, ``"raise"`` makes it a failed save, ``"ignore"`` accepts it.
+        verify_after_save: Whether each save is read back before it counts as done.
+        on_corrupt: ``"previous"``: `restore` passes over a step that cannot be loaded. ``"raise"``: it raises.
+        timeout: Seconds that a rank waits for the others, and that `close` waits for saves in flight.
+        planner: Returns a new DCP save planner for each save; ``None`` for torch's own.
+        **options: Options of `TierWriter`: ``stage``, ``device``, ``ram``, ``nvme``, ``state_dir``, ``create``, and a
+            mapping for the object tier's filesystem by its protocol, such as ``s3={...}``.
 
     Raises:
-        InvalidInputError: An argument is no good.
+        InvalidInputError: An argument is invalid.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Manager:
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
         self._last: tuple[int, Any, Mapping[str, float] | None] | None = None
         self._history: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=HISTORY_STEPS)
-        self._restored: Restored | None = None  # while no step was made since
+        self._restored: Restored | None = None  # None once a step was made since
         self._is_stopping = False
         self._signal = 0
         self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._is_saving)
@@ -150,15 +151,24 @@ class Manager:
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def step(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> SaveHandle | None:
-        """Take note that a step was made, and save if a policy of any rank asks for it. A collective, of all ranks at each step.
+        """Record a finished training step, and save if a policy of any rank asks for it. A collective.
+
+        Every rank calls this after every step.
 
         Args:
-            step: Which one.
-            state: A dict of tensors and objects with ``state_dict``, or a `TrainState`. Only read, and safe to change at return.
-            metrics: Numbers to keep with the checkpoint.
+            step: The step that was made.
+            state: A `TrainState`, or a dict of tensors and objects with ``state_dict``. It is only read. Training may
+                change it after this returns.
+            metrics: Numbers by name. They are kept with the checkpoint for `best` and keep policies, and recorded for
+                `verify_resume` even if this step is not saved.
 
         Returns:
-            The save, if there is one.
+            The save; ``None`` if there is none at this step.
+
+        Raises:
+            InvalidInputError: The state cannot be saved.
+            ConflictError: Ranks are not at the same step.
+            TierfsError: Too many saves failed, or no step has reached the object tier within ``max_age``.
         """
         self._last = step, state, metrics
         self._restored = None
@@ -168,27 +178,28 @@ class Manager:
             return self._act(agreed)
 
     def check(self) -> bool:
-        """Take note of signals between steps: in a long evaluation, while something compiles. A collective.
+        """React to signals between steps, for example during a long evaluation. A collective.
 
-        Call it equally often on every rank. Where training is to end it saves what the last `step` was given, as it is now.
+        Call it equally often on every rank. If training has to end, it saves the state that the last `step` got, with
+        its present content. It raises as `step` does.
 
         Returns:
-            Whether training is to end: the same as `stopping`, on every rank.
+            Whether training has to end, as `stopping`.
         """
         if self._last is None or self._is_stopping:
             return self._is_stopping
         with self._decider.at_check(self._last[0]) as agreed:
-            if agreed.stop:  # a periodic save can wait for the next step; one before the end cannot
+            if agreed.stop:  # a periodic save can wait for the next step, the last save cannot
                 self._act(agreed)
         return self._is_stopping
 
     @property
     def stopping(self) -> bool:
-        """Whether training is to end. It is the same on every rank at the same step."""
+        """Whether training has to end, because a policy ends it. It is the same on all ranks at the same step."""
         return self._is_stopping
 
     def _act(self, agreed: Agreed) -> SaveHandle | None:
-        """Do what the ranks agreed on. Raises as `Health.check` does."""
+        """Save and stop as the ranks agreed. Raises as `Health.check` and `save` do."""
         self._health.check(agreed)
         assert self._last is not None, "an agreement follows a step"
         step, state, metrics = self._last
@@ -206,14 +217,14 @@ class Manager:
         return saved
 
     def _secure(self, saved: SaveHandle) -> None:
-        """Wait until a save survives the end of this host's processes, as long as there is time for that."""
+        """Wait until a save has reached the level ``local``, for as long as the grace period allows."""
         try:
             saved.wait("local", timeout=self._decider.left_s)
         except Exception as error:  # noqa: BLE001 - there is nothing left to do but to say so
             _logger.error("%s is not safe on this host: %s", saved.url, error)  # noqa: TRY400 - a trace says no more
 
     def should_save(self, step: int) -> bool:
-        """Whether a policy asks for a save at this step, as far as this rank knows."""
+        """Return whether a policy of this rank asks for a save at this step."""
         return bool(self._decider.wish(step))
 
     def _is_saving(self) -> bool:
@@ -229,19 +240,27 @@ class Manager:
         overwrite: bool = False,
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
-        """Save now. Returns when the state is copied, and training may change it. A collective.
+        """Save now. Return when the state is copied, so that training may change it. A collective.
+
+        If two saves are in flight, this first waits for the older one.
 
         Args:
-            step: Of the training.
+            step: The training step.
             state: As for `step`.
-            kind: ``"full"``, or ``"light"`` to leave the optimizer and the data loader out.
-            force: Save a step again that this manager has just saved; else the save that there is is returned.
-            overwrite: Whether another content that was saved for this step may be replaced. A full save always replaces the light one
-                that was just made of the same step.
+            kind: ``"full"`` or ``"light"``. A light checkpoint of a `TrainState` has the model, the scheduler, the
+                random generators and the step. That of a dict has all entries but ``"optimizer"``.
+            force: Save again, even if the last save of this manager was of this step and kind. Otherwise that save is
+                returned, unless it failed.
+            overwrite: Whether to replace a checkpoint of this step with different content. Without it, such a save
+                fails with `AlreadyExistsError`. A full save always replaces a light save of the same step if that was
+                this manager's last one.
             metrics: Numbers to keep with the checkpoint.
 
+        Returns:
+            The save in flight. If it fails, its ``error`` and `errors` tell the reason.
+
         Raises:
-            InvalidInputError: The state or an argument is no good.
+            InvalidInputError: The state or an argument is invalid.
         """
         if kind not in KINDS:
             raise InvalidInputError(f"kind is 'full' or 'light', not {kind!r}")
@@ -249,7 +268,7 @@ class Manager:
         if last is not None and last.step == step and last.kind == kind and not force and not self._has_failed(last):
             return last
         if last is not None and (last.step, last.kind, kind) == (step, "light", "full"):
-            overwrite = True  # it has all that the light one has
+            overwrite = True  # the full save contains all of the light one
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
             self._handles[0].settle(self._timeout_s)
@@ -272,15 +291,15 @@ class Manager:
         return handle
 
     def _has_failed(self, handle: SaveHandle) -> bool:
-        """Whether any rank knows by now that a save failed. A collective: ranks hear of that at different times."""
+        """Return whether any rank knows that a save failed. A collective: ranks notice it at different times."""
         return bool(self._world.begin_greatest([int(handle.error is not None)], self._world.training)()[0])
 
     def _noted(self) -> Mapping[str, Any]:
-        """The facts that a resumed run needs beside the state."""
+        """Return the facts that a resumed run needs in addition to the state."""
         return {"known": self._keep.told()}
 
     def _ended(self, handle: SaveHandle, order: SaveOrder, error: Exception | None) -> None:
-        """Take note of a save's outcome, on the thread that made it."""
+        """Record the outcome of a save. Runs on the save thread."""
         self._health.note(handle, error)
         if error is None:
             if not handle.was_there:
@@ -288,24 +307,27 @@ class Manager:
             self._keep.add(handle.step, time.time_ns(), order.metrics)
 
     def _after_save(self, handle: SaveHandle) -> None:
-        """Apply retention, on the thread that saves."""
+        """Apply retention. Runs on the save thread."""
         try:
             self._keep.apply(self._decider.context())
         except TierfsError as error:
             _logger.warning("%s: retention has to wait: %s", self._run.url, error)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until no save is under way on this rank, and retention has followed.
+        """Wait until this rank has no save in flight and has applied retention.
+
+        Args:
+            timeout: In seconds; ``None`` waits without a limit.
 
         Raises:
-            TimeoutError: One is, after that time.
+            TimeoutError: A save is still in flight after ``timeout``.
         """
         if not self._saves.wait(timeout):
             raise TimeoutError(f"{self._run.url}: a save has not come to its end within {timeout} s")
 
     @property
     def errors(self) -> list[FailedSave]:
-        """The saves of this rank that failed, or whose retention failed, the oldest first."""
+        """The last hundred saves of this rank that failed, or after which retention failed, the oldest first."""
         return self._health.errors
 
     # -- restoring -----------------------------------------------------------------------------------------------------
@@ -315,15 +337,18 @@ class Manager:
 
         Args:
             state: As for `step`.
-            step: Load this one.
-            only: Patterns of names as in a shell, ``["model.*"]``; the rest of the state stays as it is.
+            step: Load this step instead of the newest one.
+            only: Shell patterns of names, such as ``["model.*"]``. The rest of the state stays unchanged. ``()`` loads
+                all of it.
 
         Returns:
-            What was loaded; ``None`` only where the root has no complete checkpoint.
+            The outcome; ``None`` only if the root has no complete checkpoint.
 
         Raises:
-            CorruptionError: No complete step can be loaded, or the newest, with ``on_corrupt="raise"``.
-            Exception: It failed, for a reason that another step does not help with.
+            CorruptionError: There are checkpoints, but none can be loaded. With ``step``, that one is missing or
+                damaged. With ``on_corrupt="raise"``, the newest one is damaged. The state may hold parts of a
+                checkpoint.
+            Exception: Loading failed for a reason that an older step would not avoid.
         """
         self.wait(self._timeout_s)
         found = self._restorer.restore(state, step=step, only=only, on_corrupt=self._on_corrupt)
@@ -340,10 +365,13 @@ class Manager:
         return found
 
     def latest(self, level: str | None = None) -> int | None:
-        """The newest step that can be loaded, as far as this host sees it without reading; ``None`` where there is none.
+        """Return the newest step that this host sees complete; ``None`` if there is none. No shard file is read.
 
         Args:
-            level: At which it is at least.
+            level: The lowest level to accept, such as ``"object"``; ``None`` accepts any.
+
+        Raises:
+            InvalidInputError: ``level`` is invalid.
         """
         wanted = Level.NONE if level is None else Level.parse(level)
         for step, found in self._run.complete():
@@ -353,7 +381,7 @@ class Manager:
 
     @property
     def checkpoints(self) -> list[SavedStep]:
-        """All that lies below the root, as this host sees it, the oldest first."""
+        """All checkpoints below the root as this host sees them, complete or not, by ascending step."""
         return [self._run.describe(step) for step in self._run.steps()]
 
     def verify_resume(
@@ -367,16 +395,22 @@ class Manager:
     ) -> ResumeReport:
         """Prove that training goes on as if it had never stopped. A collective.
 
-        The newest step is restored, unless that was just done, and compared with the digests noted when it was saved: weights, optimizer,
-        schedule, random generators, data loader. Then an earlier checkpoint is restored, and the steps after it are made again: their losses
-        have to be those that `step` was told. In the end the newest step is restored once more, and training goes on from there.
+        It restores the newest step, unless a restore came right before. It compares the state with the digests recorded
+        at the save: weights, optimizer, schedule, random generators, data loader. Then it restores an earlier
+        checkpoint, makes the steps after it again, and compares their losses with those that `step` got. At the end it
+        restores the newest step once more, and training goes on from there.
 
         Args:
             state: As for `step`.
-            train: Makes one step of training without calling `step`, and returns its loss as `step` got it. ``None`` for no replay.
-            steps: How many steps to make again at most.
-            metric: Name of the loss among the metrics. Those of the last 256 steps are noted with each save.
-            tolerance: How far losses may lie apart, as a share; 0 for not a bit. On a GPU, bits differ where kernels are not deterministic.
+            train: Makes the given training step without calling `step`, and returns the loss as `step` got it. ``None``
+                skips the replay.
+            steps: The most steps to replay.
+            metric: The name of the loss among the metrics. Each save records the metrics of the last 256 steps.
+            tolerance: The relative difference that losses may have; 0 compares bit for bit. Kernels of a GPU may not be
+                deterministic.
+
+        Returns:
+            The outcome of each comparison, the same on every rank.
 
         Raises:
             NotFoundError: There is no complete checkpoint.
@@ -403,38 +437,43 @@ class Manager:
         return ResumeReport(restored.step, replayed, tuple(checks))
 
     def best(self, metric: str, *, mode: str = "min") -> int | None:
-        """The step with the least value of a metric, or with ``mode="max"`` the greatest, of those that can be loaded.
+        """Return the complete step with the best value of a metric; ``None`` if no such step has it.
+
+        Args:
+            metric: The name of the metric.
+            mode: ``"min"``: the smallest value is the best. ``"max"``: the greatest. Among equal values, the newest
+                step wins.
 
         Raises:
-            InvalidInputError: There is no such mode.
+            InvalidInputError: ``mode`` is invalid.
         """
         return self._run.best(Best(1, metric, mode))
 
     def pin(self, step: int) -> None:
-        """Keep a step, whatever the policies say, until `unpin`. Call it on one rank.
+        """Forbid the deletion of a step until `unpin`. Call it on one rank.
 
         Raises:
-            NotFoundError: It is not there.
+            NotFoundError: There is no such checkpoint.
         """
         self._run.pin(step)
 
     def unpin(self, step: int) -> None:
-        """Let the policies decide again. Call it on one rank."""
+        """Let the policies decide about a step again, if it is pinned. Call it on one rank."""
         self._run.unpin(step)
 
     def delete(self, step: int) -> None:
-        """Remove a step's checkpoint. Call it on one rank.
+        """Delete the checkpoint of a step. Call it on one rank.
 
         Raises:
-            InvalidInputError: It is pinned.
-            NotFoundError: It is not there.
-            ConflictError: It was saved anew meanwhile.
+            InvalidInputError: The checkpoint is pinned.
+            NotFoundError: There is no such checkpoint.
+            ConflictError: The step was saved again in the meantime.
         """
         self._run.remove(step)
         self._keep.forget(step)
 
     def close(self) -> None:
-        """Wait for the saves that are under way, and end. Signals go to the handlers that were there before."""
+        """Restore the previous signal handlers, and wait for the saves in flight, at most ``timeout``."""
         self._decider.close()
         if not self._saves.close(self._timeout_s):
             _logger.error("%s: a save did not come to its end within %g s", self._run.url, self._timeout_s)

@@ -1,4 +1,4 @@
-"""When to save, and what to keep: pure functions of what is known, that can be combined, and replaced by the user's own."""
+"""Policies: when to save and which checkpoints to keep. Users can combine them and write their own."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ DEADLINES_S = (
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
 )
-"""Environment variables that say when a job or the machines under it end, in seconds since the epoch."""
+"""Environment variables that hold the time when a job or its machines end, in seconds since the epoch."""
 MILLISECONDS_FROM = 1e11
-"""No deadline in seconds is that late (year 5138); one in milliseconds since 1973 is."""
+"""A deadline from here on is in milliseconds: in seconds, this is the year 5138; in milliseconds, 1973."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The facts that a policy gets beside the steps.
+    """The facts that a policy gets in addition to the steps.
 
     Attributes:
         now_s: Wall-clock time, in seconds since the epoch.
-        since_s: Seconds since the last save was asked for, or since the manager began.
-        step_s: How long a step takes, without saves; 0 where that is not known yet.
-        blocked_s: How long a save blocks training; 0 where none was made yet.
-        save_s: How long a save takes to reach the level that the manager asks for; 0 where none was made yet.
-        agree_every: In how many steps the ranks agree again: a wish may have to wait that long.
-        is_saving: Whether a save is under way.
-        is_preempted: Whether a rank was told by a signal that it will be ended.
+        since_s: Seconds since the last save was requested, or since the manager began or restored a step.
+        step_s: Mean seconds of a training step, without saves; 0 until known.
+        blocked_s: Seconds for which a save blocks training; 0 before the first save of the run.
+        save_s: Seconds until a save reaches the level that the manager asks for; 0 before the first save of the run.
+        agree_every: Steps that may pass until the ranks act on a policy's answer.
+        is_saving: Whether a save is in flight.
+        is_preempted: Whether this rank got a signal that `Preemption` handles.
     """
 
     now_s: float
@@ -63,47 +63,47 @@ class Context:
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """One reason to save.
+    """A reason to save.
 
-    A policy may also have ``should_stop``, with the same arguments: whether training has to end at this step. Where
-    ``is_uniform`` is true its answer follows from ``step`` and ``previous`` alone, so every rank finds the same at the same step
-    and no agreement is needed. Otherwise a wish of any rank becomes a save of all, at the next step at which they agree.
+    A policy may also have ``should_stop`` with the same arguments, which returns whether training has to end at this
+    step. A policy may set ``is_uniform = True`` if its answer follows from ``step`` and ``previous`` alone. All ranks
+    then get the same answer and save at this very step, without an agreement. Otherwise one rank's request becomes a
+    save of all ranks at the next step at which they agree.
     """
 
     def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
-        """Whether to save at this step.
+        """Return whether to save at this step.
 
         Args:
-            step: That was made.
-            previous: Steps for which a save was asked for, ascending.
-            context: What else is known.
+            step: The step that was made.
+            previous: Steps for which this manager has requested a save, ascending.
+            context: Times and events, as this rank knows them.
         """
 
 
 class KeepPolicy(Protocol):
-    """One reason to keep checkpoints."""
+    """A reason to keep checkpoints."""
 
     def preserve(self, checkpoints: Sequence[SavedCheckpoint], *, context: Context) -> Sequence[bool]:
-        """For each complete checkpoint, the oldest first, whether to keep it."""
+        """Return for each checkpoint whether to keep it, in the order given.
+
+        Args:
+            checkpoints: The complete checkpoints of the run, the oldest first.
+            context: Times and events, as this rank knows them.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Saves as `Every` says.
-
-    Args:
-        every: In steps, minutes, or whichever is due first.
-    """
+    """`Every` as a save policy: saves when its number of steps or its minutes are due, whichever comes first."""
 
     every: Every
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it counts steps alone."""
         return self.every.minutes is None
 
     def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
-        """See `SavePolicy`."""
         steps, minutes = self.every.steps, self.every.minutes
         return (steps is not None and step > 0 and step % steps == 0) or (
             minutes is not None and context.since_s >= minutes * 60
@@ -112,11 +112,14 @@ class Due:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
-    """Saves and stops when a rank gets a signal that says that it will be ended.
+    """Saves and stops training when a rank gets a signal that announces its end.
 
     Args:
-        signals: Which ones. A manager with this policy handles them, and calls the handlers that were there before.
-        grace: How much time there is from the signal to the end.
+        signals: The signals. The manager handles them until it is closed, and also calls the previous handlers.
+        grace: The time from the signal to the end of the process, such as ``"30s"`` or ``"2m"``.
+
+    Raises:
+        InvalidInputError: ``grace`` is not a time.
     """
 
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1)
@@ -124,16 +127,15 @@ class Preemption:
     is_uniform = False
 
     def __post_init__(self) -> None:
-        """Refuse what is no time."""
         self.grace_s  # noqa: B018 - raises
 
     @property
     def grace_s(self) -> float:
-        """The same in seconds."""
+        """The grace period in seconds."""
         return parse_time(self.grace, "Preemption")
 
     def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
-        """See `SavePolicy`."""
+        """Return whether this rank got one of the signals."""
         return context.is_preempted
 
     should_stop = should_save
@@ -141,23 +143,27 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Saves and stops at the last step that leaves time for that: while what remains is a save and two steps more.
+    """Saves and stops training at the last step that leaves time for a save and two more steps.
 
     Args:
-        at_s: When the job ends, in seconds since the epoch. By default what Slurm, the owner of a capacity block, or Ray says; where
-            nobody does, this policy does nothing.
+        at_s: The end of the job, in seconds since the epoch. ``None`` takes the earliest deadline that Slurm, a
+            capacity block or Ray announces. Without any, this policy does nothing.
     """
 
     at_s: float | None = None
     is_uniform = False
 
     def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
-        """See `SavePolicy`."""
+        """Return whether the next agreement of the ranks would leave too little time.
+
+        Raises:
+            InvalidInputError: A deadline in the environment is not a number.
+        """
         at_s = deadline_of(os.environ) if self.at_s is None else self.at_s
         if at_s is None:
             return False
         remaining_s = at_s - context.now_s
-        # Asked again only then, and a step may take longer than it did so far.
+        # The next chance is `agree_every` steps away. Two steps of margin: a step may take longer than the mean.
         return remaining_s - context.agree_every * context.step_s < context.save_s + 2 * context.step_s
 
     should_stop = should_save
@@ -165,40 +171,44 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YoungDaly:
-    """Saves at the interval that loses the least time, by the measured cost of a save and the time between failures.
+    """Saves at Daly's optimum interval, from the measured cost of a save and the mean time between failures.
 
     Args:
-        mtbf: Mean time between failures of the whole job, like ``"8h"``.
+        mtbf: Mean time between failures of the whole job, such as ``"8h"``.
+
+    Raises:
+        InvalidInputError: ``mtbf`` is not a time.
     """
 
     mtbf: str
     is_uniform = False
 
     def __post_init__(self) -> None:
-        """Refuse what is no time."""
         self.mtbf_s  # noqa: B018 - raises
 
     @property
     def mtbf_s(self) -> float:
-        """The same in seconds."""
+        """The mean time between failures in seconds."""
         return parse_time(self.mtbf, "YoungDaly")
 
     def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
-        """See `SavePolicy`."""
+        """Return whether the interval has passed, to the nearest step, and no save is in flight."""
         if context.is_saving:
             return False
-        # Before the first save nobody knows its cost: a step's time is a guess of the right order.
+        # Before the first save its cost is unknown: the time of a step is a guess of the right order.
         cost_s = context.blocked_s or context.step_s
-        # It comes nearest to the interval at the step that lies within half a step of it.
+        # The step nearest to the end of the interval is at most half a step away from it.
         return context.since_s + context.step_s / 2 >= young_daly_s(cost_s, self.mtbf_s)
 
 
 def young_daly_s(cost_s: float, mtbf_s: float) -> float:
-    """The interval between saves with the least expected loss: Daly's higher-order estimate of the optimum checkpoint interval (2006).
+    """Return the interval between saves, in seconds, with the least expected loss of time.
+
+    This is Daly's "A higher order estimate of the optimum checkpoint interval" (2006).
 
     Args:
-        cost_s: How long a save keeps training from going on.
-        mtbf_s: Mean time between failures.
+        cost_s: Seconds for which a save blocks training.
+        mtbf_s: Mean seconds between failures.
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -207,10 +217,13 @@ def young_daly_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def deadline_of(environment: Mapping[str, str]) -> float | None:
-    """When this job ends, in seconds since the epoch, as far as anybody says: the earliest.
+    """Return the earliest deadline of this job, in seconds since the epoch; ``None`` if none is announced.
+
+    Args:
+        environment: Environment variables, of which those in `DEADLINES_S` are read. Ray Train is asked, too.
 
     Raises:
-        InvalidInputError: A variable holds no number.
+        InvalidInputError: The value of a variable is not a number.
     """
     found = []
     for name in DEADLINES_S:
@@ -227,7 +240,7 @@ def deadline_of(environment: Mapping[str, str]) -> float | None:
 
 
 def _ray_deadline_s() -> list[float]:
-    """The deadline that Ray Train gives this worker, if it runs it."""
+    """Return the deadline that Ray Train gives this worker; empty if there is none or Ray does not run it."""
     train: Any = sys.modules.get("ray.train")
     ask = getattr(train, "get_preemption_info", None)
     info = ask() if ask is not None else None
@@ -236,10 +249,10 @@ def _ray_deadline_s() -> list[float]:
 
 
 def as_save_policies(policies: Iterable[Any]) -> list[SavePolicy]:
-    """Check the save policies that a user gives.
+    """Check a user's save policies, and wrap each `Every`.
 
     Raises:
-        InvalidInputError: One is none.
+        InvalidInputError: An item is not a save policy.
     """
     found: list[SavePolicy] = []
     for policy in policies:
@@ -254,7 +267,7 @@ def as_save_policies(policies: Iterable[Any]) -> list[SavePolicy]:
 
 @dataclass(frozen=True, slots=True)
 class _Preserving:
-    """A rule of retention made of the user's own policy."""
+    """Adapts a user's keep policy to a rule of retention."""
 
     policy: KeepPolicy
     context: Context
@@ -270,10 +283,10 @@ class _Preserving:
 
 
 def as_rules(policies: Iterable[Any], context: Context) -> list[Rule]:
-    """Turn the keep policies that a user gives into rules of retention.
+    """Turn a user's keep policies into rules of retention.
 
     Raises:
-        InvalidInputError: One is none.
+        InvalidInputError: An item is not a keep policy.
     """
     found: list[Rule] = []
     for policy in policies:

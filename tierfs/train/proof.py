@@ -1,4 +1,4 @@
-"""Proof of resume: a restored state is compared with what was noted when it was saved, and steps are made again."""
+"""Proof of resume: compare a restored state with the record of its save, and replay steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ORDER = ("step", "learning rate", "model", "optimizer", "scheduler", "scaler", 
 
 @dataclass(frozen=True, slots=True)
 class PartCheck:
-    """The outcome of comparing one part.
+    """The outcome of the comparison of one part.
 
     Attributes:
-        part: ``step``, ``learning rate``, a part of the state, or ``losses``.
+        part: ``step``, ``learning rate``, a part of the state such as ``model``, or ``losses``.
         outcome: ``same``, ``different`` or ``not recorded``.
-        detail: The first thing that differs, or why nothing can be said.
+        detail: The first difference, or the reason why the part could not be compared; empty for ``same``.
     """
 
     part: str
@@ -39,12 +39,12 @@ class PartCheck:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """Whether a run goes on as if it had never stopped. The same on every rank.
+    """The result of `Manager.verify_resume`, the same on every rank. ``str()`` formats it for people.
 
     Attributes:
-        step: Which one was restored.
-        replayed: Steps that were made again, and whose losses were compared.
-        checks: In the order in which parts follow from each other.
+        step: The restored step.
+        replayed: The steps that were made again to compare their losses.
+        checks: One comparison for each part. A part comes after the parts that it follows from.
     """
 
     step: int
@@ -58,7 +58,7 @@ class ResumeReport:
 
     @property
     def is_proven(self) -> bool:
-        """Whether all that was recorded is the same, and something of the state was recorded."""
+        """Whether no part differs, and at least one recorded part of the state is the same."""
         known = {check.part for check in self.checks if check.outcome == SAME} - {"step", "learning rate", "losses"}
         return bool(known) and self.first_difference is None
 
@@ -69,13 +69,7 @@ class ResumeReport:
 
 
 class Prover:
-    """Compares what ranks have with what was noted when a step was saved. Each call is a collective.
-
-    Args:
-        run: Where the checkpoints are.
-        world: The ranks.
-        restored: What was restored.
-    """
+    """Compares the states of the ranks with the record of the restored step's save. Each call is a collective."""
 
     def __init__(self, run: RunDirectory, world: World, restored: Restored) -> None:
         self._run = run
@@ -89,9 +83,9 @@ class Prover:
         """Compare the restored state, part by part.
 
         Args:
-            digests: Of this rank's state.
-            step: That the state says; ``None`` where it says none.
-            learning_rates: Those that it has; ``None`` where it does not say.
+            digests: The digests of this rank's state.
+            step: The step that the state has; ``None`` if it is unknown.
+            learning_rates: The learning rates that the state has; ``None`` if they are unknown.
         """
         expected, about = self._restored.step, self._restored.about
         checks = [] if step is None else [_equal("step", expected, step)]
@@ -104,7 +98,7 @@ class Prover:
             return [*checks, PartCheck("model", UNKNOWN, why)]
         for part in sorted({_part_of(name) for each in saved for name in each}, key=_place):
             mine = [_of_part(each, part) for each in saved]
-            # What ranks have, and did not save since another one did, is no difference.
+            # Ignore values that a rank has but did not save because another rank did.
             names = {name for each in mine for name in each}
             theirs = [{name: digest for name, digest in _of_part(each, part).items() if name in names} for each in told]
             difference = first_difference(mine, theirs)
@@ -112,7 +106,12 @@ class Prover:
         return checks
 
     def plan(self, metric: str, count: int) -> tuple[int, tuple[int, ...], dict[int, float]]:
-        """Choose the checkpoint to replay from, the steps to replay, and their recorded losses; no steps if none was recorded."""
+        """Choose the checkpoint to replay from and the steps to replay.
+
+        Returns:
+            The checkpoint's step, the steps to replay, and the recorded losses by step. The first is -1 and the others
+            are empty if no replay is possible, because a rank has no recorded losses.
+        """
         step = self._restored.step
         recorded = {at: values[metric] for at, values in history_in(self._record, self._world.rank) if metric in values}
         begin, steps = -1, tuple[int, ...]()
@@ -124,7 +123,7 @@ class Prover:
                 begin, steps = earlier, wanted
             if steps or earlier < min(recorded, default=step) - 1:
                 break
-        # Ranks may see different checkpoints: what the first one sees counts, where all of them noted losses.
+        # Ranks may see different checkpoints, so rank 0 chooses. All ranks need the losses.
         begin, steps = self._world.from_first((begin, steps), self._world.training)
         is_known = all(self._world.gather(all(at in recorded for at in steps), self._world.training))
         return (begin, steps, recorded) if is_known else (-1, (), {})
@@ -132,17 +131,17 @@ class Prover:
     def replay(
         self, train: Callable[[int], float], steps: Sequence[int], recorded: Mapping[int, float], tolerance: float
     ) -> PartCheck:
-        """Make steps again, and compare their losses with those that were noted.
+        """Make steps again, and compare their losses with the recorded ones.
 
         Args:
             train: Makes a step, and returns its loss.
-            steps: Which ones.
-            recorded: Losses by step.
-            tolerance: How far losses may lie apart, as a share of the recorded one; 0 for not a bit.
+            steps: The steps to make, ascending.
+            recorded: The recorded losses by step.
+            tolerance: The relative difference that two losses may have; 0 compares bit for bit.
         """
         problem = ""
         for step in steps:
-            loss = float(train(step))  # all of them, whatever differs: the other ranks take part in each
+            loss = float(train(step))  # make every step, even after a difference: the other ranks make it, too
             expected = recorded[step]
             if tolerance:
                 is_same = math.isclose(loss, expected, rel_tol=tolerance, abs_tol=0.0)
@@ -156,7 +155,7 @@ class Prover:
 
 
 def history_in(record: Mapping[str, Any] | None, rank: int) -> list[tuple[int, dict[str, float]]]:
-    """The metrics that a rank noted at the steps up to a save, the oldest first."""
+    """Return the metrics that a rank recorded at the steps up to a save, the oldest first."""
     history = (record or {}).get("history") or []
     if rank >= len(history):
         return []
@@ -166,7 +165,7 @@ def history_in(record: Mapping[str, Any] | None, rank: int) -> list[tuple[int, d
 
 
 def encode_history(history: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, dict[str, str]]]:
-    """Metrics of steps as they are noted: every bit of them."""
+    """Encode the metrics of steps for a record, as hexadecimal floats, which lose no bit."""
     return [(step, {name: float(value).hex() for name, value in values.items()}) for step, values in history]
 
 

@@ -1,4 +1,4 @@
-"""The newest step that every rank can load; those that turn out to be damaged are marked, and passed over."""
+"""Find and load the newest step that every rank can load. Damaged steps are marked and passed over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tierfs.train.state import as_state
 __all__ = ["Restored", "Restorer"]
 
 _PASSED_OVER = (CorruptionError, FormatError, NotFoundError)
-"""These errors are the checkpoint's fault; any other one is not, and an older checkpoint would not help."""
+"""Errors of the checkpoint itself. With any other error, an older checkpoint would not help."""
 NONE = -1
 TIERS = ("ram", "nvme", "object")
 """The nearest first."""
@@ -35,13 +35,13 @@ class Restored:
     """The outcome of a restore.
 
     Attributes:
-        step: Of the training: the next one to make is one more.
+        step: The restored training step. Training goes on with the next one.
         kind: ``full``, or ``light`` for a state without optimizer and data loader.
-        level: The lowest that a part of the checkpoint had reached, as this host sees it.
-        tier: The farthest one that a rank read chunks from: ``ram``, ``nvme`` or ``object``.
-        passed_over: Newer steps that could not be loaded, and why.
-        notes: What is only approximately as it was, in words.
-        about: What the checkpoint says of itself; ``None`` where no manager saved it.
+        level: The lowest level that a part of the checkpoint has reached, as this host sees it.
+        tier: The farthest tier that any rank read chunks from: ``ram``, ``nvme`` or ``object``.
+        passed_over: Newer steps that could not be loaded, each with the reason, the newest first.
+        notes: The parts that are only approximately restored, in words; empty for an exact restore.
+        about: The checkpoint's own description; ``None`` if no manager saved it.
     """
 
     step: int
@@ -54,12 +54,12 @@ class Restored:
 
     @property
     def is_exact(self) -> bool:
-        """Whether training goes on as if it had never stopped."""
+        """Whether the state is restored exactly, so that training goes on as if it had never stopped."""
         return not self.notes
 
 
 class _Planner(TierLoadPlanner):
-    """Loads what is asked for by name, and leaves the rest of the state as it is."""
+    """Loads the values whose names match a pattern, and leaves the rest of the state unchanged."""
 
     def __init__(self, only: Sequence[str]) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class Restorer:
     """Loads steps of a run. Each call is a collective.
 
     Args:
-        run: Where.
-        options: For `TierReader`.
+        run: The directory of the run.
+        options: Options for `TierReader`.
         world: The ranks.
     """
 
@@ -90,21 +90,21 @@ class Restorer:
         self._world = world
 
     def restore(self, state: Any, *, step: int | None, only: Sequence[str], on_corrupt: str) -> Restored | None:
-        """Load the newest step that every rank can load, or one in particular.
+        """Load the newest step that every rank can load, or the given step.
 
         Args:
-            state: A dict of tensors and Stateful objects, or a `TrainState`. It is loaded in place.
-            step: Which step; by default the newest.
-            only: Patterns of names; by default all is loaded.
-            on_corrupt: ``previous``, or ``raise`` for an error at the first step that cannot be loaded.
+            state: A dict of tensors and objects with ``state_dict``, or a `TrainState`. It is loaded in place.
+            step: The step to load; ``None`` for the newest one.
+            only: Shell patterns of names; empty loads everything.
+            on_corrupt: ``previous`` passes over a step that cannot be loaded, ``raise`` raises there.
 
         Returns:
-            What was loaded; ``None`` where there is no complete checkpoint.
+            The outcome; ``None`` if there is no complete checkpoint.
 
         Raises:
-            NotFoundError: That step is not there.
-            CorruptionError: No complete step could be loaded. The state may hold parts of one.
-            Exception: It failed, for a reason that another step does not help with.
+            CorruptionError: No complete step can be loaded, or the given one is missing or damaged. The state may hold
+                parts of a checkpoint.
+            Exception: Loading failed for a reason that another step would not avoid.
         """
         passed_over: dict[int, str] = {}
         bound: int | None = None
@@ -130,7 +130,10 @@ class Restorer:
             bound = found - 1
 
     def _newest(self, bound: int | None, passed_over: dict[int, str]) -> tuple[int, str]:
-        """The newest step up to a bound that every rank finds complete, and what any rank has against it."""
+        """Return the newest step up to a bound that every rank finds complete, or `NONE`, and an empty problem.
+
+        The newer steps go to ``passed_over``, each with its problem.
+        """
         world = self._world
         while True:
             damaged: dict[int, str] = {}
@@ -141,7 +144,7 @@ class Restorer:
                     if step not in passed_over:
                         _logger.error("%s is passed over: %s", self._run.url_of(step), problem)
                     passed_over.setdefault(step, problem)
-            # The newest that one rank sees another may lack: they go down until they meet.
+            # One rank may not see the newest step of another rank. All go down until they find a common step.
             found, newest = min(step for step, _ in told), max(step for step, _ in told)
             if newest != found:
                 passed_over.setdefault(newest, "not every rank sees it whole")
@@ -159,7 +162,7 @@ class Restorer:
         return step, problems[0] if problems else ""
 
     def _complete(self, bound: int | None, damaged: dict[int, str]) -> Iterator[int]:
-        """Steps that this rank finds complete, the newest first; those that were so, and are not any more, go to ``damaged``."""
+        """Yield the steps that this rank finds complete, newest first; add published, unusable ones to ``damaged``."""
         for step in reversed(self._run.candidates()):
             if bound is not None and step > bound:
                 continue
@@ -197,18 +200,18 @@ class Restorer:
         standing = run.standing(step)
         level = standing.level.label if standing.level is not None else "none"
         skipped = tuple(sorted(passed_over.items(), reverse=True))
-        # A state that is small enough lies in the records, which come from the object tier once they are there.
+        # A small state is stored inside the records, which are read from the object tier once they are published.
         nearest = "object" if level == "object" else "ram"
         tier = next((each for each in reversed(TIERS) if each in tiers), nearest)
         return Restored(step, kind, level, tier, skipped, tuple(notes), about)
 
     def _read_bytes(self) -> Mapping[str, int]:
-        """How many bytes of chunks this process has read so far, by tier."""
+        """Return the bytes of chunks that this process has read so far, by tier."""
         tiers = self._run.open()[0].tiers
         return {tier: tiers.counters[f"{tier}_read_bytes"] if tiers is not None else 0 for tier in TIERS}
 
     def _about(self, step: int) -> About | None:
-        """Read a checkpoint's own description on every rank; if one rank fails, all do."""
+        """Read a checkpoint's own description on every rank. If one rank fails, all raise."""
         about: About | None = None
         failure: Exception | None = None
         try:
@@ -236,7 +239,7 @@ class Restorer:
 
 
 def _damage_in(error: CheckpointException) -> str:
-    """Why a checkpoint cannot be loaded, if that is its own fault; else empty."""
+    """Return why a checkpoint cannot be loaded if all failures are its own fault; else an empty text."""
     failures = [failure for failure, _ in error.failures.values()]
     if not all(isinstance(failure, _PASSED_OVER) for failure in failures):
         return ""

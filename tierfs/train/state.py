@@ -1,4 +1,4 @@
-"""`TrainState`: all that a training run needs to go on as if it had never stopped; and a dict in its place."""
+"""`TrainState`: the complete state that a training run needs to go on exactly. `DictState`: a dict in its place."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ class _Missing:
 
 
 MISSING = _Missing()
-"""Nothing was said, not even ``None``."""
+"""The argument was not passed, not even as ``None``."""
 
 
 class TrainState:
-    """The complete state of a training run on this rank: what `Manager.save` takes, and `Manager.restore` loads in place.
+    """The complete state of a training run on this rank. `Manager.save` copies it, `Manager.restore` loads it in place.
 
-    Each part has to be given, as ``None`` where there is none: one that was forgotten is an error when it is saved, and not a run
-    that goes on a little differently. The random generators of Python, NumPy, torch and each GPU belong to it by themselves. What differs from
-    rank to rank, the generators and the data loader's position, is kept for each rank.
+    Pass each of optimizer, scheduler and dataloader, or ``None`` if the run has none. If you forget one, the first save
+    raises an error, so no resumed run silently differs. The random generators of Python, NumPy, torch and each GPU are
+    part of the state without being passed. The generators and the data loader's position are saved for each rank.
 
     Args:
         model: The model, sharded or not.
-        optimizer: Its optimizer, or several of them.
-        scheduler: Of the learning rate, or several of them; anything with ``state_dict`` and ``load_state_dict``.
-        dataloader: Anything with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
-        scaler: ``torch.amp.GradScaler``.
-        extra: By name: objects with ``state_dict``, tensors, plain values.
-        epoch: At which it begins.
+        optimizer: The optimizer of the model, or a list of several.
+        scheduler: The learning rate scheduler, or a list of several: any objects with ``state_dict`` and
+            ``load_state_dict``.
+        dataloader: An object with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``,
+            or a list of several.
+        scaler: A ``torch.amp.GradScaler``.
+        extra: More values by name: objects with ``state_dict``, tensors or plain values.
+        epoch: The epoch at which training begins.
 
     Attributes:
-        step: That was saved or restored last; -1 before.
-        epoch: Set it in the training loop; it is saved, and restored.
+        step: The last saved or restored step; -1 before the first one.
+        epoch: The present epoch. The training loop sets it. It is saved and restored.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class TrainState:
 
     @property
     def learning_rates(self) -> list[float]:
-        """The learning rate of each group of parameters."""
+        """The learning rate of each parameter group of each optimizer."""
         return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
@@ -89,10 +91,10 @@ class TrainState:
         return [] if isinstance(self.optimizer, _Missing) else _listed(self.optimizer)
 
     def check(self) -> None:
-        """Check that nothing is missing.
+        """Check that the state is complete. Every save does this first.
 
         Raises:
-            InvalidInputError: Something is, or cannot be saved; says what.
+            InvalidInputError: A part is missing or cannot be saved. The message names it.
         """
         for name in ("optimizer", "scheduler", "dataloader"):
             part = getattr(self, name)
@@ -111,10 +113,14 @@ class TrainState:
             )
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Collect the values to save, and the facts that describe them. A collective where the model is sharded.
+        """Collect the values to save, and facts about them for `About`. A collective if the model is sharded.
+
+        Args:
+            step: The training step. It becomes the attribute ``step``.
+            kind: ``full``, or ``light`` for a state without optimizer, data loader, scaler and extra values.
 
         Raises:
-            InvalidInputError: Something is missing.
+            InvalidInputError: A part is missing or cannot be saved.
         """
         self.check()
         self.step = step
@@ -129,7 +135,12 @@ class TrainState:
         return values, {"epoch": self.epoch, "lr": self.learning_rates}
 
     def to_load(self, kind: str, about: About | None) -> dict[str, Any]:
-        """Collect live tensors to load into, and empty text for packed values. A collective where the model is sharded."""
+        """Collect live tensors to load into, and empty text for packed values. A collective if the model is sharded.
+
+        Args:
+            kind: The kind of the checkpoint to load.
+            about: The description of the checkpoint; ``None`` if it has none.
+        """
         values = self._weights(kind)
         values["scheduler"] = ["" for _ in _listed(self.scheduler)]
         own = {"rng": ""}
@@ -142,7 +153,15 @@ class TrainState:
         return values
 
     def loaded(self, values: Mapping[str, Any], about: About | None) -> list[str]:
-        """Take what was loaded. Returns what is only approximately as it was, in words."""
+        """Apply loaded values to the parts of the state.
+
+        Args:
+            values: The values of `to_load`, loaded.
+            about: The description of the checkpoint; ``None`` if it has none.
+
+        Returns:
+            The parts that are only approximately restored, in words.
+        """
         if "optimizer" in values:
             set_state_dict(
                 self.model,
@@ -166,7 +185,7 @@ class TrainState:
         return self._take_own(values, about)
 
     def _take_own(self, values: Mapping[str, Any], about: About | None) -> list[str]:
-        """Take what each rank has for itself."""
+        """Apply the values that each rank has for itself, or reseed if another number of ranks saved them."""
         own = values.get(f"rank_{_rank()}")
         if own is None:
             assert about is not None, "who saved nothing says how many ranks there were"
@@ -183,7 +202,7 @@ class TrainState:
             for loader, state in zip(_listed(self.dataloader), states, strict=True):
                 loader.load_state_dict(state)
         if own["rng"]:
-            # Last of all: what was done before may have drawn from them.
+            # Last, because the steps before may have drawn random numbers.
             notes += set_generators(unpack(own["rng"], "rng"))
         return notes
 
@@ -198,37 +217,34 @@ class DictState:
     """A user's dict of tensors, plain values and objects with ``state_dict``, with the interface of `TrainState`.
 
     Args:
-        entries: The dict. An entry without ``load_state_dict`` is replaced where it is loaded, if the mapping can be changed.
+        entries: The mapping. A load replaces entries without ``load_state_dict`` if this is a dict.
     """
 
-    step = learning_rates = None  # a dict does not say
+    step = learning_rates = None  # a dict does not tell them
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See `TrainState.to_save`."""
         return self.to_load(kind, None), {}
 
     def to_load(self, kind: str, about: About | None) -> dict[str, Any]:
-        """See `TrainState.to_load`."""
         return {name: _state_of(value) for name, value in self._entries.items() if kind == "full" or name != FULL_ONLY}
 
     def loaded(self, values: Mapping[str, Any], about: About | None) -> list[str]:
-        """See `TrainState.loaded`."""
         for name, value in values.items():
             _load_entry(self._entries, name, value)
         return []
 
 
 def as_state(state: Any) -> TrainState | DictState:
-    """A user's state, a dict or a `TrainState`, with one interface."""
+    """Return a user's state with the interface of `TrainState`: wrap a mapping, return anything else as it is."""
     found: TrainState | DictState = DictState(state) if isinstance(state, Mapping) else state
     return found
 
 
 def _listed(part: Any) -> list[Any]:
-    """One part, or several."""
+    """Return the items of a part that may be ``None``, one object or a sequence."""
     return [] if part is None else list(part) if isinstance(part, Sequence) else [part]
 
 
