@@ -1,4 +1,4 @@
-"""Ranks exchange a few numbers at a step, so that all of them save, stop and fail at the same one."""
+"""Agreement of ranks: they exchange a few numbers, so that all of them save, stop and fail at the same step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tierfs.errors import ConflictError
 __all__ = ["Agreed", "Agreement", "World"]
 
 SHARE_MAX = 0.001
-"""The share of a step's time that agreeing may take."""
+"""The share of a step's time that an agreement may take."""
 APART_S_MAX = 2.0
-"""Ranks agree that often at least, whatever it costs: a signal is answered within that time."""
+"""Ranks agree at least this often, whatever the cost, so that a signal is answered within this time."""
 MEASURED = 8
-"""The quickest of this many agreements gives their cost: in the others, this rank waited for a late one."""
+"""The fastest of this many agreements is taken as their cost. In slower ones, this rank waited for a late rank."""
 
 
 class World:
-    """The ranks of a job, with a gloo group for the training thread and another one for the thread that saves.
+    """The ranks of a job, with one gloo group for the training thread and another one for the thread that saves.
 
-    Constructing it is a collective.
+    The constructor is a collective.
 
     Args:
-        timeout_s: How long a rank waits for the others.
+        timeout_s: Seconds that a rank waits for the others.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -50,11 +50,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that does what one has to."""
+        """Whether this is rank 0, which does the work that only one rank may do."""
         return self.rank == 0
 
     def begin_greatest(self, values: Sequence[int], group: Any) -> Callable[[], list[int]]:
-        """Begin to find the greatest of all ranks' values, number by number. The returned function waits for them."""
+        """Start an all-reduce of the maximum over all ranks, number by number; the returned function waits for it."""
         if self.size == 1:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -68,7 +68,7 @@ class World:
         return end
 
     def gather(self, value: Any, group: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Return the values of all ranks, in the order of ranks, on every rank."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -76,7 +76,7 @@ class World:
         return found
 
     def from_first(self, value: Any, group: Any) -> Any:
-        """The first rank's value, on every rank."""
+        """Return rank 0's value on every rank."""
         if self.size == 1:
             return value
         found = [value]
@@ -84,7 +84,7 @@ class World:
         return found[0]
 
     def close(self) -> None:
-        """Take the groups apart."""
+        """Destroy both groups."""
         for group in (self.training, self.saving):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -96,11 +96,11 @@ class Agreed:
     """The outcome of an agreement, the same on all ranks.
 
     Attributes:
-        signal: That any rank was sent; 0 for none.
-        wish: The greatest that any rank had: 0 for none, 1 for a light save, 2 for a full one.
-        stop: Whether any rank's policy wants to end training.
-        failures: The most saves in a row that failed, as any rank counts.
-        is_old: Whether the newest durable step is too old, as the first rank says.
+        signal: The number of a signal that a rank received, the greatest if there were several; 0 for none.
+        wish: The fullest save that a rank asks for: 0 for none, 1 for a light one, 2 for a full one.
+        stop: Whether a policy of any rank ends training.
+        failures: How many saves failed in a row, on the rank that counts the most.
+        is_old: Whether the newest durable step is too old. Only rank 0 looks.
     """
 
     signal: int = 0
@@ -111,13 +111,16 @@ class Agreed:
 
 
 class Agreement:
-    """Has ranks agree at some of the calls that all of them make: at as many as cost little enough.
+    """Lets the ranks agree at every n-th of the calls that all of them make, so that it costs little.
 
-    Numbers that are sent at one call are received at the next one, so that nobody waits for them in between.
+    Ranks send their numbers at one call and receive the result at the next one. Training goes on in between.
 
     Args:
         world: The ranks.
-        kind: A number for the place of these calls, by which it is seen that another rank is at another place.
+        kind: The place in the training loop that makes these calls: 0 or 1. It detects a rank at the other place.
+
+    Attributes:
+        every: Ranks agree at every n-th call. All ranks have the same number.
     """
 
     def __init__(self, world: World, kind: int) -> None:
@@ -132,10 +135,10 @@ class Agreement:
         return f"Agreement(every={self.every})"
 
     def receive(self) -> Agreed:
-        """Return what ranks agreed on at the call before; nothing if they did not. A collective.
+        """Return the result of the exchange that the last `send` began; an empty one if it began none. A collective.
 
         Raises:
-            ConflictError: Ranks were not at the same step.
+            ConflictError: Ranks are not at the same step, or not at the same place.
         """
         if self._sent is None:
             return Agreed()
@@ -152,13 +155,13 @@ class Agreement:
         return Agreed(numbers[0], numbers[1], bool(numbers[2]), numbers[3], bool(numbers[4]))
 
     def send(self, step: int, tell: Callable[[], Agreed], call_s: float, *, now: bool = False) -> None:
-        """Tell the other ranks, if it is time for that. A collective.
+        """Send this rank's numbers to the others, if an agreement is due. A collective.
 
         Args:
-            step: At which this rank is.
-            tell: Returns what this rank knows. Called only if it is needed.
-            call_s: The time from one of these calls to the next.
-            now: Whether all ranks have a reason to agree at this call.
+            step: The step that this rank is at.
+            tell: Returns this rank's opinion. Called only if an agreement is due.
+            call_s: Seconds from one of these calls to the next.
+            now: Agree at this call in any case. All ranks must pass the same value.
         """
         self._calls += 1
         if not now and self._calls < self.every:
@@ -167,7 +170,7 @@ class Agreement:
         begun = time.perf_counter()
         mine = tell()
         place = step * 2 + self._kind
-        # All are at the same place if the least and the greatest are the same.
+        # All ranks are at the same place if the smallest and the greatest number are equal.
         numbers = (
             mine.signal,
             mine.wish,

@@ -1,4 +1,4 @@
-"""`SaveDecider`: all ranks decide together, at the same step, whether to save and whether training is to end."""
+"""`SaveDecider`: all ranks decide together, at the same step, whether to save and whether training ends."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tierfs.train.timing import StepTimer
 __all__ = ["FULL", "LIGHT", "SaveDecider"]
 
 LIGHT, FULL = 1, 2
-"""The kinds of saves, the greater of which is made where ranks want both."""
+"""The kinds of saves. If ranks ask for both, they make the full one."""
 DEADLINE_GRACE_S = 120.0
-"""How long the last save may take where no `Preemption` says it."""
+"""Seconds that the last save may take if no `Preemption` policy says how long."""
 
 
 class SaveDecider:
-    """Asks the policies of this rank, and has the ranks agree. Handles the signals of `Preemption` until `close`.
+    """Asks the policies of this rank, and lets the ranks agree. Handles the signals of `Preemption` until `close`.
 
     Args:
         world: The ranks.
-        health: What failed saves came to.
-        full: Policies of which any may ask for a save.
-        light: Policies of which any may ask for a light save.
-        is_saving: Returns whether a save is under way.
+        health: Counts the failed saves of this rank.
+        full: Policies for full saves. Each of them can ask for one.
+        light: Policies for light saves. Each of them can ask for one.
+        is_saving: Returns whether a save is in flight.
 
     Attributes:
-        timer: How long steps and saves take.
+        timer: Measures how long steps and saves take.
     """
 
     def __init__(
@@ -59,22 +59,25 @@ class SaveDecider:
 
     @contextmanager
     def at_step(self, step: int) -> Iterator[Agreed]:
-        """Give what the ranks agreed on, to be done in the context, and tell the others this rank's opinion after it. A collective."""
+        """Yield the decision of the ranks, and send this rank's opinion to the others afterwards. A collective.
+
+        The caller saves and stops inside the context. That time does not count as part of a step.
+        """
         self.timer.made_step()
         uniform = self.wish(step, uniform=True)
         agreed = self._opinion(step) if self._world.size == 1 else self._at_steps.receive()
         yield replace(agreed, wish=max(agreed.wish, uniform))
         if self._world.size > 1:
-            # A save costs more than agreeing does, and every rank knows of a uniform one without asking.
+            # A save costs more than an agreement, and every rank knows of a uniform save by itself.
             self._at_steps.send(step, lambda: self._opinion(step), self.timer.step_s, now=bool(uniform))
         self.timer.go_on()
 
     @contextmanager
     def at_check(self, step: int) -> Iterator[Agreed]:
-        """Do the same between steps, where only the end of training counts. A collective.
+        """Do the same between steps, where the caller acts only on ``stop``. A collective.
 
         Args:
-            step: The last one.
+            step: The last step that was made.
         """
         self._check_timer.made_step()
         agreed = self._opinion(step) if self._world.size == 1 else self._at_checks.receive()
@@ -84,11 +87,11 @@ class SaveDecider:
         self._check_timer.go_on()
 
     def wish(self, step: int, *, uniform: bool | None = None) -> int:
-        """Which kind of save this rank's policies ask for; 0 for none.
+        """Return the kind of save that this rank's policies ask for; 0 for none.
 
         Args:
-            step: That was made.
-            uniform: Ask only those whose answer is the same on all ranks, or only the others; ``None`` for all.
+            step: The step that was made.
+            uniform: ``True`` asks only policies that answer the same on all ranks, ``False`` the others, ``None`` all.
         """
         context = self.context()
         for kind in (FULL, LIGHT):
@@ -100,7 +103,6 @@ class SaveDecider:
         return 0
 
     def context(self) -> Context:
-        """The facts that policies get."""
         timer = self.timer
         return Context(
             now_s=time.time(),
@@ -114,23 +116,25 @@ class SaveDecider:
         )
 
     def made_save(self, step: int, blocked_s: float) -> None:
-        """Take note of a save that was asked for, and of how long training waited for it."""
+        """Record a requested save, and the seconds for which it blocked training."""
         self.timer.made_save(blocked_s)
         if not self._steps_saved or step > self._steps_saved[-1]:
             self._steps_saved.append(step)
 
     @property
     def left_s(self) -> float:
-        """How long the last save may still take: until whoever sent the signal ends this process."""
+        """Seconds that the last save may still take before this process is killed.
+
+        They count from the signal. Without a signal on this rank, the whole grace period is left.
+        """
         begun_s = self._signals.received_s or time.monotonic()
         return max(0.0, begun_s + self._grace_s - time.monotonic())
 
     def close(self) -> None:
-        """Set the signal handlers that were there before."""
+        """Restore the previous signal handlers."""
         self._signals.close()
 
     def _opinion(self, step: int) -> Agreed:
-        """This rank's contribution to an agreement."""
         context = self.context()
         stops = [getattr(policy, "should_stop", None) for policies in self._policies.values() for policy in policies]
         return Agreed(

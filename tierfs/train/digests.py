@@ -1,4 +1,4 @@
-"""Digests of a state, value by value: by these a saved state and a live one, or two saves, are compared."""
+"""Digests of a state, value by value: they compare a saved state with a live one, or two saves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tierfs.digest import CHUNK_BYTES, checksum
 __all__ = ["digests_of", "first_difference", "leaves"]
 
 TENSOR, VALUE = "t", "v"
-"""The first letter of a digest says what it is of."""
+"""The first letter of a digest: of a tensor, or of another value."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in a nested state with its name, as DCP's planners build them."""
+    """Yield the name and value of each leaf of a nested state. DCP's planners build the same names."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, f"{path}.{key}" if path else str(key))
@@ -33,9 +33,9 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digests_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """The digest of each value that this rank has, by name: of a sharded tensor, of its part.
+    """Return the digest of each value that this rank has, by name; for a sharded tensor, that of its local shard.
 
-    What another rank saves, and what nothing can be said of, is left out.
+    Values that another rank saves, and values of types without a digest, are left out.
     """
     found = {}
     for name, value in leaves(state):
@@ -46,11 +46,11 @@ def digests_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mapping[str, str]]) -> str:
-    """The first value in which two states differ, in words; empty where they are the same.
+    """Describe the first value in which two states differ; empty if they are the same.
 
     Args:
-        first: Digests by name, for each rank. One that another rank saves may be missing.
-        second: Those of the other state.
+        first: For each rank its digests by name. A rank may lack the digest of a value that another rank saves.
+        second: The digests of the other state.
     """
     if len(first) != len(second):
         return f"{len(first)} ranks, and {len(second)}"

@@ -1,4 +1,4 @@
-"""Failed saves: counted, kept for whoever asks, and an error when there are too many or the newest durable step is too old."""
+"""`Health`: counts failed saves, and raises if too many fail in a row or the newest durable step is too old."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _logger = logging.getLogger("tierfs.train")
 
 @dataclass(frozen=True, slots=True)
 class FailedSave:
-    """A save that failed, or one that was made and whose retention failed.
+    """A save that failed, or a save after which retention failed.
 
     Attributes:
-        step: Of the training.
-        error: Why; says so where the step was saved all the same.
+        step: The training step.
+        error: The reason. Its message says if retention failed. The step itself is then saved, unless another entry
+            reports it.
     """
 
     step: int
@@ -35,15 +36,16 @@ class FailedSave:
 
 
 class Health:
-    """How the saves of one rank went.
+    """The outcomes of this rank's saves.
 
     Args:
         on_error: ``"warn"``: training goes on after a failed save. ``"raise"``: the next step raises.
-        max_failures: After so many failures in a row the next step raises all the same.
-        max_age: So does it when the newest step in the object tier is older than this, like ``"2h"``; ``None`` for any age.
+        max_failures: After this many failures in a row, the next step raises even with ``"warn"``.
+        max_age: The next step also raises if the newest step in the object tier is older than this, such as ``"2h"``.
+            ``None`` allows any age.
 
     Raises:
-        InvalidInputError: An argument is no good.
+        InvalidInputError: An argument is invalid.
     """
 
     def __init__(self, on_error: str, max_failures: int, max_age: str | None) -> None:
@@ -56,7 +58,7 @@ class Health:
         self._lock = threading.Lock()
         self._errors: deque[FailedSave] = deque(maxlen=ERRORS_MAX)
         self._in_a_row = 0
-        self._watched: deque[tuple[float, SaveHandle]] = deque(maxlen=WATCHED_MAX)  # not durable when last looked at
+        self._watched: deque[tuple[float, SaveHandle]] = deque(maxlen=WATCHED_MAX)  # not durable when last checked
         self._durable_s = self._looked_s = time.monotonic()
 
     def __repr__(self) -> str:
@@ -64,17 +66,17 @@ class Health:
 
     @property
     def errors(self) -> list[FailedSave]:
-        """The saves that failed, the oldest first: the last hundred."""
+        """The last hundred failed saves, the oldest first."""
         with self._lock:
             return list(self._errors)
 
     @property
     def in_a_row(self) -> int:
-        """How many failed since the last one that did not."""
+        """How many saves have failed since the last successful one."""
         return self._in_a_row
 
     def note(self, handle: SaveHandle, error: Exception | None) -> None:
-        """Take note of a save that came to its end, and why it failed."""
+        """Record the end of a save, with the reason if it failed."""
         with self._lock:
             if error is None:
                 self._in_a_row = 0
@@ -85,16 +87,16 @@ class Health:
         _logger.error("%s could not be saved, training goes on: %s", handle.url, error)
 
     def note_after(self, handle: SaveHandle, error: Exception) -> None:
-        """Take note that retention failed behind a save, by an error of the user's policy for example. That counts as a failure."""
+        """Record that retention failed after a save, for example in a user's policy. It counts as a failure."""
         problem = TierfsError(f"retention failed after the save, with {type(error).__name__}: {error}")
         problem.__cause__ = error
         with self._lock:
-            self._in_a_row = max(1, self._in_a_row)  # the save itself may have failed, and was counted
+            self._in_a_row = max(1, self._in_a_row)  # a failure of the save itself is already counted
             self._errors.append(FailedSave(handle.step, problem))
         _logger.error("%s: retention failed after the save, training goes on", handle.url, exc_info=error)
 
     def is_old(self) -> bool:
-        """Whether the newest durable step is older than it may be. Looked at every few seconds."""
+        """Return whether the newest durable step is older than allowed. It is checked every few seconds."""
         if self._max_age_s is None:
             return False
         now_s = time.monotonic()
@@ -118,7 +120,7 @@ class Health:
                 return
 
     def check(self, agreed: Agreed) -> None:
-        """Raise if it is too bad, as all ranks found.
+        """Raise if an agreement reports too many failures or too old a durable step. All ranks then raise.
 
         Raises:
             TierfsError: Too many saves failed, or the newest durable step is too old.

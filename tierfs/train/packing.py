@@ -1,4 +1,4 @@
-"""Plain values as text and back: equal values give equal text, and reading runs nothing that a checkpoint brings along."""
+"""Values as text and back. Equal values give equal text, and reading runs no code from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ _AS_THEY_ARE = (bool, int, float, str, type(None))
 
 
 def pack(value: Any) -> str:
-    """A value as JSON: plain values, lists, tuples, sets, dicts, bytes, CPU tensors and arrays exactly, anything else pickled by torch.
+    """Encode a value as JSON.
+
+    Plain values, lists, tuples, sets, dicts, bytes, CPU tensors and NumPy arrays come back exactly. A subclass of dict
+    comes back as a dict. Any other value is pickled by ``torch.save``.
 
     Raises:
-        InvalidInputError: An array has a dtype that only its package knows, or whose fields overlap.
+        InvalidInputError: NumPy cannot describe the dtype of an array: another package defines it, or its fields
+            overlap.
     """
     return json.dumps(_encode(value), separators=(",", ":"))
 
 
 def unpack(text: str, where: str) -> Any:
-    """The value again.
+    """Decode a value that `pack` encoded.
 
     Args:
-        text: What `pack` gave.
-        where: How to name it in errors.
+        text: The JSON that `pack` returned.
+        where: The name of the value in errors.
 
     Raises:
-        FormatError: It is none.
-        InvalidInputError: It has something in it that a checkpoint may not bring in.
+        FormatError: The text is invalid, or from a newer version.
+        InvalidInputError: A pickle in it refers to something that a checkpoint may not load.
     """
     try:
         return _decode(json.loads(text), where)
@@ -58,9 +62,9 @@ def _encode(value: Any) -> Any:
     if kind is tuple:
         return {"tuple": [_encode(inner) for inner in value]}
     if kind in {set, frozenset}:
-        # A set has no order, and equal ones have to give equal text.
+        # A set has no order, but equal sets must give equal text.
         return {kind.__name__: sorted((_encode(inner) for inner in value), key=json.dumps)}
-    if isinstance(value, dict):  # subclasses as well: what loads one takes a dict
+    if isinstance(value, dict):  # subclasses, too: an object that loads one accepts a dict
         return {"dict": [[_encode(key), _encode(inner)] for key, inner in value.items()]}
     if kind is bytes:
         return {"bytes": _text(value)}
@@ -75,16 +79,16 @@ def _encode(value: Any) -> Any:
 
 
 def _described(dtype: np.dtype[Any]) -> Any:
-    """A dtype as numpy's own files name it: text, or a list of fields.
+    """Return a dtype as NumPy's own files describe it: text, or a list of fields.
 
     Raises:
-        InvalidInputError: It cannot be named so, as that of another package cannot.
+        InvalidInputError: The dtype cannot be described so, for example because another package defines it.
     """
     try:
         described = dtype_to_descr(dtype)
         if descr_to_dtype(described) == dtype:
             return described
-    except ValueError:  # fields that overlap, for one
+    except ValueError:  # for example, fields that overlap
         pass
     raise InvalidInputError(f"an array of dtype {dtype!r} cannot be saved exactly: save it as a plain dtype")
 

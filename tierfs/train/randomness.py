@@ -14,7 +14,7 @@ __all__ = ["generators", "reseed", "set_generators"]
 
 
 def generators() -> dict[str, Any]:
-    """The state of each one, as plain values and tensors."""
+    """Return the state of each generator by name, as plain values and tensors."""
     found: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 - the one that libraries use
@@ -26,7 +26,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: dict[str, Any]) -> list[str]:
-    """Set them. Returns what could not be, in words."""
+    """Set the states that `generators` returned. Return in words which could not be set; empty if all were."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
@@ -40,7 +40,7 @@ def set_generators(states: dict[str, Any]) -> list[str]:
 
 
 def reseed(*words: object) -> int:
-    """Seed all of them from words, equal ones always in the same way. Returns the seed."""
+    """Seed all generators from a hash of ``words``, so that equal words give equal seeds. Return the seed."""
     seed = int.from_bytes(checksum(repr(words).encode())[:4], "little")
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Why a save or a load failed on whichever ranks: torch wraps that in a `BaseException`, which few handlers expect."""
+"""The reason of a failed save or load. torch wraps it in a `BaseException`, which few handlers expect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ __all__ = ["reason_of"]
 
 
 def reason_of(error: BaseException) -> Exception:
-    """The same as an error that says which rank failed: the rank's own, where one of tierfs's is the only one."""
+    """Return the failure of a save or load as an `Exception`.
+
+    If all failed ranks report the same `TierfsError`, return it. Otherwise return a `TierfsError` that lists the
+    failure of each rank. An interruption also becomes a `TierfsError`. Any other exception is returned unchanged.
+    """
     if not isinstance(error, CheckpointException):
         return error if isinstance(error, Exception) else TierfsError(f"it was interrupted: {error!r}")
     failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}

@@ -1,4 +1,4 @@
-"""Retention: removes what no policy keeps, of this run's own checkpoints alone, and drops local copies by policies of their own."""
+"""`Retention`: removes this run's checkpoints, and local copies of them, that no policy keeps."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tierfs.train.run import RunDirectory
 __all__ = ["Retention"]
 
 KNOWN_MAX = 1000
-"""So many checkpoints are told of: each one takes about 100 bytes in every record."""
+"""The most checkpoints that a save's record lists: each one takes about 100 bytes in every record."""
 OBJECT = "object"
 LOCAL_TIERS = ("nvme", "ram")
 _logger = logging.getLogger("tierfs.train")
 
 
 class Retention:
-    """Keeps track of a run's checkpoints, and removes those that no policy wants.
+    """Keeps track of a run's checkpoints, and removes those that no policy keeps.
 
-    It knows the steps that this run saved, or that the checkpoint it was restored from knew. Each save carries that knowledge on, so
-    checkpoints of another run in the same root are never touched.
+    It knows the steps that this run saved, and those in the record of the checkpoint that it was restored from. Each
+    save records the known steps. So it never touches the checkpoints of another run in the same root.
 
     Args:
-        run: Where.
-        keep: Policies; for more than one tier a dict of them. None at all keeps everything.
-        removes: Whether this process removes checkpoints: one of all ranks does.
-        evicts: Whether this process drops local copies: one of each host does.
+        run: The directory of the run.
+        keep: Policies for the object tier, or a dict of policies by tier. Without policies, everything stays.
+        removes: Whether this process removes checkpoints. One rank of the job does.
+        evicts: Whether this process drops local copies. One rank of each host does.
 
     Raises:
-        InvalidInputError: A policy or tier is none.
+        InvalidInputError: A policy or tier is invalid.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Retention:
         self._evicts = evicts
         self._lock = threading.Lock()
         self._known: dict[int, SavedCheckpoint] = {}
-        self._durable: set[int] = set()  # their level is the highest one, which they keep
+        self._durable: set[int] = set()  # at the highest level, which they never lose
         self._evicted: dict[str, set[int]] = {tier: set() for tier in LOCAL_TIERS}
         self._protected: set[int] = set()
 
@@ -61,7 +61,7 @@ class Retention:
         return f"Retention({len(self._known)} known)"
 
     def told(self) -> tuple[Mapping[str, Any], ...]:
-        """The newest known checkpoints, to be recorded with a save."""
+        """Return the checkpoints that were noted last, at most `KNOWN_MAX`, for the record of a save."""
         with self._lock:
             return tuple(
                 {"step": each.step, "created_ns": each.created_ns, "metrics": dict(each.metrics)}
@@ -69,7 +69,7 @@ class Retention:
             )
 
     def resume(self, step: int) -> None:
-        """Go on from a checkpoint: it stays, and what it knew is known here."""
+        """Protect a restored checkpoint, and learn the known checkpoints from its record."""
         record = self._run.record_of(step) or {}
         try:
             for each in record.get("known", ()):
@@ -80,23 +80,23 @@ class Retention:
         self._protected = {step}
 
     def add(self, step: int, created_ns: int, metrics: Mapping[str, float]) -> None:
-        """Take note of a checkpoint of this run."""
+        """Note a checkpoint that this run saved."""
         _, path = self._run.path_of(step)
         with self._lock:
             self._durable.discard(step)
             self._known[step] = SavedCheckpoint(path, step, created_ns, Level.STAGED, metrics=metrics)
 
     def forget(self, step: int) -> None:
-        """Take note that a checkpoint is gone."""
+        """Note that a checkpoint was removed."""
         with self._lock:
             self._known.pop(step, None)
             self._durable.discard(step)
 
     def apply(self, context: Context) -> list[int]:
-        """Remove what no policy keeps, and drop the local copies that none keeps. Returns the steps that were removed.
+        """Remove the checkpoints and drop the local copies that no policy keeps. Return the removed steps.
 
         Raises:
-            Exception: A user's policy raised, or answered nonsense.
+            Exception: A user's policy raised, or returned an invalid answer.
             StoreError, ReadOnlyError: The object tier failed.
         """
         if not any(self._policies.values()) or not (self._removes or self._evicts):
@@ -120,7 +120,7 @@ class Retention:
         return removed
 
     def _looked_at(self) -> list[SavedCheckpoint]:
-        """The known ones as they are now. One that is durable is not looked at again."""
+        """Return the known checkpoints with their present level. Durable ones are not looked up again."""
         with self._lock:
             known = dict(self._known)
         found = []
@@ -150,7 +150,7 @@ class Retention:
         try:
             self._run.remove(step)
         except NotFoundError:
-            self.forget(step)  # somebody else was faster
+            self.forget(step)  # another process removed it first
             return False
         except TierfsError as error:
             _logger.warning("%s could not be removed: %s", self._run.url_of(step), error)
@@ -161,7 +161,10 @@ class Retention:
 
     @staticmethod
     def _decided(saved: Sequence[SavedCheckpoint], policies: Sequence[Any], context: Context) -> list[Decision]:
-        """Ask the policies. An error of tierfs's that comes from them is none of the store's, and is not raised as one."""
+        """Ask the policies which checkpoints to keep.
+
+        A `TierfsError` of a policy is raised as a `RuntimeError`, because it is not a failure of the store.
+        """
         try:
             return list(decide(saved, as_rules(policies, context), int(context.now_s * 1e9)))
         except TierfsError as error:
@@ -170,7 +173,7 @@ class Retention:
     def _drop_copies(self, tier: str, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
             step = decision.saved.step
-            # What is not in the object tier yet is the only copy.
+            # The local copy of a checkpoint that is not in the object tier yet is the only one.
             if decision.is_kept or step is None or step not in self._durable or step in self._evicted[tier]:
                 continue
             try:

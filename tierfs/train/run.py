@@ -1,4 +1,4 @@
-"""A run's directory: which steps it has, how each one stands, and what is noted beside them."""
+"""`RunDirectory`: the checkpoints of a run, the state of each one, and the notes beside them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierfs.store.transfers import transfers
 __all__ = ["ABOUT", "About", "RunDirectory", "SavedStep"]
 
 ABOUT = "tierfs.about"
-"""Name of the value in a checkpoint that says what it is."""
+"""The name of the value that holds a checkpoint's own description."""
 NOTE_BYTES_MAX = 256 << 20
 _STEP = re.compile(r"step_([0-9]{1,18})")
 _logger = logging.getLogger("tierfs.train")
@@ -34,16 +34,16 @@ _logger = logging.getLogger("tierfs.train")
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """A checkpoint's own description, published with it in one piece.
+    """A checkpoint's own description. It is a value of the checkpoint, so both are published together.
 
     Attributes:
-        step: Of the training.
-        kind: ``full``, or ``light`` for one that training goes on from only approximately.
-        world_size: How many ranks saved it.
-        run: Of which run it is: an id drawn at random, kept by those who resume.
-        blocked_s: How long a save blocked training then, for the policies of who goes on from here.
-        save_s: How long a save took then.
-        state: What the saved state says of itself.
+        step: The training step.
+        kind: ``full``, or ``light`` for a checkpoint from which training resumes only approximately.
+        world_size: The number of ranks that saved it.
+        run: The id of the run. It is random, and a resumed run keeps it.
+        blocked_s: Seconds for which a save blocked training at that time, for the policies of a resumed run.
+        save_s: Seconds that a save took at that time.
+        state: Facts about the saved state, such as its epoch and learning rates.
     """
 
     step: int
@@ -55,14 +55,14 @@ class About:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> str:
-        """As JSON."""
+        """Return the description as JSON."""
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
 
     def added_to(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a state and this one, as they are saved.
+        """Return the values of a state together with this description, as they are saved.
 
         Raises:
-            InvalidInputError: The state has a value of this one's name.
+            InvalidInputError: The state has an entry of the same name.
         """
         section, _, name = ABOUT.partition(".")
         if section in values:
@@ -71,10 +71,10 @@ class About:
 
     @classmethod
     def decode(cls, text: str, where: str) -> About:
-        """Read it.
+        """Parse the JSON of a description.
 
         Raises:
-            FormatError: It is none.
+            FormatError: The text is not a description that this version understands.
         """
         try:
             values = json.loads(text)
@@ -96,14 +96,14 @@ class SavedStep:
     """A checkpoint of a run, as this host sees it.
 
     Attributes:
-        step: Of the training.
-        created_ns: When it was saved, in nanoseconds since the epoch.
-        level: The lowest that a part of it has reached; ``none`` where one is missing.
-        is_complete: Whether all of it is there.
-        length: Bytes of its tensors and objects.
-        metrics: By name.
-        is_pinned: Whether retention leaves it.
-        problem: Why it cannot be loaded; empty where nothing is known against it.
+        step: The training step.
+        created_ns: The time of the save, in nanoseconds since the epoch.
+        level: The lowest level that a part of it has reached; ``none`` if a part is missing.
+        is_complete: Whether all its files exist in their full length.
+        length: Bytes of its tensors and objects; 0 if unknown.
+        metrics: The recorded numbers by name.
+        is_pinned: Whether its deletion is forbidden.
+        problem: The reason why it cannot be loaded; empty if none is known.
     """
 
     step: int
@@ -117,11 +117,7 @@ class SavedStep:
 
 
 class RunDirectory:
-    """The directory in a store under which a run has one checkpoint a step, ``step_N``.
-
-    Args:
-        address: Where.
-    """
+    """The directory in a store that holds a run's checkpoints, one directory ``step_N`` for each saved step."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -131,24 +127,24 @@ class RunDirectory:
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return self._address.url
 
     def url_of(self, step: int) -> str:
-        """Where a step's checkpoint is."""
         return f"{self._address.url.rstrip('/')}/step_{step}"
 
     def open(self, *, write: bool = False) -> tuple[Store, str]:
-        """The store, and the path in it. Raises as `Address.open` does."""
+        """Return the store, and the directory's path in it. Raises as `Address.open` does."""
         return self._address.open(write=write)
 
     def path_of(self, step: int) -> tuple[Store, str]:
-        """The store, and the path of a step's checkpoint in it."""
+        """Return the store, and the path of a step's checkpoint in it."""
         store, path = self.open()
         return store, inside(path, f"step_{step}")
 
     def steps(self) -> list[int]:
-        """The steps that have a directory, ascending, whatever is in there. A listing for each one; no record is read.
+        """Return the steps that have a directory, ascending, complete or not.
+
+        It costs one listing for each directory, and reads no record.
 
         Raises:
             StoreNotFoundError: There is no store.
@@ -163,14 +159,14 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def candidates(self) -> list[int]:
-        """The same, and steps that were removed lately; two listings, however many there are."""
+        """Return the same steps with two listings in all. Recently removed steps may be among them."""
         found = (_STEP.fullmatch(name) for name in directories_in(*self.open()))
         return sorted(int(match[1]) for match in found if match is not None)
 
     def standing(self, step: int) -> Standing:
-        """How a step's checkpoint stands, as this host sees it.
+        """Return the state of a step's checkpoint, as this host sees it.
 
-        A save whose last part has arrived, and that nobody published yet, is published now.
+        If all parts of an announced save have arrived and no process has published it yet, this call publishes it.
         """
         store, path = self.path_of(step)
         candidate = Candidate(path, (None,))
@@ -185,26 +181,25 @@ class RunDirectory:
         return found
 
     def problem_of(self, step: int) -> str:
-        """The reason why a step cannot be loaded, as far as is seen without reading it; empty for none."""
+        """Return why a step cannot be loaded; empty if no reason is known. No shard file is read."""
         found = self.standing(step)
         if found.state != "complete":
             return "; ".join(found.damage + found.missing)
         return self.damage_of(step)
 
     def was_saved(self, step: int) -> bool:
-        """Whether a step was published at some time, whatever is wrong with it now."""
+        """Return whether a step was ever published, even if it is damaged or incomplete now."""
         found = self.standing(step)
         return bool(found.damage) or found.format is not None
 
     def complete(self) -> Iterator[tuple[int, Standing]]:
-        """Steps that can be loaded as far as is seen without reading them, the newest first. Looked at one by one."""
+        """Yield complete steps without a damage mark, the newest first. Each is looked up only when it is asked for."""
         for step in reversed(self.candidates()):
             found = self.standing(step)
             if found.state == "complete" and not self.damage_of(step):
                 yield step, found
 
     def describe(self, step: int) -> SavedStep:
-        """Describe a step."""
         found = self.standing(step)
         return SavedStep(
             step=step,
@@ -218,14 +213,14 @@ class RunDirectory:
         )
 
     def checkpoint(self, step: int) -> Checkpoint:
-        """A step's metadata. Raises as `open_checkpoint` does."""
+        """Return the metadata of a step. Raises as `open_checkpoint` does."""
         return open_checkpoint(*self.path_of(step))
 
     def about(self, step: int) -> About | None:
-        """Read a checkpoint's own description; ``None`` where no manager saved it.
+        """Read a checkpoint's own description; ``None`` if no manager saved it.
 
         Raises:
-            NotFoundError, CorruptionError, FormatError: It cannot be read.
+            NotFoundError, CorruptionError, FormatError: The checkpoint or its description cannot be read.
         """
         checkpoint = self.checkpoint(step)
         if ABOUT not in checkpoint.metadata.state_dict_metadata:
@@ -240,7 +235,7 @@ class RunDirectory:
         return About.decode(str(unpickle_safely(ABOUT, io.BytesIO(data))), checkpoint.where)
 
     def note_of(self, step: int, name: str) -> dict[str, Any]:
-        """A small file of JSON beside a checkpoint; empty where there is none that can be read."""
+        """Return the JSON object in a note beside a checkpoint; empty if there is no readable one."""
         store, path = self.path_of(step)
         try:
             value = json.loads(read_note(store, path, name, NOTE_BYTES_MAX) or b"{}")
@@ -250,12 +245,12 @@ class RunDirectory:
         return value if isinstance(value, dict) else {}
 
     def write_note(self, step: int, name: str, value: Mapping[str, Any]) -> None:
-        """Write one. Raises as `tierfs.store.save` does."""
+        """Write a note. Raises as `tierfs.store.save` does."""
         store, path = self.path_of(step)
         save(store, inside(path, name), json.dumps(value).encode())
 
     def remove_note(self, step: int, name: str) -> None:
-        """Remove one, if it is there."""
+        """Remove a note, if it exists."""
         store, path = self.path_of(step)
         try:
             delete(store, inside(path, name))
@@ -263,7 +258,7 @@ class RunDirectory:
             return
 
     def record_of(self, step: int) -> dict[str, Any] | None:
-        """The record of the state at a step's save; ``None`` where there is none, or it belongs to another save of the step."""
+        """Return the record of a step's state; ``None`` if there is none for the present save of the step."""
         record = self.note_of(step, RECORD)
         if not record:
             return None
@@ -271,25 +266,23 @@ class RunDirectory:
         return record if note is not None and record.get("save_id") == note.save_id else None
 
     def mark_damaged(self, step: int, why: str) -> None:
-        """Note that a step could not be loaded, so that nobody takes it for a good one. Another save of it is not concerned."""
+        """Note that the present save of a step could not be loaded. A later save of the step makes the note invalid."""
         self.write_note(step, DAMAGED, {"save_id": self._save_id(step), "why": why})
 
     def damage_of(self, step: int) -> str:
-        """Why a step was marked as damaged; empty where it was not."""
+        """Return why a step was marked as damaged; empty if it was not."""
         mark = self.note_of(step, DAMAGED)
         return str(mark.get("why")) if mark and mark.get("save_id") == self._save_id(step) else ""
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """The metrics that were noted beside a checkpoint."""
         return metrics_of(*self.path_of(step))
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """The same of all steps."""
         steps = self.steps()
         return dict(zip(steps, transfers().map(self.metrics_of, steps), strict=True))
 
     def best(self, rule: Best) -> int | None:
-        """The best step by a metric of those that can be loaded, as far as is seen without reading them."""
+        """Return the best complete step by a metric; ``None`` if there is none. No shard file is read."""
         saved = [SavedCheckpoint(str(step), step, step, metrics=metrics) for step, metrics in self.metrics().items()]
         while found := list(rule.select(saved, 0)):
             step = found[0].step
@@ -299,25 +292,23 @@ class RunDirectory:
         return None
 
     def is_pinned(self, step: int) -> bool:
-        """Whether retention leaves a step."""
         return is_pinned(*self.path_of(step))
 
     def pin(self, step: int) -> None:
-        """Have retention leave a step. Raises as `checkpoint` does."""
+        """Forbid the deletion of a step. Raises as `checkpoint` does if there is no checkpoint."""
         self.checkpoint(step)
         self.write_note(step, PINNED, {})
 
     def unpin(self, step: int) -> None:
-        """Let retention decide on it again."""
         self.remove_note(step, PINNED)
 
     def remove(self, step: int) -> None:
-        """Remove a step's checkpoint.
+        """Remove the checkpoint of a step.
 
         Raises:
-            InvalidInputError: It is pinned.
-            NotFoundError: It is not there.
-            ConflictError: It was saved anew meanwhile.
+            InvalidInputError: The checkpoint is pinned.
+            NotFoundError: There is no such checkpoint.
+            ConflictError: The step was saved again in the meantime.
         """
         if self.is_pinned(step):
             raise InvalidInputError(f"{self.url_of(step)} is pinned: unpin it first")
@@ -327,7 +318,7 @@ class RunDirectory:
         remove(store, candidate, roots_of(store, candidate))
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note a checkpoint's metrics, for `tierfs prune` too."""
+        """Write the metrics of a checkpoint, which ``tierfs prune`` reads, too."""
         self.write_note(step, METRICS, metrics)
 
     def _save_id(self, step: int) -> str:

@@ -1,4 +1,4 @@
-"""One save at a time, on a thread of its own: what the ranks agree on before it, and what becomes of it."""
+"""`SaveThread`: makes one save at a time on its own thread. The ranks agree before each save."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ from tierfs.train.run import ABOUT, RunDirectory
 __all__ = ["RunWriter", "SaveChecks", "SaveThread"]
 
 OWN = "rank_"
-"""Begins the names of what each rank has for itself: random generators, the data loader."""
+"""Prefix of the names of values that belong to one rank: random generators, the data loader."""
 
 _logger = logging.getLogger("tierfs.train")
 
 
 class RunWriter(TierWriter):
-    """A writer that notes what is known of the state right before the checkpoint is published, so none is without its notes.
+    """A writer that writes the notes beside a checkpoint right before it publishes it, so none lacks its notes.
 
     Attributes:
-        notes: Called on the coordinator with the save's id.
+        notes: Writes the notes. Called on the coordinator with the save's id; ``None`` for no notes.
     """
 
     notes: Callable[[str], None] | None = None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See `TierWriter.finish`."""
         assert self._save.mark is not None, "prepare_global_plan comes first"
         if self.notes is not None:
             self.notes(self._save.mark.save_id)
@@ -54,11 +53,11 @@ class RunWriter(TierWriter):
 
 @dataclass(frozen=True, slots=True)
 class SaveChecks:
-    """The checks that each save has to pass.
+    """The checks of each save.
 
     Attributes:
-        on_stale: ``warn``, ``raise`` or ``ignore``, where all tensors are as they were at the step before.
-        reads_back: Whether it is read back.
+        on_stale: ``warn``, ``raise`` or ``ignore``, for a save whose tensors all equal those of the last saved step.
+        reads_back: Whether each save is read back.
     """
 
     on_stale: str = "warn"
@@ -66,18 +65,20 @@ class SaveChecks:
 
 
 class SaveThread:
-    """Makes the saves of one rank, in order; its collectives have a group of their own.
+    """Makes the saves of one rank in the order of their requests. Its collectives use `World.saving`.
+
+    The callbacks run on the save thread.
 
     Args:
-        run: Where.
-        writer: Saves.
+        run: The directory of the run.
+        writer: Writes the checkpoints.
         world: The ranks.
-        planner: Makes a planner for each save; ``None`` for torch's own.
-        checks: What is checked of each save.
-        noted: What to note beside a checkpoint, on the coordinator.
-        ended: Called on this thread with each save before anybody else hears of its end: with why it failed, or ``None``.
-        after: Called on this thread afterwards.
-        failed: Called on this thread where ``ended`` or ``after`` raised, of a user's policy for example, with the error.
+        planner: Returns a new planner for each save; ``None`` for torch's own.
+        checks: The checks of each save.
+        noted: Returns more facts for the record beside a checkpoint. Called on the coordinator only.
+        ended: Called when a save ends, with the reason if it failed, before its handle is done.
+        after: Called after the handle of a save is done.
+        failed: Called with the error if ``ended`` or ``after`` raised, for example in a user's policy.
     """
 
     def __init__(
@@ -108,24 +109,24 @@ class SaveThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, handle: SaveHandle, order: SaveOrder) -> None:
-        """Have a save made after those that were asked for before. It fails where this process can start no thread for it."""
+        """Queue a save. If this process cannot start the save thread, the save fails on all ranks."""
         if self._thread is None:
             self._thread = start_daemon(self._work, name="train-save")
         if self._thread is None:
             order.problem = order.problem or TierfsError(f"{handle.url}: no thread can be started to save it")
-            self._work_on(handle, order)  # the other ranks wait to hear of it
+            self._work_on(handle, order)  # the other ranks wait for this rank's report
             return
         with self._idle:
             self._open += 1
         self._queue.put((handle, order))
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until all that was asked for is done. Returns whether that was in time."""
+        """Wait until all requested saves are done. Return whether they were in time."""
         with self._idle:
             return self._idle.wait_for(lambda: self._open == 0, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Make what was asked for, and end. Returns whether that came to its end in time."""
+        """Make the requested saves, and end the thread. Return whether it ended in time."""
         if self._thread is None:
             return True
         self._queue.put(None)
@@ -154,14 +155,14 @@ class SaveThread:
         self._tell(handle, self._after)
 
     def _tell(self, handle: SaveHandle, listener: Callable[..., None], *arguments: Any) -> None:
-        """Call a listener, which may call the user's code: an error of that must not end the thread of the saves to come."""
+        """Call a listener. It may run the user's code, and an error there must not end the save thread."""
         try:
             listener(handle, *arguments)
         except BaseException as error:  # noqa: BLE001 - passed on
             self._on_failure(handle, reason_of(error))
 
     def _make(self, handle: SaveHandle, order: SaveOrder) -> SaveMark | None:
-        """Make one, or find out that it need not be made. A collective, in each of its steps."""
+        """Make a save, or return ``None`` if the same content is already saved. All its parts are collectives."""
         digests = {name: digest for name, digest in digests_of(order.staged).items() if name != ABOUT}
         world, group = self._world, self._world.saving
         problem = None if order.problem is None else str(order.problem)
@@ -206,10 +207,10 @@ class SaveThread:
         return SaveMark(meta.sequence, meta.save_id)
 
     def _is_stale(self, order: SaveOrder, digests: Mapping[str, str]) -> bool:
-        """Whether this rank's tensors are all as they were at the step before. Random generators may have gone on."""
+        """Return whether this rank's tensors all equal those of the last saved step. Random generators do not count."""
         step, before = self._before
         tensors = {name for name in digests if digests[name][0] == TENSOR and not name.startswith(OWN)}
-        # Tensors that only one of the two saves has on this rank say nothing.
+        # Only tensors that this rank has in both saves can be compared.
         both = tensors & before.keys()
         return step != order.step and bool(both) and all(digests[name] == before[name] for name in both)
 
@@ -221,7 +222,7 @@ class SaveThread:
             _logger.warning(text)
 
     def _damage_in(self, handle: SaveHandle) -> str:
-        """Read a save back from the tier that has it, and return the damage in words."""
+        """Read a save back from the tier that has it, and mark it if damaged. Return the damage in words."""
         try:
             report = verify_checkpoint(self._run.checkpoint(handle.step))
             damage = "; ".join(each.problem for each in report.damage)
@@ -232,7 +233,7 @@ class SaveThread:
         return damage
 
     def _look(self, order: SaveOrder, record: Mapping[str, Any]) -> str:
-        """Whether the step is there already: ``same``, ``other``, or nothing that keeps it from being saved."""
+        """Compare the step's existing checkpoint: ``same`` or ``other`` content, or empty if the save may write."""
         try:
             if order.overwrite or self._run.problem_of(order.step):
                 return ""

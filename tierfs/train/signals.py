@@ -1,4 +1,4 @@
-"""Signals that announce the end of this process. A handler only takes a note; the training loop acts on it."""
+"""`Signals`: handlers of signals that announce the end of this process. A handler only notes its signal."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _logger = logging.getLogger("tierfs.train")
 
 
 class Signals:
-    """Handles signals until `close`, and calls the handlers that were there before.
+    """Handles signals until `close`, and also calls the previous handlers.
 
-    Python lets only the main thread set handlers. Elsewhere this logs a warning and handles nothing.
+    Python lets only the main thread set handlers. On another thread, this logs a warning and handles nothing.
 
     Args:
-        wanted: Which signals.
+        wanted: The signals to handle.
 
     Raises:
-        InvalidInputError: One is none, or cannot be handled, as SIGKILL cannot. No handler is set then.
+        InvalidInputError: A signal is invalid or cannot be handled, such as SIGKILL. No handler is set then.
 
     Attributes:
-        received: The number of the first one that came; 0 for none.
-        received_s: When it came, by `time.monotonic`.
+        received: The number of the first signal that arrived; 0 for none.
+        received_s: The time of its arrival by `time.monotonic`, in seconds.
     """
 
     def __init__(self, wanted: Iterable[signal.Signals]) -> None:
@@ -55,12 +55,12 @@ class Signals:
         return f"Signals({sorted(self._before)}, received={self.received})"
 
     def close(self) -> None:
-        """Set the earlier handlers again, except where somebody else has set another one since."""
+        """Restore the previous handlers, except where other code has set a handler since. Main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
-                # A handler that C code had set reads as None, and cannot be set from here.
+                # A handler that C code set reads as None, and Python cannot restore it.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
 

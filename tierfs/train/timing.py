@@ -1,4 +1,4 @@
-"""How long training steps take, and what saves cost of them."""
+"""`StepTimer`: measures training steps and the cost of saves."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["StepTimer"]
 
 STEPS_MEASURED = 16
 SLOWEST_COUNTS = 0.9
-"""A deadline is met by the slowest of the last saves, which counts for less with each one after it."""
+"""A deadline allows for the slowest recent save. Each later save reduces the time of that one by this factor."""
 
 
 class StepTimer:
     """Measures steps without the saves between them.
 
     Attributes:
-        step_s: The mean of the last steps; 0 before the second one.
-        blocked_s: How long a save blocks training; 0 before the first one.
-        save_s: How long a save takes until the manager calls it done; 0 before the first one.
+        step_s: Mean seconds of the last steps; 0 before the second step.
+        blocked_s: Seconds for which a save blocks training; 0 before the first save.
+        save_s: Seconds until a save reaches the level that the manager asks for; 0 before the first save.
     """
 
     def __init__(self) -> None:
@@ -28,27 +28,27 @@ class StepTimer:
         self.step_s = self.blocked_s = self.save_s = 0.0
 
     def made_step(self) -> None:
-        """Take note of the end of a step."""
-        if self._has_stepped:  # else more than a step came before
+        """Record the end of a step."""
+        if self._has_stepped:  # more than a step lies before the first call
             self._steps.append(time.perf_counter() - self._resumed_s)
             self.step_s = sum(self._steps) / len(self._steps)
         self._has_stepped = True
 
     def go_on(self) -> None:
-        """Take note that the next one begins."""
+        """Record the start of the next step."""
         self._resumed_s = time.perf_counter()
 
     def made_save(self, blocked_s: float) -> None:
-        """Take note of a save."""
+        """Record a save, and the seconds for which it blocked training."""
         self._saved_s = time.perf_counter()
-        # The last save counts for a half: the first one of a process costs more than all others.
+        # The last save counts for one half, because the first save of a process costs more than later ones.
         self.blocked_s = blocked_s if not self.blocked_s else (self.blocked_s + blocked_s) / 2
 
     def reached_level(self, seconds: float) -> None:
-        """Take note of how long a save took."""
+        """Record the seconds that a save took until it was done."""
         self.save_s = max(seconds, self.save_s * SLOWEST_COUNTS)
 
     @property
     def since_s(self) -> float:
-        """Seconds since the last save was asked for."""
+        """Seconds since the last save was requested, or since this timer began."""
         return time.perf_counter() - self._saved_s
