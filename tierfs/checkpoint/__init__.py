@@ -1,1 +1,1 @@
-"""Tools on whole checkpoints: list, verify, compare, export, import."""
+"""Tools for whole checkpoints: list, verify, compare, export, import."""

@@ -1,4 +1,4 @@
-"""Which checkpoints lie below a path of a store, and how each one stands: step, size, level, whether it is complete."""
+"""Find the checkpoints below a path of a store, and the state of each: step, size, level, whether it is complete."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _SHARD_FILE = re.compile(r"rank-([0-9]{5,9})-[0-9a-f]{8}\.safetensors|.+\.distcp
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A directory with a checkpoint, or what is left of one.
+    """A directory with a checkpoint, or with the rest of one.
 
     Attributes:
-        directory: Relative to the store's root.
-        ranks: Whose metadata there is; ``None`` stands for that of all. Empty for shard files alone.
+        directory: Its path, relative to the store's root.
+        ranks: The ranks that have a metadata file of their own. ``(None,)`` if one file describes all ranks. Empty if
+            there are only shard files or announced saves.
         announced: Paths of the files that announce saves which are not published yet.
-        unsaid: Where ranks saved on their own, those of which there are shard files, and no metadata.
+        unsaid: Ranks that have shard files and no metadata, in a checkpoint whose ranks saved on their own.
     """
 
     directory: str
@@ -39,27 +40,28 @@ class Candidate:
 
     @property
     def step(self) -> int | None:
-        """By the directory's name."""
+        """The step in the directory's name: see `step_of`."""
         return step_of(self.directory)
 
 
 @dataclass(slots=True)
 class Standing:
-    """How a checkpoint stands, as this host sees it.
+    """The state of a checkpoint, as this host sees it.
 
     Attributes:
-        directory: Relative to the store's root.
-        step: As the checkpoint says itself, else by the directory's name.
-        format: ``tierfs``, or ``dcp`` for torch's own writers; ``None`` where nothing says.
-        tensors: How many; ``None`` where nothing says.
-        objects: The same of values that are no tensors.
-        files: How many its metadata names.
-        length: Bytes of tensors and objects; ``None`` where nothing says.
-        level: The lowest that a file of it has reached; ``None`` where one is missing, or nothing says which there are.
-        created_ns: When, in nanoseconds since the epoch; 0 where that is not known.
-        missing: The reasons why it is not complete, in words.
-        damage: The damage, in words.
-        waiting: Saves to the same place that are announced and not published yet, in words.
+        directory: Its path, relative to the store's root.
+        step: The step in its metadata, else the one in the directory's name.
+        format: ``tierfs``, or ``dcp`` for torch's own writers; ``None`` without readable metadata.
+        tensors: The number of tensors; ``None`` without readable metadata.
+        objects: The number of other values; ``None`` without readable metadata.
+        files: The number of files that its metadata names.
+        length: Bytes of tensors and objects; ``None`` without readable metadata.
+        level: The lowest level that a file of it has reached; ``None`` if a file is missing or the metadata is
+            unreadable.
+        created_ns: The time of the save, in nanoseconds since the epoch; 0 if unknown.
+        missing: The reasons why it is incomplete, in words.
+        damage: Its damage, in words.
+        waiting: Saves to the same directory that are announced and not published yet, in words.
     """
 
     directory: str
@@ -82,20 +84,20 @@ class Standing:
 
 
 def step_of(directory: str) -> int | None:
-    """The last number in a directory's name."""
+    """Return the last number in a directory's name; ``None`` if there is none."""
     numbers: list[str] = _DIGITS.findall(directory.rpartition("/")[2])
     return int(numbers[-1]) if numbers else None
 
 
 def natural_key(path: str) -> list[tuple[int, int | str]]:
-    """To sort paths by: numbers in them by their size."""
+    """Return a sort key that orders the numbers in paths by value."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in _DIGITS.split(path) if part]
 
 
 def candidates(store: Store, path: str) -> list[Candidate]:
-    """Every directory at or below a path that holds a checkpoint or shard files, in natural order.
+    """Return every directory at or below a path that holds a checkpoint or shard files, in the order of `natural_key`.
 
-    One listing; no record is read.
+    It makes one listing and reads no record.
 
     Raises:
         StoreError, ReadOnlyError: The object tier cannot be listed.
@@ -120,7 +122,7 @@ def candidates(store: Store, path: str) -> list[Candidate]:
             if shard[1]:
                 shards.setdefault(directory, set()).add(int(shard[1]))
     return [
-        # Where there is one for all, nobody asks for those of single ranks.
+        # If one metadata file describes all ranks, the files of single ranks do not matter.
         Candidate(
             directory,
             (None,) if None in found else tuple(sorted(rank for rank in found if rank is not None)),
@@ -132,9 +134,9 @@ def candidates(store: Store, path: str) -> list[Candidate]:
 
 
 def standing(store: Store, candidate: Candidate) -> Standing:
-    """Look at one checkpoint: its metadata, and whether every file that it names is there in its length.
+    """Return the state of one checkpoint: read its metadata, and check that each named file exists in full length.
 
-    No shard file is read, so damage inside of one is not seen: `tierfs.checkpoint.verify` is for that.
+    No shard file is read. `tierfs.checkpoint.verify` finds damage inside of them.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -154,7 +156,7 @@ def standing(store: Store, candidate: Candidate) -> Standing:
 
 
 def _open_announced(store: Store, path: str, found: Standing) -> Checkpoint | None:
-    """A save that is announced; it leaves a checkpoint that is there as it is, whatever is wrong with it."""
+    """Read an announced save and describe it in ``found.waiting``. Its problems do not count as the checkpoint's."""
     try:
         save = open_announced(store, path)
     except NotFoundError:
@@ -228,7 +230,7 @@ def _describe(found: Standing, parts: list[Checkpoint]) -> None:
 
 
 def _look(store: Store, path: str, length: int, *, is_exact: bool) -> tuple[Level, str, str]:
-    """A file's level, and what is missing or damaged about it."""
+    """Return a file's level and two texts: why it counts as missing, and why as damaged. They are empty if it does not."""
     level = _level(store, path)
     name = path.rpartition("/")[2]
     try:
@@ -245,5 +247,5 @@ def _look(store: Store, path: str, length: int, *, is_exact: bool) -> tuple[Leve
 
 
 def _level(store: Store, path: str) -> Level:
-    """As `tierfs.store.level_of`, for a file that may not be there."""
+    """Return the level of a file, as `tierfs.store.level_of` does. The file need not exist."""
     return store.tiers.drafts.level(path) if store.tiers is not None else Level.OBJECT

@@ -1,4 +1,4 @@
-"""Which checkpoints lost which tensors, where files of a store cannot be read any more."""
+"""Find the checkpoints and tensors that are lost when files of a store cannot be read any more."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CheckpointLoss:
     """The losses of a checkpoint.
 
     Attributes:
-        path: Of its directory.
-        step: Of the training, if its name tells that.
-        files: Those that are concerned, by their names in the directory.
-        names: Tensors and objects that cannot be loaded, sorted.
+        path: The path of its directory.
+        step: The training step, if the directory's name contains it.
+        files: The names of the lost or damaged files in the directory.
+        names: The tensors and objects that cannot be loaded, sorted.
         is_whole: Whether nothing of it can be loaded, because its metadata is lost.
     """
 
@@ -36,12 +36,12 @@ class CheckpointLoss:
 
 
 def checkpoint_losses(store: Store, lost: Mapping[str, Ranges], gone: Collection[str]) -> list[CheckpointLoss]:
-    """Name the checkpoints that lost something.
+    """Return the losses of each checkpoint that lost something.
 
     Args:
         store: The store.
-        lost: Paths of files of which parts cannot be read, with offset and length of each part.
-        gone: Paths of files of which nothing is left.
+        lost: Paths of files with unreadable parts, each with the offset and length of these parts in bytes.
+        gone: Paths of files that are lost as a whole.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -68,7 +68,7 @@ def _loss(
     try:
         checkpoint = open_checkpoint(store, directory, rank=rank)
     except (CorruptionError, FormatError, NotFoundError):
-        return None  # it is no checkpoint, or is named above
+        return None  # not a checkpoint, or already listed because of its metadata
     missing: dict[str, Ranges] = {}
     for name in checkpoint.files():
         path = inside(directory, name)

@@ -1,4 +1,4 @@
-"""Small files beside a checkpoint that say something of it: its metrics, that it is pinned or damaged, the manager's record."""
+"""Notes, small files beside a checkpoint: its metrics, a pin, a damage mark, the training manager's record."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["DAMAGED", "METRICS", "NOTES", "PINNED", "RECORD", "is_pinned", "metr
 METRICS = ".metrics"
 """A JSON object with a number for each metric."""
 PINNED = ".pinned"
-"""Has the checkpoint kept."""
+"""Its existence forbids the deletion of the checkpoint."""
 RECORD = ".record"
-"""The record that the training manager made of the state."""
+"""A JSON object: the record that the training manager made of the state."""
 DAMAGED = ".damaged"
-"""Why the checkpoint could not be loaded."""
+"""A JSON object with the reason why the checkpoint could not be loaded."""
 NOTES = (METRICS, RECORD, DAMAGED, PINNED)
 METRICS_BYTES_MAX = 1 << 20
 
 
 def read_note(store: Store, directory: str, name: str, bytes_max: int) -> bytes | None:
-    """Read a note; ``None`` where there is none. One request where there is none: nothing but tierfs writes notes.
+    """Read a note; ``None`` if there is none. A missing note costs one request, because only tierfs writes notes.
 
     Raises:
-        FormatError: It is longer than ``bytes_max``.
-        CorruptionError: It is damaged, or what this host wrote last cannot be seen.
+        FormatError: The note is longer than ``bytes_max``.
+        CorruptionError: The note is damaged, or a damaged segment of this host may hold a newer one.
         StoreError, ReadOnlyError: The object tier failed.
     """
     path = inside(directory, name)
@@ -46,7 +46,7 @@ def read_note(store: Store, directory: str, name: str, bytes_max: int) -> bytes 
 
 
 def metrics_of(store: Store, directory: str) -> dict[str, float]:
-    """The metrics that were noted beside a checkpoint, by name; none where they cannot be read."""
+    """Return a checkpoint's metrics by name; none if they are missing or cannot be read."""
     try:
         values = json.loads(read_note(store, directory, METRICS, METRICS_BYTES_MAX) or b"{}")
     except (NotFoundError, CorruptionError, FormatError, ValueError):
@@ -57,7 +57,7 @@ def metrics_of(store: Store, directory: str) -> dict[str, float]:
 
 
 def is_pinned(store: Store, directory: str) -> bool:
-    """Whether a checkpoint is to be kept; so it is where that cannot be read."""
+    """Return whether a checkpoint is pinned. A note that cannot be read counts as a pin."""
     try:
         return observe(store, inside(directory, PINNED)).manifest is not None
     except (CorruptionError, FormatError):

@@ -1,4 +1,4 @@
-"""Remove checkpoints by policy: their names first, so that none is ever listed that lacks a part. gc frees the bytes."""
+"""Remove checkpoints by policy: their metadata first, so that no listed checkpoint lacks a part. gc frees the bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAMED_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The fate of one checkpoint.
+    """The outcome for one checkpoint.
 
     Attributes:
-        decision: What was decided.
-        removed: Whether it was removed.
-        problem: Why not, if it was to be.
+        decision: The decision of the rules.
+        removed: Whether the checkpoint was removed.
+        problem: The reason why it could not be removed; empty if there is none.
     """
 
     decision: Decision
@@ -36,7 +36,7 @@ class Pruned:
 
 
 def look(store: Store, path: str, *, pinned: Collection[str] = ()) -> dict[Candidate, SavedCheckpoint]:
-    """The facts about each checkpoint at or below a path.
+    """Return the facts about each checkpoint at or below a path.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -51,15 +51,18 @@ def prune(
 
     Args:
         store: The store.
-        path: Where they lie. Those of one path are decided on together: one run's, that is.
+        path: A directory. The rules look at all checkpoints below it together, so it should hold those of one run.
         keep: The rules.
-        pinned: Paths of checkpoints that are kept beside those with a file `PINNED`.
+        pinned: Paths of checkpoints to keep in addition to those with a file `PINNED`.
         dry_run: Remove nothing.
+
+    Returns:
+        The outcome for each checkpoint, the oldest first.
 
     Raises:
         InvalidInputError: There is no rule.
-        NotFoundError: A pinned path holds no checkpoint; none is removed.
-        StoreError, ReadOnlyError: The object tier failed; some may be removed.
+        NotFoundError: A path in ``pinned`` holds no checkpoint. Nothing was removed.
+        StoreError, ReadOnlyError: The object tier failed. Some checkpoints may be removed already.
     """
     found = look(store, path, pinned=pinned)
     by_path = {candidate.directory: candidate for candidate in found}
@@ -81,7 +84,7 @@ def prune(
 
 
 def _check_pins(store: Store, path: str, pinned: Collection[str], found: Sequence[str]) -> None:
-    """Refuse a pin without a checkpoint: a slip in its name would have removed what it was to keep."""
+    """Raise if a pinned path holds no checkpoint: otherwise a misspelled pin would let its checkpoint be removed."""
     for pin in sorted(set(pinned) - set(found)):
         names = ", ".join(found[-NAMED_MAX:]) or "none"
         raise NotFoundError(
@@ -99,7 +102,7 @@ def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> Saved
         step=found.step,
         created_ns=found.created_ns,
         level=found.level,
-        # Where another save to the same place is announced, it is under way.
+        # An announced save to the same directory is still in flight.
         is_complete=found.state == "complete" and not found.waiting and bool(candidate.ranks),
         is_pinned=directory in pinned or is_pinned(store, directory),
         metrics=metrics_of(store, directory),
@@ -107,23 +110,23 @@ def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> Saved
 
 
 def roots_of(store: Store, candidate: Candidate) -> dict[str, bytes]:
-    """Write ids of the checkpoint's metadata, by path, as they were when it was decided on."""
+    """Return the write id of each metadata file of a checkpoint by path. They identify the save for `remove`."""
     paths = [inside(candidate.directory, metadata_file(rank)) for rank in candidate.ranks]
     observed = {path: observe(store, path).manifest for path in paths}
     return {path: manifest.write_id for path, manifest in observed.items() if manifest is not None}
 
 
 def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
-    """Remove a checkpoint that is still the one that was decided on: metadata first, then what that names.
+    """Remove a checkpoint unless it was saved again: the metadata first, then the files that it names and the notes.
 
     Args:
         store: The store.
-        candidate: Which one.
-        seen: What `roots_of` gave when it was decided on.
+        candidate: The checkpoint to remove.
+        seen: The result of `roots_of` at the time of the decision.
 
     Raises:
-        ConflictError: It was saved anew in the meantime.
-        NotFoundError: It is not there any more.
+        ConflictError: The checkpoint was saved again in the meantime.
+        NotFoundError: The checkpoint is already gone.
     """
     names: set[str] = set()
     for rank in candidate.ranks:

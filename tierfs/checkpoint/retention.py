@@ -1,8 +1,8 @@
-"""Decide which checkpoints to keep: pure functions of the facts about each. `tierfs prune` and the training manager use the same ones.
+"""Decide which checkpoints to keep, by pure functions of the facts about each, for the manager and ``tierfs prune``.
 
-A checkpoint is kept if any rule keeps it. Whatever the rules say, these are kept: the newest complete one at each level, the only
-complete one with that, one that is not complete or cannot be read (it may be under way, or a person has to look at it), and one that is
-pinned.
+A checkpoint is kept if any rule keeps it. Some are kept whatever the rules say. These are the newest complete
+checkpoint at each level, pinned checkpoints, and incomplete or unreadable ones. An incomplete one may be a save in
+flight, and a person has to look at an unreadable one.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class SavedCheckpoint:
     """The facts about one checkpoint.
 
     Attributes:
-        path: Of its directory.
-        step: Of the training, if that is known.
-        created_ns: When it was saved.
-        level: The lowest that a part of it has reached.
-        is_complete: Whether it can be loaded, as far as can be told without reading it.
-        is_pinned: Whether a person wants it kept.
-        metrics: By name.
+        path: The path of its directory.
+        step: The training step; ``None`` if unknown.
+        created_ns: The time of the save, in nanoseconds since the epoch.
+        level: The lowest level that a part of it has reached; ``None`` if a part is missing or unknown.
+        is_complete: Whether it can be loaded, as far as is known without reading its shard files.
+        is_pinned: Whether its deletion is forbidden.
+        metrics: Its recorded numbers by name.
     """
 
     path: str
@@ -58,37 +58,40 @@ class SavedCheckpoint:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Grows from older to newer."""
+        """The sort key: by step, then by time, then by path. Checkpoints of unknown step come first."""
         return (-1 if self.step is None else self.step, self.created_ns, self.path)
 
 
 class Rule(Protocol):
-    """One reason to keep checkpoints."""
+    """A reason to keep checkpoints."""
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        """Those to keep.
+        """Return the checkpoints to keep.
 
         Args:
-            saved: The complete ones, the oldest first.
-            now_ns: The time.
+            saved: The complete checkpoints, the oldest first.
+            now_ns: The present time, in nanoseconds since the epoch.
         """
 
     def __str__(self) -> str:
-        """The reason in words."""
+        """Return the reason in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The newest ``count``."""
+    """Keeps the newest ``count`` checkpoints.
+
+    Raises:
+        InvalidInputError: ``count`` is less than 1.
+    """
 
     count: int
 
     def __post_init__(self) -> None:
-        """Refuse what keeps nothing."""
         _at_least(self.count, 1, "Latest")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        """See `Rule.select`."""
+        """Return the newest ``count`` checkpoints."""
         return saved[-self.count :]
 
     def __str__(self) -> str:
@@ -97,13 +100,18 @@ class Latest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
-    """The first one in each ``steps`` steps of training, or in each ``minutes`` of time, or both."""
+    """Keeps the first checkpoint in each interval of ``steps`` steps, of ``minutes`` minutes, or both.
+
+    As a save policy, it saves at each multiple of ``steps``, and when ``minutes`` have passed since the last save.
+
+    Raises:
+        InvalidInputError: Neither is given, or one is not positive.
+    """
 
     steps: int | None = None
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
         if self.steps is None and self.minutes is None:
             raise InvalidInputError("Every(): say steps or minutes")
         if self.steps is not None:
@@ -112,7 +120,7 @@ class Every:
             raise InvalidInputError(f"Every(minutes={self.minutes}): more than 0")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        """See `Rule.select`."""
+        """Return the first checkpoint of each interval."""
         first: dict[tuple[str, int], SavedCheckpoint] = {}
         for each in saved:
             if self.steps is not None and each.step is not None:
@@ -129,17 +137,22 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Geometric:
-    """One at each of the distances 1, ``base``, ``base``² ... steps from the newest: the older, the fewer."""
+    """Keeps one checkpoint in each range of distances from the newest one, in steps: fewer of the older ones.
+
+    The ranges begin at 1, ``base``, ``base``², and so on. The oldest checkpoint in each of them is kept.
+
+    Raises:
+        InvalidInputError: ``base`` is not a finite number above 1.
+    """
 
     base: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse what keeps everything, or does not end."""
         if not 1 < self.base < math.inf:
             raise InvalidInputError(f"Geometric({self.base}): the base must be more than 1")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        """See `Rule.select`."""
+        """Return the newest checkpoint, and the oldest one in each range of distances."""
         steps = [each.step for each in saved if each.step is not None]
         oldest: dict[int, SavedCheckpoint] = {}
         for each in saved:
@@ -154,23 +167,28 @@ class Geometric:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The ``count`` best by a metric that was recorded with them: the least, or with ``mode="max"`` the greatest."""
+    """Keeps the ``count`` checkpoints with the best recorded value of a metric.
+
+    With ``mode="min"``, the smallest values are the best; with ``mode="max"``, the greatest. Checkpoints without a
+    finite value do not count.
+
+    Raises:
+        InvalidInputError: ``count`` or ``mode`` is invalid.
+    """
 
     count: int
     metric: str
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
         _at_least(self.count, 1, "Best")
         if self.mode not in {"min", "max"}:
             raise InvalidInputError(f"Best(mode={self.mode!r}): min or max")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        """See `Rule.select`."""
+        """Return the best ``count`` checkpoints. Among equal values, the newest wins."""
         sign = 1 if self.mode == "min" else -1
         known = [each for each in saved[::-1] if math.isfinite(each.metrics.get(self.metric, math.nan))]
-        # Of equal ones the newest.
         return sorted(known, key=lambda each: sign * each.metrics[self.metric])[: self.count]
 
     def __str__(self) -> str:
@@ -179,12 +197,15 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """Those not older than a time: ``"2d"``, ``"6h"``, ``"30m"``."""
+    """Keeps the checkpoints that are not older than a time, such as ``"2d"``, ``"6h"`` or ``"30m"``.
+
+    Raises:
+        InvalidInputError: ``time`` is invalid.
+    """
 
     time: str
 
     def __post_init__(self) -> None:
-        """Refuse what is no time."""
         self.seconds  # noqa: B018 - raises
 
     @property
@@ -193,7 +214,7 @@ class Within:
         return parse_time(self.time, "Within")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        """See `Rule.select`."""
+        """Return the checkpoints that were saved within the time before ``now_ns``."""
         oldest_ns = now_ns - int(self.seconds * 1e9)
         return [each for each in saved if each.created_ns >= oldest_ns]
 
@@ -203,11 +224,11 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The fate of one checkpoint, with the reason.
+    """The decision about one checkpoint.
 
     Attributes:
-        saved: Which.
-        reasons: Why it is kept; empty if it is to go.
+        saved: The checkpoint.
+        reasons: The reasons to keep it, in words; empty if it may be removed.
     """
 
     saved: SavedCheckpoint
@@ -215,15 +236,14 @@ class Decision:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays."""
         return bool(self.reasons)
 
 
 def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) -> list[Decision]:
-    """Decide which of these checkpoints to keep, and why; the oldest first.
+    """Decide which checkpoints to keep, and why. Return the decisions for the oldest checkpoint first.
 
     Raises:
-        InvalidInputError: There is no rule: that would keep the newest one alone.
+        InvalidInputError: There is no rule. That would keep the newest checkpoint alone.
     """
     if not keep:
         raise InvalidInputError("name at least one rule of what to keep")
@@ -235,10 +255,10 @@ def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) 
             reasons[each.path].append("not complete: under way, or to be looked at")
         if each.is_pinned:
             reasons[each.path].append("pinned")
-    named: set[str] = set()  # of a checkpoint that is the newest at several levels, the highest is said
+    named: set[str] = set()  # a checkpoint that is the newest at several levels is reported for the highest
     for level in (Level.OBJECT, Level.LOCAL, Level.STAGED, Level.NONE):
         reached = [each for each in complete if each.level is not None and each.level >= level]
-        # Newest by steps, and by time: a run that was taken back to an earlier step goes on from there.
+        # The newest by step, and the newest by time: a run that was set back to an earlier step saves lower steps.
         newest = {each.path for each in (reached[-1:] + sorted(reached, key=lambda one: one.created_ns)[-1:])}
         for path in newest - named:
             reasons[path].append(f"the newest at {level.label}" if level else "the newest of all")
@@ -250,10 +270,12 @@ def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) 
 
 
 def parse_rule(text: str) -> Rule:
-    """A rule as the command line has it: ``latest:3``, ``every:10000``, ``best:2:val_loss[:max]``, ``within:2d``, ``geometric[:BASE]``.
+    """Parse a rule of the command line.
+
+    It is ``latest:3``, ``every:10000``, ``best:2:val_loss[:max]``, ``within:2d`` or ``geometric[:BASE]``.
 
     Raises:
-        InvalidInputError: It is none.
+        InvalidInputError: The text is not a rule.
     """
     name, *values = text.split(":")
     try:
@@ -282,14 +304,14 @@ def parse_rule(text: str) -> Rule:
 
 
 def parse_time(text: str, name: str) -> float:
-    """A time in seconds: ``"2d"``, ``"6h"``, ``"30m"``, ``"10s"``, ``"1w"``.
+    """Parse a time such as ``"2d"``, ``"6h"``, ``"30m"``, ``"10s"`` or ``"1w"``, and return it in seconds.
 
     Args:
         text: The time.
-        name: Where it was given, for errors.
+        name: The name of the argument or class that got the time, for errors.
 
     Raises:
-        InvalidInputError: It is none.
+        InvalidInputError: The text is not a time.
     """
     match = _TIME.fullmatch(text)
     if match is None:
