@@ -230,7 +230,7 @@ def _describe(found: Standing, parts: list[Checkpoint]) -> None:
 
 
 def _look(store: Store, path: str, length: int, *, is_exact: bool) -> tuple[Level, str, str]:
-    """Return a file's level and two texts: why it counts as missing, and why as damaged. They are empty if it does not."""
+    """Return a file's level and two texts: why it counts as missing, and why as damaged; empty if it does not."""
     level = _level(store, path)
     name = path.rpartition("/")[2]
     try:

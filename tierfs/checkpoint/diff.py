@@ -1,4 +1,4 @@
-"""How two checkpoints differ, tensor by tensor: read in pieces, so that neither has to fit into memory."""
+"""Compare two checkpoints tensor by tensor. They are read in pieces, so neither has to fit into memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierfs.dcp.tensorbytes import bytes_of
 __all__ = ["CheckpointDifference", "TensorDifference", "compare", "compare_tensors"]
 
 ELEMENTS_AT_ONCE = 1 << 20
-"""Bounds what is converted to float64 at a time."""
+"""Bounds the memory for elements that are converted to float64."""
 _INTEGER = re.compile(r"torch\.(u?)int(8|16|32|64)")
 
 
@@ -26,12 +26,11 @@ class TensorDifference:
     """The differences between the elements of two tensors of one dtype and shape.
 
     Attributes:
-        elements: How many they have.
-        differing: How many do not have the same bits: a NaN equals itself, 0.0 and -0.0 differ.
-        max_abs: The largest absolute difference that is a finite number; ``None`` where there is none, or where the dtype is
-            none to reckon with.
-        not_finite: How many of them differ by what is no finite number: one of the two is a NaN or infinite, or they are further
-            apart than a float64 tells.
+        elements: The number of elements.
+        differing: The number of elements whose bits differ. NaNs with the same bits are equal; 0.0 and -0.0 differ.
+        max_abs: The largest finite absolute difference; ``None`` if there is none, or the dtype has no arithmetic.
+        not_finite: The number of elements whose difference is not finite: one of the two is NaN or infinite, or the
+            difference overflows a float64.
     """
 
     elements: int = 0
@@ -45,7 +44,7 @@ class TensorDifference:
         return self.differing / self.elements if self.elements else 0.0
 
     def add(self, other: TensorDifference) -> None:
-        """Count another part of the same tensors in."""
+        """Add the counts of another part of the same tensors."""
         self.elements += other.elements
         self.differing += other.differing
         self.not_finite += other.not_finite
@@ -55,15 +54,16 @@ class TensorDifference:
 
 @dataclass(slots=True)
 class CheckpointDifference:
-    """How checkpoint A and B differ. All names are sorted.
+    """The differences between checkpoints A and B. All names are sorted.
 
     Attributes:
         only_a: Tensors and objects that only A has.
-        only_b: The same of B.
-        unlike: Names with different dtypes or shapes, or a tensor in one and an object in the other: in words, A's and B's.
+        only_b: Tensors and objects that only B has.
+        unlike: Names whose dtype or shape differs, or that are a tensor in one checkpoint and an object in the other.
+            Each maps to the descriptions in A and in B.
         tensors: Tensors whose elements differ.
         objects: Objects whose bytes differ.
-        equal: How many tensors and objects are equal.
+        equal: The number of equal tensors and objects.
     """
 
     only_a: list[str] = field(default_factory=list)
@@ -75,21 +75,21 @@ class CheckpointDifference:
 
     @property
     def is_none(self) -> bool:
-        """Whether they do not."""
+        """Whether there is no difference."""
         return not (self.only_a or self.only_b or self.unlike or self.tensors or self.objects)
 
 
 def compare(a: Checkpoint, b: Checkpoint, *, progress: Callable[[int], object] | None = None) -> CheckpointDifference:
-    """Compare what two checkpoints hold; how it is cut into shards does not matter.
+    """Compare the values of two checkpoints. Their division into shards does not matter.
 
     Args:
-        a: One.
-        b: The other one, maybe of another store or format.
-        progress: Called with bytes of tensors of ``a`` as they are compared.
+        a: The first checkpoint.
+        b: The second one. It may be in another store, or of another format.
+        progress: Called with the number of bytes of ``a``'s tensors after each comparison.
 
     Raises:
-        CorruptionError: Stored bytes are wrong or missing, or the shards of a tensor do not make up the whole of it.
-        TierfsError: It failed.
+        CorruptionError: Stored bytes are wrong or missing, or the shards of a tensor do not cover it.
+        TierfsError: A checkpoint could not be read.
     """
     found = CheckpointDifference()
     described_a, described_b = _described(a), _described(b)
@@ -132,17 +132,12 @@ def _described(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _boxes(a: Checkpoint, b: Checkpoint, names: list[str]) -> Iterator[Box]:
     for fqn in names:
-        # If one of the two can only be read as a whole, both are.
+        # If one of the two can only be read as a whole, read both as a whole.
         yield from min(list(boxes_of(a, fqn)), list(boxes_of(b, fqn)), key=len)
 
 
 def compare_tensors(one: Any, other: Any) -> TensorDifference:
-    """Compare the elements of two tensors of one dtype and shape, on the CPU.
-
-    Args:
-        one: A tensor of any dtype.
-        other: One of the same dtype.
-    """
+    """Compare the elements of two CPU tensors of the same dtype and shape. Any dtype is allowed."""
     dtype: torch.dtype = one.dtype
     found = TensorDifference(elements=one.numel())
     raw_a, raw_b = (np.frombuffer(bytes_of(tensor), dtype=np.uint8) for tensor in (one, other))
@@ -158,13 +153,13 @@ def compare_tensors(one: Any, other: Any) -> TensorDifference:
 
 
 def _measure(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: torch.dtype) -> TensorDifference:
-    """How far elements are apart that all differ; they come as rows of bytes."""
+    """Measure the differences of elements that all differ. Each element is a row of bytes."""
     found = TensorDifference(differing=len(a))
     integer = _INTEGER.fullmatch(str(dtype))
     if integer is not None or dtype == torch.bool:
         kind = np.dtype(str(dtype).removeprefix("torch.")) if integer is not None else np.dtype(np.uint8)
         whole_a, whole_b = a.copy().view(kind), b.copy().view(kind)
-        # The larger one less the smaller one fits into as many bits without a sign, and wraps around to them.
+        # The larger minus the smaller one fits into the unsigned type. In the signed type it wraps to the same bits.
         with np.errstate(over="ignore"):
             apart = np.where(whole_a > whole_b, whole_a - whole_b, whole_b - whole_a)
         found.max_abs = int(apart.view(f"u{kind.itemsize}").max())
@@ -185,7 +180,7 @@ def _measure(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: torch.dtyp
 
 
 def _as_float64(rows: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[Any, Any] | None:
-    """Elements as numbers, complex ones as two; ``None`` for a dtype whose elements torch has no numbers for."""
+    """Convert elements to float64, a complex one to two of them; ``None`` if torch cannot convert the dtype."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return None
     real = dtype.to_real() if dtype.is_complex else dtype
@@ -193,6 +188,6 @@ def _as_float64(rows: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[An
     try:
         converted: np.ndarray[Any, Any] = flat.to(torch.float64).numpy()
     except (RuntimeError, NotImplementedError):
-        # Packed ones, like float4_e2m1fn_x2: there are no elements to convert.
+        # A packed dtype, such as float4_e2m1fn_x2, has no single elements to convert.
         return None
     return converted.reshape(len(rows), -1)

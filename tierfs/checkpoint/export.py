@@ -1,7 +1,7 @@
-"""From a checkpoint to what others read: one safetensors file, a nested state for ``torch.save``, torch's own DCP directory.
+"""Export a checkpoint: to a safetensors file, a nested state for ``torch.save``, or a DCP directory as torch writes it.
 
-What cannot be exported is refused before the first byte is written. Tensors go through in pieces of `BATCH_BYTES`, or of one
-shard where ``torch.save`` wrote it, but for the nested state, which is all of them.
+A checkpoint that cannot be exported is refused before the first byte is written. Tensors are copied in pieces of
+`BATCH_BYTES`, or one tensor at a time if ``torch.save`` wrote it. The nested state holds all tensors in memory.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ _NAMES_MAX = 5
 def safetensors_pieces(
     checkpoint: Checkpoint, *, skip_objects: bool = False, progress: Callable[[int], object] | None = None
 ) -> Iterator[memoryview]:
-    """One safetensors file with every tensor as a whole, in order, as pieces; each is valid until the next is asked for.
+    """Return the pieces of one safetensors file with every tensor as a whole, in the order of the file.
+
+    A piece is valid until the next one is requested.
 
     Args:
         checkpoint: The checkpoint to export.
-        skip_objects: Leave values that are no tensors out; else they are refused.
-        progress: Called with bytes of tensors as they are read.
+        skip_objects: Leave out values that are not tensors. Otherwise they are refused.
+        progress: Called with the number of bytes of each piece of a tensor that was exported.
 
     Raises:
-        InvalidInputError: Something in it has no place in such a file; nothing was read yet.
+        InvalidInputError: The format cannot hold a value of the checkpoint. No tensor was read yet.
         CorruptionError: Stored bytes are wrong or missing.
-        TierfsError: It failed.
+        TierfsError: The checkpoint could not be read.
     """
     tensors = checkpoint.tensors
     odd = {
@@ -74,7 +76,7 @@ def safetensors_pieces(
             "what is no tensor out with --skip-objects, or export to dcp or torch"
         )
     checkpoint.check_whole()
-    # The widest elements first: then each tensor is aligned for its own.
+    # The widest elements come first, so that each tensor is aligned to its element size.
     names = sorted(tensors, key=lambda fqn: (-tensors[fqn].properties.dtype.itemsize, fqn))
     head = header(_entries(tensors, names), _NOTE)
     if len(head) > HEADER_BYTES_MAX:
@@ -105,17 +107,18 @@ def _entries(tensors: Mapping[str, Any], names: list[str]) -> Iterator[HeaderEnt
 def state_of(
     checkpoint: Checkpoint, *, skip_objects: bool = False, progress: Callable[[int], object] | None = None
 ) -> dict[object, Any]:
-    """The whole state, nested as it was saved, in memory.
+    """Load the whole state into memory, nested as it was saved.
 
     Args:
         checkpoint: The checkpoint to export.
-        skip_objects: Leave values that are no tensors out; else they are loaded with ``weights_only=True``.
-        progress: Called with bytes of tensors as they are read.
+        skip_objects: Leave out values that are not tensors. Otherwise they are loaded with ``weights_only=True``.
+        progress: Called with the number of bytes of each tensor that was read.
 
     Raises:
-        InvalidInputError: An object is made with something that is not allowed, which was not run; no tensor was read yet.
+        InvalidInputError: The pickle of an object needs code that is not allowed, and was not run. Or two values have
+            contradictory paths. No tensor was read yet.
         CorruptionError: Stored bytes are wrong or missing.
-        TierfsError: It failed.
+        TierfsError: The checkpoint could not be read.
     """
     checkpoint.check_whole()
     reader = BoxReader(checkpoint)
@@ -124,7 +127,7 @@ def state_of(
         values[fqn] = unpickle_safely(
             repr(fqn),
             io.BytesIO(reader.object(fqn)),
-            allow=(),  # what reads the export with ``weights_only=True`` allows no more
+            allow=(),  # a reader of the export with ``weights_only=True`` allows no more
             hint="leave what is no tensor out with --skip-objects, or export to dcp",
             map_location="cpu",
         )
@@ -148,17 +151,19 @@ def write_dcp(
     skip_objects: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Write what torch's ``FileSystemReader`` reads: each piece of a tensor as ``torch.save`` writes it, pickled metadata.
+    """Write a directory for torch's ``FileSystemReader``: ``torch.save`` archives of tensor pieces, pickled metadata.
+
+    Both files are synced to the disk.
 
     Args:
         checkpoint: The checkpoint to export.
-        directory: A local one, empty.
-        skip_objects: Leave values that are no tensors out.
-        progress: Called with bytes of tensors as they are written.
+        directory: An empty local directory.
+        skip_objects: Leave out values that are not tensors.
+        progress: Called with the number of bytes of each piece of a tensor that was written.
 
     Raises:
-        CorruptionError: Stored bytes are wrong or missing; what was written so far is in the directory.
-        TierfsError, OSError: It failed.
+        CorruptionError: Stored bytes are wrong or missing. The files written so far stay in the directory.
+        TierfsError, OSError: The checkpoint could not be read, or the directory could not be written.
     """
     checkpoint.check_whole()
     objects = [] if skip_objects else list(checkpoint.objects)
@@ -200,16 +205,16 @@ def write_state(state: Any, stream: BinaryIO) -> None:
     """Write a value as ``torch.save`` does.
 
     Args:
-        state: As `state_of` gives it, or one tensor.
-        stream: Takes the bytes, in order.
+        state: The result of `state_of`, or one tensor.
+        stream: Gets the bytes, in order.
 
     Raises:
-        TierfsError, OSError: As the stream does.
+        TierfsError, OSError: A write to the stream failed.
     """
     try:
         torch.save(state, stream)
     except RuntimeError as error:
-        # When a write has failed, torch goes on to end its archive, and then complains of that.
+        # After a failed write, torch still tries to finish its archive, and reports only that failure.
         cause = error.__context__
         if isinstance(cause, (TierfsError, OSError)):
             raise cause from None
@@ -228,7 +233,7 @@ def _paths_of(paths: Any, items: Mapping[str, Any]) -> dict[str, Any] | None:
 def _read(
     checkpoint: Checkpoint, names: list[str], progress: Callable[[int], object] | None
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Every box of the named tensors, in order, with its elements."""
+    """Yield every box of the named tensors, in order, with its elements."""
     reader = BoxReader(checkpoint)
     boxes = (box for fqn in names for box in boxes_of(checkpoint, fqn, bytes_max=BATCH_BYTES))
     for batch in in_batches(boxes):
@@ -247,19 +252,20 @@ def _listed(names: list[str]) -> str:
 
 
 class _Node(dict[object, Any]):
-    """A container in the making, told from mappings that are values."""
+    """A container under construction. Its type distinguishes it from mappings that are values."""
 
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[object]] | None) -> dict[object, Any]:
-    """Put values where they were in the state.
+    """Nest values as they were nested in the state.
 
     Args:
-        values: By name.
-        paths: By name, the path of each: strings for keys of mappings, integers for places in lists. A container whose
-            keys are 0, 1, 2 and so on becomes a list, any other a mapping. A name without a path stays at the top.
+        values: The values by name.
+        paths: The path of each value by name: strings for keys of mappings, integers for places in lists. A container
+            whose keys are 0, 1, 2 and so on becomes a list, any other one a mapping. A value without a path stays at
+            the top.
 
     Raises:
-        InvalidInputError: Two values have one path, or one lies inside of another.
+        InvalidInputError: Two values have the same path, or one lies inside another.
     """
     root = _Node()
     for name, value in values.items():

@@ -1,7 +1,7 @@
-"""From what others wrote to a checkpoint: a DCP directory, a safetensors file, a file of ``torch.save``.
+"""Import a DCP directory, a safetensors file or a file of ``torch.save`` as a checkpoint.
 
-Nothing of a pickle is run. Objects of a DCP directory go across as the bytes they are, tensors of a local file from its
-mapping.
+No code of a pickle is run. The objects of a DCP directory are copied as bytes, without unpickling. The tensors of a
+local file are read from a memory mapping if its format allows that.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = ["ImportPart", "PartResult", "import_checkpoint", "import_file", "impo
 _PICKLE = b"\x80"
 _TABLE_AT = 8
 PART_BYTES = 1 << 30
-"""Bytes that are read, and held in memory, before they are written."""
+"""Bytes of tensors that are read and held in memory before they are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportPart:
-    """A part of a checkpoint to import, which becomes one shard file. It can be sent to another process.
+    """A part of a checkpoint to import, which becomes one shard file. It can be pickled for another process.
 
     Attributes:
-        number: Takes the place of a rank.
-        objects: Names of the objects in it.
-        boxes: The parts of tensors in it.
-        plan: As torch's planner would make it.
+        number: The number that takes the place of the rank.
+        objects: The names of the objects in this part.
+        boxes: The parts of tensors in this part.
+        plan: The save plan that torch's planner would make for this part.
     """
 
     number: int
@@ -70,21 +70,22 @@ def import_checkpoint(
     progress: Callable[[int], object] | None = None,
     run_parts: RunParts | None = None,
 ) -> None:
-    """Save what a checkpoint holds as one of tierfs's own, with the same names, paths and bytes.
+    """Save the values of a checkpoint as a checkpoint of tierfs, with the same names, paths and bytes.
 
-    A part of it is held in memory: a GiB, or the largest tensor of a file of ``torch.save``.
+    It holds one part in memory at a time: 1 GiB, or the largest tensor if ``torch.save`` wrote the source.
 
     Args:
-        source: The file or directory to import.
+        source: The checkpoint to import.
         url: The directory to save to, as for `TierWriter`.
-        overwrite: Whether a checkpoint that is there may be replaced.
-        progress: Called with bytes of tensors as they are read.
-        run_parts: Imports all parts but the first, perhaps on other machines: see `import_part`. By default this process does.
+        overwrite: Whether an existing checkpoint may be replaced.
+        progress: Called with the number of bytes of each piece of a tensor that was read.
+        run_parts: Imports all parts but the first, perhaps on other machines: see `import_part`. ``None`` imports them
+            in this process.
 
     Raises:
-        AlreadyExistsError: There is a checkpoint, and it may not be replaced.
+        AlreadyExistsError: A checkpoint exists, and ``overwrite`` is false.
         CorruptionError: Stored bytes are wrong or missing.
-        TierfsError: It failed; what was there before is there still.
+        TierfsError: The import failed. An earlier checkpoint in the directory is unchanged.
     """
     source.check_whole()
     parts = _parts_of(source)
@@ -110,7 +111,10 @@ def import_part(
     overwrite: bool,
     progress: Callable[[int], object] | None = None,
 ) -> PartResult:
-    """Import one part, in any process that reaches both stores. Nobody sees it before all are there. Arguments as for `import_checkpoint`."""
+    """Import one part, in any process that can access both stores. Arguments are as for `import_checkpoint`.
+
+    The part becomes visible when `import_checkpoint` publishes all parts.
+    """
     writer = TierWriter(url, ack="object", overwrite=overwrite)
     writer.set_up_storage_writer(False, rank=part.number)
     plan = writer.prepare_local_plan(part.plan)
@@ -118,7 +122,7 @@ def import_part(
 
 
 def _parts_of(source: Checkpoint) -> list[ImportPart]:
-    """All of a checkpoint, objects first, in parts of no more than `PART_BYTES` where tensors allow it."""
+    """Cut a checkpoint into parts, objects first. A part has at most `PART_BYTES` of tensors, or one box."""
     boxes = [box for fqn in source.tensors for box in boxes_of(source, fqn, bytes_max=PART_BYTES)]
     parts = []
     objects = tuple(source.objects)
@@ -152,7 +156,7 @@ def _write_part(
 
 
 class _Given(DefaultSavePlanner):  # type: ignore[misc]  # torch's classes are untyped here
-    """Has what is to be written by name and offsets."""
+    """Takes the data to write from a mapping by name and offsets."""
 
     def __init__(self, data: Mapping[tuple[str, tuple[int, ...]], Any]) -> None:
         super().__init__()
@@ -165,20 +169,20 @@ class _Given(DefaultSavePlanner):  # type: ignore[misc]  # torch's classes are u
 
 
 def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -> None:
-    """Save what a safetensors file, or a file of ``torch.save``, holds as a checkpoint.
+    """Save the values of a safetensors file, or of a file of ``torch.save``, as a checkpoint.
 
     Args:
-        source: The path of a local file, or a file's content.
+        source: The path of a local file, or the content of a file.
         url: The directory to save to, as for `TierWriter`.
-        where: How to name the file in errors.
-        overwrite: Whether a checkpoint that is there may be replaced.
+        where: The name of the file in errors.
+        overwrite: Whether an existing checkpoint may be replaced.
 
     Raises:
-        AlreadyExistsError: There is a checkpoint, and it may not be replaced.
-        InvalidInputError: It is neither, or is made with something that ``weights_only=True`` does not allow, which was not
-            run.
-        CorruptionError, FormatError: It is damaged, or has a dtype that this tierfs does not know.
-        TierfsError, OSError: It failed; what was there before is there still.
+        AlreadyExistsError: A checkpoint exists, and ``overwrite`` is false.
+        InvalidInputError: The file has neither format, or holds no state dict. Or its pickle needs code that
+            ``weights_only=True`` does not allow, and that was not run.
+        CorruptionError, FormatError: The file is damaged, or has a tensor that torch cannot represent.
+        TierfsError, OSError: The import failed. An earlier checkpoint in the directory is unchanged.
     """
     data = _mapped(source) if isinstance(source, str) else bytearray(source)
     head = bytes(data[: _TABLE_AT + 1])
@@ -187,7 +191,7 @@ def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -
         return
     if not head.startswith((torch_zip.LOCAL, _PICKLE)):
         raise InvalidInputError(f"{where} is neither a safetensors file nor one that torch.save wrote", path=where)
-    # Old files of torch.save are no archives, and cannot be mapped.
+    # Old files of torch.save are not archives, and cannot be mapped.
     is_archive = head.startswith(torch_zip.LOCAL)
     with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
         problem = problem_of(file)
@@ -203,14 +207,17 @@ def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -
 
 
 class _WithEmptyMappings(DefaultSavePlanner):  # type: ignore[misc]  # torch's classes are untyped here
-    """Saves empty mappings, too, which torch passes over where it flattens a state: an optimizer that has made no step has one."""
+    """Saves empty mappings, too. torch drops them when it flattens a state.
+
+    An optimizer that has made no step has one.
+    """
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._add_empty((), state_dict)
 
     def _add_empty(self, path: tuple[str | int, ...], value: Any) -> bool:
-        """Save the empty mappings in a value as well. Whether it is saved as one object then."""
+        """Save the empty mappings in a value, too. Return whether the value is then saved as one object."""
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 self._add_empty((*path, str(key)), inner)
@@ -221,7 +228,7 @@ class _WithEmptyMappings(DefaultSavePlanner):  # type: ignore[misc]  # torch's c
             are_objects = [self._add_empty(part, inner) for part, inner in zip(parts, value, strict=True)]
             if not all(are_objects):
                 return False
-            # torch, which passes by the mappings, takes a list of nothing but objects for one itself, and so when it reads this.
+            # torch ignores the mappings, and saves a list of only objects as one object. It loads it the same way.
             for part in parts:
                 del self.state_dict[_name(part)], self.mappings[_name(part)]
         else:
@@ -234,7 +241,7 @@ class _WithEmptyMappings(DefaultSavePlanner):  # type: ignore[misc]  # torch's c
 
 
 def _name(path: tuple[str | int, ...]) -> str:
-    """As torch flattens a state."""
+    """Return the name that torch gives to a path when it flattens a state."""
     return ".".join(map(str, path))
 
 
@@ -246,7 +253,7 @@ def _save(state: dict[Any, Any], url: str, planner: Any, *, overwrite: bool) -> 
 
 @contextlib.contextmanager
 def _as_import() -> Iterator[None]:
-    """While a save goes on: without torch's warning that it is not distributed, and with the reason if it fails."""
+    """Suppress torch's warning that a save is not distributed. If the save fails, raise the reason."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -259,7 +266,7 @@ def _as_import() -> Iterator[None]:
 
 
 def _mapped(path: str) -> Any:
-    """A local file's content, mapped: changes would stay in this process."""
+    """Map a local file into memory, copy-on-write: changes would stay in this process."""
     with open(path, "rb") as file:
         try:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

@@ -1,4 +1,4 @@
-"""In which tiers the bytes of a checkpoint lie, as this host sees it, and how the object tier's are encoded."""
+"""Find the tiers that hold the bytes of a checkpoint, as this host sees it, and their encoding in the object tier."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ class _PlacedFile:
 
 
 class Placement:
-    """Looks each file of a checkpoint up once. For one thread at a time.
-
-    Args:
-        checkpoint: Which one.
-    """
+    """Finds the tiers of a checkpoint's bytes. It looks up each file once. Not thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -49,15 +45,15 @@ class Placement:
         return f"Placement({self._checkpoint.where!r})"
 
     def level(self, place: BytesPlace) -> Level | None:
-        """The level that a file has reached; ``None`` where it is not there."""
+        """Return the level that the file of a place has reached; ``None`` if the file is missing."""
         file = self._file(place.file)
         return None if file is None else file.level
 
     def tiers(self, place: BytesPlace) -> list[str]:
-        """The tiers that hold all of these bytes, the nearest first.
+        """Return the tiers that hold all bytes of a place, the nearest first.
 
         Raises:
-            CorruptionError, FormatError: The file's record is damaged, or of another version.
+            CorruptionError, FormatError: The file's record is damaged, or written by an unsupported version.
             StoreError, ReadOnlyError: The object tier failed.
         """
         file, tiers = self._file(place.file), self._checkpoint.store.tiers
@@ -72,7 +68,7 @@ class Placement:
         return [*found, *(["object"] if file.level is Level.OBJECT else [])]
 
     def rows(self, name: str) -> tuple[Sequence[Row], Sequence[int]]:
-        """The chunks of a file, and where in it each begins; none where it is not there, or has none."""
+        """Return the chunks of a file, and the offset of each in it; none if the file is missing or has no chunks."""
         file = self._file(name)
         return ((), ()) if file is None else (file.rows, file.starts)
 
@@ -96,12 +92,12 @@ class Placement:
 
 @dataclass(slots=True)
 class Coded:
-    """How some bytes are encoded.
+    """The encoding of some bytes.
 
     Attributes:
-        stored_bytes: Their bytes in the object tier; a part of a block counts as that part.
-        codecs: By name, how many blocks each has.
-        reasons: By name, how many blocks have their codec why.
+        stored_bytes: Their encoded bytes in the object tier. A part of a block counts in proportion.
+        codecs: The number of blocks by the name of their codec.
+        reasons: The number of blocks by the reason for their codec.
     """
 
     stored_bytes: int = 0
@@ -110,11 +106,11 @@ class Coded:
 
 
 class Codings:
-    """Reads the envelope of each chunk once: a request for each. For one thread at a time.
+    """Finds the encoding of a checkpoint's bytes. It reads each chunk's envelope once, in one request. Not thread-safe.
 
     Args:
-        checkpoint: Which one.
-        placement: Where its files are.
+        checkpoint: The checkpoint.
+        placement: The placement of the same checkpoint.
     """
 
     def __init__(self, checkpoint: Checkpoint, placement: Placement) -> None:
@@ -126,10 +122,10 @@ class Codings:
         return f"Codings({self._checkpoint.where!r})"
 
     def of(self, places: Iterable[BytesPlace]) -> Coded:
-        """How these bytes are encoded; what is not in the object tier yet counts nothing.
+        """Return the encoding of the bytes at these places. Files that are not in the object tier yet do not count.
 
         Raises:
-            CorruptionError, FormatError: A record or envelope is damaged, or of another version.
+            CorruptionError, FormatError: A record or envelope is damaged, or written by an unsupported version.
             StoreError, ReadOnlyError: The object tier failed.
         """
         coded = Coded()
@@ -143,7 +139,7 @@ class Codings:
         return coded
 
     def _add(self, coded: Coded, row: Row, start: int, end: int) -> None:
-        """Count what lies between two offsets of a chunk, which may be outside of it."""
+        """Count the bytes between two offsets of a chunk. The offsets may lie outside the chunk."""
         if row not in self._envelopes:
             self._envelopes[row] = read_envelope(self._checkpoint.store, row, self._checkpoint.where)
         for number, block in enumerate(self._envelopes[row].blocks):
@@ -157,5 +153,5 @@ class Codings:
 
 
 def _name(kind: type[Codec | Reason], number: int) -> str:
-    """The name of an envelope's number; the number itself where a newer tierfs wrote it."""
+    """Return the name of a number in an envelope; the number itself if only a newer tierfs knows it."""
     return kind(number).name.lower().replace("_", " ") if number in set(kind) else str(number)

@@ -1,4 +1,4 @@
-"""A directory that belongs to no store, read through the same doors as one: for checkpoints that lie outside."""
+"""`plain_store`: read a directory that is not in a store as if it were a store, for checkpoints outside of stores."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ _NOTHING_PROMISED = Capabilities(
     conditional_update=False,
     list_after_write=False,
     atomic_put=False,
-    # Nothing of it is to be kept on this host.
+    # No local tier keeps copies of its bytes.
     host_local=True,
 )
 
 
 def plain_store(location: Location) -> tuple[Store, str]:
-    """The files around a place, as files of a store that tierfs did not write. To be read only; nothing is looked up yet.
+    """Present the directory around a location as a store whose files tierfs did not write. Use it for reading only.
+
+    Nothing is looked up yet.
 
     Args:
         location: A file or directory.
 
     Returns:
-        The store, whose root is the directory that holds it, and its path there.
+        The store and the path of the location in it. The store's root is the parent directory, if there is one.
 
     Raises:
-        InvalidInputError: There is no such filesystem, or it refuses its options.
+        InvalidInputError: The filesystem is unknown, or it refuses its options.
     """
     above, _, name = location.path.rpartition("/")
     root, path = (above, name) if above else (location.path, "")

@@ -1,4 +1,4 @@
-"""Read every byte of a checkpoint back, and say which tensors are damaged. Nothing is changed, no pickle's code is run."""
+"""Read every byte of a checkpoint, and report damaged tensors. Nothing is changed, and no code of a pickle is run."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class ShardDamage:
-    """Something that is wrong with a file of a checkpoint, or with what is said of a tensor.
+    """A problem of a file of a checkpoint, or of the metadata of a tensor.
 
     Attributes:
-        names: Tensors and objects that it concerns, sorted; empty where it concerns none, but the file.
-        file: Name of the shard file; empty where the metadata is at fault.
-        at: Offset of the damaged bytes in the file; with ``length`` of 0, no bytes in particular.
-        length: How many they are.
-        tier: Where they were read from: ``object``, or ``local`` for what is in no object tier yet.
-        kind: Category of the error.
+        names: The affected tensors and objects, sorted; empty if only the file itself is affected.
+        file: The name of the shard file; empty if the metadata is wrong.
+        at: The offset of the damaged bytes in the file.
+        length: The number of damaged bytes; 0 if the problem is not about particular bytes.
+        tier: The place that was read: ``object``, or ``local`` if the file is not in the object tier yet.
+        kind: The category of the error.
         problem: The problem, in words.
     """
 
@@ -58,12 +58,12 @@ class CheckpointReport:
     """The result of a verification.
 
     Attributes:
-        files: Shard files that were read.
-        length: Bytes that were read of them.
-        tensors: How many the checkpoint has.
-        objects: The same of values that are no tensors.
-        undigested: Files that tierfs did not write: there is no digest to hold their bytes to.
-        damage: All problems; empty if all is well.
+        files: The number of shard files that were read.
+        length: The number of bytes that were read of them.
+        tensors: The number of tensors in the checkpoint.
+        objects: The number of other values in the checkpoint.
+        undigested: Files that tierfs did not write. Their bytes have no digests to verify.
+        damage: All problems; empty if there are none.
     """
 
     files: int = 0
@@ -74,7 +74,7 @@ class CheckpointReport:
     damage: list[ShardDamage] = field(default_factory=list)
 
     def add(self, other: CheckpointReport) -> None:
-        """Count another part of the same checkpoint in."""
+        """Add the report of another part of the same checkpoint."""
         self.files += other.files
         self.length += other.length
         self.tensors += other.tensors
@@ -92,16 +92,16 @@ class _CheckedFile:
 
 
 def verify_checkpoint(checkpoint: Checkpoint, *, progress: Callable[[int], object] | None = None) -> CheckpointReport:
-    """Check that a checkpoint is all there, and every byte as it was written.
+    """Check that a checkpoint is complete, and that every byte is as it was written.
 
-    What is in the object tier is read from there, whatever copies this host has.
+    Files in the object tier are read from there, even if this host has local copies.
 
     Args:
-        checkpoint: Which one.
-        progress: Called with bytes as they are checked, from several threads.
+        checkpoint: The checkpoint to verify.
+        progress: Called with the number of bytes after each check, from several threads.
 
     Raises:
-        CorruptionError: The metadata does not say where something is.
+        CorruptionError: The metadata lacks the place of a tensor or object.
         StoreError, ReadOnlyError: The object tier failed.
     """
     report = CheckpointReport(tensors=len(checkpoint.tensors), objects=len(checkpoint.objects))
@@ -130,7 +130,7 @@ def _check_file(
     report: CheckpointReport,
     progress: Callable[[int], object] | None,
 ) -> None:
-    """Check a file of which the metadata says that it has this length, and at which places what lies."""
+    """Check a file against the length and the places (name, offset, length) that the metadata gives."""
     try:
         file = _open(checkpoint, name, length, report)
     except (CorruptionError, FormatError) as error:
@@ -171,7 +171,7 @@ def _open(checkpoint: Checkpoint, name: str, length: int, report: CheckpointRepo
 def _read(
     file: _CheckedFile, report: CheckpointReport, progress: Callable[[int], object] | None
 ) -> list[tuple[int, int, TierfsError]]:
-    """Read a file, and return offset, length and error of every piece that cannot be."""
+    """Read a file, and return the offset, length and error of each unreadable piece, by offset."""
     lock = threading.Lock()
     found: list[tuple[int, int, TierfsError]] = []
 
@@ -204,7 +204,7 @@ def _pieces(file: _CheckedFile) -> Iterator[tuple[int, int]]:
 
 
 def _check_table(checkpoint: Checkpoint, file: _CheckedFile, report: CheckpointReport) -> None:
-    """Hold what the metadata says of each tensor's place to what the safetensors file says of itself."""
+    """Compare the metadata about the values of a safetensors file with the file's own table."""
 
     def wrong(names: tuple[str, ...], at: int, length: int, problem: str) -> None:
         report.damage.append(ShardDamage(names, file.name, at, length, file.tier, CorruptionError.kind, problem))
@@ -235,7 +235,7 @@ class _Table:
         self._starts = [entry.at for entry in self._entries]
 
     def problem(self, at: int, length: int, dtype: Any, sizes: tuple[int, ...]) -> str:
-        """The reason why these bytes of the file cannot be a shard of this dtype and shape, or an object; empty for none."""
+        """Return why these bytes cannot be such a shard, or an object if ``dtype`` is ``None``; empty if they can."""
         number = bisect.bisect_right(self._starts, at - self._begin) - 1
         entry = self._entries[number] if number >= 0 else None
         if entry is None or at - self._begin + length > entry.at + entry.length:
@@ -249,7 +249,7 @@ class _Table:
 
 
 def _check_archives(checkpoint: Checkpoint, report: CheckpointReport) -> None:
-    """Load what one of torch's own writers stored: what it lies in has a structure, and may have checksums."""
+    """Load each value that torch's own writers stored: its archive has a structure, and may have checksums."""
     damaged = {name for damage in report.damage for name in damage.names}
     reader = BoxReader(checkpoint)
 
@@ -270,7 +270,7 @@ def _check_archives(checkpoint: Checkpoint, report: CheckpointReport) -> None:
 
 
 def _error_of(read: Callable[[], object]) -> TierfsError | None:
-    """The problem of the bytes that were read, if there is one."""
+    """Call ``read``, and return its error, if any. A `StoreError` is raised."""
     try:
         read()
     except StoreError:
