@@ -27,8 +27,7 @@ class FailedSave:
 
     Attributes:
         step: The training step.
-        error: The reason. Its message says if retention failed. The step itself is then saved, unless another entry
-            reports it.
+        error: The reason. Its message says so if the save itself ended and retention failed after it.
     """
 
     step: int
