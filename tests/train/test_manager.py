@@ -1,13 +1,15 @@
 """One rank saves, restores and looks at its checkpoints through the manager."""
 
 import logging
+import threading
 from collections import Counter
 
 import pytest
 import torch
 from support.flipping import flip_shard
+from torch.distributed.checkpoint import DefaultSavePlanner
 
-from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError
+from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.store.request_metrics import request_metrics
 from tierfs.train import Every, Manager
 
@@ -163,7 +165,7 @@ def test_one_step_or_some_names_can_be_restored(root):
     with manager(root) as run:
         assert run.restore(found, step=1, only=["model.*"]).step == 1
         assert same(found, {**blank(), "model": state(1)["model"]})
-        with pytest.raises(CorruptionError, match="step_5"):
+        with pytest.raises(NotFoundError, match="step_5"):
             run.restore(found, step=5)
 
 
@@ -234,3 +236,24 @@ def test_objects_with_a_state_dict_are_saved_and_loaded(root):
 def test_an_argument_that_makes_no_sense_is_refused(root, wrong):
     with pytest.raises(InvalidInputError):
         manager(root, **wrong)
+
+
+def test_a_save_is_cancelled_only_before_it_begins(root):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def planner():
+        begun.set()
+        goes_on.wait(30)
+        return DefaultSavePlanner()
+
+    with manager(root, planner=planner) as run:
+        first = run.save(1, state(1))
+        assert begun.wait(30)
+        second = run.save(2, state(2))
+        assert not first.cancel()
+        assert second.cancel()
+        goes_on.set()
+        first.wait(timeout=30)
+        with pytest.raises(TierfsError, match="cancelled"):
+            second.wait(timeout=30)
+        assert [each.step for each in run.checkpoints] == [1]

@@ -49,7 +49,6 @@ class SaveHandle:
         step: The training step.
         kind: ``full`` or ``light``, as for `Manager.save`.
         blocked_s: Seconds for which the save blocked training on this rank.
-        is_cancelled: Whether `cancel` was called on this rank.
         was_there: Whether the step was already saved with the same content, so that this save wrote nothing.
     """
 
@@ -59,9 +58,8 @@ class SaveHandle:
         self.blocked_s = 0.0
         self.was_there = False
         self._run = run
-        self._order: SaveOrder | None = order
         self._mark: SaveMark | None = None
-        self.is_cancelled = False
+        self._is_cancelled = self._is_begun = False
         self._ended: Future[None] = Future()
         self._asked_s = time.monotonic()
         self._seconds = 0.0
@@ -138,17 +136,22 @@ class SaveHandle:
         return there / max(1, sum(files.values()))
 
     def cancel(self) -> bool:
-        """Cancel the save if the ranks have not begun it. If one rank cancels a save, no rank makes it.
+        """Cancel the save if this rank has not begun it. If one rank cancels a save, no rank makes it.
 
         Returns:
-            Whether the save is still in flight. If the ranks have already begun it, they finish it all the same.
+            Whether the save was cancelled. A save that this rank has begun is finished all the same.
         """
-        self.is_cancelled = True
-        return not self._ended.done() and self._order is not None
+        self._is_cancelled = True
+        return not self._is_begun  # read after the write: `begin` does these in the other order
+
+    def begin(self) -> bool:
+        """Begin the save, on the thread that makes it. Return whether this rank has cancelled it."""
+        self._is_begun = True
+        return self._is_cancelled
 
     def end(self, error: Exception | None, mark: SaveMark | None) -> None:
         """Record the end of the save: why it failed, or which save it is if it wrote something."""
-        self._mark, self._order = mark, None
+        self._mark = mark
         self._seconds = time.monotonic() - self._asked_s
         if error is None:
             self._ended.set_result(None)

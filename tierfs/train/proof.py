@@ -88,11 +88,13 @@ class Prover:
             learning_rates: The learning rates that the state has; ``None`` if they are unknown.
         """
         expected, about = self._restored.step, self._restored.about
-        checks = [] if step is None else [_equal("step", expected, step)]
-        if learning_rates is not None and about is not None and "lr" in about.state:
-            checks.append(_equal("learning rate", about.state["lr"], list(learning_rates)))
+        rates = None if learning_rates is None else list(learning_rates)
+        all_told = self._world.gather((dict(digests), step, rates), self._world.training)
+        checks = _equal("step", expected, [each for _, each, _ in all_told])
+        if about is not None and "lr" in about.state:
+            checks += _equal("learning rate", about.state["lr"], [each for _, _, each in all_told])
         saved: Sequence[Mapping[str, str]] = self._record.get("ranks") or []
-        told: list[dict[str, str]] = self._world.gather(dict(digests), self._world.training)
+        told: list[dict[str, str]] = [each for each, _, _ in all_told]
         if len(saved) != len(told):
             why = f"{len(saved)} ranks saved it, and {len(told)} have it now" if saved else "nothing was noted with it"
             return [*checks, PartCheck("model", UNKNOWN, why)]
@@ -169,8 +171,11 @@ def encode_history(history: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tup
     return [(step, {name: float(value).hex() for name, value in values.items()}) for step, values in history]
 
 
-def _equal(part: str, expected: Any, found: Any) -> PartCheck:
-    return PartCheck(part, SAME) if expected == found else PartCheck(part, DIFFERENT, f"{found}, not {expected}")
+def _equal(part: str, expected: Any, found: Sequence[Any]) -> list[PartCheck]:
+    """Compare what each rank found, ``None`` for unknown. Return a check unless all are unknown."""
+    known = {rank: each for rank, each in enumerate(found) if each is not None}
+    differ = [f"{each}, not {expected}, on rank {rank}" for rank, each in known.items() if each != expected]
+    return [PartCheck(part, DIFFERENT if differ else SAME, "; ".join(differ))] if known else []
 
 
 def _part_of(name: str) -> str:

@@ -102,8 +102,9 @@ class Restorer:
             The outcome; ``None`` if there is no complete checkpoint.
 
         Raises:
-            CorruptionError: No complete step can be loaded, or the given one is missing or damaged. The state may hold
-                parts of a checkpoint.
+            NotFoundError: The given step was never saved, or was removed.
+            CorruptionError: No complete step can be loaded, or the given one is incomplete or damaged. The state may
+                hold parts of a checkpoint.
             Exception: Loading failed for a reason that another step would not avoid.
         """
         passed_over: dict[int, str] = {}
@@ -158,7 +159,10 @@ class Restorer:
 
     def _that(self, step: int) -> tuple[int, str]:
         problem = self._problem_of(step)
-        problems = [text for text in self._world.gather(problem, self._world.training) if text]
+        told = self._world.gather((problem, not problem or self._run.was_saved(step)), self._world.training)
+        if not any(was_saved for _, was_saved in told):
+            raise NotFoundError(f"{self._run.url_of(step)} does not exist: `tierfs checkpoint ls` shows what does")
+        problems = [text for text, _ in told if text]
         return step, problems[0] if problems else ""
 
     def _complete(self, bound: int | None, damaged: dict[int, str]) -> Iterator[int]:

@@ -167,7 +167,7 @@ class SaveThread:
         world, group = self._world, self._world.saving
         problem = None if order.problem is None else str(order.problem)
         history = encode_history(order.history)
-        told = world.gather((digests, problem, handle.is_cancelled, self._is_stale(order, digests), history), group)
+        told = world.gather((digests, problem, handle.begin(), self._is_stale(order, digests), history), group)
         problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _, _) in enumerate(told) if problem]
         if problems:
             raise order.problem or TierfsError(f"{handle.url}: another rank could not save: {'; '.join(problems)}")
