@@ -91,7 +91,7 @@ def test_status_names_it(tmp_path, monkeypatch, capsys):
     tierfs.init(url)
     monkeypatch.chdir(tmp_path)
     assert main(["status", url]) == 0
-    assert "took a tierfs URL for a local path" not in capsys.readouterr().out
+    assert "used a tierfs URL as a local path" not in capsys.readouterr().out
     os.makedirs("tierfs::file:/data")
     assert main(["status", url]) == 0
     assert f"{tmp_path}/tierfs::file:" in capsys.readouterr().out

@@ -156,7 +156,7 @@ def test_parts_are_imported_by_processes(tmp_path, monkeypatch, capsys):
     assert main(["checkpoint", "diff", str(source), url]) == 0
     assert len(open_checkpoint(*Address.of(url, {}).open()).files()) == 3
     assert main(["checkpoint", "import", str(source / ".metadata"), f"{url}2", "--executor", "processes:2"]) != 0
-    assert "leave --executor out" in capsys.readouterr().err
+    assert "omit --executor" in capsys.readouterr().err
 
 
 def test_a_part_that_fails_leaves_no_checkpoint(checkpoint, url, store, tmp_path, monkeypatch):

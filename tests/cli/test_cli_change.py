@@ -86,7 +86,7 @@ def test_mv_takes_bare_urls_and_counts_in_json(url, tmp_path, capsys):
         (["{url}", "{url}/x"], 2, "root of a store"),
         (["-T", "{url}/run/a", "{url}"], 4, "is a directory"),
         (["{url}/run/a", "{other}/a"], 2, "two stores"),
-        (["{url}/run/nothing", "{url}/x"], 3, "is not there"),
+        (["{url}/run/nothing", "{url}/x"], 3, "does not exist"),
     ],
 )
 def test_mv_refuses_before_anything_is_moved(url, tmp_path, words, code, message, capsys):

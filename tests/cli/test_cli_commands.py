@@ -89,10 +89,10 @@ def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["checkpoint", "--json", "foo"], "'foo' is no action"),
-        (["flusher", "--state-dir", "/tmp", "stpo"], "'stpo' is no action"),
-        (["flusher", "--state-dir", "run", "stpo"], "'stpo' is no action"),
-        (["flusher", "--state-dir=/tmp", "stpo"], "'stpo' is no action"),
+        (["checkpoint", "--json", "foo"], "'foo' is not an action"),
+        (["flusher", "--state-dir", "/tmp", "stpo"], "'stpo' is not an action"),
+        (["flusher", "--state-dir", "run", "stpo"], "'stpo' is not an action"),
+        (["flusher", "--state-dir=/tmp", "stpo"], "'stpo' is not an action"),
         (["checkpoint", "--json"], "name an action"),
         (["checkpoint", "--colour", "red", "ls", "x"], "--colour"),
     ],
@@ -321,7 +321,7 @@ def test_a_closed_stdout_is_an_error_like_others(url, words):
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (
         2,
-        b"tierfs: stdout is closed: send it to /dev/null if it is not wanted\n",
+        b"tierfs: stdout is closed: redirect it to /dev/null if you do not need it\n",
     )
 
 

@@ -148,7 +148,7 @@ def test_the_same_rules_hold_for_a_local_target(url, tmp_path):
         (["{url}/there/file", "{url}/there/file"], 2, "are the same"),
         (["{tree}/small", "{tree}/x"], 2, "starts with tierfs::"),
         (["s3://bucket/x", "{url}/x"], 2, "tierfs::s3://bucket/x"),
-        (["simplecache::s3://bucket/x", "{url}/x"], 2, "no local path"),
+        (["simplecache::s3://bucket/x", "{url}/x"], 2, "not a local path"),
         (["{tree}/small", "{url}/.tierfs/x"], 2, ".tierfs"),
         (["-", "-"], 2, "stdin"),
         (["-", "{tree}/small", "{url}/"], 2, "one SOURCE"),

@@ -26,7 +26,7 @@ def write(tmp_path, name):
 @pytest.mark.usefixtures("state")
 def test_a_host_without_stores_is_told_how_to_make_one(capsys):
     assert main([]) == 0
-    assert "`tierfs init URL` makes one" in capsys.readouterr().out
+    assert "`tierfs init URL` creates one" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("state")
@@ -39,7 +39,7 @@ def test_stores_in_directories_that_are_gone_are_counted_and_not_listed(tmp_path
     out = capsys.readouterr().out
     assert str(here) in out
     assert str(gone) not in out
-    assert "1 more were in directories that are gone" in out
+    assert "1 more were in directories that no longer exist" in out
     assert main(["--json"]) == 0
     stores = json.loads(capsys.readouterr().out)["stores"]
     assert {store["place"]: store["is_gone"] for store in stores} == {str(here): False, str(gone): True}

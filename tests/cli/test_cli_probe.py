@@ -53,7 +53,7 @@ def test_what_has_changed_is_noted_in_the_store(tmp_path, capsys, monkeypatch):
     assert found["single_writer"]
     assert found["endpoint"]["checksums"] == []
     assert main(["probe", str(tmp_path)]) == 0
-    assert "as it was noted" in capsys.readouterr().out
+    assert "with the same result recorded" in capsys.readouterr().out
 
 
 def test_what_is_noted_while_the_answer_is_lost_is_no_conflict(tmp_path, monkeypatch):

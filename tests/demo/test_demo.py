@@ -192,10 +192,10 @@ def test_missing_torch_is_named_with_the_command_that_installs_it(monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--url", "tierfs::/data"), "is no tierfs URL"),
-        (("--url", "tierfs::memory://demo"), "ends with its process"),
+        (("--url", "tierfs::/data"), "is not a tierfs URL"),
+        (("--url", "tierfs::memory://demo"), "in one process only"),
         (("--params", "lots"), "is no size"),
-        (("--params", "10"), "--params must lie between"),
+        (("--params", "10"), "--params must be between"),
         (("--every", "0"), "--every must be at least 1"),
         (("--steps", "5", "--every", "3"), "--steps must be at least twice --every, 6"),
         (("--timeout", "nan"), "--timeout nan: give a number of seconds over 0"),

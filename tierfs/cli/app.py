@@ -47,9 +47,9 @@ GROUPS = {
         "mv": "move or rename within a store",
         "rm": "delete files and directories",
         "mount": "mount a store as a directory",
-        "umount": "unmount it",
-        "materialize": "copy a directory out of a store, as far as it differs",
-        "sync": "copy a directory into a store, as far as it differs",
+        "umount": "unmount a store",
+        "materialize": "update a local directory from a store",
+        "sync": "update a directory in a store from a local one",
     },
     "checkpoints": {
         "checkpoint": "list, show, verify, compare, export and import checkpoints",
@@ -61,15 +61,15 @@ GROUPS = {
         "prefetch": "copy files to this host's disk",
         "evict": "drop copies from this host",
         "flusher": "run, stop or inspect the background flusher",
-        "doctor": "check this machine, and say what to change",
+        "doctor": "check this machine, and advise what to change",
     },
     "upkeep": {
         "du": "show stored, shared and freed bytes",
         "verify": "read everything back, and list damage",
         "gc": "delete bytes that no file needs",
-        "scrub": "verify chunks in turns, and heal damaged ones",
-        "repair": "mend a store, and say what is lost",
-        "probe": "test what an endpoint promises",
+        "scrub": "verify chunks, and heal damaged ones",
+        "repair": "repair a store, and list what is lost",
+        "probe": "test what an endpoint supports",
     },
     "more": {
         "demo": "train, kill, resume, compare",
@@ -83,18 +83,18 @@ COMMANDS = {name: line for group in GROUPS.values() for name, line in group.item
 _DESCRIPTION = """\
 usage: tierfs COMMAND [OPTION...] ARGUMENT...
 
-Store, check and convert training checkpoints. `tierfs COMMAND --help` shows a command's options,
-`tierfs` alone the stores of this host.
+Store, check and convert training checkpoints. `tierfs COMMAND --help` shows a command's options;
+`tierfs` alone lists the stores of this host.
 """
 _EPILOG = """\
 URLs:
-  tierfs::s3://bucket/path    a path in the store that holds it, on any filesystem that fsspec knows
+  tierfs::s3://bucket/path    a path in a store, on any filesystem that fsspec supports
   tierfs::file:///data/path   the same on a local disk
   tierfs://NAME/path          a path in a store that the configuration file names
   All commands but cp also take s3://bucket/path or a local path.
 
-Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 exists already, 5 conflict, 6 damage,
-7 unknown format, 8 object tier failed, 9 no room, 10 not allowed, 11 not in time, 12 gc blocked,
+Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 already exists, 5 conflict, 6 damage,
+7 unknown format, 8 object tier failed, 9 no room, 10 not allowed, 11 timed out, 12 gc blocked,
 130 interrupted, 141 output closed.
 """
 
@@ -148,7 +148,7 @@ class ActionsParser(_Parser):
             if {"-h", "--help"} & set(words):
                 self.print_help()
                 self.exit()
-            self.error("name an action" if place is None else f"{words[place]!r} is no action")
+            self.error("name an action" if place is None else f"{words[place]!r} is not an action")
         action = words.pop(place)
         parser = self.actions[action]
         for word in words[: words.index("--")] if "--" in words else words:
@@ -156,7 +156,7 @@ class ActionsParser(_Parser):
             is_foreign = option.startswith("--") and not self._takes(parser, option)
             if is_foreign and any(self._takes(other, option) for other in self.actions.values()):
                 raise InvalidInputError(
-                    f"{option} is not for `{parser.prog}`; `{parser.prog} --help` shows its options"
+                    f"{option} is not an option of `{parser.prog}`; `{parser.prog} --help` lists them"
                 )
         arguments = parser.parse_intermixed_args(words)
         arguments.action = action
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     do_not_warn()
     if sys.stdout is None:
         # The next file that this process opens would get stdout's descriptor, and the output would go into that file.
-        print("tierfs: stdout is closed: send it to /dev/null if it is not wanted", file=sys.stderr)
+        print("tierfs: stdout is closed: redirect it to /dev/null if you do not need it", file=sys.stderr)
         return InvalidInputError.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Escape characters that the terminal cannot show, instead of failing.

@@ -29,7 +29,7 @@ LEVELS = [level.label for level in Level if level]
 def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Declare ``URL``, or ``URL...`` if ``several`` is set."""
     if several:
-        parser.add_argument("urls", nargs="+", metavar="URL", help=f"{PLACE}; may be several")
+        parser.add_argument("urls", nargs="+", metavar="URL", help=f"{PLACE}; several may be given")
     else:
         parser.add_argument("url", metavar="URL", help=PLACE)
 
@@ -52,7 +52,7 @@ def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="a copy of the store, or one that may hold the same content, to heal from; may be given several times",
+        help="a copy of the store, or another store that may hold the same content, to heal from; may be given several times",
     )
 
 

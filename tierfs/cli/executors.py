@@ -70,7 +70,7 @@ def open_executor(text: str | None) -> Iterator[WorkerSet | None]:
 
 def _dask(address: str, opened: contextlib.ExitStack) -> WorkerSet:
     try:
-        from distributed import Client  # noqa: PLC0415 - only who has a cluster has the package
+        from distributed import Client  # noqa: PLC0415 - the package is optional
     except ImportError as error:
         raise InvalidInputError(f"--executor dask needs the package distributed: {error}") from error
     if not address:
@@ -82,7 +82,7 @@ def _dask(address: str, opened: contextlib.ExitStack) -> WorkerSet:
 
 def _mpi(opened: contextlib.ExitStack) -> WorkerSet:
     try:
-        from mpi4py import MPI  # noqa: PLC0415 - only who has MPI has the package
+        from mpi4py import MPI  # noqa: PLC0415 - the package is optional
         from mpi4py.futures import MPIPoolExecutor  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
         raise InvalidInputError(f"--executor mpi needs mpi4py and an MPI library: {error}") from error

@@ -37,7 +37,7 @@ class HostStore(NamedTuple):
 
 def show_stores(*, as_json: bool) -> int:
     """Print the stores of this host, pending ones first, and return the exit code."""
-    from tierfs.host.host import state_directory  # noqa: PLC0415 - not for other commands' start
+    from tierfs.host.host import state_directory  # noqa: PLC0415 - other commands do not need it
 
     state = state_directory()
     stores = sorted(host_stores(state), key=lambda store: (not store.is_pending, not store.has_flusher, store.place))
@@ -45,7 +45,9 @@ def show_stores(*, as_json: bool) -> int:
         print_json({"state_directory": str(state), "stores": [store._asdict() for store in stores]})
         return 0
     if not stores:
-        print("No store was opened on this host yet. `tierfs init URL` makes one, `tierfs --help` lists the commands.")
+        print(
+            "No store has been opened on this host yet. `tierfs init URL` creates one, `tierfs --help` lists the commands."
+        )
         return 0
     from tierfs.units import format_bytes  # noqa: PLC0415
 
@@ -64,7 +66,7 @@ def show_stores(*, as_json: bool) -> int:
     if len(stores) > ROWS_MAX:
         print(f"... and {len(stores) - ROWS_MAX} more: `tierfs --json` lists all")
     if len(every) > len(stores):
-        print(f"{len(every) - len(stores)} more were in directories that are gone: `tierfs --json` lists them")
+        print(f"{len(every) - len(stores)} more were in directories that no longer exist: `tierfs --json` lists them")
     print("\n`tierfs status URL` shows one of them, `tierfs --help` lists the commands.")
     return 0
 

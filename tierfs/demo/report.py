@@ -157,7 +157,7 @@ class Report:
             if row.step == self.resumed_from:
                 lines.append(f"{'':>6}  resumed here, after the save of step {self.killed_at} was killed")
             if row.step == self.terminated_at:
-                lines.append(f"{'':>6}  resumed here, after SIGTERM to one rank had all of them save this step")
+                lines.append(f"{'':>6}  resumed here, after SIGTERM to one rank made all ranks save this step")
         return lines
 
     def _verdict_lines(self) -> list[str]:
@@ -169,10 +169,10 @@ class Report:
         if self.equal:
             losses = "the loss after resuming is" if len(after) == 1 else f"all {len(after)} losses after resuming are"
             proven = [
-                f"PROVEN at step {proof.step}: each part of the state is what was saved{_again(proof)}"
+                f"PROVEN at step {proof.step}: each part of the state equals what was saved{_again(proof)}"
                 for proof in self.proofs
             ]
-            return [*proven, f"EQUAL: {losses} those of the uninterrupted run, bit for bit; so is the final state"]
+            return [*proven, f"EQUAL: {losses} those of the uninterrupted run, bit for bit, and so is the final state"]
         if different:
             return [f"DIFFERENT: {len(different)} of {len(after)} losses differ, first at step {different[0]}"]
         return ["DIFFERENT: the losses are equal, but the final state is not"]
@@ -200,13 +200,13 @@ class Report:
         lines += [
             "",
             f"blocked: {blocked:.1%} of the time in training",
-            "The resumed run saves the bytes of the uninterrupted one again: it adds little where they are stored once.",
+            "The resumed run saves the same bytes as the uninterrupted run, and equal chunks are stored once, so it adds little.",
         ]
         return lines
 
 
 def _again(proof: Proof) -> str:
-    return f"; {proof.replayed} steps made again have the losses that were noted" if proof.replayed else ""
+    return f"; {proof.replayed} replayed steps have the recorded losses" if proof.replayed else ""
 
 
 def _count(run: str, count: int) -> str:

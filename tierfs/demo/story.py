@@ -68,8 +68,8 @@ class DemoRun:
             self.begun_at = event["step"]
         elif event["event"] == "proof":
             self.proofs.append(Proof(event["step"], event["proven"], event["replayed"], event["text"]))
-            found = "what was saved" if event["proven"] else "NOT what was saved"
-            again = f", {event['replayed']} steps made again" if event["replayed"] else ""
+            found = "equal to what was saved" if event["proven"] else "NOT equal to what was saved"
+            again = f", {event['replayed']} steps replayed" if event["replayed"] else ""
             say(f"  step {event['step']:>4}  the resumed state is {found}, part by part{again}")
         elif event["event"] == "stopped":
             self.stopped_at = event["step"]
@@ -171,7 +171,7 @@ class Demo:
         """Check that a run resumed from the expected checkpoint."""
         if run.begun_at != expected:
             raise CorruptionError(
-                f"step {expected} is the newest complete one, and the run went on from {run.begun_at}"
+                f"step {expected} is the newest complete checkpoint, but the run resumed from {run.begun_at}"
             )
 
     def _ranks(self, phase: str, name: str, *more: str, ends_with: int = 0) -> RankGroup:
@@ -202,15 +202,15 @@ class Demo:
                     told.take(event)
             codes = ranks.kill()
         if codes != [-signal.SIGKILL] * _WORLD_SIZE:
-            raise TierfsError(f"SIGKILL was to end every rank in the middle of the save; their exit codes are {codes}")
-        say(f"  step {self._plan.killed_at:>4}  it stood in the middle of its save: SIGKILL to all {_WORLD_SIZE} ranks")
+            raise TierfsError(f"SIGKILL did not end every rank in the middle of the save: the exit codes are {codes}")
+        say(f"  step {self._plan.killed_at:>4}  SIGKILL to all {_WORLD_SIZE} ranks in the middle of its save")
 
     def _newest_complete(self, filesystem: fsspec.AbstractFileSystem, directory: str) -> int:
         """Return the newest step with a complete checkpoint, after checking that the killed save is not complete."""
         steps = _complete_steps(filesystem, directory)
         killed_at = self._plan.killed_at
         if killed_at in steps:
-            raise CorruptionError(f"the save of step {killed_at} was killed half way, but its .metadata is there")
+            raise CorruptionError(f"the save of step {killed_at} was killed half way, but its .metadata exists")
         if not steps:
             raise CorruptionError(f"there is no complete checkpoint below {directory}", path=directory)
         say(f"  step {killed_at:>4}  its directory has no .metadata; complete: {', '.join(map(str, steps))}")

@@ -76,7 +76,9 @@ class HaltingSavePlanner(DefaultSavePlanner):
         if self._remaining == 0:
             self._announce()
             time.sleep(_HALT_S_MAX)
-            raise TimeoutError(f"nobody ended this process within {_HALT_S_MAX:.0f} s of the middle of its save")
+            raise TimeoutError(
+                f"the launcher did not kill this process within {_HALT_S_MAX:.0f} s of the middle of its save"
+            )
         self._remaining -= 1
         return super().resolve_data(write_item)
 
@@ -246,7 +248,7 @@ def _one_step(run: _RankRun, place: _Place, step: int) -> float:
     dist.all_reduce(mean)
     value = float(mean.item()) / place.world_size
     if not math.isfinite(value):
-        raise FloatingPointError(f"the loss of step {step} is {value}: nothing could be compared with it")
+        raise FloatingPointError(f"the loss of step {step} is {value}, which cannot be compared")
     return value
 
 

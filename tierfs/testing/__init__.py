@@ -33,7 +33,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name != "ObjectTierTests":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import pytest  # noqa: PLC0415 - only those who run a suite need it
+    import pytest  # noqa: PLC0415 - only the conformance suite needs it
 
     pytest.register_assert_rewrite("tierfs.testing.objects")
     from tierfs.testing.objects import ObjectTierTests  # noqa: PLC0415 - needs pytest

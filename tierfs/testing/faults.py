@@ -169,7 +169,7 @@ class FaultyObjects(WrappedObjects):
         for operation in late:
             try:
                 outcomes.append(operation())
-            except TierfsError as error:  # noqa: PERF203 - one's failure must not keep the others back
+            except TierfsError as error:  # noqa: PERF203 - one failure must not stop the others
                 outcomes.append(error)
         return outcomes
 
@@ -285,7 +285,7 @@ class FaultyObjects(WrappedObjects):
     def _keep(self, key: str, operation: Callable[[], ObjectInfo | None]) -> StoreError:
         with self._lock:
             self._late.append(operation)
-        return StoreError(f"{key}: injected: timed out, and is still under way", transient=True, path=key)
+        return StoreError(f"{key}: injected: timed out, and is still in flight", transient=True, path=key)
 
     def _below(self, bound: int) -> int:
         with self._lock:

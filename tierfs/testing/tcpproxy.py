@@ -89,7 +89,7 @@ class TcpFaultProxy:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         if random and seed is None:
-            raise InvalidInputError("random faults need a seed, to happen again")
+            raise InvalidInputError("random faults need a seed, so that they can be reproduced")
         self.target = (target_host, target_port)
         self.latency_s = 0.0
         self.bandwidth: float | None = None

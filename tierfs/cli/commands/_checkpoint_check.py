@@ -55,13 +55,13 @@ def _print_report(report: CheckpointReport, url: str) -> None:
         print(f"  kind     {damage.kind}")
         print(f"  problem  {printable(damage.problem)}")
     if report.undigested:
-        print(f"not written by tierfs, so there are no digests: {', '.join(map(printable, report.undigested))}")
+        print(
+            f"files without digests, because tierfs did not write them: {', '.join(map(printable, report.undigested))}"
+        )
     checked = (
         f"{report.tensors} tensors and {report.objects} objects in {report.files} files, {format_bytes(report.length)}"
     )
-    print(
-        f"checked {checked}, of {printable(url)}: {f'{len(report.damage)} damaged' if report.damage else 'all sound'}"
-    )
+    print(f"checked {checked} of {printable(url)}: {f'{len(report.damage)} damaged' if report.damage else 'all sound'}")
 
 
 def diff(arguments: argparse.Namespace) -> int:

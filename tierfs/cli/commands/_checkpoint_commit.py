@@ -29,7 +29,7 @@ def commit(arguments: argparse.Namespace) -> int:
         manifest = stat(place.store, root).manifest
     except NotFoundError as error:
         raise NotFoundError(
-            f"{place.url} is no checkpoint, and no save to it is announced: `tierfs checkpoint ls` lists those that there are",
+            f"{place.url} is not a checkpoint, and no save to it is announced: `tierfs checkpoint ls` lists the checkpoints",
             path=place.path,
         ) from error
     mark = None if manifest is None else SaveMark.of(manifest.metadata)

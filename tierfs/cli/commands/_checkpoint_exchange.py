@@ -113,7 +113,7 @@ def run_import_part(source: str, rank: int | None, url: str, part: ImportPart, *
 
 def _refuse_executor(arguments: argparse.Namespace) -> None:
     if arguments.executor is not None:
-        raise InvalidInputError(f"{arguments.url} is one file, which one process imports: leave --executor out")
+        raise InvalidInputError(f"{arguments.url} is one file, and one process imports it: omit --executor")
 
 
 def _report(
@@ -145,7 +145,7 @@ def _refuse_taken(target: LocalPlace | StorePlace, format_: str, *, force: bool)
     """
     if format_ == "dcp" and isinstance(target, StorePlace):
         raise InvalidInputError(
-            f"{target.url} is in a store: the dcp format goes to a local directory, from where `tierfs cp -r` takes it",
+            f"{target.url} is in a store, but the dcp format needs a local directory: export to one, then copy it with `tierfs cp -r`",
             path=target.url,
         )
     kind = target.kind()
@@ -154,10 +154,10 @@ def _refuse_taken(target: LocalPlace | StorePlace, format_: str, *, force: bool)
     wanted = "directory" if format_ == "dcp" else "file"
     if kind != wanted:
         raise AlreadyExistsError(
-            f"{target.url} is a {kind}, and {format_} is a {wanted}: choose another name", path=target.url
+            f"{target.url} is a {kind}, but {format_} writes a {wanted}: choose another name", path=target.url
         )
     if not force:
-        raise AlreadyExistsError(f"{target.url} is there already: choose another name, or add --force", path=target.url)
+        raise AlreadyExistsError(f"{target.url} already exists: choose another name, or add --force", path=target.url)
     if kind == "directory":
         _refuse_others_files(target.url)
 
@@ -166,7 +166,7 @@ def _refuse_others_files(directory: str) -> None:
     others = [name for name in os.listdir(directory) if not _OF_A_CHECKPOINT.fullmatch(name)]
     if others:
         raise AlreadyExistsError(
-            f"{directory} holds {min(others)!r}, which is no part of a checkpoint, so it is not replaced: choose another name",
+            f"{directory} was not replaced: it holds {min(others)!r}, which is not part of a checkpoint; choose another name",
             path=directory,
         )
 

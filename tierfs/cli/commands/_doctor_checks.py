@@ -116,23 +116,21 @@ def check_configuration() -> Check:
     except InvalidInputError as error:
         return Check("configuration", "problem", str(error), "correct the file: docs/reference/configuration.md")
     there = Path(path).expanduser().exists()
-    return Check("configuration", "ok", path if there else "no file: the defaults hold")
+    return Check("configuration", "ok", path if there else "no file: the defaults apply")
 
 
 def check_shared_memory(folder: Path, memory_bytes: int) -> Check:
     """Check that the ram tier fits into shared memory."""
-    enlarge = "give the container a larger one (docker: --shm-size=64g), or name another tmpfs in TIERFS_SHM_DIR"
+    enlarge = "give the container more shared memory (docker: --shm-size=64g), or name another tmpfs in TIERFS_SHM_DIR"
     if not folder.is_dir():
-        return Check("shared memory", "note", f"{folder} is not there: segments go to the disk", enlarge)
+        return Check("shared memory", "note", f"{folder} does not exist: segments go to the disk", enlarge)
     usage, kind = shutil.disk_usage(folder), filesystem_of(folder)
     budget = parse_share(from_environment().ram or RAM_SHARE, memory_bytes)
     found = f"{folder}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
     if kind not in {"tmpfs", "ramfs", "unknown"}:
-        return Check("shared memory", "note", found, f"a {kind} filesystem is a disk: {enlarge}")
+        return Check("shared memory", "note", found, f"{kind} is not a memory filesystem: {enlarge}")
     if usage.total < max(min(budget, memory_bytes), SHM_BYTES_MIN):
-        wanted = (
-            f"the ram budget is {format_bytes(budget)}: the rest of it goes to the disk, which is slower: {enlarge}"
-        )
+        wanted = f"the ram budget of {format_bytes(budget)} does not fit; the rest goes to the disk, which is slower: {enlarge}"
         return Check("shared memory", "note", found, wanted)
     return Check("shared memory", "ok", f"{found}; ram budget {format_bytes(budget)}")
 
@@ -148,8 +146,8 @@ def check_huge_pages(setting: Path, release: str) -> Check:
         return Check("huge pages", "note", f"Linux {release}", "Linux 6.1 or newer makes first saves faster")
     if denied:
         advice = f"set {setting} to anything but deny: first saves get faster"
-        return Check("huge pages", "note", "not for shared memory", advice)
-    return Check("huge pages", "ok", "for shared memory")
+        return Check("huge pages", "note", "disabled for shared memory", advice)
+    return Check("huge pages", "ok", "enabled for shared memory")
 
 
 def check_state_directory() -> Check:
@@ -163,20 +161,20 @@ def check_state_directory() -> Check:
     kind, usage = filesystem_of(directory), shutil.disk_usage(existing)
     found = f"{directory}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
     if not os.access(existing, os.W_OK):
-        return Check("state directory", "problem", f"{found}, may not be written", elsewhere)
+        return Check("state directory", "problem", f"{found}, not writable", elsewhere)
     if is_network(kind):
-        return Check("state directory", "problem", found, f"locks on {kind} do not hold between hosts: {elsewhere}")
+        return Check("state directory", "problem", found, f"locks on {kind} do not work between hosts: {elsewhere}")
     if not is_durable(kind):
         return Check("state directory", "note", found, f"{kind} does not survive a crash of the host: {elsewhere}")
     if usage.free < DISK_BYTES_MIN:
-        return Check("state directory", "note", found, f"little room for the nvme tier: free some, or {elsewhere}")
+        return Check("state directory", "note", found, f"little room for the nvme tier: free some room, or {elsewhere}")
     return Check("state directory", "ok", found)
 
 
 def check_descriptors(soft: int, hard: int) -> Check:
     """Check that a process may open enough files."""
     if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MIN:
-        return Check("open files", "note", f"limit {soft}, at most {hard}", "run `ulimit -n 65536` before the job")
+        return Check("open files", "note", f"limit {soft}, hard limit {hard}", "run `ulimit -n 65536` before the job")
     return Check("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
 
 
@@ -184,28 +182,30 @@ def check_kernels(status: str) -> Check:
     """Check that the compiled kernels are used. Without them, copies and codecs take several passes over memory."""
     if status == "compiled":
         return Check("kernels", "ok", status)
-    return Check("kernels", "note", status, "install a C compiler, and tierfs again: saves and codecs get faster")
+    return Check("kernels", "note", status, "install a C compiler, then reinstall tierfs: saves and codecs get faster")
 
 
 def check_copies(tunables: str, threshold_bytes: int | None) -> Check:
     """Check that glibc copies tensors past the caches, so that saves block for less time."""
     if threshold_bytes is None:
-        return Check("copies", "ok", "glibc does not tell from which size it copies past the caches")
+        return Check("copies", "ok", "glibc does not report from which size it copies past the caches")
     found = f"glibc copies past the caches from {format_bytes(threshold_bytes)} on"
     if threshold_bytes > THRESHOLD_BYTES_MAX and "x86_non_temporal_threshold" not in tunables:
         setting = "GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=1048576"
-        return Check("copies", "note", found, f"start the job with {setting}: saves block for less")
+        return Check("copies", "note", found, f"start the job with {setting}: saves block for less time")
     return Check("copies", "ok", found)
 
 
 def check_fuse(device: Path, *, is_root: bool, helper: str | None) -> Check:
     """Check that `tierfs mount` works."""
     if not device.exists():
-        return Check("mount", "note", f"{device} is not there", "docker: --device /dev/fuse --cap-add SYS_ADMIN")
+        return Check("mount", "note", f"{device} does not exist", "docker: --device /dev/fuse --cap-add SYS_ADMIN")
     if not os.access(device, os.R_OK | os.W_OK):
-        return Check("mount", "note", f"{device} may not be opened", "give this user the right to open it")
+        return Check(
+            "mount", "note", f"{device} cannot be opened: permission denied", "give this user read and write access"
+        )
     if not is_root and helper is None:
-        return Check("mount", "note", "fusermount3 is not there", "install fuse3")
+        return Check("mount", "note", "fusermount3 is not installed", "install fuse3")
     return Check("mount", "ok", f"{device}, {'as root' if is_root else helper}")
 
 
@@ -218,7 +218,7 @@ def check_cloud(name: str, cloud: Cloud, environment: Mapping[str, str], home: P
         return Check(name, "note" if found else "ok", f"{cloud.package} is not installed", advice)
     if found:
         return Check(name, "ok", f"{cloud.package}; credentials: {', '.join(found)}")
-    advice = f"set {cloud.variables[0]}, unless this machine has a role or the store's options have them"
+    advice = f"set {cloud.variables[0]}, unless this machine has a role or the store's options hold credentials"
     return Check(name, "note", f"{cloud.package}; no credentials found", advice)
 
 
@@ -233,7 +233,7 @@ def check_endpoint(url: str) -> Check:
         return Check("endpoint", "problem", describe(error).message)
     if endpoint.single_writer:
         missing = ", ".join(endpoint.missing)
-        return Check("endpoint", "note", f"{url} does not keep: {missing}", "let one process at a time write to it")
+        return Check("endpoint", "note", f"{url} does not support: {missing}", "let one process at a time write to it")
     return Check("endpoint", "ok", f"{url}: any number of writers")
 
 
@@ -252,7 +252,7 @@ def _gpu() -> Check:
     devices = glob.glob("/dev/nvidia[0-9]*")
     if not devices:
         return Check("GPU", "ok", "none")
-    found = f"{len(devices)} of NVIDIA"
+    found = f"{len(devices)} from NVIDIA"
     if not _is_installed("cupy"):
         advice = "pip install 'tierfs[gpu]': snapshots in GPU memory take one kernel launch"
         return Check("GPU", "note", f"{found}; CuPy is not installed", advice)

@@ -50,11 +50,15 @@ _STORE = (
     Metric("failing_files", "Files whose last attempt to flush failed; the flusher tries again.", "failing_files"),
     Metric("flusher_running", "1 if a flusher runs for the store on this host, else 0.", "flusher.running"),
     Metric(
-        "gc_unreadable_records", "Records that kept the last gc from deleting anything.", "upkeep.gc.unreadable_count"
+        "gc_unreadable_records",
+        "Unreadable records that kept the last gc from deleting anything.",
+        "upkeep.gc.unreadable_count",
     ),
     Metric("gc_last_deleted_bytes", "Bytes of chunk objects that the last gc deleted.", "upkeep.gc.deleted.bytes"),
     Metric(
-        "gc_last_condemned_bytes", "Bytes that the last gc found to be of no use any more.", "upkeep.gc.condemned.bytes"
+        "gc_last_condemned_bytes",
+        "Bytes that the last gc condemned, because no file needs them.",
+        "upkeep.gc.condemned.bytes",
     ),
     Metric("gc_reached_bytes", "Bytes of chunk objects that files needed at the last gc.", "upkeep.gc.reached.bytes"),
     Metric("gc_last_end_timestamp_seconds", "When the last gc of the store ended, on any host.", "upkeep.gc.ended_ns"),
@@ -72,24 +76,26 @@ _TIER = (
     Metric("tier_used_bytes", "Bytes that the tier holds.", "used_bytes"),
     Metric("tier_dirty_bytes", "Bytes that the object tier does not have yet.", "dirty_bytes"),
     Metric("tier_clean_bytes", "Bytes that may be dropped, because another tier has them.", "clean_bytes"),
-    Metric("tier_host_bytes", "Bytes that all stores of this host take of the tier.", "host_bytes"),
-    Metric("tier_store_bytes", "Bytes that this store's segments take.", "store_bytes"),
+    Metric("tier_host_bytes", "Bytes of the tier that all stores of this host use.", "host_bytes"),
+    Metric("tier_store_bytes", "Bytes that this store's segments use.", "store_bytes"),
     Metric("tier_segments", "Segments of shared memory.", "segments"),
     Metric("tier_chunks", "Chunks that the tier holds.", "chunks"),
     Metric("tier_drafts", "Drafts that the tier holds.", "drafts"),
     Metric("tier_conflicts", "Drafts that the tier keeps because of a conflict.", "conflicts"),
     Metric("tier_damaged", "Drafts that lack a chunk.", "damaged"),
-    Metric("tier_waits_total", "How often writers of the process that was asked waited for room.", "waits"),
+    Metric("tier_waits_total", "How often writers of the queried process waited for room.", "waits"),
     Metric("tier_waited_seconds_total", "How long these writers waited for room.", "waited_s"),
     Metric("tier_evicted_bytes_total", "Bytes of clean copies that were dropped for room.", "evicted_bytes"),
     Metric(
-        "tier_generations", "Snapshots that the GPU memory has room for, over this host's processes.", "generations"
+        "tier_generations", "Snapshots that fit into the GPU memory, summed over this host's processes.", "generations"
     ),
     Metric("tier_snapshots", "Snapshots in GPU memory.", "snapshots"),
     Metric("tier_newest_age_seconds", "Age of the newest snapshot.", "newest_age_s"),
-    Metric("tier_drain_bytes_per_second", "Bytes that go from GPU memory to the ram tier.", "drain_bytes_per_s"),
+    Metric(
+        "tier_drain_bytes_per_second", "Bytes per second that go from GPU memory to the ram tier.", "drain_bytes_per_s"
+    ),
     Metric("tier_drained_bytes_total", "Bytes that went from GPU memory to the ram tier.", "drained_bytes"),
-    Metric("tier_skipped_bytes_total", "Bytes in GPU memory that the ram tier had already.", "skipped_bytes"),
+    Metric("tier_skipped_bytes_total", "Bytes in GPU memory that the ram tier already had.", "skipped_bytes"),
     Metric("tier_registered_bytes", "Bytes of shared memory that are registered with a GPU.", "registered_bytes"),
     Metric("tier_unpinned", "Regions of shared memory that could not be registered with a GPU.", "unpinned"),
 )
@@ -97,7 +103,7 @@ _REQUESTS = (
     Metric("tier_requests_total", "Requests to the tier.", "requests"),
     Metric("tier_request_errors_total", "Requests that failed after all attempts.", "errors"),
     Metric("tier_request_bytes_total", "Bytes of objects in requests that succeeded.", "bytes"),
-    Metric("tier_request_seconds_total", "Time of waiting for requests, added up over threads.", "seconds"),
+    Metric("tier_request_seconds_total", "Time spent waiting for requests, summed over threads.", "seconds"),
 )
 _FALLBACKS = Metric("tier_fallbacks_total", "How often the tier used a fallback.")
 METRICS: tuple[tuple[tuple[str, ...], tuple[Metric, ...]], ...] = (
@@ -150,8 +156,8 @@ def exposition(report: Mapping[str, Any]) -> str:
                 add(metric, _at(counts, metric.key), tier=tier, by=who, method=method)
     for key, count in report.get("counters", {}).items():
         who, _, what = key.partition("_")
-        by = "the flusher" if who == "flusher" else f"the {who} that was asked"
-        add(Metric(f"{_base(key)}_total", f"Counted by {by} since it began: {what.replace('_', ' ')}."), count)
+        by = "the flusher" if who == "flusher" else f"the queried {who}"
+        add(Metric(f"{_base(key)}_total", f"Counted by {by} since it started: {what.replace('_', ' ')}."), count)
     return "".join(_lines(name, family) for name, family in families.items())
 
 

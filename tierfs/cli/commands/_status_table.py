@@ -119,7 +119,7 @@ def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]
     if scrub:
         text = f"{format_time(scrub['ended_ns'])}, verified {scrub['chunks']} chunks, {format_bytes(scrub['bytes'])}"
         if scrub["known_damaged"]:
-            text += f"; {scrub['known_damaged']} are DAMAGED: `tierfs repair`"
+            text += f"; {scrub['known_damaged']} are DAMAGED: run `tierfs repair`"
         yield "last scrub", text
 
 
@@ -169,7 +169,7 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
             _conflicts(report),
             conflicts,
         ),
-        ("errors: the flusher tries these files again", _errors(report), errors),
+        ("errors: the flusher retries these files", _errors(report), errors),
     ):
         if items:
             yield from ("", colored(title, "problem"))
@@ -178,14 +178,17 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"  ... and {count - LISTED_MAX} more"
     folders = report.get("unused_folders", [])
     if folders:
-        yield from ("", "shared memory that no process uses; it stays as long as its state directory may come back")
+        yield from (
+            "",
+            "shared memory that no process uses; it is kept while its state directory may become available again",
+        )
         for item in folders[:LISTED_MAX]:
             whose = printable(item["state_directory"]) or "unknown"
             yield f"  {printable(item['folder'])}: {format_bytes(item['bytes'])}, of the state directory {whose}"
     if report["misplaced"]:
         yield from (
             "",
-            "folders in the working directory that belong to no store: code took a tierfs URL for a local path",
+            "folders in the working directory that belong to no store: a program used a tierfs URL as a local path",
         )
         yield from (f"  {printable(path)}" for path in report["misplaced"][:LISTED_MAX])
 

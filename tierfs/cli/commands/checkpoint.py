@@ -36,13 +36,13 @@ ACTIONS = {
     "diff": "compare two checkpoints bit for bit; exit code 1 if they differ",
     "export": "write a checkpoint as a DCP directory, a safetensors file or a torch.save file",
     "import": "save a DCP directory, a safetensors file or a torch.save file as a checkpoint",
-    "commit": "publish a checkpoint whose parts are all there",
+    "commit": "publish a checkpoint when all its parts are in the object tier",
 }
 _SECOND = {
     "show": ("PATTERN", "names to show, like '*.weight' (default: all)"),
     "diff": ("OTHER", "the other checkpoint"),
     "export": ("TARGET", "a local path or tierfs:: URL"),
-    "import": ("URL", "the checkpoint to make"),
+    "import": ("URL", "the checkpoint to create"),
 }
 
 
@@ -77,12 +77,12 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
             choices=["dcp", "safetensors", "torch"],
             help="format to write (default: by TARGET's name: .safetensors, .pt and .pth, else dcp)",
         )
-        parser.add_argument("--skip-objects", action="store_true", help="leave out values that are no tensors")
+        parser.add_argument("--skip-objects", action="store_true", help="leave out values that are not tensors")
     if action in {"export", "import"}:
         parser.add_argument(
             "--force",
             action="store_true",
-            help="replace existing files; a directory only if it holds nothing but a checkpoint of torch's",
+            help="replace existing files; replace a directory only if it holds nothing but a torch checkpoint",
         )
     if action == "import":
         add_executor_argument(parser)
@@ -91,7 +91,7 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
             "--rank",
             type=int,
             metavar="R",
-            help="rank to read, if ranks saved on their own (`use_collectives=False`); verify reads all by default",
+            help="rank to read, if each rank saved on its own (`use_collectives=False`); verify reads all by default",
         )
     if action in {"verify", "diff", "export", "import"}:
         add_progress_argument(parser)
@@ -105,7 +105,7 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     if arguments.action == "commit":
-        from tierfs.cli.commands._checkpoint_commit import commit  # noqa: PLC0415 - not for --help
+        from tierfs.cli.commands._checkpoint_commit import commit  # noqa: PLC0415 - --help does not need it
 
         return commit(arguments)
     require_torch("checkpoints are read")
@@ -129,8 +129,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if other is not None:
         require_url(other)
     if action not in _SECOND and other is not None:
-        raise InvalidInputError(f"`tierfs checkpoint {action}` takes one URL, and nothing else: {other!r}")
+        raise InvalidInputError(f"`tierfs checkpoint {action}` takes only a URL, but got {other!r} too")
     for name in ("limit", "rank"):
         value = getattr(arguments, name, None)
         if value is not None and value < 0:
-            raise InvalidInputError(f"--{name} {value}: give a number from 0 on")
+            raise InvalidInputError(f"--{name} {value}: give a number that is at least 0")

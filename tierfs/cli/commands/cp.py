@@ -45,7 +45,9 @@ class _CopyPlan:
     def add(self, source: ContentSource, place: Place) -> None:
         """Add one file. Raise if another file already goes to the same place."""
         if place.url in self.urls:
-            raise InvalidInputError(f"two sources would become {place.url}: copy them one by one", path=place.url)
+            raise InvalidInputError(
+                f"two sources have the same target {place.url}: copy them one by one", path=place.url
+            )
         self.urls.add(place.url)
         self.files.append((source, place.target()))
 
@@ -124,7 +126,7 @@ def _plan_stream(arguments: argparse.Namespace) -> _CopyPlan:
         raise InvalidInputError("with - for stdin or stdout, give one SOURCE and one TARGET")
     if arguments.target == _STREAM:
         if arguments.json:
-            raise InvalidInputError("with - as TARGET, stdout is for the file: leave --json away")
+            raise InvalidInputError("with - as TARGET, the file goes to stdout: omit --json")
         source = any_place(arguments.sources[0])
         kind = source.kind()
         if kind is None:
@@ -136,5 +138,5 @@ def _plan_stream(arguments: argparse.Namespace) -> _CopyPlan:
         raise InvalidInputError("stdin is closed: there is nothing to copy")
     target = any_place(arguments.target, write=True)
     if arguments.target.endswith("/") or target.kind() == "directory":
-        raise InvalidInputError(f"{target.url} is a directory: name the file that stdin becomes", path=target.url)
+        raise InvalidInputError(f"{target.url} is a directory: name the file to write stdin to", path=target.url)
     return _CopyPlan([(StreamSource(cast("RawInput", sys.stdin.buffer)), target.target())])

@@ -81,14 +81,16 @@ def _checked(arguments: argparse.Namespace) -> DemoPlan:
     if arguments.url and not (arguments.url.startswith("tierfs") and "://" in arguments.url):
         # DCP takes a string without "://" for a local path, "tierfs::/data" included.
         raise InvalidInputError(
-            f"{arguments.url!r} is no tierfs URL: for a directory, write tierfs::file:///absolute/path",
+            f"{arguments.url!r} is not a tierfs URL: for a directory, write tierfs::file:///absolute/path",
             path=arguments.url,
         )
     if arguments.url and "memory://" in arguments.url:
-        raise InvalidInputError("memory:// ends with its process, and the demo needs several", path=arguments.url)
+        raise InvalidInputError(
+            "a memory:// store exists in one process only, but the demo runs several", path=arguments.url
+        )
     parameters = parse_size(arguments.params)
     if not _PARAMETERS_MIN <= parameters <= _PARAMETERS_MAX:
-        raise InvalidInputError(f"--params must lie between {_PARAMETERS_MIN} and {_PARAMETERS_MAX}, not {parameters}")
+        raise InvalidInputError(f"--params must be between {_PARAMETERS_MIN} and {_PARAMETERS_MAX}, not {parameters}")
     if arguments.every < 1:
         raise InvalidInputError(f"--every must be at least 1, not {arguments.every}")
     if arguments.steps < 2 * arguments.every:

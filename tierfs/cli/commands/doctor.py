@@ -9,7 +9,7 @@ from tierfs.cli.terminal.output import add_json_argument, align, print_json, pri
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "check this machine, and what an endpoint promises if a URL is given, and say what to change"
+HELP = "check this machine, and the endpoint of URL if it is given, and advise what to change"
 EXAMPLES = """\
 tierfs doctor
 tierfs doctor s3://bucket/run
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print their results. Return 1 if one of them is a problem."""
     if arguments.url is not None:
         require_url(arguments.url)
-    from tierfs.cli.commands._doctor_checks import check_endpoint, check_machine  # noqa: PLC0415 - not for --help
+    from tierfs.cli.commands._doctor_checks import check_endpoint, check_machine  # noqa: PLC0415 - --help does not need it
 
     checks = list(check_machine())
     if arguments.url:

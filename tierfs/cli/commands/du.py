@@ -41,4 +41,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _exactly(name: str, count: int) -> str:
-    return f"({count})" if name.endswith("bytes") and count >= 1024 else ""  # noqa: PLR2004 - less is exact already
+    return f"({count})" if name.endswith("bytes") and count >= 1024 else ""  # noqa: PLR2004 - a smaller count is shown exactly

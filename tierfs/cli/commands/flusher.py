@@ -64,8 +64,8 @@ _logger = logging.getLogger("tierfs.flush")
 ACTIONS = {
     "run": "run the flusher of a store here, until SIGTERM or Ctrl-C",
     "stop": "end the running flusher after its current steps",
-    "export": "write this host's kept change of a file to a local file",
-    "discard": "delete this host's kept change of a file; there is no undoing it",
+    "export": "write the change of a file that this host kept after a conflict to a local file",
+    "discard": "delete the change of a file that this host kept after a conflict or damage; this cannot be undone",
 }
 
 
@@ -91,24 +91,24 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     upkeep.add_argument(
         "--gc-every",
         metavar="TIME",
-        help="run gc in the background when so much time has passed since anybody ran it, like 6h (default: never)",
+        help="run gc in the background when the last gc of any host is this long ago, like 6h (default: never)",
     )
     upkeep.add_argument(
         "--scrub-bandwidth",
         metavar="BYTES",
-        help="verify chunks in the background, so many bytes a second, like 50MB, each about once a week (default: none)",
+        help="verify each chunk about once a week in the background, at this many bytes per second, like 50MB (default: none)",
     )
     process = parser.add_argument_group("process")
     process.add_argument(
         "--linger",
         type=float,
         metavar="SECONDS",
-        help=f"end after so long without a client and without work (default: never, with --uuid {LINGER_S:g})",
+        help=f"end after this time without clients and work (default: never, with --uuid {LINGER_S:g})",
     )
     process.add_argument(
         "--uuid",
         metavar="ID",
-        help="the store's id, 32 hex digits: the flusher opens the store when a client brings its options. Clients start it like this",
+        help="the store's id, 32 hex digits: the flusher opens the store when a client sends its options. Clients start flushers with this option",
     )
     process.add_argument(
         "--log-format", choices=list(FORMATS), help="format of the log on stderr (default: by TIERFS_LOG, else logfmt)"
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _location(arguments: argparse.Namespace) -> Location:
-    from tierfs.session import TierOptions, parse_url  # noqa: PLC0415 - a flusher that is waited for needs it later
+    from tierfs.session import TierOptions, parse_url  # noqa: PLC0415 - a spawned flusher needs it later
 
     location = parse_url(arguments.url)
     given = TierOptions(
@@ -163,7 +163,7 @@ def _run(arguments: argparse.Namespace) -> int:
             return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
         except (TierfsError, OSError) as error:
             failure = describe(error)
-            _logger.error("%s", failure.message, extra={"kind": failure.kind, "exit_code": failure.exit_code})  # noqa: TRY400 - for people
+            _logger.error("%s", failure.message, extra={"kind": failure.kind, "exit_code": failure.exit_code})  # noqa: TRY400 - no traceback
             return failure.exit_code
 
 
@@ -172,16 +172,16 @@ def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, s
 
     service = Service(engine, directory, version=__version__, linger_s=linger_s)
     about = {"store": url, "directory": str(directory), "pid": os.getpid()}
-    _logger.info("the flusher of %s begins", url, extra=about)
+    _logger.info("starting the flusher of %s", url, extra=about)
     with _stopped_by_signals(service):
         ran = service.run()
     if ran:
         _logger.info("the flusher of %s has ended", url, extra=about)
         return 0
     if spawned:
-        _logger.info("another flusher of %s runs already", url, extra=about)
+        _logger.info("another flusher of %s is already running", url, extra=about)
         return 0  # the client that spawned this process uses the other flusher
-    raise AlreadyExistsError(f"a flusher of {url} runs already: `tierfs flusher stop {url}` ends it", path=url)
+    raise AlreadyExistsError(f"a flusher of {url} is already running: `tierfs flusher stop {url}` ends it", path=url)
 
 
 @contextlib.contextmanager
@@ -266,7 +266,9 @@ def _open_as_told(way: Way, uuid: str, codecs: str) -> Store:
     tiers = replace(location.tiers, codecs=codecs)
     store, _ = open_bare(replace(location, options={**location.options, **way.options}, tiers=tiers))
     if store.descriptor.uuid != uuid:
-        raise StoreNotFoundError(f"the store {uuid} is not at {url} any more, but {store.descriptor.uuid} is", path=url)
+        raise StoreNotFoundError(
+            f"the store {uuid} is no longer at {url}: another store, {store.descriptor.uuid}, is there", path=url
+        )
     return store
 
 
@@ -280,7 +282,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
     location = _location(arguments)
     if location.protocol == "memory":
-        raise InvalidInputError(f"{location.url} lies in the memory of one process: it flushes by itself")
+        raise InvalidInputError(f"{location.url} is in the memory of one process, and needs no flusher")
     store, settings = open_bare(location)
     if not (settings.ram_bytes or settings.nvme_bytes):
         raise InvalidInputError(f"the local tiers of {store.url} are switched off: give them room with --ram or --nvme")
@@ -353,7 +355,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"bytes": reader.length})
     else:
-        print(f"wrote {format_bytes(reader.length)} to {arguments.file}: {store.where(path)} is as it was")
+        print(f"wrote {format_bytes(reader.length)} to {arguments.file}; {store.where(path)} is unchanged")
     return 0
 
 
@@ -365,10 +367,10 @@ def _discard(arguments: argparse.Namespace) -> int:
     count = discard_conflict(store, path)
     if not count:
         raise NotFoundError(
-            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists those that are", path=path
+            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists the conflicts", path=path
         )
     if arguments.json:
         print_json({"discarded": count})
     else:
-        print(f"discarded {count} changes of {store.where(path)}: the other writer's version stands")
+        print(f"discarded {count} changes of {store.where(path)}: the other writer's version is kept")
     return 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCKED_EXIT_CODE", "EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "delete what nothing in a store needs any more"
+HELP = "delete objects that nothing in a store needs"
 EXAMPLES = """\
 tierfs gc s3://bucket/run --dry-run
 tierfs gc s3://bucket/run
@@ -28,7 +28,7 @@ BLOCKED_EXIT_CODE = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would be done, by reason")
+    parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be done, by reason")
     parser.add_argument(
         "--wait",
         action="store_true",
@@ -37,21 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exclusive",
         action="store_true",
-        help="delete at once, because nobody else writes; refused if a writer has a live lease",
+        help="delete at once, if no other process writes; refused if a writer has a live lease",
     )
     parser.add_argument(
         "--without",
         action="append",
         default=[],
         metavar="ROOT",
-        help="a path in the store, or its URL, whose records cannot be read and shall not count; needs --yes; may be given several times",
+        help="a path in the store, or its URL, below which unreadable records are ignored; needs --yes; may be given several times",
     )
     parser.add_argument(
         "--yes", action="store_true", help="confirm --without: chunks that those files need may be deleted"
     )
     parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     parser.add_argument(
-        "--rate", type=float, default=3000, metavar="N", help="most objects deleted in a second (default: 3000)"
+        "--rate", type=float, default=3000, metavar="N", help="most objects deleted per second (default: 3000)"
     )
     add_progress_argument(parser)
     add_json_argument(parser)
@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     from tierfs.store.maintenance.gc import GcOptions, collect  # noqa: PLC0415 - it loads NumPy
 
     if arguments.without and not arguments.yes:
-        raise InvalidInputError("--without gives files up: look at them first, then add --yes")
+        raise InvalidInputError(
+            "--without may delete data that unreadable files need: check these files first, then add --yes"
+        )
     if arguments.concurrency < 1 or arguments.rate <= 0:
         raise InvalidInputError("--concurrency must be at least 1 and --rate more than 0")
     if arguments.wait and arguments.dry_run:
@@ -106,29 +108,29 @@ def _print(report: GcReport, grace_s: int) -> None:
         print(f"  problem  {printable(each.problem)}")
     if report.is_blocked:
         print(
-            f"nothing was condemned or deleted: {len(report.unreadable)} records cannot be read, so nobody knows what they need. "
-            "Restore or delete them, or give them up: tierfs gc --without PATH --yes"
+            f"nothing was condemned or deleted: {len(report.unreadable)} records cannot be read, so gc does not know what they need. "
+            "Restore or delete them, or let gc ignore them: tierfs gc --without PATH --yes"
         )
         return
     would = "would be " if report.dry_run else ""
     rows: list[tuple[str, Tally, str]] = [
-        (f"{would}deleted", report.deleted, "condemned a grace ago, and needed by nothing still"),
+        (f"{would}deleted", report.deleted, "condemned a grace ago, and still needed by nothing"),
         (f"{would}condemned", report.condemned, "needed by nothing"),
         ("waiting", report.waiting, "condemned, until a grace has passed"),
         ("young", report.young, "needed by nothing, and younger than a grace"),
         ("kept", report.reached, f"needed by {report.files} files"),
         (f"{would}tidied", report.tombstones, "tombstones"),
-        (f"{would}tidied", report.leases, "leases that ran out"),
+        (f"{would}tidied", report.leases, "expired leases"),
         (f"{would}tidied", report.probes, "probes"),
-        (f"{would}tidied", report.references, "reference lists of checkpoints that are gone"),
+        (f"{would}tidied", report.references, "reference lists of deleted checkpoints"),
     ]
     shown = [(what, tally, why) for what, tally, why in rows if tally.count or what == "kept"]
     cells = [(what, str(tally.count), format_bytes(tally.bytes), why) for what, tally, why in shown]
     print("\n".join(align(cells, right=(1, 2))))
     if report.next_s is not None and not report.dry_run:
-        print(f"another run deletes what is condemned in {report.next_s} s")
+        print(f"run gc again in {report.next_s} s to delete the condemned objects")
     elif report.young.count and not report.dry_run:
         print(
-            f"a run condemns young chunks a grace ({grace_s} s) after they were written, and another one deletes them a grace later; "
-            "--exclusive does both at once, where nobody else writes"
+            f"gc condemns young chunks a grace ({grace_s} s) after they were written, and a later run deletes them after another grace; "
+            "--exclusive does both at once, while no other process writes"
         )

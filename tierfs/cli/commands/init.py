@@ -26,19 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--digest",
         choices=("xxh3-128", "blake3"),
         default="xxh3-128",
-        help="digest that names contents (default: %(default)s); blake3 is for writers that are not trusted, and needs tierfs[fast]; fixed for good",
+        help="digest that names contents (default: %(default)s); blake3 is for writers that are not trusted, and needs tierfs[fast]; cannot be changed later",
     )
     parser.add_argument(
         "--lease",
         type=int,
         metavar="SECONDS",
-        help="duration of a writer's lease (default: 60); fixed for good",
+        help="duration of a writer's lease (default: 60); cannot be changed later",
     )
     parser.add_argument(
         "--grace",
         type=int,
         metavar="SECONDS",
-        help="how long replaced or deleted bytes stay readable, and gc waits (default: an hour, or six leases); fixed for good",
+        help="how long replaced or deleted bytes stay readable, and gc waits (default: an hour, or six leases); cannot be changed later",
     )
     add_json_argument(parser)
 

@@ -22,7 +22,7 @@ tierfs materialize tierfs://NAME/model /data/model --delete"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument("directory", metavar="DIR", help="a directory of this host; made where it is missing")
+    parser.add_argument("directory", metavar="DIR", help="a local directory; created if it is missing")
     parser.add_argument(
         "--delete", action="store_true", help="delete files, links and directories in DIR that the store does not have"
     )

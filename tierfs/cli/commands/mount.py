@@ -22,10 +22,10 @@ tierfs mount tierfs://NAME /mnt/store --foreground --ack object   # in a contain
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument("directory", metavar="DIR", help="where to mount it: a directory that is there")
+    parser.add_argument("directory", metavar="DIR", help="where to mount it: an existing directory")
     parser.add_argument("--read-only", action="store_true", help="refuse every change")
     parser.add_argument(
-        "--allow-other", action="store_true", help="let other users of the host in, as far as the files' modes allow"
+        "--allow-other", action="store_true", help="let other users of the host access it, as the files' modes allow"
     )
     parser.add_argument(
         "--ack",
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="how long a program waits for the object tier before it gets EIO (default: 30). A whole file has 600 s, or ten times this "
+        help="how long a program waits for the object tier before it gets EIO (default: 30). Storing a whole file may take 600 s, or ten times this "
         "if it is below 30 or above 60",
     )
     parser.add_argument(
         "--foreground",
         action="store_true",
-        help="serve in this process, until it is unmounted or gets SIGTERM; exit code 1 if something could not be published",
+        help="serve in this process, until unmount or SIGTERM; exit code 1 if a change could not be published",
     )
     add_json_argument(parser)
 

@@ -69,7 +69,9 @@ def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Nam
                 path=source.url,
             )
         if not source.path:
-            raise InvalidInputError(f"{source.url} is the root of a store: name what is in it", path=source.url)
+            raise InvalidInputError(
+                f"{source.url} is the root of a store: name files or directories in it", path=source.url
+            )
         entry = source.entry()
         kind = kind_of(entry)
         final = final_place(source, kind, target, target_kind, into=into, alone=len(sources) == 1)
@@ -82,7 +84,7 @@ def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Nam
                 raise InvalidInputError(f"{final.url} is the root of a store: name a file in it", path=final.url)
             plan.renames.append((source.path, final.path))
     _refuse_twice([name for name, _ in plan.renames], "would be moved twice")
-    _refuse_twice([name for _, name in plan.renames], "would be what two sources become")
+    _refuse_twice([name for _, name in plan.renames], "would be the target of two sources")
     return plan
 
 

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.tier == "ram":
         raise InvalidInputError(
-            "what this command brings into the ram tier would go with it: leave --tier out to bring it into the nvme tier, or "
-            "call fs.prefetch(path) in the process that reads it"
+            "copies in the ram tier would be dropped when this command ends: omit --tier to copy to the nvme tier, or call "
+            "fs.prefetch(path) in the process that reads the files"
         )
     place = store_place(arguments.url)
     with Progress("prefetch", wanted=arguments.progress) as progress:

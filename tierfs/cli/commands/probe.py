@@ -13,7 +13,7 @@ from tierfs.session.probing import ProbeReport, probe_store
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "test which conditions and checksums an endpoint supports, and note it in its store"
+HELP = "test which conditions and checksums an endpoint supports, and record the result in its store"
 EXAMPLES = """\
 tierfs probe s3://bucket/run
 tierfs probe tierfs://NAME --json"""
@@ -57,6 +57,8 @@ def _print(report: ProbeReport) -> None:
     if report.before is None:
         print(f"store     none at {report.url}: make one with: tierfs init {report.url}")
     elif report.before == endpoint:
-        print(f"store     {report.url}, as it was noted")
+        print(f"store     {report.url}, with the same result recorded")
     else:
-        print(f"store     {report.url}, noted anew; what has it open goes by it when it opens it again")
+        print(
+            f"store     {report.url}, with the new result recorded; processes that have it open use the result after they reopen it"
+        )

@@ -29,16 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="RULE",
-        help="`latest:N`, `every:STEPS`, `best:K:METRIC[:max]`, `within:2d` or `geometric[:BASE]`; a checkpoint that one rule keeps stays",
+        help="`latest:N`, `every:STEPS`, `best:K:METRIC[:max]`, `within:2d` or `geometric[:BASE]`; a checkpoint is kept if any rule keeps it",
     )
     parser.add_argument(
         "--pin",
         action="append",
         default=[],
         metavar="NAME",
-        help="name or URL of a checkpoint below URL that stays; may be given several times",
+        help="name or URL of a checkpoint below URL to keep; may be given several times",
     )
-    parser.add_argument("--dry-run", action="store_true", help="remove nothing; name the rule that keeps each")
+    parser.add_argument("--dry-run", action="store_true", help="remove nothing; show which rules keep each checkpoint")
     add_json_argument(parser)
 
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tierfs.checkpoint.retention import parse_rule  # noqa: PLC0415
 
     if not arguments.keep:
-        raise InvalidInputError("name at least one rule: --keep latest:3")
+        raise InvalidInputError("name at least one rule, like --keep latest:3")
     keep = [parse_rule(text) for text in arguments.keep]
     place = store_place(arguments.url)
     pinned = {named_path(place, text) for text in arguments.pin}
@@ -76,7 +76,7 @@ def _plain(each: Pruned) -> dict[str, object]:
 
 def _print(pruned: list[Pruned], *, dry_run: bool) -> None:
     if not pruned:
-        print("no checkpoint is there")
+        print("there are no checkpoints")
         return
     rows = []
     for each in pruned:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "make a store whole again from what is sound, move aside what cannot be saved, and say what is lost"
+HELP = "repair a store from sound parts and copies, move aside what stays damaged, and list the losses"
 EXAMPLES = """\
 tierfs repair s3://bucket/run --dry-run
 tierfs repair s3://bucket/run
@@ -34,11 +34,11 @@ _logger = logging.getLogger("tierfs.repair")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be done")
     parser.add_argument(
         "--read-data",
         action="store_true",
-        help="read all chunks first, as `tierfs scrub` does; by default repair uses what that found",
+        help="read all chunks first, as `tierfs scrub` does; by default, repair uses the damage that scrub found",
     )
     add_replicas_argument(parser)
     parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
@@ -86,8 +86,8 @@ def _checkpoint_losses(store: Store, report: RepairReport) -> list[CheckpointLos
         return []
     try:
         from tierfs.checkpoint.losses import checkpoint_losses  # noqa: PLC0415 - it loads torch
-    except Exception as error:  # noqa: BLE001 - what was repaired must be told, whatever torch lacks on this machine
-        _logger.warning("lost files are listed without their checkpoints, which are read with torch: %s", error)
+    except Exception as error:  # noqa: BLE001 - the repair must be reported even if torch is broken
+        _logger.warning("lost files are listed without their checkpoints, because torch cannot be imported: %s", error)
         return None
     lost = {each.path: each.ranges for each in report.lost}
     return checkpoint_losses(store.without_local_tiers(), lost, report.lost_files)
@@ -121,6 +121,6 @@ def _print(report: RepairReport, losses: Sequence[CheckpointLoss]) -> None:
         "nothing is lost" if report.is_whole else f"{len(report.lost) + len(report.lost_files)} files lost something"
     )
     print(
-        f"looked at {report.records} records and {report.chunks} chunks: {len(report.mended)} {would}mended, "
+        f"checked {report.records} records and {report.chunks} chunks: {len(report.mended)} {would}mended, "
         f"{len(report.moved)} {would}moved aside, {len(report.left)} left; {state}"
     )

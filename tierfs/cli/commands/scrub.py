@@ -42,15 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-seconds",
         type=float,
         metavar="N",
-        help="begin nothing after N seconds; the next run goes on there (default: one round over everything)",
+        help="start no chunk after N seconds; the next run continues there (default: verify all chunks once)",
     )
     parser.add_argument(
-        "--bandwidth", metavar="BYTES", help="most bytes read in a second by all workers together, like 50MB"
+        "--bandwidth", metavar="BYTES", help="most bytes read per second by all workers together, like 50MB"
     )
     add_replicas_argument(parser)
-    parser.add_argument(
-        "--no-heal", action="store_true", help="heal nothing; list the damage and note how far scrubbing has come"
-    )
+    parser.add_argument("--no-heal", action="store_true", help="heal nothing; list the damage and record the progress")
     parser.add_argument(
         "--concurrency", type=int, default=8, metavar="N", help="objects that each worker reads at once (default: 8)"
     )
@@ -133,7 +131,7 @@ def _print(report: ScrubReport) -> None:
         print(f"damaged  {printable(key)}")
         print(f"  problem  {printable(problem)} (found by an earlier run)")
     left = len(report.known) + sum(1 for each in report.damage if not each.healed)
-    found = f"{left} damaged: `tierfs repair` says which files that concerns" if left else "all sound"
+    found = f"{left} damaged: `tierfs repair` lists the affected files" if left else "all sound"
     print(
         f"verified {report.chunks} chunks, {format_bytes(report.bytes)}, in {report.seconds:.1f} s: {found}; "
         f"{report.prefixes_done} of 256 prefixes are done"
@@ -142,7 +140,7 @@ def _print(report: ScrubReport) -> None:
 
 def _print_local(report: LocalReport) -> None:
     for each in report.damage:
-        print(f"put aside  {each.digest}")
+        print(f"quarantined  {each.digest}")
         print(f"  problem  {printable(each.problem)}")
         print(f"  the object tier {'has it' if each.elsewhere else 'does not have it: what needs it is lost'}")
     print(

@@ -40,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         const=WATCH_S,
         metavar="SECONDS",
-        help=f"show it again every SECONDS (default: {WATCH_S:g}) until Ctrl-C, in place on a terminal, else one line each time; URL goes before it",
+        help=f"repeat every SECONDS (default: {WATCH_S:g}) until Ctrl-C, in place on a terminal, else as one line each time; URL goes before it",
     )
     output.add_argument(
         "--prometheus",
         action="store_true",
-        help="print it in Prometheus's text format, for node_exporter's textfile collector for example",
+        help="print it in Prometheus's text format, for example for node_exporter's textfile collector",
     )
     add_json_argument(output)
 
@@ -73,9 +73,9 @@ def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; the URL goes before --watch") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; the URL goes before --watch") from None
     if not WATCH_S_MIN <= seconds <= WATCH_S_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not from {WATCH_S_MIN:g} to {WATCH_S_MAX:g} seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not between {WATCH_S_MIN:g} and {WATCH_S_MAX:g} seconds")
     return seconds
 
 

@@ -15,14 +15,14 @@ from tierfs.errors import InvalidInputError, NotFoundError
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "make a directory in a store equal to a local one; what the store has is not stored again"
+HELP = "make a directory in a store equal to a local one; bytes that the store has are not stored again"
 EXAMPLES = """\
 tierfs sync /data/model tierfs::s3://bucket/models/first
 tierfs sync /data/model tierfs://NAME/models/first --delete"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a directory of this host")
+    parser.add_argument("directory", metavar="DIR", help="a local directory")
     add_url_argument(parser)
     parser.add_argument(
         "--delete",
@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
     require_url(directory)
     if not os.path.exists(directory):
-        raise NotFoundError(f"{directory} is not there, on this host", path=directory)
+        raise NotFoundError(f"{directory} does not exist on this host", path=directory)
     if not os.path.isdir(directory):
-        raise InvalidInputError(f"{directory} is no directory: `tierfs cp` copies a file", path=directory)
+        raise InvalidInputError(f"{directory} is not a directory: `tierfs cp` copies a file", path=directory)
     place = store_place(arguments.url, write=True)
     if place.kind() == "file":
         raise InvalidInputError(f"{place.url} is a file: name a directory", path=place.url)

@@ -12,15 +12,15 @@ from tierfs.mount.process import FLUSH_S
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "unmount a store, once what was written has reached the level of the mount"
+HELP = "unmount a store, after all written files have reached the level of the mount"
 EXAMPLES = """\
 tierfs umount /mnt/run
 tierfs umount /mnt/run --timeout 600
-tierfs umount /mnt/run --force     # what is not published is lost"""
+tierfs umount /mnt/run --force     # unpublished changes are lost"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="where it is mounted")
+    parser.add_argument("directory", metavar="DIR", help="the directory where the store is mounted")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"how long publishing may take (default: {FLUSH_S:g})",
     )
     parser.add_argument(
-        "--force", action="store_true", help="unmount though files are open; changes that are not published are lost"
+        "--force", action="store_true", help="unmount even if files are open; unpublished changes are lost"
     )
     add_json_argument(parser)
 

@@ -12,7 +12,7 @@ from tierfs.format.header import VERSION
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "installed_version", "run"]
 
-HELP = "show the versions of tierfs, of the store format, and of what tierfs works with"
+HELP = "show the versions of tierfs, the store format and the packages that tierfs uses"
 EXAMPLES = """\
 tierfs version
 tierfs version --json"""

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Level.OBJECT.label,
         help="staged is in this host's memory, local on its disk, object (default) in the object tier",
     )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long (default: never)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this time (default: never)")
     add_progress_argument(parser)
     add_json_argument(parser)
 

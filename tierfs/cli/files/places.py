@@ -111,7 +111,7 @@ class StorePlace:
     def missing(self) -> NotFoundError:
         """Return the error for a path with nothing there."""
         above = self.url.rpartition("/")[0]
-        return NotFoundError(f"{self.url} is not there: `tierfs ls {above}` shows what is", path=self.url)
+        return NotFoundError(f"{self.url} does not exist: `tierfs ls {above}` lists its directory", path=self.url)
 
     def kind(self) -> Kind | None:
         """Return the kind of the entry here, or None. A damaged record counts as a file: it can be replaced."""
@@ -191,7 +191,8 @@ class LocalPlace:
     def missing(self) -> NotFoundError:
         """Return the error for a path with nothing there."""
         return NotFoundError(
-            f"{self.url} is not there, on this host: a path in a store starts with tierfs:: or tierfs://", path=self.url
+            f"{self.url} does not exist on this host: a path in a store starts with tierfs:: or tierfs://",
+            path=self.url,
         )
 
     def contents(self) -> Iterator[tuple[str, ContentSource | None]]:
@@ -267,7 +268,7 @@ def any_place(text: str, *, write: bool = False) -> Place:
     require_url(text)
     if _URL.match(text):
         raise InvalidInputError(
-            f"{text!r} is no local path: write tierfs::{text} for what lies in a store, ./{text} for a local file",
+            f"{text!r} is not a local path: write tierfs::{text} for a path in a store, ./{text} for a local file",
             path=text,
         )
     return LocalPlace(text)

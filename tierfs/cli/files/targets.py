@@ -13,13 +13,15 @@ __all__ = ["add_target_arguments", "clash", "final_place"]
 def add_target_arguments(parser: argparse.ArgumentParser, *, described: str) -> None:
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help=described)
     parser.add_argument(
-        "target", metavar="TARGET", help="the new name; a directory that exists, or ends with /, to put them into"
+        "target",
+        metavar="TARGET",
+        help="the new name; or a directory to put the sources into, if it exists or ends with /",
     )
     parser.add_argument(
         "-T",
         "--no-target-directory",
         action="store_true",
-        help="TARGET is the new name even if it is a directory: the content of SOURCE joins it, so the command can be repeated",
+        help="TARGET is the new name even if it is a directory: the content of SOURCE is added to it, so the command can be repeated",
     )
 
 
@@ -42,10 +44,10 @@ def final_place(
         AlreadyExistsError: A file and a directory would have the same name.
     """
     if into and target_kind == "file":
-        raise AlreadyExistsError(f"{target.url} is a file: leave the / at its end away to replace it", path=target.url)
+        raise AlreadyExistsError(f"{target.url} is a file: omit the / at its end to replace it", path=target.url)
     if not into and not alone:
         raise InvalidInputError(
-            f"{target.url} is no directory, so several sources cannot go there: end it with / to make it one",
+            f"{target.url} is not a directory, so it cannot hold several sources: end it with / to create it",
             path=target.url,
         )
     final = target.child(source.name) if into else target

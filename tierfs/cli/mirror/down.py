@@ -62,7 +62,7 @@ class _Materializer:
             if taken:
                 where = os.path.join(self._root, min(taken))
                 raise InvalidInputError(
-                    f"{where} is a file here and a directory there, or the other way round: --delete removes it",
+                    f"{where} is a file on one side and a directory on the other: --delete removes it",
                     path=where,
                 )
         for relative in ("", *directories):

@@ -84,7 +84,7 @@ def remove_directories(root: str, directories: Iterable[str]) -> list[OSError]:
     for relative in sorted(directories, key=len, reverse=True):
         try:
             os.rmdir(os.path.join(root, relative))
-        except OSError as error:  # noqa: PERF203 - one that stays keeps no other
+        except OSError as error:  # noqa: PERF203 - one failure must not stop the others
             if error.errno not in _GONE_OR_IN_USE:
                 problems.append(error)
     return problems

@@ -51,7 +51,7 @@ class _Sync:
         elif in_the_way:
             where = self._store.where(self._inside(in_the_way[0]))
             raise InvalidInputError(
-                f"{where} is a file here and a directory there, or the other way round: --delete removes it", path=where
+                f"{where} is a file on one side and a directory on the other: --delete removes it", path=where
             )
 
         def is_in_the_way(relative: str) -> bool:
@@ -108,7 +108,9 @@ class _Sync:
                 self._record.note(relative, content, after)
                 return
             entry = self._entry(relative)
-        raise StoreError(f"{target} changes all the time: stop the program that writes to it", path=target)
+        raise StoreError(
+            f"{target} changed during each attempt to store it: stop the program that writes to it", path=target
+        )
 
     def _is_same(self, relative: str, target: str, entry: Entry, status: os.stat_result) -> bool:
         if entry.manifest is None or entry.length != status.st_size:

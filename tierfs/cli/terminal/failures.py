@@ -59,7 +59,7 @@ def describe(error: TierfsError | OSError) -> Failure:
     if isinstance(error, TierfsError):
         message = str(error)
         if isinstance(error, CorruptionError) and _VERIFY not in message:
-            message = f"{message}: {_VERIFY} lists all that is damaged"
+            message = f"{message}: {_VERIFY} lists all damage"
         return Failure(error.kind, message, error.path, error.exit_code)
     if isinstance(error, TimeoutError) and error.errno is None:
         # A wait timed out and the work goes on: nothing failed, but the command did not do its task.

@@ -85,8 +85,8 @@ def logging_to_stderr(
     level_name, format_name = level_name.strip() or level, format_name.strip() or format
     if level_name not in _LEVELS or format_name not in FORMATS:
         raise InvalidInputError(
-            f"TIERFS_LOG is {os.environ['TIERFS_LOG']!r}: set it to one of {', '.join(_LEVELS)}, and after a comma, "
-            f"if you like, to one of {', '.join(FORMATS)}"
+            f"TIERFS_LOG is {os.environ['TIERFS_LOG']!r}: set it to one of {', '.join(_LEVELS)}, optionally "
+            f"followed by a comma and one of {', '.join(FORMATS)}"
         )
     logger = logging.getLogger("tierfs")
     handler = _Handler()

@@ -57,7 +57,7 @@ def align(
 def _colored_table(
     rows: Sequence[Sequence[str]], *, right: Sequence[int], has_head: bool, states: Sequence[int]
 ) -> list[str]:
-    from rich.console import Console  # noqa: PLC0415 - 40 ms, which no pipe and no script pays
+    from rich.console import Console  # noqa: PLC0415 - 40 ms, for a terminal only
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
@@ -98,7 +98,7 @@ def _shows_colors(stream: IO[str]) -> bool:
 
 def format_time(time_ns: int, *, precise: bool = False) -> str:
     """Format nanoseconds since the epoch as ISO 8601 in UTC, to the second, or if ``precise``, to the microsecond."""
-    epoch = datetime(1970, 1, 1)  # noqa: DTZ001 - UTC by what is added to it; the Z is written below
+    epoch = datetime(1970, 1, 1)  # noqa: DTZ001 - the time is UTC, and the Z is added below
     moment = epoch + timedelta(microseconds=time_ns // 1000)
     return moment.isoformat(timespec="microseconds" if precise else "seconds") + "Z"
 

@@ -112,7 +112,7 @@ class Progress:
 
     def _begin(self) -> bars.Progress:
         """Make a bar that measures time from the start of the command."""
-        import rich.progress as bars  # noqa: PLC0415 - 50 ms, which only a command pays that lasts
+        import rich.progress as bars  # noqa: PLC0415 - 50 ms, for long commands only
         from rich.console import Console  # noqa: PLC0415
 
         columns = bars.BarColumn(20), bars.TextColumn("{task.description}", markup=False)
