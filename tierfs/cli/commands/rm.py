@@ -17,7 +17,7 @@ from tierfs.store import Store, delete, find
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "delete files, and with -r directories; all of them, or nothing"
+HELP = "delete files, and with -r directories; nothing is deleted before all arguments are checked"
 EXAMPLES = """\
 tierfs rm tierfs::s3://bucket/run/a.bin
 tierfs rm -r s3://bucket/run/step_1000 s3://bucket/run/step_2000"""

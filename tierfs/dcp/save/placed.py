@@ -1,4 +1,4 @@
-"""Places of tensors and objects in a shard file: a run of chunks, and an offset in it."""
+"""Where tensors and objects lie in a shard file: a run of chunks, and an offset in it."""
 
 from __future__ import annotations
 
