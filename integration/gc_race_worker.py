@@ -61,7 +61,7 @@ def main() -> None:
         except (ConflictError, NotFoundError):
             refused += 1
         except StoreError as error:
-            if "was collected" not in str(error) and "stood still" not in str(error):
+            if "was collected" not in str(error) and "was paused" not in str(error):
                 raise
             refused += 1
         if role != "gc":

@@ -47,7 +47,7 @@ def test_what_the_server_heeds_is_found_out_and_nothing_is_left_behind(options, 
     assert findings.capabilities.checksums == ("crc64nvme", "crc32c", "sha256", "md5")
     passed_over = [test for test in findings.tests if not test.kept]
     assert [(test.name, test.detail) for test in passed_over] == [
-        ("checksum xxh3-128", "bytes with another one were stored")
+        ("checksum xxh3-128", "bytes with a wrong checksum were stored")
     ]
     assert list(backend.list("")) == []
 

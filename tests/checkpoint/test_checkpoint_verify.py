@@ -203,7 +203,7 @@ def test_a_file_that_is_no_safetensors_file_is_found(store, content):
     save(store, f"run/1/{FILES[0]}", content.ljust(length, b"\0"))
     (damage,) = check(store).damage
     assert damage.file == FILES[0]
-    assert "no safetensors file" in damage.problem
+    assert "not a safetensors file" in damage.problem
 
 
 # -- what torch's own writers left in a plain directory ------------------------------------------------------------------

@@ -117,14 +117,14 @@ def test_calls_that_make_no_sense_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="3 bytes"):
         encode(b"abc", Coding(Codec.PLANE, 3))
     raws, outs = [memoryview(b"different"), memoryview(b"eight by")], [memoryview(bytearray(9)) for _ in range(3)]
-    with pytest.raises(InvalidInputError, match=r"PLANE of blocks of \[9, 8\] bytes"):
+    with pytest.raises(InvalidInputError, match=r"PLANE cannot encode blocks of \[9, 8\] bytes"):
         encode_blocks(raws, Coding(Codec.PLANE, 4), None, outs[:2])
     many = Coding(Codec.PLANE, 4).together + 1
-    with pytest.raises(InvalidInputError, match=r"PLANE of blocks of \[9, 9, .*\] bytes"):
+    with pytest.raises(InvalidInputError, match=r"PLANE cannot encode blocks of \[9, 9, .*\] bytes"):
         encode_blocks([raws[0]] * many, Coding(Codec.PLANE, 4), None, outs[:1] * many)
-    with pytest.raises(InvalidInputError, match="SPARSE of blocks"):
+    with pytest.raises(InvalidInputError, match="SPARSE cannot encode blocks"):
         encode_blocks([raws[0]] * 2, Coding(Codec.SPARSE, 4), raws[0], outs[:2])
-    with pytest.raises(InvalidInputError, match="a block of 9 bytes, to be encoded into 8"):
+    with pytest.raises(InvalidInputError, match="cannot encode a block of 9 bytes into 8"):
         encode_blocks([raws[0]] * 2, Coding(Codec.PLANE, 4), None, [outs[0], outs[1][:8]])
 
 

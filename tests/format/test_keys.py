@@ -29,7 +29,7 @@ def test_a_chunk_has_one_key(name: ChunkName) -> None:
     "end", [".0.bak", ".00", ".", "", ".-1", f".{2**32}", ".9999999999", f".{2**32}-0123456789abcdef"]
 )
 def test_what_is_no_key_of_a_chunk(end: str) -> None:
-    with pytest.raises(FormatError, match="no chunk's key"):
+    with pytest.raises(FormatError, match="not the key of a chunk"):
         parse_chunk_key(f"{CHUNKS}00/{DIGEST.hex()}{end}", DigestKind.XXH3_128)
 
 

@@ -247,7 +247,7 @@ def test_a_read_handle_is_of_no_use_in_a_forked_child(place):
         assert file.read(10) == data[:10]
 
         def child() -> None:
-            with pytest.raises(StoreError, match="was opened by the process that this one was forked from"):
+            with pytest.raises(StoreError, match="was opened before this process was forked"):
                 file.read()
             with place.fs.open(place / "a") as again:
                 assert again.read() == data
@@ -391,7 +391,7 @@ def test_a_store_that_crossed_a_fork_says_so(tmp_path) -> None:
 
     def use() -> None:
         for attempt in (lambda: load(store, "a"), lambda: save(store, "b", b"lost"), lambda: store.tiers):
-            with pytest.raises(StoreError, match="was opened by the process that this one was forked from"):
+            with pytest.raises(StoreError, match="was opened before this process was forked"):
                 attempt()
         own, path = open_store(parse_url(f"file://{tmp_path}/store/a"))
         assert own is not store

@@ -78,7 +78,7 @@ def test_what_is_not_installed_cannot_be_computed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(ALGORITHMS, "crc1", ("a_package_that_nobody_has", lambda _: b"0"))
     assert not computable("crc1")
     for unknown in ("crc1", "sum-of-digits"):
-        with pytest.raises(InvalidInputError, match=f"{unknown} is no checksum that can be computed here"):
+        with pytest.raises(InvalidInputError, match=f"{unknown} checksums cannot be computed here"):
             compute(unknown, [CHECK])
 
 

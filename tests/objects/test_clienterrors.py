@@ -307,20 +307,20 @@ FINAL = [
     (
         _caused(OSError(errno.EINVAL, "Bad Request"), BotoError(400, "400", "Bad Request")),
         StoreError,
-        "expired credentials, or",
+        "credentials have expired, or",
     ),
     (FileExistsError("a"), AlreadyExistsError, "exists"),
-    (AzureError(409, "BlobAlreadyExists"), AlreadyExistsError, "something is there"),
+    (AzureError(409, "BlobAlreadyExists"), AlreadyExistsError, "the object exists"),
     (AzureError(409, "BlobImmutableDueToPolicy"), ReadOnlyError, "lift it"),
     (GcsError(403, "retentionPolicyNotMet"), ReadOnlyError, "lift it"),
-    (AzureError(409, "BlobArchived"), StoreError, "bring it back"),
-    (_caused(PermissionError("no"), BotoError(403, "InvalidObjectState")), StoreError, "bring it back"),
+    (AzureError(409, "BlobArchived"), StoreError, "restore it"),
+    (_caused(PermissionError("no"), BotoError(403, "InvalidObjectState")), StoreError, "restore it"),
     (AzureError(412, "LeaseIdMissing"), StoreError, "another client holds a lease"),
     (AzureError(412, "LeaseLost"), StoreError, "another client holds a lease"),
-    (AzureError(409, "SnapshotsPresent"), StoreError, "delete them"),
+    (AzureError(409, "SnapshotsPresent"), StoreError, "delete them first"),
     (AzureError(409, "InvalidBlobType"), StoreError, "move it away"),
     (AzureError(404, x_ms_error_code="ContainerNotFound"), StoreError, "az storage container create"),
-    (AzureError(500, "FeatureNotSupported"), StoreError, "does not offer"),
+    (AzureError(500, "FeatureNotSupported"), StoreError, "does not support the request"),
     (_caused(FileNotFoundError("a"), BotoError(404, "NoSuchKey")), NotFoundError, "is not there"),
     (AzureError(404, "BlobNotFound"), NotFoundError, "is not there"),
     (
@@ -457,7 +457,7 @@ def test_a_credential_that_ends_in_a_newline_is_not_shown_and_not_sent_again(err
     translation = translate_client_error(error, "a")
     assert isinstance(translation, StoreError)
     assert not translation.transient
-    assert "does one of them end in a newline" in str(translation)
+    assert "whether one of them ends in a newline" in str(translation)
     assert "t0ken" not in str(translation)
 
 
@@ -560,7 +560,7 @@ def test_an_answer_that_broke_off_within_its_head_is_sent_for_again():
     error = translate_client_error(KeyError("ContentLength"), "a/b")
     assert (type(error), error.transient) == (StoreError, True)
     assert str(error).startswith(
-        "a/b: the answer is not whole: it has no 'ContentLength'; if it never has, is endpoint_url"
+        "a/b: the answer is incomplete: it lacks 'ContentLength'; if this persists, check endpoint_url"
     )
 
 
@@ -568,5 +568,5 @@ def test_a_client_that_follows_redirections_until_it_cannot_names_what_may_be_wr
     error = translate_client_error(RecursionError("maximum recursion depth exceeded"), "a/b")
     assert (type(error), error.transient) == (StoreError, False)
     assert str(error).startswith(
-        "a/b: the endpoint redirects to itself or to a page: is endpoint_url right, or does a proxy"
+        "a/b: the endpoint redirects to itself or to a page: check endpoint_url, and whether a proxy"
     )

@@ -342,9 +342,9 @@ def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
             yield content
 
     monkeypatch.setattr(Client, "fetch", shifted)
-    with pytest.raises(StoreError, match="begins at byte 4, behind byte 2"):
+    with pytest.raises(StoreError, match="begins at byte 4, after the requested byte 2"):
         objects.get("a", [(2, memoryview(bytearray(3)))])
-    with pytest.raises(StoreError, match="begins at byte 2, behind byte 0"):
+    with pytest.raises(StoreError, match="begins at byte 2, after the requested byte 0"):
         objects.stream("a", 5, lambda _, take: take(5))
 
 
@@ -464,10 +464,10 @@ def test_the_status_of_the_answer_says_what_to_do(
 def test_a_bucket_that_is_not_there_is_no_object_that_is_not_there(cloud: Cloud, objects: CloudObjects) -> None:
     cloud.has_bucket = False
     for mode in (CREATE, None):
-        with pytest.raises(StoreError, match="make the bucket first") as caught:
+        with pytest.raises(StoreError, match="create the bucket first") as caught:
             objects.put("a", [b"content"], **({"mode": mode} if mode else {}))
         assert not caught.value.transient
-    with pytest.raises(StoreError, match="make the bucket first"):
+    with pytest.raises(StoreError, match="create the bucket first"):
         list(objects.list(""))
 
 
@@ -483,7 +483,7 @@ def test_conditions_that_do_not_hold_have_errors_of_their_own(objects: CloudObje
 
 
 def test_a_checksum_that_the_cloud_does_not_know_is_not_sent(cloud: Cloud, objects: CloudObjects) -> None:
-    with pytest.raises(InvalidInputError, match="verifies no md5"):
+    with pytest.raises(InvalidInputError, match="does not verify md5 checksums"):
         objects.put("a", [b"content"], checksum=compute("md5", [b"content"]))
     assert cloud.objects == {}
 
@@ -553,7 +553,7 @@ def test_what_was_lent_is_let_go_of_with_the_error(cloud: Cloud, objects: CloudO
 def test_a_url_with_credentials_is_refused_without_a_word_of_them(cloud: Cloud, path: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         open_cloud(cloud.session(), Client, path, scheme="cloud", checksums=())
-    assert str(caught.value).startswith("cloud:// takes no credentials in its URL: give them as options")
+    assert str(caught.value).startswith("cloud:// does not accept credentials in its URL: give them as options")
 
 
 @pytest.mark.parametrize("path", ["bucket/run/a:b@c", "bucket/a:b/c@d", "us@er/base", "arn:aws:s3:::bucket/base"])

@@ -196,24 +196,24 @@ class RefusesEveryPin(WrappedObjects):
 LIES = [
     (IgnoresCreates, "conditional create", "was replaced", "conditional_create"),
     (RefusesEveryCreate, "conditional create", "held was refused", "conditional_create"),
-    (DoesNotKnowConditions, "conditional create", "not understood.*501", "conditional_create"),
-    (DoesNotKnowConditions, "conditional update", "not understood.*501", "conditional_update"),
-    (IgnoresUpdates, "conditional update", "that had changed was replaced", "conditional_update"),
-    (UpdatesWhatIsNotThere, "conditional update", "was not there was made", "conditional_update"),
+    (DoesNotKnowConditions, "conditional create", "does not support it.*501", "conditional_create"),
+    (DoesNotKnowConditions, "conditional update", "does not support it.*501", "conditional_update"),
+    (IgnoresUpdates, "conditional update", "a changed object was replaced", "conditional_update"),
+    (UpdatesWhatIsNotThere, "conditional update", "a missing object was created", "conditional_update"),
     (RefusesEveryUpdate, "conditional update", "held was refused", "conditional_update"),
-    (HasOneVersion, "conditional update", "two contents have the same version", "conditional_update"),
+    (HasOneVersion, "conditional update", "two different contents have the same version", "conditional_update"),
     (HasOneVersion, "reads pinned to a version", "another version was read", None),
-    (IgnoresChecksums, "checksum xxh3-128", "another one were stored", "checksums"),
-    (RefusesEveryChecksum, "checksum xxh3-128", "a right one was refused.*400", "checksums"),
-    (RefusesAndStores, "checksum xxh3-128", "refused, and stored all the same", "checksums"),
-    (ChecksumsOfTheFirstByte, "checksum xxh3-128", "another one were stored", "checksums"),
-    (ListsLate, "list-after-write", "did not show what had been written", "list_after_write"),
-    (ListsWhatWasDeleted, "list-after-write", "showed what had been deleted", "list_after_write"),
-    (ListsOldVersions, "list-after-write", "did not show what had been written", "list_after_write"),
-    (IgnoresRanges, "ranged reads", "other bytes came", None),
-    (CutsAnswersShort, "ranged reads", "too few bytes came", None),
+    (IgnoresChecksums, "checksum xxh3-128", "wrong checksum were stored", "checksums"),
+    (RefusesEveryChecksum, "checksum xxh3-128", "a correct checksum was refused.*400", "checksums"),
+    (RefusesAndStores, "checksum xxh3-128", "refused, but stored", "checksums"),
+    (ChecksumsOfTheFirstByte, "checksum xxh3-128", "wrong checksum were stored", "checksums"),
+    (ListsLate, "list-after-write", "lacked an object that had been written", "list_after_write"),
+    (ListsWhatWasDeleted, "list-after-write", "showed a deleted object", "list_after_write"),
+    (ListsOldVersions, "list-after-write", "lacked an object that had been written", "list_after_write"),
+    (IgnoresRanges, "ranged reads", "other bytes arrived", None),
+    (CutsAnswersShort, "ranged reads", "too few bytes arrived", None),
     (IgnoresPins, "reads pinned to a version", "another version was read", None),
-    (RefusesEveryPin, "reads pinned to a version", "that is there was refused", None),
+    (RefusesEveryPin, "reads pinned to a version", "the current version was refused", None),
 ]
 
 
@@ -407,7 +407,7 @@ def test_a_failure_to_tidy_up_is_logged_and_hides_nothing(
         faulty.inject(Fault.REFUSED, method="delete", after=called.count("delete") - 1)
     with caplog.at_level(logging.WARNING, logger="tierfs.objects"):
         assert probe(faulty).capabilities == memory.capabilities
-    assert "could not be tidied up below .tierfs/probe/" in caplog.text
+    assert "the probe's objects below .tierfs/probe/" in caplog.text
     memory.delete([listed.key for listed in memory.list("")])
 
 

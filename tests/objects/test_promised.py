@@ -333,7 +333,7 @@ def test_what_was_acknowledged_and_is_not_there_is_no_success(
     endpoint: Endpoint, verified: PromisedObjects, mode: PutMode
 ) -> None:
     endpoint.before_get = [lambda: endpoint.inner.delete(["a"])]
-    with pytest.raises(StoreError, match="acknowledged and is not there") as caught:
+    with pytest.raises(StoreError, match="acknowledged, but does not exist") as caught:
         verified.put("a", [b"content"], mode=mode)
     assert caught.value.transient
 

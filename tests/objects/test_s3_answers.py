@@ -115,7 +115,7 @@ def test_a_connection_that_ends_while_bytes_are_read_is_closed() -> None:
 
 
 def test_an_answer_that_begins_later_is_refused() -> None:
-    with pytest.raises(StoreError, match="begins at byte 4, behind byte 2"):
+    with pytest.raises(StoreError, match="begins at byte 4, after the requested byte 2"):
         _objects(_part(b"456", "4-6/10")).get("a", [(2, memoryview(bytearray(3)))])
 
 
@@ -194,7 +194,7 @@ def test_a_body_is_read_in_pieces_as_asked_for_and_again_from_the_beginning() ->
 
 def test_a_session_for_event_loops_is_refused() -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
-    with pytest.raises(InvalidInputError, match="cannot use the session"):
+    with pytest.raises(InvalidInputError, match="cannot use the given session"):
         connect_s3({"session": object()})
 
 
@@ -314,7 +314,7 @@ def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     url = login_page(status)
     objects = open_s3(SharedSession("s3", lambda: connect_s3({"endpoint_url": url, **_OPTIONS})), "bucket/base")
-    with pytest.raises(StoreError, match="is endpoint_url right, or does a proxy or a login page answer"):
+    with pytest.raises(StoreError, match="check endpoint_url, and whether a proxy or a login page answers"):
         ask(objects)
 
 
@@ -369,7 +369,7 @@ def test_what_is_said_of_a_refused_option_holds_no_credential(path: str, options
 def test_a_credential_that_ends_in_a_newline_is_not_shown() -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     options = {**_OPTIONS, "token": "s3cr3t\n", "endpoint_url": "http://127.0.0.1:1"}
-    with pytest.raises(StoreError, match="does one of them end in a newline") as caught:
+    with pytest.raises(StoreError, match="whether one of them ends in a newline") as caught:
         open_s3(SharedSession("s3", lambda: connect_s3(options)), "bucket/base").head("a")
     assert not caught.value.transient
     assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))

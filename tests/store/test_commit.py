@@ -195,7 +195,7 @@ def test_a_metadata_file_of_no_save_is_not_replaced_by_a_save_that_began_before(
     second.tiers.wait("run", Level.OBJECT, 20)
     assert content(first.plain(), f"run/{ROOT}") == b"a pickle of stock DCP"
     assert not announced(first.plain(), "run")
-    with pytest.raises(ConflictError, match="is of no save, and was written later"):
+    with pytest.raises(ConflictError, match="belongs to no save, and was written later"):
         Commits(first.store).check_stands(f"run/{ROOT}", began)
 
 
@@ -223,7 +223,7 @@ def test_a_save_of_one_host_that_was_overtaken_on_its_way_holds_up_none_after_it
         put(second, "run/rank-1", level=Level.OBJECT)
         Commits(second.store).announce("run", document("rank-1"), mark(2))
     first.tiers.wait("run", Level.OBJECT, 20)
-    assert "is superseded, and not published" in caplog.text
+    assert "is superseded and is not published" in caplog.text
     assert content(second.plain(), f"run/{ROOT}") == document("rank-1")
     Commits(first.store).publish(f"run/{ROOT}", document("rank-0"), mark(3))
     first.tiers.wait("run", Level.OBJECT, 20)
@@ -335,7 +335,7 @@ def test_what_is_no_document_is_an_error_of_the_save_and_not_of_the_part(hosts, 
     assert content(first.plain(), f"run/{ROOT}") == document("rank-1")
     (waiting,) = Commits(first.store).advance("run")
     assert "cannot be published" in str(waiting)
-    assert "no checkpoint's metadata" in str(waiting)
+    assert "not the metadata of a checkpoint" in str(waiting)
     # It keeps nobody from saving, and is gone with the next save.
     put(first, "run/rank-2", level=Level.OBJECT)
     Commits(first.store).announce("run", document("rank-2"), mark(3))
@@ -351,7 +351,7 @@ def test_a_damaged_record_of_an_announced_save_keeps_nobody_from_saving(hosts, c
     put(first, "run/rank-0", level=Level.OBJECT)
     Commits(first.plain()).announce("run", document("rank-0"), mark(2))
     assert content(first.plain(), f"run/{ROOT}") == document("rank-0")
-    assert "what is announced there is lost" in caplog.text
+    assert "the announced save is lost" in caplog.text
 
 
 def test_a_document_larger_than_any_is_not_read(hosts, monkeypatch):
@@ -373,7 +373,7 @@ def test_what_is_announced_is_no_failed_save(hosts, monkeypatch, caplog):
     with monkeypatch.context() as failing:
         failing.setattr(Commits, "advance", advance)
         Commits(first.store).announce("run", document("rank-0"), mark(1))
-    assert "is seen later" in caplog.text
+    assert "cannot check now whether the save is complete" in caplog.text
     assert not Commits(second.store).advance("run")
     assert is_there(second.store, f"run/{ROOT}")
 

@@ -660,7 +660,7 @@ def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
     with pytest.raises(ConflictError):
         wait(here.store, "a", Level.OBJECT, 20)
     time.sleep(0.2)
-    assert all("theirs stands" in conflict["message"] for conflict in status(here.store)["conflicts"])
+    assert all("changed by another writer" in conflict["message"] for conflict in status(here.store)["conflicts"])
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["gone", "made anew"])

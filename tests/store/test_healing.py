@@ -198,5 +198,5 @@ def test_a_chunk_that_no_local_tier_holds_any_more_is_read_back_before_it_is_nam
     flushing = Flushing(tier, codecs="off")
     rows = flushing.save(path_of(1), CONTENT)
     body(tier, keys.chunk_key(rows[0].name))
-    with pytest.raises(CorruptionError, match="in no tier"):
+    with pytest.raises(CorruptionError, match="no tier holds chunk"):
         flushing.publisher.find_chunk(rows[0])

@@ -210,7 +210,7 @@ def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(stor
     name = writer._sink._rows[0].name
     clock.sleep(61)
     remove_chunk(tier, name)
-    with pytest.raises(StoreError, match=r"collected while this writer was out of touch.*write the file again"):
+    with pytest.raises(StoreError, match=r"collected while this writer had lost contact.*write the file again"):
         writer.commit()
     assert observe(store, "a").record is None
 
@@ -324,7 +324,7 @@ def test_a_save_goes_on_where_leases_that_ran_out_cannot_be_tidied_up(tier, cloc
     faulty = FaultyObjects(tier)
     faulty.inject(Fault.DENIED, method=method, key_part="" if method == "delete" else keys.LEASES)
     save(open_on(faulty, clock), "b", CONTENT)
-    assert "leases that ran out are left" in caplog.text
+    assert "expired leases remain" in caplog.text
     assert lease.key in {info.key for info in tier.list(keys.LEASES)}
 
 

@@ -93,7 +93,7 @@ def test_a_store_is_known_by_its_url_until_its_note_is_damaged(tmp_path, caplog)
     (note,) = (tmp_path / "state" / "known").iterdir()
     note.write_text("{")
     assert known.find("x://a") is None
-    assert "of no use" in caplog.text
+    assert "is unusable" in caplog.text
 
 
 # -- stores that are opened, or made, while their object tier is away ------------------------------------------------------
@@ -286,7 +286,7 @@ def test_a_store_that_is_away_keeps_its_kind_of_digests(far):
     tierfs.init(far.url)
     far.forget()
     far.is_away(refused)
-    with pytest.raises(InvalidInputError, match="xxh3-128 digests already"):
+    with pytest.raises(InvalidInputError, match="already a store with xxh3-128 digests"):
         tierfs.init(far.url, digest="blake3")
 
 

@@ -455,7 +455,7 @@ def test_a_tier_that_is_off_cannot_be_asked_for(make_host):
     save_at(host.store, "a", content(MIB), Level.OBJECT)
     with pytest.raises(InvalidInputError, match="switched off"):
         prefetch(host.store, "a", "nvme")
-    with pytest.raises(InvalidInputError, match="no local tier"):
+    with pytest.raises(InvalidInputError, match="not a local tier"):
         prefetch(host.store, "a", "tape")
 
 

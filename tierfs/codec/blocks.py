@@ -114,7 +114,9 @@ def encode_blocks(
     from tierfs.codec.scratch import lent  # noqa: PLC0415 - see the module's description
 
     if len(raws) > coding.together or len({len(raw) for raw in raws}) != 1:
-        raise InvalidInputError(f"{coding.codec.name} of blocks of {[len(raw) for raw in raws]} bytes together")
+        raise InvalidInputError(
+            f"{coding.codec.name} cannot encode blocks of {[len(raw) for raw in raws]} bytes together"
+        )
     for raw, out in zip(raws, outs, strict=True):
         _check(raw, coding, out)
     with lent():
@@ -139,14 +141,14 @@ def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryv
     try:
         _decode(codec, encoded, out, base, where)
     except DamageError as error:
-        raise CorruptionError(f"{where}: a block that does not decode: {error}", path=where) from None
+        raise CorruptionError(f"{where}: a block does not decode: {error}", path=where) from None
 
 
 def _check(raw: memoryview, coding: Coding, out: memoryview) -> None:
     if coding.width not in (1, 2, 4, 8):
-        raise InvalidInputError(f"elements of {coding.width} bytes")
+        raise InvalidInputError(f"unsupported element width: {coding.width} bytes")
     if not 0 < len(raw) <= min(BLOCK_BYTES, len(out)):
-        raise InvalidInputError(f"a block of {len(raw)} bytes, to be encoded into {len(out)}")
+        raise InvalidInputError(f"cannot encode a block of {len(raw)} bytes into {len(out)}")
 
 
 def _encode_together(
@@ -210,7 +212,7 @@ def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memor
 def _reference(codec: Codec, raw: memoryview, base: memoryview | None) -> memoryview:
     reference = memoryview(b"") if base is None else base
     if codec.base_factor and len(reference) != codec.base_factor * len(raw):
-        raise InvalidInputError(f"{codec.name} of {len(raw)} bytes with a base of {len(reference)}")
+        raise InvalidInputError(f"{codec.name} cannot encode {len(raw)} bytes against a base of {len(reference)}")
     return reference
 
 
@@ -229,13 +231,13 @@ def _encode_zstd(raw: memoryview, out: memoryview) -> int | None:
 def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview | None, where: str) -> None:
     if codec == Codec.STORE:
         if len(encoded) != len(out):
-            raise DamageError(f"{len(encoded)} bytes where {len(out)} belong")
+            raise DamageError(f"{len(encoded)} bytes instead of {len(out)}")
         out[:] = encoded
         return
     if codec not in _KNOWN:
         raise FormatError(f"{where}: unknown codec {codec}: use a newer tierfs", path=where)
     if not 0 < len(encoded) < len(out):
-        raise DamageError(f"{len(encoded)} bytes for a block of {len(out)}")
+        raise DamageError(f"{len(encoded)} encoded bytes for a block of {len(out)}")
     if codec == Codec.ZSTD:
         out[:] = frames.decompress(encoded, len(out))
         return
@@ -244,7 +246,9 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
     factor = Codec(codec).base_factor
     reference = memoryview(b"") if base is None else base
     if factor and len(reference) != factor * len(out):
-        raise FormatError(f"{where}: codec {codec} with {len(reference)} bytes of base for {len(out)}", path=where)
+        raise FormatError(
+            f"{where}: codec {codec} with a base of {len(reference)} bytes for a block of {len(out)}", path=where
+        )
     # Import only the module that is needed: importing all of them takes 20 us a block while the caches are cold.
     with lent():
         if codec == Codec.PLANE:

@@ -82,5 +82,5 @@ def named_files(document: bytes, where: str) -> frozenset[str]:
     except (ValueError, KeyError, TypeError, RecursionError):
         files = None
     if not isinstance(files, dict):
-        raise FormatError(f"{where}: it is no checkpoint's metadata", path=where)
+        raise FormatError(f"{where}: not the metadata of a checkpoint", path=where)
     return frozenset(files)

@@ -95,12 +95,12 @@ class Collector:
             epochs = {int(epoch, 16): _state(state) for epoch, state in document["epochs"].items()}
             last = dict(document["last"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise FormatError(f"{where}: its notes are not those of a collector", path=where) from None
+            raise FormatError(f"{where}: the notes of the collector's record are invalid", path=where) from None
         return cls(holder, fence, sequence, duration_s, epochs, last)
 
 
 def _state(value: Mapping[str, Any]) -> EpochState:
     seen_ns, swept_ns = value["seen_ns"], value["swept_ns"]
     if type(seen_ns) is not int or not (swept_ns is None or type(swept_ns) is int):
-        raise InvalidInputError("no times")
+        raise InvalidInputError("the times of an epoch are not integers")
     return EpochState(seen_ns, swept_ns)

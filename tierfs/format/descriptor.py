@@ -132,10 +132,11 @@ class Descriptor:
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict) or document.get("magic") != _MAGIC:
-            raise CorruptionError(f"{where}: is no store descriptor: damaged, or not written by tierfs", path=where)
+            raise CorruptionError(f"{where}: not a store descriptor: damaged, or not written by tierfs", path=where)
         if type(document.get("format")) is not int or document["format"] != VERSION:
             raise FormatError(
-                f"{where}: store format {document.get('format')!r}, and this tierfs reads {VERSION}: use a newer tierfs",
+                f"{where}: store format {document.get('format')!r}, but this tierfs reads {VERSION}: "
+                "use a newer tierfs",
                 path=where,
             )
         if document.pop("checksum", None) != digest.checksum(_canonical(document)).hex():
@@ -157,7 +158,7 @@ class Descriptor:
         number("chunk_bytes", CHUNK_BYTES, CHUNK_BYTES)
         uuid = document.get("uuid")
         if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
-            raise malformed(f"uuid is {uuid!r}")
+            raise malformed(f"invalid uuid {uuid!r}")
         try:
             kind = next(kind for kind in DigestKind if kind.label == document.get("digest"))
         except StopIteration:
@@ -181,12 +182,12 @@ def _decode_endpoint(value: object, malformed: Callable[[str], FormatError]) -> 
     flags = {name: flag for name in names if isinstance(flag := value.get(name), bool)}
     checksums = value.get("checksums")
     if len(flags) != len(names) or not isinstance(checksums, list):
-        raise malformed(f"endpoint is {value!r}")
+        raise malformed(f"invalid endpoint {value!r}")
     return Capabilities(**flags, checksums=tuple(str(name) for name in checksums))
 
 
 def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _canonical(document: Mapping[str, object]) -> bytes:

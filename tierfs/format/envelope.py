@@ -139,7 +139,7 @@ class Envelope:
         """
         kind, header_length = peek_kind(data, where)
         if kind is not Kind.CHUNK:
-            raise CorruptionError(f"{where}: a {kind.name.lower()} record where a chunk belongs", path=where)
+            raise CorruptionError(f"{where}: expected a chunk, found a {kind.name.lower()} record", path=where)
         if not _FIXED_BYTES < header_length <= min(len(data), ENVELOPE_BYTES_MAX):
             raise CorruptionError(f"{where}: its envelope is cut short or damaged", path=where)
         cursor = open_sealed(memoryview(data)[:header_length], where)
@@ -161,21 +161,21 @@ class Envelope:
             limit = min(BLOCK_BYTES, raw_length - index * BLOCK_BYTES)
             encoded_length = cursor.bounded(4, limit, "encoded length")
             if not encoded_length or (encoded_length == limit) != (codec == STORE):
-                raise cursor.malformed(f"codec {codec} with {encoded_length} bytes for {limit}")
+                raise cursor.malformed(f"codec {codec} with {encoded_length} encoded bytes for a block of {limit}")
             table.append(Block(block_digest, codec, encoded_length, reason))
         needs = tuple(_decode_base(cursor, digest_kind) for _ in range(bases))
         cursor.finish()
         if recipe != recipe_of(needs):
-            raise cursor.malformed(f"{bases} bases with recipe {recipe.hex()}")
+            raise cursor.malformed(f"recipe {recipe.hex()} does not match the {bases} bases")
         if needs and sum(base.length for base in needs) not in (raw_length, 2 * raw_length):
-            raise cursor.malformed(f"bases of {[base.length for base in needs]} bytes for {raw_length}")
+            raise cursor.malformed(f"bases of {[base.length for base in needs]} bytes for a chunk of {raw_length}")
         envelope = cls(digest_kind, name, raw_length, tuple(table), needs)
         if digest.combine(digest_kind, raw_length, (block.digest for block in table)) != name:
-            raise CorruptionError(f"{where}: its blocks' digests do not make its digest", path=where)
+            raise CorruptionError(f"{where}: its digest does not follow from its blocks' digests", path=where)
         if envelope.stored_length != stored_length:
             raise CorruptionError(
-                f"{where}: the object has {stored_length} bytes where {envelope.stored_length} belong: "
-                "it was cut short or added to",
+                f"{where}: the object has {stored_length} bytes instead of {envelope.stored_length}: "
+                "it was cut short or extended",
                 path=where,
             )
         return envelope
@@ -198,7 +198,7 @@ def _decode_base(cursor: Cursor, kind: DigestKind) -> BaseRange:
     stored_length = cursor.bounded(4, STORED_BYTES_MAX, "stored length of a base")
     offset, length = cursor.unsigned(4), cursor.unsigned(4)
     if not length or offset + length > raw_length:
-        raise cursor.malformed(f"{length} bytes from {offset} on of a base of {raw_length}")
+        raise cursor.malformed(f"invalid range of a base of {raw_length} bytes: {length} from {offset} on")
     return BaseRange(name, raw_length, stored_length, offset, length)
 
 

@@ -74,7 +74,7 @@ def peek_kind(data: Buffer, where: str) -> tuple[Kind, int]:
         )
     if version != VERSION:
         raise FormatError(
-            f"{where}: format version {version}, and this tierfs reads version {VERSION}: use a newer tierfs",
+            f"{where}: format version {version}, but this tierfs reads version {VERSION}: use a newer tierfs",
             path=where,
         )
     try:
@@ -115,7 +115,7 @@ def open_plain(data: Buffer, expected: Kind, name: str, where: str) -> Cursor:
     """
     kind, flags = peek_kind(data, where)
     if kind is not expected:
-        raise CorruptionError(f"{where}: a {kind.name.lower()} where {name} belongs", path=where)
+        raise CorruptionError(f"{where}: expected {name}, found a {kind.name.lower()}", path=where)
     cursor = open_sealed(data, where)
     if flags:
         raise cursor.malformed(f"unknown flags {flags:#x}")
@@ -139,7 +139,7 @@ class Cursor:
         """Return the next ``count`` bytes without copying."""
         end = self._at + count
         if end > len(self._data):
-            raise self.malformed(f"a field of {count} bytes where {self.remaining} are left")
+            raise self.malformed(f"a field of {count} bytes, but only {self.remaining} are left")
         piece = self._data[self._at : end]
         self._at = end
         return piece

@@ -171,13 +171,13 @@ def parse_record_key(key: str) -> str:
     inside = key.removeprefix(TREE)
     above, slash, last = inside.rpartition("/")
     if last[-1:] != "!":
-        raise FormatError(f"{key!r} is no key of a record: not written by tierfs", path=key)
+        raise FormatError(f"{key!r} is not the key of a record: not written by tierfs", path=key)
     parent = _parse_directory(above) if slash else ""
     if last == "!":
         return f"{parent}/"
     name = parse_component(last[:-1])
     if name in _DOTS or len(inside) > PATH_BYTES_MAX or (name == PRIVATE and not slash):
-        raise FormatError(f"{key!r} is no key of a record: no path has this name, or is as long", path=key)
+        raise FormatError(f"{key!r} is not the key of a record: no path may have this name or length", path=key)
     return f"{parent}/{name}" if slash else name
 
 
@@ -193,7 +193,9 @@ def _parse_directory(encoded: str) -> str:
     above, slash, last = encoded.rpartition("/")
     name = parse_component(last)
     if name in _DOTS or len(encoded) >= PATH_BYTES_MAX or (name == PRIVATE and not slash):
-        raise FormatError(f"{encoded!r} is no directory of records: no path has this name, or is as long", path=encoded)
+        raise FormatError(
+            f"{encoded!r} is not a directory of records: no path may have this name or length", path=encoded
+        )
     return f"{_parse_directory(above)}/{name}" if slash else name
 
 
@@ -211,7 +213,7 @@ def parse_component(encoded: str) -> str:
     except (KeyError, UnicodeError):
         name = ""
     if not name or len(encoded) > COMPONENT_BYTES_MAX or not _PLAIN_COMPONENT.fullmatch(encoded.replace("!", "")):
-        raise FormatError(f"{encoded!r} is no encoded name: not written by tierfs", path=encoded)
+        raise FormatError(f"{encoded!r} is not an encoded name: not written by tierfs", path=encoded)
     return name
 
 
@@ -230,7 +232,7 @@ def parse_chunk_key(key: str, kind: DigestKind) -> ChunkName:
     """
     match = _CHUNK.fullmatch(key.removeprefix(CHUNKS))
     if match is None or match[2][:2] != match[1] or len(match[2]) != 2 * kind.size or int(match[3]) > GENERATION_MAX:
-        raise FormatError(f"{key!r} is no chunk's key", path=key)
+        raise FormatError(f"{key!r} is not the key of a chunk", path=key)
     return ChunkName(bytes.fromhex(match[2]), int(match[3]), bytes.fromhex(match[4]) if match[4] else NO_RECIPE)
 
 

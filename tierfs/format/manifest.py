@@ -111,7 +111,7 @@ class Manifest:
                 else b""
             )
         except (TypeError, ValueError) as error:
-            raise InvalidInputError(f"metadata of {path!r} is no JSON: {error}", path=path) from None
+            raise InvalidInputError(f"metadata of {path!r} is not JSON: {error}", path=path) from None
         check_writable(len(previous), VERSION_BYTES_MAX, "length of a version")
         check_writable(len(metadata), METADATA_BYTES_MAX, f"length of the metadata of {path!r}")
         check_writable(self.length, LENGTH_MAX, f"length of {path!r}")
@@ -187,13 +187,13 @@ def decode_record(data: Buffer, path: str, where: str) -> Record:
     """
     kind, flags = peek_kind(data, where)
     if kind not in (Kind.FILE, Kind.DIRECTORY, Kind.TOMBSTONE):
-        raise CorruptionError(f"{where}: a {kind.name.lower()} where a record of the tree belongs", path=where)
+        raise CorruptionError(f"{where}: expected a record of the tree, found a {kind.name.lower()}", path=where)
     cursor = open_sealed(data, where)
     write_id = cursor.bytes(16)
     if cursor.bytes(16) != path_check(path):
         raise CorruptionError(f"{where}: this record was written for another path: it was moved or swapped", path=where)
     if kind is not Kind.TOMBSTONE and (kind is Kind.DIRECTORY) != path.endswith("/"):
-        raise cursor.malformed(f"a {kind.name.lower()} where the other kind of record belongs")
+        raise cursor.malformed(f"a {kind.name.lower()} at the key of the other kind of record")
     if kind is Kind.TOMBSTONE:
         if flags:
             raise cursor.malformed(f"a tombstone with flags {flags:#x}")
@@ -237,18 +237,18 @@ def _decode_manifest(cursor: Cursor, kind: Kind, flags: int, write_id: bytes) ->
         metadata=metadata,
     )
     if indirect and sum(row.raw_length for row in rows) > INDIRECT_TABLE_BYTES_MAX:
-        raise cursor.malformed(f"a table of chunks of over {INDIRECT_TABLE_BYTES_MAX} bytes")
+        raise cursor.malformed(f"its table of chunks is over the limit of {INDIRECT_TABLE_BYTES_MAX} bytes")
     if (flags & _INLINE and indirect) or (indirect and not rows):
-        raise cursor.malformed("an indirect table that is not there")
+        raise cursor.malformed("its indirect table is missing")
     if kind is Kind.DIRECTORY and (not flags & _INLINE or rows or length):
-        raise cursor.malformed("a directory's marker with content in it")
+        raise cursor.malformed("the marker of a directory has content")
     if flags & _INLINE:
         if rows or len(inline) != length or inline_digest(digest_kind, inline) != content:
-            raise cursor.malformed("inline content that does not fit its length or digest")
+            raise cursor.malformed("its inline content does not match its length or digest")
     elif inline or (not indirect and sum(row.raw_length for row in rows) != length):
-        raise cursor.malformed("chunks that do not make up the file's length")
+        raise cursor.malformed("its chunks do not add up to the file's length")
     elif not indirect and content_digest(digest_kind, length, [row.name.digest for row in rows]) != content:
-        raise cursor.malformed("chunks that do not make up the file's digest")
+        raise cursor.malformed("its chunks do not match the file's digest")
     return manifest
 
 
@@ -267,7 +267,7 @@ def _decode_metadata(cursor: Cursor, length: int) -> dict[str, object]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise cursor.malformed("metadata that is no JSON object")
+        raise cursor.malformed("its metadata is not a JSON object")
     return value
 
 

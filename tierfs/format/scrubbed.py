@@ -82,5 +82,5 @@ class ScrubRecord:
             damaged = {str(key): str(problem) for key, problem in document["damaged"].items()}
             last = dict(document["last"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise FormatError(f"{where}: its notes are not those of a scrub", path=where) from None
+            raise FormatError(f"{where}: the notes of the scrub record are invalid", path=where) from None
         return cls(prefixes, damaged, last)

@@ -61,7 +61,8 @@ DENIED = Meaning(
     refused=True,
 )
 NOT_ACCEPTED = Meaning(
-    "the endpoint does not accept the credentials: check them, that they have not expired, and that they are this endpoint's",
+    "the endpoint does not accept the credentials: check that they are correct, have not expired, and belong to this "
+    "endpoint",
     refused=True,
 )
 NO_BUCKET_GCS = Meaning(
@@ -69,15 +70,15 @@ NO_BUCKET_GCS = Meaning(
     refused=True,
 )
 _BAD_HEADER = Meaning(
-    "the credentials cannot be sent as they were given: does one of them end in a newline, as one read from a file may?",
+    "the client cannot send the credentials: check whether one of them ends in a newline, as one read from a file may",
     refused=True,
 )
-_AGAIN = Meaning("the endpoint asks to send it again", transient=True)
-_NOT_OFFERED = Meaning("the endpoint does not offer what was asked for")
-_EXISTS = Meaning("something is there", kind=AlreadyExistsError)
+_AGAIN = Meaning("the endpoint asks for the same request again", transient=True)
+_NOT_OFFERED = Meaning("the endpoint does not support the request")
+_EXISTS = Meaning("the object exists", kind=AlreadyExistsError)
 _NOT_TRUSTED = Meaning(
-    "the endpoint's certificate is not trusted: is it the right endpoint? Where an authority of your own signed it, name the file of "
-    "that in AWS_CA_BUNDLE for S3, in SSL_CERT_FILE for others",
+    "the endpoint's certificate is not trusted: check the endpoint; if an authority of your own signed the certificate, "
+    "name the authority's file in AWS_CA_BUNDLE for S3, in SSL_CERT_FILE for others",
     refused=True,
 )
 _EXPIRED = Meaning("the credentials have expired: renew them", refused=True)
@@ -93,21 +94,23 @@ _NO_CONTAINER = Meaning(
     "the container is not there: correct the URL, or create it: az storage container create --name {bucket}",
     refused=True,
 )
-_CLOCK = Meaning("this machine's clock and the endpoint's differ too much: set this one, by NTP for example")
+_CLOCK = Meaning(
+    "this machine's clock and the endpoint's differ too much: set this machine's clock, for example by NTP"
+)
 _REGION = Meaning(
     "the bucket is in {region}: give its region, in AWS_DEFAULT_REGION or as region_name in the option client_kwargs",
     refused=True,
 )
 _CHECKSUM = Meaning("the bytes that arrived do not have the checksum sent with them", transient=True)
 _IMMUTABLE = Meaning(
-    "the object may not be changed or deleted, by a retention policy or a hold: lift it for the store's objects",
+    "a retention policy or a hold forbids changing or deleting the object: lift it for the store's objects",
     kind=ReadOnlyError,
 )
 _ARCHIVED = Meaning(
-    "the object is archived: bring it back from there, and exempt the store's objects from the rule that archives them"
+    "the object is archived: restore it, and exempt the store's objects from the rule that archives them"
 )
 _LEASED = Meaning("another client holds a lease on this blob or its container: break it, or release it")
-_SNAPSHOTS = Meaning("the blob has snapshots, without which it cannot be deleted: delete them")
+_SNAPSHOTS = Meaning("the blob cannot be deleted while it has snapshots: delete them first")
 _OTHER_KIND = Meaning(
     "the object is of another kind, or encrypted with a key that was not given, so it is not part of the store: move it away"
 )
@@ -117,7 +120,8 @@ _DENIED_UNSAID = Meaning(
     refused=True,
 )
 _UNSAID = Meaning(
-    "the endpoint refuses the request and does not say why: expired credentials, or a bucket in another region, as a rule",
+    "the endpoint refuses the request and does not say why: usually the credentials have expired, or the "
+    "bucket is in another region",
     refused=True,
 )
 

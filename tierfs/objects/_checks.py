@@ -19,7 +19,7 @@ def check_version(key: str, found: Version | None, wanted: Version | None) -> No
     if wanted is None or found == wanted:
         return
     if found is None:
-        raise ConflictError(f"{key} is not there any more", path=key)
+        raise ConflictError(f"{key} no longer exists", path=key)
     raise ConflictError(f"{key} is at version {found}, not at {wanted}", path=key)
 
 

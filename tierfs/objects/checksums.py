@@ -28,7 +28,7 @@ __all__ = ["ALGORITHMS", "checksum_for", "compute", "put_checked", "put_idempote
 
 
 def _crc64nvme(data: Sequence[Buffer]) -> bytes:
-    from awscrt import checksums  # noqa: PLC0415 - an extra, and S3's alone
+    from awscrt import checksums  # noqa: PLC0415 - an extra, used for S3 only
 
     value = 0
     for piece in data:
@@ -80,7 +80,7 @@ def compute(algorithm: str, data: Sequence[Buffer]) -> Checksum:
         InvalidInputError: This process cannot compute ``algorithm``.
     """
     if not computable(algorithm):
-        raise InvalidInputError(f"{algorithm} is no checksum that can be computed here: have {', '.join(ALGORITHMS)}")
+        raise InvalidInputError(f"{algorithm} checksums cannot be computed here: choose one of {', '.join(ALGORITHMS)}")
     return Checksum(algorithm, ALGORITHMS[algorithm][1](data))
 
 

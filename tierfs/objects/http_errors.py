@@ -42,7 +42,7 @@ __all__ = ["cause_of", "refused_options", "translate_client_error", "translated_
 _CAUSES_MAX = 8
 _PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
 
-_SOMETHING_ELSE = "is endpoint_url right, or does a proxy or a login page answer?"
+_SOMETHING_ELSE = "check endpoint_url, and whether a proxy or a login page answers"
 _REASON_CHARS_MAX = 300
 _SEARCHED_CHARS_MAX = 4096
 _RETRY_AFTER_S_MAX = 3600.0
@@ -106,7 +106,7 @@ def translated_client(key: str, *, bucket: str = "") -> Iterator[None]:
     """Translate every exception of a client into an error of tierfs, with the key and what to do next."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - raised again, as ours
+    except Exception as error:  # noqa: BLE001 - raised again as an error of tierfs
         translation = translate_client_error(error, key, bucket=bucket)
         try:
             if translation is error:
@@ -140,7 +140,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         return error
     reason = _reason(error)
     if isinstance(error, NotImplementedError):
-        return ReadOnlyError(f"{key}: this filesystem cannot do that: {reason}", path=key)
+        return ReadOnlyError(f"{key}: this filesystem does not support the operation: {reason}", path=key)
     causes = list(_with_causes(error))
     if any(isinstance(cause, RecursionError) for cause in causes):
         # botocore raises it for a redirect that names no region.
@@ -175,7 +175,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
     if isinstance(error, KeyError):
         # HTTP clients raise KeyError for an answer that is cut off in its headers, or that another server sends.
         return StoreError(
-            f"{key}: the answer is not whole: it has no {reason}; if it never has, {_SOMETHING_ELSE}",
+            f"{key}: the answer is incomplete: it lacks {reason}; if this persists, {_SOMETHING_ELSE}",
             transient=True,
             path=key,
         )
@@ -286,7 +286,7 @@ def _http_status(error: BaseException) -> int | None:
         candidates = [getattr(error, name, None) for name in ("status", "status_code", "code")]
     for candidate in candidates:
         text = str(candidate)
-        if text.isdecimal() and 400 <= int(text) < 600:  # noqa: PLR2004 - the statuses that tell of errors
+        if text.isdecimal() and 400 <= int(text) < 600:  # noqa: PLR2004 - the error statuses
             return int(text)
     return None
 

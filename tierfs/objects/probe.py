@@ -24,7 +24,7 @@ from tierfs.objects.wrappers.retry import RetryingObjects
 __all__ = ["Finding", "Findings", "probe"]
 
 _CONTENT = b"tierfs tries what this endpoint heeds. "
-_REFUSED = "a condition that held was refused"
+_REFUSED = "a request whose condition held was refused"
 _logger = logging.getLogger("tierfs.objects")
 
 
@@ -94,8 +94,8 @@ class _Probe:
                 ),
             )
             if not can.checksums:
-                self._try("checksums", False, str)  # noqa: FBT003 - none is asked for
-            self._try("ranged reads", True, self._ranges)  # noqa: FBT003 - it is always asked for
+                self._try("checksums", False, str)  # noqa: FBT003 - no checksum is requested
+            self._try("ranged reads", True, self._ranges)  # noqa: FBT003 - always tested
             self._try("reads pinned to a version", True, self._pinned)  # noqa: FBT003
         finally:
             self._tidy()
@@ -107,7 +107,7 @@ class _Probe:
 
     def _try(self, name: str, asked: bool, test: Callable[[], str]) -> bool:
         if not asked:
-            detail = "not tried: this kind of filesystem cannot ask for it"
+            detail = "not tried: this kind of filesystem cannot request it"
         else:
             try:
                 detail = test()
@@ -117,7 +117,7 @@ class _Probe:
             except StoreError as error:
                 if error.transient:
                     raise
-                detail = f"it is not understood: {error}"
+                detail = f"the endpoint does not support it: {error}"
         self._tests.append(Finding(name, not detail, detail))
         return not detail
 
@@ -139,7 +139,7 @@ class _Probe:
         except AlreadyExistsError:
             return _REFUSED
         if not self._is_refused(key, CREATE, AlreadyExistsError):
-            return "an object that was there was replaced"
+            return "an existing object was replaced"
         return ""
 
     def _update(self) -> str:
@@ -150,11 +150,11 @@ class _Probe:
         except ConflictError:
             return _REFUSED
         if second.version == first.version:
-            return "two contents have the same version"
+            return "two different contents have the same version"
         if not self._is_refused(key, Update(first.version), ConflictError):
-            return "an object that had changed was replaced"
+            return "a changed object was replaced"
         if not self._is_refused(self._key(), Update(second.version), ConflictError):
-            return "an object that was not there was made"
+            return "a missing object was created"
         return ""
 
     def _is_refused(self, key: str, mode: PutMode, refusal: type[TierfsError]) -> bool:
@@ -169,10 +169,10 @@ class _Probe:
         for _ in range(3):
             info = self._put(key, [_CONTENT, os.urandom(4)])
             if info not in list(self._objects.list(self._prefix)):
-                return "a listing did not show what had been written"
+                return "a listing lacked an object that had been written"
             self._objects.delete([key])
             if any(listed.key == key for listed in self._objects.list(self._prefix)):
-                return "a listing showed what had been deleted"
+                return "a listing showed a deleted object"
         return ""
 
     def _checksum(self, algorithm: str) -> str:
@@ -184,7 +184,7 @@ class _Probe:
             except StoreError as error:
                 if error.transient:
                     raise
-                return f"a right one was refused: {error}"
+                return f"a correct checksum was refused: {error}"
             wrong = Checksum(algorithm, bytes([right.value[0] ^ 1 << number]) + right.value[1:])
             key = self._key()
             try:
@@ -192,9 +192,9 @@ class _Probe:
             except StoreError:
                 with contextlib.suppress(NotFoundError):
                     self._objects.head(key)
-                    return "bytes with another one were refused, and stored all the same"
+                    return "bytes with a wrong checksum were refused, but stored"
             else:
-                return "bytes with another one were stored"
+                return "bytes with a wrong checksum were stored"
         return ""
 
     def _ranges(self) -> str:
@@ -205,8 +205,8 @@ class _Probe:
         try:
             self._objects.get(key, [(100, out)])
         except CorruptionError as error:
-            return f"too few bytes came: {error}"
-        return "" if out == content[100:120] else "other bytes came than were asked for"
+            return f"too few bytes arrived: {error}"
+        return "" if out == content[100:120] else "other bytes arrived than were requested"
 
     def _pinned(self) -> str:
         key = self._key()
@@ -216,7 +216,7 @@ class _Probe:
         try:
             self._objects.get(key, ranges, version=second.version)
         except ConflictError:
-            return "the version that is there was refused"
+            return "the current version was refused"
         try:
             self._objects.get(key, ranges, version=first.version)
         except ConflictError:
@@ -227,4 +227,4 @@ class _Probe:
         try:
             self._objects.delete([f"{self._prefix}{number}" for number in range(1, self._count + 1)])
         except TierfsError as error:
-            _logger.warning("what was tried could not be tidied up below %s: %s", self._prefix, error)
+            _logger.warning("the probe's objects below %s could not be deleted: %s", self._prefix, error)

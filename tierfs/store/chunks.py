@@ -220,7 +220,7 @@ def _read_back(store: Store, row: Row) -> Row:
         with buffers().lend(row.raw_length) as out:
             fetch_object(store, row, [(0, out)], where)
     except CorruptionError as error:
-        _logger.warning("a chunk was stored wrong, the bytes are stored again beside it: %s", error)
+        _logger.warning("a chunk was stored wrong; its bytes are stored again under another name: %s", error)
         return DAMAGED
     return row
 
@@ -253,8 +253,8 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
             fetch(store, row, [(0, raw)], where)
     except CorruptionError as error:
         raise StoreError(
-            f"{where}: chunk {keys.chunk_key(row.name)} was collected while this writer was out of touch with the store: "
-            "nothing was published; write the file again",
+            f"{where}: chunk {keys.chunk_key(row.name)} was collected while this writer had lost contact with the "
+            "store: nothing was published; write the file again",
             path=where,
             tier="object",
         ) from error

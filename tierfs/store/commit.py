@@ -79,7 +79,8 @@ class Commits:
         sequence = max([self._store.clock.now_ns(), *(mark.sequence + 1 for mark in before)])
         if sequence > SEQUENCE_MAX:
             raise FormatError(
-                f"{self._store.where(path)}: no save can follow one of sequence {sequence - 1}: remove that", path=path
+                f"{self._store.where(path)}: no save can follow one of sequence {sequence - 1}: remove that save",
+                path=path,
             )
         return SaveMark(sequence, save_id), is_new
 
@@ -167,7 +168,9 @@ class Commits:
         try:
             self.advance(directory)
         except TierfsError as error:
-            _logger.warning("%s: whether the save is complete is seen later: %s", self._store.where(directory), error)
+            _logger.warning(
+                "%s: cannot check now whether the save is complete: %s", self._store.where(directory), error
+            )
 
     def check_turn(self, path: str, mark: SaveMark) -> None:
         """Check that no save that began later than this one is published.
@@ -190,17 +193,22 @@ class Commits:
         self._check_turn(path, there, mark)
         if turn_of(there) != mark:
             raise NotFoundError(
-                f"{self._store.where(path)} is not of save {mark.save_id}, which is not announced any more either: it was "
-                "removed",
+                f"{self._store.where(path)} does not belong to save {mark.save_id}, which is no longer announced: that "
+                "save was removed",
                 path=path,
             )
 
     def _check_turn(self, path: str, there: Manifest | None, mark: SaveMark) -> None:
         other = turn_of(there)
         if other is not None and other > mark:
-            whose = f"is of save {other.save_id}, which began" if other.save_id else "is of no save, and was written"
+            whose = (
+                f"belongs to save {other.save_id}, which began"
+                if other.save_id
+                else "belongs to no save, and was written"
+            )
             raise ConflictError(
-                f"{self._store.where(path)} {whose} later than save {mark.save_id}: that one stands, this one is superseded",
+                f"{self._store.where(path)} {whose} later than save {mark.save_id}: the later one is kept, "
+                "this one is superseded",
                 path=path,
             )
 
@@ -268,9 +276,7 @@ class Commits:
                     lambda: self._announced.waited_for(directory),
                 )
         except TierfsError as error:
-            _logger.info(
-                "%s: what was replaced there stays until the next save: %s", self._store.where(directory), error
-            )
+            _logger.info("%s: replaced files stay until the next save: %s", self._store.where(directory), error)
         write_references(self._store, directory)
 
     def overtake(self, path: str, record: Manifest, rows: Sequence[Row]) -> bool:
@@ -291,7 +297,7 @@ class Commits:
         if turn > mark and turn.save_id:
             # Not kept as a conflict: that would block every later save of this host to the directory.
             _logger.warning(
-                "%s is of save %s, which began later: save %s of this host is superseded, and not published",
+                "%s belongs to save %s, which began later: save %s of this host is superseded and is not published",
                 self._store.where(path),
                 turn.save_id,
                 mark.save_id,
@@ -315,8 +321,8 @@ class Commits:
                     raise CorruptionError(f"{self._store.where(directory)}: {save}", path=directory)
             if deadline is not None and clock.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"{self._store.where(directory)}: {waiting[0]}; the hosts that hold them publish them, unless they are "
-                    "lost: then the save is"
+                    f"{self._store.where(directory)}: {waiting[0]}; the hosts that hold these files publish "
+                    "them; if such a host is lost, so is the save"
                 )
             clock.sleep(POLL_S)
 

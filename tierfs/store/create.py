@@ -78,7 +78,7 @@ def create_store(
     if found == made and found.endpoint.missing:
         consequences = ["only one process may write to the store at a time"] if found.single_writer else []
         if not found.endpoint.checksums and not found.endpoint.host_local:
-            consequences.append("what is written is read back (verify_writes)")
+            consequences.append("every write is read back (verify_writes)")
         _logger.warning(
             "%s: this endpoint cannot promise %s%s",
             url,
@@ -95,12 +95,12 @@ def check_times(lease_s: int, grace_s: int | None) -> int:
         InvalidInputError: The lease is out of range, or the grace does not fit it.
     """
     if not 1 <= lease_s <= LEASE_S_MAX:
-        raise InvalidInputError(f"a lease of {lease_s} s: it lasts from 1 to {LEASE_S_MAX} s")
+        raise InvalidInputError(f"a lease of {lease_s} s is out of range: choose 1 to {LEASE_S_MAX} s")
     grace_s = max(GRACE_S, GRACE_LEASES * lease_s) if grace_s is None else grace_s
     if not GRACE_LEASES_MIN * lease_s <= grace_s <= GRACE_S_MAX:
         raise InvalidInputError(
-            f"a grace of {grace_s} s for a lease of {lease_s} s: a request has what is between them to take effect, so the grace is "
-            f"at least {GRACE_LEASES_MIN} leases, and at most {GRACE_S_MAX} s"
+            f"a grace of {grace_s} s does not fit a lease of {lease_s} s: choose at least {GRACE_LEASES_MIN} leases, "
+            f"because a request has the difference to take effect, and at most {GRACE_S_MAX} s"
         )
     return grace_s
 
@@ -113,7 +113,7 @@ def check_digests(found: Descriptor, digest: DigestKind, url: str) -> None:
     """
     if found.digest_kind is not digest:
         raise InvalidInputError(
-            f"{url} is a store with {found.digest_kind.label} digests already: that cannot be changed", path=url
+            f"{url} is already a store with {found.digest_kind.label} digests: this cannot be changed", path=url
         )
 
 

@@ -63,7 +63,7 @@ def read_notes(store: Store) -> dict[str, Any] | None:
             else:
                 path.unlink(missing_ok=True)
         except (OSError, ValueError) as error:  # noqa: PERF203 - one note that cannot be read must not hide the others
-            _logger.debug("%s is passed over: %s", path, error)
+            _logger.debug("%s is skipped: %s", path, error)
     if not found:
         return None
     total: dict[str, Any] = {name: sum(int(note.get(name) or 0) for note in found) for name in _SUMMED}

@@ -333,7 +333,7 @@ class LeaseCache:
             if expired:
                 self._objects.delete(expired)
         except TierfsError as error:
-            _logger.warning("leases that ran out are left, since they could not be deleted: %s", error)
+            _logger.warning("expired leases remain, because they could not be deleted: %s", error)
 
     def _put_lease(self, mode: PutMode) -> ObjectInfo:
         self._sequence += 1
@@ -358,7 +358,7 @@ class LeaseCache:
                 continue
             listed = Condemned.decode(data, key)
             if listed.digest_kind is not self._descriptor.digest_kind or keys.condemned_key(listed.epoch) != key:
-                raise FormatError(f"{key}: a list of another epoch or with other digests", path=key)
+                raise FormatError(f"{key}: a condemned list of another epoch or with another kind of digest", path=key)
             lists[key] = (info.version, listed.names)
         new = [names for key, (_, names) in lists.items() if self._condemned.get(key) is not lists[key]]
         if not new and len(lists) == len(self._condemned):

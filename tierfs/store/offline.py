@@ -46,7 +46,7 @@ def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
     def ask() -> None:
         try:
             future.set_result(look())
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             future.set_exception(error)
 
     if start_daemon(ask, name="look") is None:
@@ -116,7 +116,7 @@ class KnownStores:
             temporary.write_bytes(data)
             temporary.replace(path)
         except (TierfsError, OSError) as error:
-            _logger.info("what %s is cannot be kept on this host: %s", url, error)
+            _logger.info("this host cannot keep the descriptor of %s: %s", url, error)
 
     def find(self, url: str) -> tuple[Descriptor, tuple[str, ...]] | None:
         """Return the descriptor and the places of the store that this host last saw at a root, if any."""
@@ -127,7 +127,7 @@ class KnownStores:
         except FileNotFoundError:
             return None
         except (TierfsError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            _logger.warning("what this host knows of %s is of no use: %s", url, error)
+            _logger.warning("the descriptor of %s that this host kept is unusable: %s", url, error)
             return None
 
     def _path(self, url: str) -> Path:

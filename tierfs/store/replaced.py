@@ -64,7 +64,9 @@ def _remove(store: Store, path: str, info: ObjectInfo, part: Container[str]) -> 
     except (ConflictError, NotFoundError):
         return False  # another client removed or changed it
     except TierfsError as error:
-        _logger.info("%s was replaced, and stays until the next save: %s", store.where(path), error)
+        _logger.info(
+            "%s was replaced, but could not be removed; it stays until the next save: %s", store.where(path), error
+        )
         return False
     _logger.info("removed %s: another save replaced it", store.where(path))
     return True

@@ -132,7 +132,8 @@ class Store:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise StoreError(
-                f"{self.url} was opened by the process that this one was forked from: open it, and files in it, in this process",
+                f"{self.url} was opened before this process was forked: open it, and files in it, again in this "
+                "process",
                 path=self.url,
             )
 
@@ -141,7 +142,7 @@ class Store:
         """The encoder for chunks on their way to the object tier. All writers of this store share it."""
         with self._lock:
             if self._encoder is None:
-                from tierfs.store.encode.encoder import Encoder  # noqa: PLC0415 - brings numpy
+                from tierfs.store.encode.encoder import Encoder  # noqa: PLC0415 - loads numpy
 
                 kind, is_near = self.descriptor.digest_kind, self.descriptor.endpoint.host_local
                 self._encoder = Encoder(kind, self._codecs, is_near=is_near)
@@ -176,7 +177,7 @@ class Store:
             if not error.transient or self.tiers is None:
                 raise
             self.tiers.counters.fall_back(
-                "unchecked_stores", "%s cannot be asked whether it is there still: %s", self.url, error
+                "unchecked_stores", "cannot check whether %s still exists: %s", self.url, error
             )
             return True
         if version is None:

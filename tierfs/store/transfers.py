@@ -40,7 +40,7 @@ class Errand(Generic[_In, _Out]):
         try:
             if self.future.set_running_or_notify_cancel():
                 self.future.set_result(task(argument))
-        except BaseException as error:  # noqa: BLE001 - raised by who waits for the future
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the future
             self.future.set_exception(error)
             # Drop this frame's references: the future refers to the error, and the error to this frame. Otherwise the
             # future would keep borrowed memory alive.

@@ -44,7 +44,7 @@ def level_of(store: Store, path: str) -> Level:
     tiers = _tiers_of(store)
     level = tiers.drafts.level(path) if tiers is not None else Level.OBJECT
     if stat_to_read(store, path).is_directory:
-        raise NotFoundError(f"{store.where(path)} is a directory: levels are a file's", path=path)
+        raise NotFoundError(f"{store.where(path)} is a directory: only files have levels", path=path)
     return level
 
 
@@ -68,7 +68,7 @@ def open_conflict(store: Store, path: str) -> Reader:
     draft = store.tiers.drafts.kept(path) if store.tiers is not None else None
     if draft is None or not isinstance(draft.record, Manifest):
         raise NotFoundError(
-            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists those that are", path=path
+            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists all conflicts", path=path
         )
     return open_manifest(store, path, draft.record)
 

@@ -33,5 +33,5 @@ def test_what_is_allowed_is_handed_to_another_process_as_a_text(text):
 
 @pytest.mark.parametrize("text", ["", "gzip", "zstd,", "auto,zstd", "ALL", "3"])
 def test_what_is_no_codec_is_refused_by_name(text):
-    with pytest.raises(InvalidInputError, match="neither auto, all nor off, nor names among store, zstd"):
+    with pytest.raises(InvalidInputError, match="choose auto, all, off, or names among store, zstd"):
         Codecs.parse(text)

@@ -751,7 +751,7 @@ def test_what_is_stored_without_its_table_or_the_save_before_is_counted_and_said
         flushing.publisher.plan(draft, flushing.read)
     assert flushing.publisher.asked()["codecs"]["unknown_layouts"] == 2
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
-    assert "without regard to its tensors" in caplog.text
+    assert "without knowledge of its tensors" in caplog.text
 
 
 def lists_of(measured, save, count):

@@ -205,7 +205,7 @@ def a_process_stands_still_right_before_it_publishes(world):
         try:
             save(world.writer, "new", CONTENT)
         except StoreError as error:
-            assert "stood still" in str(error)  # noqa: PT017 - without the rule it is published, and that is what fails
+            assert "was paused" in str(error)  # noqa: PT017 - without the rule it is published, and that is what fails
     assert load_or_nothing(world, "new") in (None, CONTENT)
 
 

@@ -276,7 +276,7 @@ def test_a_chunk_with_one_bad_block_stays_because_the_others_can_be_read():
     flip_bit(store.objects, key, 8 * (store.objects.head(key).size - 5))
     scrub(store, LOOK)
     report = run(store)
-    assert [each.how for each in report.left] == ["its sound blocks can be read still"]
+    assert [each.how for each in report.left] == ["its sound blocks can still be read"]
     assert store.objects.head(key)
     with pytest.raises(CorruptionError):
         load(store, "a")
@@ -329,7 +329,7 @@ def test_no_chunk_is_moved_that_a_newer_tierfs_may_have_written(store):
     flip_bit(store.objects, key, 8 * 30)
     scrub(store, LOOK)
     report = run(store)
-    assert [each.how for each in report.left] == ["it may be of a newer tierfs"]
+    assert [each.how for each in report.left] == ["a newer tierfs may have written it"]
     assert [each.path for each in report.lost] == ["a"]
     assert report.moved == []
 
@@ -350,7 +350,7 @@ def test_what_a_healed_table_names_is_looked_after_in_the_same_run(codecs):
     scrub(store, LOOK)
     would = run(reopened(store), replicas=[replica], dry_run=True)
     assert (len(would.mended), would.moved, would.lost) == (1, [], [])
-    assert would.left[0].how == "a run heals it, and then looks at the chunks"
+    assert would.left[0].how == "a run without --dry-run heals it, then checks the chunks"
     report = run(reopened(store), replicas=[replica])
     assert (len(report.mended), len(report.moved)) == (1, 1)
     assert [(each.path, each.ranges) for each in report.lost] == [("a", ((0, 16 << 20),))]
@@ -409,7 +409,7 @@ def test_a_condemned_list_that_nobody_can_read_does_not_keep_writers_waiting_for
     twice(store, key)
     with pytest.raises(CorruptionError):
         save(Store(store.objects, store.descriptor, url="again", clock=store.clock), "new", content(9))
-    assert [each.how for each in run(store).left] == ["gc deletes nothing for it, and removes it after a grace"]
+    assert [each.how for each in run(store).left] == ["gc deletes no chunk because of it, and removes it after a grace"]
     store.clock.sleep(100)
     report = run(store)
     assert [each.key for each in report.moved] == [key]

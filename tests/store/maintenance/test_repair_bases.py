@@ -49,7 +49,9 @@ def test_a_chunk_is_no_loss_where_its_base_is_healed(steps):
     scrub(steps.flushing.bare(), LOOK)
     would = run(steps.flushing.bare(), dry_run=True)
     assert ([each.key for each in would.mended], would.is_whole) == ([steps.base], True)
-    assert [(each.key, each.how) for each in would.left] == [(steps.key, "a run heals that, and then looks at this")]
+    assert [(each.key, each.how) for each in would.left] == [
+        (steps.key, "a run without --dry-run heals the base, then checks this")
+    ]
     report = run(steps.flushing.bare())
     assert [each.key for each in report.mended] == [steps.base]
     assert (report.left, report.lost) == ([], [])

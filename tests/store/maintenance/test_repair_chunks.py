@@ -34,7 +34,7 @@ def test_a_chunk_with_a_codec_of_a_newer_tierfs_is_left():
     found = scrub(reopened(store), ScrubOptions(concurrency=1)).damage
     assert [(each.key, each.kind, each.healed) for each in found] == [(key, "format", "")]
     report = run(reopened(store))
-    assert [(each.key, each.how) for each in report.left] == [(key, "it may be of a newer tierfs")]
+    assert [(each.key, each.how) for each in report.left] == [(key, "a newer tierfs may have written it")]
     assert (report.mended, report.moved, lost_keys(store)) == ([], [], [])
     assert store.objects.read(key, 4 * MIB)[0] == payload
 

@@ -39,6 +39,6 @@ def test_lists_of_a_newer_tierfs_are_left(store):
     versions = [store.objects.head(key).version for key in found]
     report = run(reopened(store))
     assert [each.key for each in report.left] == found
-    assert {each.how for each in report.left} == {"it may be of a newer tierfs"}
+    assert {each.how for each in report.left} == {"a newer tierfs may have written it"}
     assert (report.mended, report.moved) == ([], [])
     assert [store.objects.head(key).version for key in found] == versions

@@ -588,7 +588,7 @@ def test_a_chain_that_is_too_long_is_refused(flushing):
         rows.append(store_against(flushing.store, raw, rows[-1], before))
     out = memoryview(bytearray(MIB))
     fetch(flushing.bare(), rows[2], [(0, out)], "file")  # chain_max + 1 steps: as one that is derived from a delta
-    with pytest.raises(FormatError, match="one encoded against the other"):
+    with pytest.raises(FormatError, match="each encoded against the next"):
         fetch(flushing.bare(), rows[3], [(0, out)], "file")
 
 
@@ -617,14 +617,14 @@ def test_what_lies_beside_a_chunk_and_is_none_is_passed_over(saved, flushing, ob
     objects.put(f"{keys.chunk_key(alone)}.bak", [b"x"])
     assert find_chunk(flushing.bare(), dataclasses.replace(row, name=alone, stored_length=0), "f") == row
     remove(objects, row.name)
-    with pytest.raises(CorruptionError, match="in no tier"):
+    with pytest.raises(CorruptionError, match="no tier holds chunk"):
         find_chunk(flushing.bare(), dataclasses.replace(row, name=alone, stored_length=0), "f")
 
 
 def test_a_delta_whose_base_is_gone_is_not_found(saved, flushing):
     row = rows_of(flushing.store, PATHS[1])[1]
     remove(flushing.store.objects, *row.bases)
-    with pytest.raises(CorruptionError, match="in no tier"):
+    with pytest.raises(CorruptionError, match="no tier holds chunk"):
         find_chunk(
             flushing.bare(), dataclasses.replace(row, name=keys.ChunkName(row.name.digest), stored_length=0), "f"
         )

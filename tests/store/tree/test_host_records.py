@@ -89,7 +89,7 @@ def test_a_damaged_record_on_the_host_is_fetched_anew_and_logged(open_store, sta
         connection.execute("UPDATE records SET data = x'00112233'")
     connection.close()
     assert listed(open_store()) == {"a": 1}
-    assert "fetched anew" in caplog.text
+    assert "fetched again" in caplog.text
 
 
 def test_a_damaged_file_is_logged_once_and_replaced(open_store, state, caplog):

@@ -31,7 +31,7 @@ def test_a_writer_that_observed_before_finds_a_conflict(store, how, there_before
     late.write(b"late")
     save(store, "a", b"second")
     GONE[how](store)
-    with pytest.raises(ConflictError, match="theirs stands"):
+    with pytest.raises(ConflictError, match="version is kept"):
         late.commit()
     with pytest.raises(NotFoundError):
         load(store, "a")

@@ -264,7 +264,7 @@ def test_a_base_that_is_lost_is_warned_of(store, tier, monkeypatch, caplog, head
     tier.delete([keys.chunk_key(base.name)])
     with caplog.at_level(logging.WARNING, "tierfs"):
         assert usage(store).stored_bytes == changed.stored_length + record_bytes(tier, "delta")
-    assert f"1 chunks that files need are not there, like memory://s/{keys.chunk_key(base.name)}" in caplog.text
+    assert f"1 chunks that files need are missing, for example memory://s/{keys.chunk_key(base.name)}" in caplog.text
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------------

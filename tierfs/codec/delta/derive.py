@@ -57,7 +57,7 @@ def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> No
         raise DamageError("cut short")
     function, count, gap_bytes = _HEAD.unpack_from(encoded)
     if function != _BFLOAT16:
-        raise DamageError("not derived by a function that is known")
+        raise DamageError("derived by an unknown function")
     elements = elements_of(out, _WIDTH)
     check_gaps(count, gap_bytes, elements.size)
     planes = PlaneReader(encoded, _HEAD.size, [gap_bytes, count, count], len(out) % _WIDTH)

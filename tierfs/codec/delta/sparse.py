@@ -54,7 +54,7 @@ def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> Non
         raise DamageError("cut short")
     width, reserved, count, gap_bytes = _HEAD.unpack_from(encoded)
     if width not in WIDTHS or reserved:
-        raise DamageError("not sparse")
+        raise DamageError("invalid head of a sparse block")
     elements = elements_of(out, width)
     check_gaps(count, gap_bytes, elements.size)
     planes = PlaneReader(encoded, _HEAD.size, [gap_bytes] + [count] * width, len(out) % width)

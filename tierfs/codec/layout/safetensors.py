@@ -106,13 +106,13 @@ def _parse(text: bytes | bytearray, where: str) -> dict[str, HeaderEntry]:
     except (ValueError, RecursionError) as error:
         raise _wrong(where, f"its table of tensors cannot be read: {error!r:.200}") from error
     if not isinstance(table, dict):
-        raise _wrong(where, "its table of tensors is none")
+        raise _wrong(where, "its table of tensors is not a JSON object")
     table.pop(METADATA_NAME, None)
     entries = {name: _entry(name, item, where) for name, item in table.items()}
     at = 0
     for entry in sorted(entries.values(), key=lambda entry: (entry.at, entry.length)):
         if entry.at != at:
-            raise _wrong(where, f"{entry.name!r} begins at {entry.at}, and what is before it ends at {at}")
+            raise _wrong(where, f"{entry.name!r} begins at {entry.at}, but the tensor before it ends at {at}")
         at = entry.at + entry.length
     return entries
 
@@ -122,15 +122,15 @@ def _entry(name: str, item: Any, where: str) -> HeaderEntry:
         dtype, shape, (start, end) = item["dtype"], item["shape"], item["data_offsets"]
         sizes = [*shape, start, end]
     except (KeyError, TypeError, ValueError) as error:
-        raise _wrong(where, f"{name!r} is {item!r:.100}") from error
+        raise _wrong(where, f"the entry of {name!r} is invalid: {item!r:.100}") from error
     if (
         not isinstance(dtype, str)
         or not isinstance(shape, list)
         or not all(type(size) is int and 0 <= size <= _INTEGER_MAX for size in sizes)
     ):
-        raise _wrong(where, f"{name!r} is {item!r:.100}")
+        raise _wrong(where, f"the entry of {name!r} is invalid: {item!r:.100}")
     if len(shape) > _DIMENSIONS_MAX or start > end:
-        raise _wrong(where, f"{name!r} is {item!r:.100}")
+        raise _wrong(where, f"the entry of {name!r} is invalid: {item!r:.100}")
     known = ELEMENTS.get(dtype)
     if known is not None and math.prod(shape) * known.size != end - start:
         raise _wrong(where, f"{name!r}: {end - start} bytes do not make {shape} elements of {dtype}")
@@ -138,11 +138,11 @@ def _entry(name: str, item: Any, where: str) -> HeaderEntry:
 
 
 def _wrong(where: str, what: str) -> CorruptionError:
-    return CorruptionError(f"{where}: is no safetensors file: {what}", path=where)
+    return CorruptionError(f"{where}: not a safetensors file: {what}", path=where)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return made

@@ -174,7 +174,7 @@ class _Machine:
                 mark -= 1
             count = wanted.index(pickletools.markobject) + len(self._stack) - mark
         if count > len(self._stack):
-            raise ValueError("more is taken off the stack than there is")
+            raise ValueError("an opcode takes more values than the stack holds")
         taken = self._stack[len(self._stack) - count :]
         del self._stack[len(self._stack) - count :]
         return taken

@@ -52,12 +52,12 @@ def decompress(frame: memoryview, size: int) -> bytes:
     try:
         # Check the stated size first, so that no memory is allocated for a decompression bomb.
         if zstandard.frame_content_size(frame) != size:
-            raise DamageError(f"a frame that is not of {size} bytes")
+            raise DamageError(f"a frame does not state {size} bytes")
         decoded: bytes = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DamageError(str(error)) from None
     if len(decoded) != size:
-        raise DamageError(f"a frame that does not decode to {size} bytes")
+        raise DamageError(f"a frame does not decode to {size} bytes")
     return decoded
 
 

@@ -34,7 +34,7 @@ def check_gaps(count: int, gap_bytes: int, size: int) -> None:
         DamageError: They cannot.
     """
     if count > size or gap_bytes > count + (size - count) // _SKIP:
-        raise DamageError(f"{count} positions with {gap_bytes} gaps in {size} elements")
+        raise DamageError(f"{count} positions in {gap_bytes} gap bytes do not fit {size} elements")
 
 
 def positions_of(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
@@ -46,7 +46,7 @@ def positions_of(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
     ends = gaps != _SKIP
     after = np.cumsum(gaps + ends, dtype=np.intp)
     if int(np.count_nonzero(ends)) != count or (gaps.size and (not ends[-1] or after[-1] > size)):
-        raise DamageError("gaps that do not fit")
+        raise DamageError("gaps do not match the stated positions")
     positions: NDArray[np.intp] = after[ends]
     positions -= 1
     return positions

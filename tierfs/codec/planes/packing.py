@@ -172,7 +172,7 @@ def unpack(mode: int, data: memoryview, size: int, place: Elements | None = None
     elif mode == Mode.MOSTLY and _MOSTLY_HEAD.size <= len(data) < size:
         _from_mostly(data, plane)
     else:
-        raise DamageError(f"a plane of mode {mode} with {len(data)} bytes for {size}")
+        raise DamageError(f"a plane of mode {mode} has {len(data)} encoded bytes for {size}")
     return plane
 
 
@@ -235,14 +235,14 @@ def _from_codes(data: memoryview, out: Elements, shift: int = 0) -> None:
     values = _CODES_HEAD.size + 4 * count
     start = values + count
     if start >= len(data):
-        raise DamageError(f"{count} bytes outside of a window, in {len(data)}")
+        raise DamageError(f"{count} bytes outside the window do not fit into {len(data)} encoded bytes")
     positions = elements_of(data[_CODES_HEAD.size : values], 4)
     if kernels.active is not None and out.itemsize == 1:
         frame = frames.decompress(data[start:], (out.size + 1) // 2)
         _call(kernels.active.unpack_codes, frame, first, positions, data[values:start], out)
         return
     if count and int(positions.max()) >= out.size:
-        raise DamageError(f"a byte at {positions.max()} of a plane of {out.size}")
+        raise DamageError(f"a byte at position {positions.max()} of a plane of {out.size} bytes")
     half, width = (out.size + 1) // 2, out.itemsize
     packed = elements_of(memoryview(frames.decompress(data[start:], half)), 1)
     # Spread both codes of a byte over the memory of two numbers. The mask below removes the other bits.
@@ -291,7 +291,7 @@ def _from_mostly(data: memoryview, out: Elements, shift: int = 0) -> None:
     check_gaps(count, gap_bytes, out.size)
     values = _MOSTLY_HEAD.size + gap_bytes
     if values + count != len(data):
-        raise DamageError(f"{count} bytes that are others and {gap_bytes} gaps, in {len(data)}")
+        raise DamageError(f"{count} other bytes and {gap_bytes} gap bytes do not add up to {len(data)}")
     if kernels.active is not None and out.itemsize == 1:
         _call(kernels.active.unpack_mostly, data[_MOSTLY_HEAD.size : values], data[values:], most, out)
         return

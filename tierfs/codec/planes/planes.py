@@ -140,7 +140,7 @@ class PlaneReader:
             raise DamageError("cut short")
         heads = [_PLANE_HEAD.unpack_from(encoded, at + index * PLANE_HEAD_BYTES) for index in range(len(sizes))]
         if start + sum(length for _, length in heads) + tail != len(encoded):
-            raise DamageError("lengths of planes that do not add up")
+            raise DamageError("lengths of planes do not add up")
         self._encoded = encoded
         self._tail = tail
         self._left: list[tuple[int, memoryview, int]] = []
@@ -209,9 +209,9 @@ class PlaneReader:
         """Return the next two planes, which are woven."""
         (_, data, size), low = self._left.pop(0), self._left.pop(0)
         if order is not PlaneOrder.AS_IT_IS:
-            raise DamageError("planes that are together, and changed")
+            raise DamageError("woven planes must not have reordered bits")
         if len(data) != _LANE * size or low[0] != Mode.WOVEN or len(low[1]):
-            raise DamageError(f"two planes of {size} bytes in {len(data)}, then mode {low[0]} with {len(low[1])}")
+            raise DamageError(f"two woven planes of {size} bytes in {len(data)}, then mode {low[0]} with {len(low[1])}")
         return data
 
     def _lane(self, out: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS) -> Elements:
@@ -281,10 +281,10 @@ def decode_head(encoded: memoryview, upper: PlaneOrder) -> tuple[int, PlaneOrder
         DamageError: The width or the order is invalid.
     """
     if len(encoded) < _HEAD.size or encoded[0] not in WIDTHS:
-        raise DamageError("not made of planes")
+        raise DamageError("invalid head of a block of planes")
     width, order = encoded[0], encoded[1]
     if order != PlaneOrder.AS_IT_IS and (order != upper or width < _LANE):
-        raise DamageError(f"bits of {width} bytes in order {order}")
+        raise DamageError(f"invalid bit order {order} of elements of {width} bytes")
     return width, PlaneOrder(order)
 
 

@@ -131,7 +131,7 @@ class CloudObjects:
         return translated_client(key or self._name, bucket=self._bucket)
 
     def _no_bucket(self, key: str) -> StoreError:
-        return StoreError(f"{key or self._name}: there is no {self._name}: make the bucket first", path=key)
+        return StoreError(f"{key or self._name}: {self._name} does not exist: create the bucket first", path=key)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -150,7 +150,7 @@ class CloudObjects:
     ) -> ObjectInfo:
         """See `ObjectTier.put`."""
         if checksum is not None and checksum.algorithm not in self._capabilities.checksums:
-            raise InvalidInputError(f"{key}: {self._name} verifies no {checksum.algorithm}", path=key)
+            raise InvalidInputError(f"{key}: {self._name} does not verify {checksum.algorithm} checksums", path=key)
         body = [piece for piece in (memoryview(each).cast("B") for each in data) if len(piece)]
         try:
             with self._translated(key):
@@ -161,7 +161,7 @@ class CloudObjects:
             raise
         except NotFoundError as error:
             if isinstance(mode, Update):
-                raise ConflictError(f"{key} is not there any more", path=key) from error
+                raise ConflictError(f"{key} no longer exists", path=key) from error
             raise self._no_bucket(key) from error
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
@@ -252,7 +252,7 @@ def open_cloud(
     # A secret may contain a slash, and the rest of it then looks like a key. No bucket's name has a colon.
     if ":" in bucket and ("@" in bucket or not bucket.startswith("arn:")):
         raise InvalidInputError(
-            f"{scheme}:// takes no credentials in its URL: give them as options or in the environment"
+            f"{scheme}:// does not accept credentials in its URL: give them as options or in the environment"
         )
     capabilities = Capabilities(
         conditional_create=True,
@@ -280,5 +280,5 @@ def _check(key: str, content: Content, span: RequestRange, version: Version | No
     check_end(key, content.info.size, span.end)
     if content.start > span.start:
         raise StoreError(
-            f"{key}: the answer begins at byte {content.start}, behind byte {span.start} that was asked for", path=key
+            f"{key}: the answer begins at byte {content.start}, after the requested byte {span.start}", path=key
         )

@@ -158,7 +158,7 @@ class FsspecObjects:
                 self._write(path, content, key, exclusive=isinstance(mode, Create) and self._exclusive)
                 return self._settle(path, content, key, before).info
             except NotFoundError as error:
-                raise StoreError(f"{key}: the bucket or directory to write it to is not there", path=key) from error
+                raise StoreError(f"{key}: the bucket or directory to write to does not exist", path=key) from error
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
         """See `ObjectTier.get`."""
@@ -181,7 +181,7 @@ class FsspecObjects:
                     traceback.clear_frames(piece.__traceback__)
                     raise translate_client_error(piece, key) from cause_of(piece)
                 if len(piece) != span.end - span.start:
-                    raise self._mismatch(info, f"a range of {span.end - span.start} bytes came with {len(piece)}")
+                    raise self._mismatch(info, f"{len(piece)} bytes arrived for a range of {span.end - span.start}")
                 span.take(span.start, piece)
             return info
         finally:
@@ -204,7 +204,7 @@ class FsspecObjects:
             # reads.
             content = bytes(self.fs.cat_file(self._path(key)))
         if len(content) != info.size:
-            raise self._mismatch(info, f"it has {info.size} bytes, and {len(content)} came")
+            raise self._mismatch(info, f"it has {info.size} bytes, but {len(content)} arrived")
         return content, info
 
     def head(self, key: str) -> ObjectInfo:
@@ -320,7 +320,7 @@ class FsspecObjects:
             if after is None or after.info.size != len(content):
                 found = "nothing" if after is None else f"{after.info.size} bytes"
                 raise StoreError(
-                    f"{key}: {len(content)} bytes were written, and {found} stored", transient=True, path=key
+                    f"{key}: {len(content)} bytes were written, but {found} stored", transient=True, path=key
                 )
             if before is None or after.info.version != before.info.version or (self._flat and after.stamp is None):
                 return after
@@ -352,7 +352,7 @@ class FsspecObjects:
         """Return the error for a read that got fewer or more bytes than requested."""
         if self.head(info.key).version != info.version:
             return StoreError(f"{info.key} changed while it was read: {what}", transient=True, path=info.key)
-        return CorruptionError(f"{info.key}: {what}: cut short", path=info.key)
+        return CorruptionError(f"{info.key}: {what}: cut short or extended", path=info.key)
 
     def _entries(self, prefix: str, *, flat: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield key and description of each entry directly below ``prefix``, or of each file below it if ``flat``."""
@@ -377,8 +377,8 @@ class FsspecObjects:
 
 def _indistinguishable(key: str) -> StoreError:
     return StoreError(
-        f"{key}: the filesystem does not tell one content from the next, so readers would miss the change: keep the"
-        " store on another one",
+        f"{key}: the filesystem cannot tell new content from old, so readers would miss the change: keep the store "
+        "on another filesystem",
         path=key,
     )
 
@@ -404,7 +404,7 @@ def new_filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.Abstr
     except ImportError as error:
         raise InvalidInputError(f"{protocol}:// needs a package that is missing: {error}") from error
     except ValueError as error:
-        raise InvalidInputError(f"{protocol}:// is no protocol that fsspec knows") from error
+        raise InvalidInputError(f"{protocol}:// is not a protocol known to fsspec") from error
     chosen = dict(options)
     if issubclass(kind, fsspec.asyn.AsyncFileSystem):
         # A cached listing hides objects of other writers, even from requests that ask for no listing. Kinds without
@@ -414,5 +414,5 @@ def new_filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.Abstr
         return kind(**chosen)
     except (TypeError, ValueError) as error:
         raise refused_options(error, protocol) from cause_of(error)
-    except Exception as error:  # noqa: BLE001 - raised again, as ours; of those that connect at once, as SFTP does
+    except Exception as error:  # noqa: BLE001 - raised again as an error of tierfs; SFTP and others connect at once
         raise translate_client_error(error, f"{protocol}://") from cause_of(error)

@@ -110,7 +110,7 @@ def connect_gcs(options: Mapping[str, object]) -> GCSSession:
     Raises:
         InvalidInputError: gcsfs refuses an option.
     """
-    import aiohttp  # noqa: PLC0415 - what gcsfs is made of
+    import aiohttp  # noqa: PLC0415 - gcsfs is built on it
     from gcsfs.core import GCSFileSystem  # noqa: PLC0415 - an extra, and slow to import
 
     # Not the class that `gcsfs` exports, which may be one that asks for every bucket's kind by gRPC.
@@ -186,7 +186,7 @@ class _GCSClient:
         info = self._info(told)
         # A server ignores fields that it does not understand.
         if (info.key, info.size) != (key, size) or any(told.get(name) != value for name, value in resource.items()):
-            raise StoreError(f"{key}: something else was stored than was sent", transient=True, path=key)
+            raise StoreError(f"{key}: the stored object differs from the one that was sent", transient=True, path=key)
         return info
 
     @contextmanager
@@ -284,7 +284,7 @@ def _document(content: bytes) -> dict[str, Any]:
     try:
         return {**json.loads(content)}
     except (ValueError, TypeError) as error:  # not JSON, or not a JSON object
-        raise StoreError(f"the answer makes no sense: {error}", transient=True, tier="object") from error
+        raise StoreError(f"the answer is invalid: {error}", transient=True, tier="object") from error
 
 
 def _refusal(answer: aiohttp.ClientResponse, content: bytes) -> Exception:

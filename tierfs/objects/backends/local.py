@@ -106,7 +106,8 @@ class LocalObjects:
                 return self._put(key, data, mode)
         except NotFoundError as error:
             raise StoreError(
-                f"{self._name(key)}: a file is where a directory must be, or the other way round, or none can be made there",
+                f"{self._name(key)}: a file is in the place of a directory or the reverse, or the directory cannot be "
+                "created",
                 path=key,
             ) from error
 
@@ -135,7 +136,7 @@ class LocalObjects:
         except OSError as error:
             # The object is visible, but a crash may lose it: the caller has to check it or put it again.
             raise StoreError(
-                f"{self._name(key)}: stored, but not flushed: {error}", transient=True, path=key
+                f"{self._name(key)}: stored, but not flushed to the disk: {error}", transient=True, path=key
             ) from error
         return info
 
@@ -214,7 +215,7 @@ class LocalObjects:
                 raise error from caught
             if key.partition("/")[0] == _PRIVATE or getattr(error, "transient", False):
                 raise error from caught
-            _logger.warning("%s is passed over: %s", self._name(key), error)  # a link that another program made
+            _logger.warning("%s is skipped: %s", self._name(key), error)  # a link that another program made
             return None
         return _info(key, status) if stat.S_ISREG(status.st_mode) else None
 
@@ -225,7 +226,7 @@ class LocalObjects:
             if directory.partition("/")[0] == _PRIVATE:
                 raise
             # Not a directory of tierfs, for example lost+found at the root of a disk.
-            _logger.warning("%s may not be looked into and is passed over", self._name(directory))
+            _logger.warning("%s cannot be listed and is skipped: permission denied", self._name(directory))
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`. Each directory is flushed once, after all its objects are deleted."""

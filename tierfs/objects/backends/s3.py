@@ -101,7 +101,7 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
     given = dict(options)
     if given.pop("session", None) is not None:
         raise InvalidInputError(
-            "s3:// cannot use the session that it was given, which is for an event loop: name its profile or its keys instead"
+            "s3:// cannot use the given session, which is for an event loop: give its profile or its keys instead"
         )
     given_config: Any = copy.deepcopy(given.pop("config_kwargs", None) or {})  # botocore changes it
     config: dict[str, Any] = {**_CONFIG, **given_config}
@@ -187,7 +187,7 @@ class _S3Client:
                 first, _, last = sent.removeprefix("bytes ").partition("-")
                 begins, info = int(first), _info(key, int(size), answer)  # a server may send the whole object
                 if int(last or 0) > info.size:
-                    raise ValueError(f"{span} are not in the object")
+                    raise ValueError(f"{span} exceeds the object")
             # `_error_catcher` is private to urllib3. Without it, bytes are copied once more: slower, but as correct.
             read_into = partial(_read_into if hasattr(body, "_error_catcher") else _copy_into, body)
             yield Content(info, begins, read_into)
@@ -231,7 +231,9 @@ class _S3Client:
                 raise ClientError({"Error": failed}, "DeleteObjects")
         # No quiet mode: in it, an answer to a successful deletion is as empty as an answer that lost its body.
         if not answer.get("Deleted") and not answer.get("Errors"):
-            raise StoreError("an answer to a deletion says nothing of what is deleted", transient=True, tier="object")
+            raise StoreError(
+                "the answer to a deletion does not name the deleted objects", transient=True, tier="object"
+            )
 
     def _delete_one(self, key: str) -> None:
         from botocore.exceptions import ClientError  # noqa: PLC0415 - an extra
@@ -290,7 +292,7 @@ def _understood() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise StoreError(f"the answer makes no sense: {error}", transient=True, tier="object") from cause_of(error)
+        raise StoreError(f"the answer is invalid: {error}", transient=True, tier="object") from cause_of(error)
 
 
 def _send_at_once(params: dict[str, Any], **_: object) -> None:

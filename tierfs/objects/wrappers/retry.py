@@ -102,7 +102,7 @@ class RetryingObjects(WrappedObjects):
             asked_s = error.retry_after_s or (_THROTTLED_S_MIN if error.throttled else 0.0)
             wait_s = self._random.uniform(0, bound_s) + min(asked_s, self.delay_s_max)
         _log.warning(
-            "%s %s failed, attempt %d of %d, again in %.2f s: %s",
+            "%s %s failed, attempt %d of %d, retrying in %.2f s: %s",
             request.method,
             request.key,
             attempt,

@@ -109,7 +109,8 @@ class LimitedObjects(WrappedObjects):
                 self._halve_from_s = self._clock.monotonic() + ADAPT_S
         if is_first:
             _log.warning(
-                "the object tier asks for fewer requests: %d at a time instead of %d, and more again as it answers",
+                "the object tier asks for fewer requests: sending at most %d at a time instead of %d, and more again "
+                "as it answers",
                 self.limit,
                 self.concurrency,
             )

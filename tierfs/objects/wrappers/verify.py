@@ -110,13 +110,13 @@ class PromisedObjects(WrappedObjects):
                 return info
             except NotFoundError as error:
                 raise StoreError(
-                    f"{key} was acknowledged and is not there: lost, or deleted", transient=True, path=key
+                    f"{key} was acknowledged, but does not exist: it was lost or deleted", transient=True, path=key
                 ) from error
             self.stored_wrong += 1
             wrong += 1
             if wrong == STORED_WRONG_MAX:
                 break
-            _logger.warning("%s was stored with other bytes than were sent: it is stored again", key)
+            _logger.warning("the endpoint stored other bytes of %s than were sent: storing it again", key)
             try:
                 info = self._put(key, data, Update(info.version), checksum)
             except ConflictError as error:
@@ -128,8 +128,8 @@ class PromisedObjects(WrappedObjects):
             with contextlib.suppress(ConflictError, NotFoundError):  # then the wrong object is gone
                 self.inner.delete_version(key, info.version)
         raise StoreError(
-            f"{key} was stored wrong {STORED_WRONG_MAX} times in a row: something between here and the endpoint changes "
-            "bytes; look at proxies and at the memory of this host",
+            f"{key} was stored wrong {STORED_WRONG_MAX} times in a row: something between this process and the "
+            "endpoint changes bytes; check the proxies and the memory of this host",
             path=key,
             tier="object",
         )

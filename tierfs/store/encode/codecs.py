@@ -42,7 +42,7 @@ class Codecs:
         unknown = [name for name in names if name not in Codec.__members__]
         if unknown:
             known = ", ".join(codec.name.lower() for codec in Codec)
-            raise InvalidInputError(f"codecs={text!r}: neither auto, all nor off, nor names among {known}")
+            raise InvalidInputError(f"codecs={text!r} is invalid: choose auto, all, off, or names among {known}")
         implied = {Codec.STORE} if names == ["STORE"] else {Codec.STORE, Codec.CONST}
         return cls(frozenset({*implied, *(Codec[name] for name in names)}), always=True)
 

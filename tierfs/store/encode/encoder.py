@@ -409,9 +409,7 @@ class Encoder:
         except TierfsError as error:
             with self._lock:
                 self._counts["unreadable_bases"] += 1
-            _logger.info(
-                "a chunk is encoded by itself, because what it was to be encoded against cannot be read: %s", error
-            )
+            _logger.info("a chunk is encoded without a base, because its base cannot be read: %s", error)
             return False
         with self._lock:
             self._counts["fetched_base_bytes"] += len(out)

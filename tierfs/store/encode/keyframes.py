@@ -138,7 +138,7 @@ class KeyframeIndex:
         try:
             layout = layout_of(file.read_into, manifest.length)
         except TierfsError as error:
-            text = "%s is stored without regard to its tensors, whose table is not on this host any more: %s"
+            text = "%s is encoded without knowledge of its tensors, because their table is no longer on this host: %s"
             self._fall_back("unknown_layouts", text, self._store.where(draft.path), error)
             layout = unknown_layout(0, manifest.length)
         if manifest.length < DELTA_BYTES_MIN:
@@ -219,7 +219,7 @@ class KeyframeIndex:
             elif series.term != self._store.lease_cache.ensure():
                 series = self._look_again(series)
         except TierfsError as error:
-            text = "%s is stored without regard to the save before it, which cannot be read: %s"
+            text = "%s is encoded without the previous save, which cannot be read: %s"
             self._fall_back("unknown_parents", text, self._store.where(draft.path), error)
             return series or SaveSeries(draft.path)
         return series
@@ -229,14 +229,14 @@ class KeyframeIndex:
         series = SaveSeries(path, saves=1, term=self._store.lease_cache.ensure())
         manifest = observe(self._store, path).manifest
         if manifest is None:
-            raise NotFoundError(f"no file is at {self._store.where(path)}", path=path)
+            raise NotFoundError(f"no file exists at {self._store.where(path)}", path=path)
         if not manifest.rows:
             return series
         rows = expand_rows(self._store, manifest, path)
         self._store.lease_cache.add_listed(series.term, rows)
         layout = stored_layout(open_manifest(self._store, path, manifest))
         if layout is None:
-            text = "what comes after %s is stored without regard to it: its tensors lie in too many places to look at"
+            text = "saves after %s are encoded without it: its tensors lie in too many places to read"
             self._fall_back("unknown_layouts", text, self._store.where(path))
             return series
         found = [place for place, _ in places(layout, [row.raw_length for row in rows], "")]
@@ -254,7 +254,7 @@ class KeyframeIndex:
         try:
             (base,) = read_envelope(self._store, row, self._store.where(path)).bases
         except (CorruptionError, FormatError) as error:
-            _logger.info("what comes after it is stored without regard to it: %s", error)
+            _logger.info("later saves are encoded without this chunk: %s", error)
             return None
         # Otherwise the chunk is no delta, but was derived from the base.
         is_like_it = base.offset == 0 and base.length == base.raw_length == row.raw_length
@@ -303,7 +303,7 @@ class _LocalFile:
         at = 0
         for index, offset, length in self.parts(start, start + len(out)):
             if not self._read(self._rows[index], offset, out[at : at + length]):
-                raise StoreError("a chunk that was to be looked at is not on this host", tier="ram")
+                raise StoreError("a chunk to be examined is not on this host", tier="ram")
             at += length
 
 
@@ -345,7 +345,7 @@ def _sample(file: _LocalFile, span: Span) -> bytes | None:
     try:
         file.read_into(span.start + span.width * ((count - length) // 2), raw)
     except TierfsError as error:
-        _logger.debug("what %s is a copy of cannot be told: %s", span.name, error)
+        _logger.debug("cannot tell which tensor %s is a copy of: %s", span.name, error)
         return None
     if span.width == NARROW:
         return bytes(raw)

@@ -75,7 +75,7 @@ def encode_chunk(
         allowed: Codecs that a block may get. A block gets STORE if another codec turned out to be better, or if its
             planned codec does not work for it.
     """
-    import numpy as np  # noqa: PLC0415 - importing the package must not bring it
+    import numpy as np  # noqa: PLC0415 - importing the package must not load it
 
     blocks: list[EncodedBlock] = []
     with _outs().lend(_TOGETHER_MAX * BLOCK_BYTES) as memory:

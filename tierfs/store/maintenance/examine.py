@@ -61,7 +61,7 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
     raw_length = 0
     try:
         if not 0 < size <= OBJECT_BYTES_MAX:
-            raise CorruptionError(f"{where}: an object of {size} bytes is no chunk", path=key)
+            raise CorruptionError(f"{where}: an object of {size} bytes cannot be a chunk", path=key)
         head = memoryview(bytearray(min(size, ENVELOPE_BYTES_MAX)))
         with buffers().lend(max(1, size - len(head))) as rest:
             tail = rest[: size - len(head)]

@@ -107,8 +107,8 @@ class Turn:
         left_ns = put_ns + found.duration_s * SECOND_NS + MARGIN_NS - server_now(self._store)
         if left_ns > 0:
             raise ConflictError(
-                f"{self._store.url}: another gc is at work ({found.holder.hex()}, number {found.fence}); if it was killed, its turn "
-                f"ends in {left_ns // SECOND_NS + 1} s",
+                f"{self._store.url}: another gc is running ({found.holder.hex()}, number {found.fence}); if it was killed, "
+                f"its turn ends in {left_ns // SECOND_NS + 1} s",
                 path=self._store.url,
             )
 
@@ -121,8 +121,8 @@ class Turn:
             if info is None or info.version != self._version:
                 self._version = None
                 raise StoreError(
-                    f"{store.where(keys.COLLECTOR)}: {how} answers with metadata from before a put that was acknowledged: the "
-                    "object tier, or a cache before it, is stale (this is not about clocks). Nothing was collected",
+                    f"{store.where(keys.COLLECTOR)}: {how} returned metadata from before an acknowledged put: the object "
+                    "tier, or a cache in front of it, is stale (clocks are not the cause). Nothing was collected",
                     path=keys.COLLECTOR,
                     tier="object",
                 )
@@ -164,7 +164,7 @@ def read_collector(store: Store) -> tuple[Collector, Version | None]:
     except NotFoundError:
         return Collector(), None
     except CorruptionError as error:
-        _logger.warning("the collector's record is made anew: %s", error)
+        _logger.warning("the collector's record is damaged and is created again: %s", error)
         version = version or store.objects.head(keys.COLLECTOR).version  # `read` refused an object over the limit
         return Collector(bytes([1]) * 16, duration_s=store.descriptor.lease_s), version
 

@@ -300,7 +300,8 @@ class _Bases:
     def _load(self) -> memoryview:
         if self._depth > self._store.descriptor.chain_max:
             raise FormatError(
-                f"{self._place}: needs more than {self._store.descriptor.chain_max + 1} chunks, one encoded against the other",
+                f"{self._place}: needs a chain of more than {self._store.descriptor.chain_max + 1} chunks, "
+                "each encoded against the next",
                 path=self._place,
             )
         runs = [

@@ -53,9 +53,7 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
             found = inspect(store, name, row.raw_length)
             if found is not None and found is not DAMAGED and are_there(store, found.bases):
                 return found
-    raise CorruptionError(
-        f"{where}: chunk {row.name.digest.hex()} is in no tier: the file has to be written again", path=where
-    )
+    raise CorruptionError(f"{where}: no tier holds chunk {row.name.digest.hex()}: write the file again", path=where)
 
 
 def names_beside(store: Store, content: bytes) -> Iterator[ChunkName]:
@@ -100,7 +98,7 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
         if base.name.recipe != NO_RECIPE:
             found = inspect(store, base.name, base.raw_length)
             if found is None or found is DAMAGED:
-                _logger.warning("%s is encoded against a chunk that is not sound", store.where(key))
+                _logger.warning("%s is encoded against a chunk that is damaged or missing", store.where(key))
                 return DAMAGED
             needs |= dict.fromkeys(found.bases)
     return Row(name, raw_length, info.size, tuple(needs))

@@ -75,7 +75,7 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
     lost = set(_missing(tiers, brought, tier))
     if lost:
         lies = sum(piece.length for piece in brought if piece.name not in lost)
-        raise _full(tier, f"holds {format_bytes(lies)} of {format_bytes(total)} by now")
+        raise _full(tier, f"now holds {format_bytes(lies)} of {format_bytes(total)}")
     return total
 
 
@@ -102,9 +102,9 @@ def _bring_all(tiers: Tiers, batch: Sequence[_Copy], tier: str) -> None:
         left = _missing(tiers, batch, tier)
         if len(left) >= len(missing):
             if tier == "nvme" and any(slots):
-                text = "nothing came to lie in the nvme tier: `tierfs status` says whether the flusher has one"
+                text = "no chunk reached the nvme tier: `tierfs status` says whether the flusher has one"
                 raise CapacityError(text, tier=tier)
-            raise _full("ram", f"has no room for {len(left)} chunks more")
+            raise _full("ram", f"has no room for {len(left)} more chunks")
         missing = left
 
 
@@ -125,7 +125,7 @@ def _full(tier: str, what: str) -> CapacityError:
 
 def _tiers(store: Store, tier: str) -> Tiers:
     if tier not in TIERS:
-        raise InvalidInputError(f"{tier!r} is no local tier: 'ram' or 'nvme'")
+        raise InvalidInputError(f"{tier!r} is not a local tier: choose 'ram' or 'nvme'")
     if store.tiers is None or (tier == "nvme" and not store.tiers.has_nvme):
         raise InvalidInputError(f"the {tier} tier is switched off for {store.url}: give it room with {tier}=")
     return store.tiers

@@ -133,7 +133,7 @@ def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:
         sum(row.raw_length for row in rows) != manifest.length
         or content_digest(manifest.digest_kind, manifest.length, [row.name.digest for row in rows]) != manifest.digest
     ):
-        raise FormatError(f"{where}: its table of chunks does not make up the file", path=path)
+        raise FormatError(f"{where}: its table of chunks does not match the file", path=path)
     return rows
 
 

@@ -225,11 +225,11 @@ def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
         Descriptor.decode(data, key)
     elif key.startswith(keys.LEASES):
         if keys.lease_key(Lease.decode(data, key).holder) != key:
-            raise FormatError(f"{key}: the lease of another holder", path=key)
+            raise FormatError(f"{key} is the lease of another holder", path=key)
     elif key == keys.COLLECTOR:
         Collector.decode(data, key)
     elif key.startswith(keys.REFERENCES):
         if keys.references_key(ReferenceList.decode(data, key).path) != key:
-            raise FormatError(f"{key}: the reference list of another directory", path=key)
+            raise FormatError(f"{key} is the reference list of another directory", path=key)
     elif keys.is_condemned_key(key) and keys.condemned_key(Condemned.decode(data, key).epoch) != key:
-        raise FormatError(f"{key}: the list of another epoch", path=key)
+        raise FormatError(f"{key} is the condemned list of another epoch", path=key)

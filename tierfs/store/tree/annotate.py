@@ -33,7 +33,9 @@ def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_i
         refuse_foreign(store, path)
         raise NotFoundError(f"{store.where(path)} is not there", path=path)
     if manifest.write_id != write_id:
-        raise ConflictError(f"{store.where(path)} was changed since it was opened: theirs stands", path=path)
+        raise ConflictError(
+            f"{store.where(path)} was changed by another writer since it was opened: their version is kept", path=path
+        )
     changed, _ = place(store, observed, observed, metadata=dict(metadata))
     return changed
 
@@ -50,7 +52,7 @@ def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) 
         make_directory(store, path, exist_ok=True)
         observed = observe_marker(store, path)
     if observed.manifest is None:
-        raise NotFoundError(f"{store.where(path)} was removed meanwhile", path=path)
+        raise NotFoundError(f"{store.where(path)} was removed in the meantime", path=path)
     merged = {**observed.manifest.metadata, **metadata}
     record = replace(observed.manifest, write_id=store.random_bytes(16), previous=observed.previous, metadata=merged)
     publish(store, observed, record)

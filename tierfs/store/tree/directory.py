@@ -36,7 +36,9 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
             raise
         # The first file in a directory creates it. Only a directory that stays empty needs its marker.
         store.tiers.counters.fall_back(
-            "unmarked_directories", "the object tier is unreachable, so no directory is marked there: %s", error
+            "unmarked_directories",
+            "the object tier is unreachable, so no marker of the directory was created: %s",
+            error,
         )
         return
     if observed.manifest is None:
@@ -93,7 +95,7 @@ def remove_directory(store: Store, path: str) -> None:
     if not entry.is_directory:
         raise NotFoundError(f"{store.where(path)} is a file", path=path)
     if list_directory(store, path, detail=False):
-        error = StoreError(f"{store.where(path)} is not empty: delete what lies in it first", path=path)
+        error = StoreError(f"{store.where(path)} is not empty: delete its contents first", path=path)
         error.errno = errno.ENOTEMPTY
         raise error
     observed = observe_marker(store, path) if path else None

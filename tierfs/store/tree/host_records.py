@@ -95,7 +95,7 @@ class HostRecords:
             for at in range(0, len(names), QUERY_KEYS_MAX):
                 some = names[at : at + QUERY_KEYS_MAX]
                 marks = ",".join("?" * len(some))
-                query = f"SELECT key, version, data FROM records WHERE store = ? AND key IN ({marks})"  # noqa: S608 - only marks
+                query = f"SELECT key, version, data FROM records WHERE store = ? AND key IN ({marks})"  # noqa: S608 - only placeholders
                 rows = connection.execute(query, [self._uuid, *some])
                 found.update({key: data for key, version, data in rows if versions[key] == version})
 
@@ -164,7 +164,7 @@ class HostRecords:
                 work(connection)
         except (sqlite3.Error, OSError) as error:
             self.failures += 1
-            _logger.warning("%s cannot be used, so records are fetched anew: %s", self._path, error)
+            _logger.warning("%s cannot be used, so records are fetched again: %s", self._path, error)
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 with contextlib.suppress(OSError):
                     self._path.unlink()  # damaged: the next process creates a new file

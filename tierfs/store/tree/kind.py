@@ -40,7 +40,7 @@ def kind_of(store: Store, path: str) -> Kind | None:
         if not error.transient:
             raise
         store.tiers.counters.fall_back(
-            "blind_looks", "the object tier cannot be asked what is there, what this host saw last counts: %s", error
+            "blind_looks", "the object tier does not answer; the state that this host saw last is used: %s", error
         )
         is_gone = store.tiers.drafts.pending(path) is not None
         return None if is_gone or last_seen(store, path).manifest is None else "file"

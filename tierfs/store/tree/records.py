@@ -147,7 +147,9 @@ def blindly(store: Store, path: str, error: StoreError) -> Observed:
     """
     assert store.tiers is not None
     store.tiers.counters.fall_back(
-        "blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error
+        "blind_writes",
+        "the object tier does not answer; writes continue from the state that this host saw last: %s",
+        error,
     )
     return last_seen(store, path)
 
@@ -198,7 +200,7 @@ def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> list[Recor
             try:
                 record = _decode(store, data, path, info.key)
             except (CorruptionError, FormatError) as error:
-                _logger.warning("a record kept on this host is damaged and fetched anew: %s", error)
+                _logger.warning("a record kept on this host is damaged and is fetched again: %s", error)
             else:
                 store.records.remember(info.key, info.version, record, len(data))
         found.append(record)
@@ -223,7 +225,7 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
     mode = CREATE if observed.version is None else Update(observed.version)
     if term is not None and not store.lease_cache.is_valid(term):
         raise StoreError(
-            f"{store.where(observed.path)}: this process stood still for longer than its lease lasts "
+            f"{store.where(observed.path)}: this process was paused for longer than its lease lasts "
             f"({store.descriptor.lease_s} s): nothing was published; try again",
             transient=True,
             path=observed.path,
@@ -235,8 +237,8 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
         found = _find_own(store, observed, record)
         if found is None:
             raise ConflictError(
-                f"{store.where(observed.path)} was changed by another writer in the meantime: theirs stands, "
-                "this change was not made, or was replaced already; reload and try again",
+                f"{store.where(observed.path)} was changed by another writer in the meantime: their version is kept; "
+                "this change was not made, or was already replaced; reload and try again",
                 path=observed.path,
             ) from error
     except StoreError as error:
@@ -291,7 +293,7 @@ def _decode(store: Store, data: bytes, path: str, key: str) -> Record:
     where = store.where(key)
     record = decode_record(data, path, where)
     if isinstance(record, Manifest) and record.digest_kind is not store.descriptor.digest_kind:
-        raise FormatError(f"{where}: {record.digest_kind.label} digests in a store with others", path=path)
+        raise FormatError(f"{where}: the record has {record.digest_kind.label} digests, unlike the store", path=path)
     return record
 
 

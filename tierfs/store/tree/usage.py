@@ -249,6 +249,6 @@ def _ask_sizes(store: Store, names: Collection[ChunkName]) -> dict[ChunkName, in
     if absent:
         where = store.where(keys.chunk_key(absent[0]))
         _logger.warning(
-            "%d chunks that files need are not there, like %s: `tierfs verify` names the files", len(absent), where
+            "%d chunks that files need are missing, for example %s: `tierfs verify` names the files", len(absent), where
         )
     return sizes

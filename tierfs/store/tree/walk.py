@@ -145,7 +145,7 @@ def live_path(info: ObjectInfo) -> str | None:
     try:
         path = keys.parse_record_key(info.key)
     except FormatError as error:
-        _logger.warning("an object is passed over: %s; `tierfs verify` lists such objects", error)
+        _logger.warning("an object is skipped: %s; `tierfs verify` lists such objects", error)
         return None
     return None if info.size == TOMBSTONE_BYTES else path
 

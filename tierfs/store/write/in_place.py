@@ -164,7 +164,7 @@ class StagedFile:
         ahead.add(slot)
 
     def _gone(self, what: str) -> StoreError:
-        return StoreError(f"{what}: what was staged was saved or discarded before: stage it again")
+        return StoreError(f"{what}: the staged data was already saved or discarded: stage it again")
 
     def commit(
         self,
@@ -263,7 +263,7 @@ def _try_to_give_back(taken: list[Slot]) -> None:
     try:
         _give_back(taken)
     except (OSError, TierfsError) as error:
-        _logger.warning("room in the ram tier stays taken until this process ends, though nobody needs it: %s", error)
+        _logger.warning("unused room in the ram tier stays reserved until this process ends: %s", error)
 
 
 def _give_back(taken: list[Slot]) -> None:

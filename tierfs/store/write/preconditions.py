@@ -78,7 +78,7 @@ def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: Re
             checked[saved[row.name].name] = store.lease_cache.ensure()
         current = [saved.get(row.name, row) for row in current]
     raise StoreError(
-        f"{store.where(path)}: looking its chunks up takes longer than a lease lasts "
+        f"{store.where(path)}: looking up its chunks takes longer than a lease lasts "
         f"({store.descriptor.lease_s} s): the object tier is too slow; nothing was published",
         transient=True,
         path=path,

@@ -96,8 +96,8 @@ def check_stands(store: Store, observed: Observed) -> None:
 
 def _changed(store: Store, observed: Observed, who: str) -> ConflictError:
     return ConflictError(
-        f"{store.where(observed.path)} was changed {who} since it was opened: theirs stands, this change was not made; reload "
-        "and try again",
+        f"{store.where(observed.path)} was changed {who} since it was opened: that version is kept, "
+        "this change was not made; reload and try again",
         path=observed.path,
     )
 

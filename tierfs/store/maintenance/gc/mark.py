@@ -302,7 +302,9 @@ def _read_record(store: Store, path: str, info: ObjectInfo) -> _Read | Unreadabl
             if not isinstance(record, Manifest) or record.kind is not Kind.FILE:
                 return _Read(b"", check)
             if record.digest_kind is not store.descriptor.digest_kind:
-                raise FormatError(f"{store.where(info.key)}: {record.digest_kind.label} digests in a store with others")
+                raise FormatError(
+                    f"{store.where(info.key)}: the record has {record.digest_kind.label} digests, unlike the store"
+                )
             return _Read(b"".join(names_of(store, path, record)), check)
         except NotFoundError:
             return None

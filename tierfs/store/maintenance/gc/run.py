@@ -56,7 +56,7 @@ def collect(store: Store, options: GcOptions | None = None, progress: Progress =
     if store.descriptor.single_writer and not (options.exclusive or options.dry_run):
         raise InvalidInputError(
             f"{store.url} is a single-writer store, because its endpoint cannot promise "
-            f"{', '.join(store.descriptor.endpoint.missing)}: see that nobody writes, and use --exclusive",
+            f"{', '.join(store.descriptor.endpoint.missing)}: make sure that no process writes, and use --exclusive",
             path=store.url,
         )
     with Pool(options.concurrency) as pool:
@@ -155,12 +155,12 @@ class _Run:
             except NotFoundError:
                 continue
             except (CorruptionError, FormatError) as error:
-                _logger.warning("a lease cannot be read, and counts for as long as one may last: %s", error)
+                _logger.warning("a lease cannot be read; gc assumes that it has the longest duration: %s", error)
                 duration_s = 3600
             if self._options.exclusive and not self._is_over(info.modified_ns, duration_s * SECOND_NS):
                 raise ConflictError(
-                    f"{self._store.url}: {info.key} is the live lease of a writer: gc --exclusive needs that nobody writes; "
-                    "nothing was deleted",
+                    f"{self._store.url}: {info.key} is the live lease of a writer: gc --exclusive requires "
+                    "that no process writes; nothing was deleted",
                     path=info.key,
                 )
             longest_s = max(longest_s, duration_s)
@@ -221,7 +221,11 @@ class _Run:
         if not self._doomed:
             return
         if len(self._turn.record.epochs) + len(self._published) >= LISTS_MAX:
-            _logger.warning("%s: %d condemned lists are there: no more is condemned now", self._store.url, LISTS_MAX)
+            _logger.warning(
+                "%s: the limit of %d condemned lists is reached: this gc condemns no more chunks",
+                self._store.url,
+                LISTS_MAX,
+            )
             self._doomed.clear()
             return
         self._turn.hold()

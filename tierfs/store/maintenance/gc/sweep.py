@@ -132,7 +132,9 @@ def read_lists(store: Store, ripe: Mapping[int, bool]) -> CondemnedLists:
             data, _ = store.objects.read(key, LIST_BYTES_MAX)
             listed = Condemned.decode(data, store.where(key))
             if listed.epoch != epoch or listed.digest_kind is not store.descriptor.digest_kind:
-                raise FormatError(f"{store.where(key)}: a list of another epoch or with other digests", path=key)
+                raise FormatError(
+                    f"{store.where(key)}: a condemned list of another epoch or with another kind of digest", path=key
+                )
         except NotFoundError:
             continue
         except (CorruptionError, FormatError):

@@ -74,7 +74,7 @@ class Mender:
         except NotFoundError:
             return None
         except CorruptionError as error:  # no byte of it was read, so it cannot be kept aside
-            self._left(key, str(error), "it cannot be kept aside; saving or deleting the file replaces it")
+            self._left(key, str(error), "it cannot be quarantined; saving or deleting the file replaces it")
             return None
         version = read.version
         try:
@@ -94,7 +94,7 @@ class Mender:
                 self.unwritten[path] = record
             return record
         if is_newer:
-            self._left(key, problem, "it may be of a newer tierfs")
+            self._left(key, problem, "a newer tierfs may have written it")
             return None
         try:
             return self._replace(path, key, data, version, problem)
@@ -130,7 +130,7 @@ class Mender:
             if fixed is not None:
                 decode(fixed, key)
         except FormatError:  # the checksum matches, so the object is intact
-            self._left(key, problem, "it may be of a newer tierfs")
+            self._left(key, problem, "a newer tierfs may have written it")
             return
         except CorruptionError:
             fixed = None
@@ -185,7 +185,7 @@ class Mender:
             return
         known = None if self._store.host_records is None else self._store.host_records.newest(key)
         if known is not None and _is_alike(data, known[1]):
-            yield "what this host has seen of it", known[1]
+            yield "this host's copy of the record", known[1]
         for replica in self._replicas:
             with contextlib.suppress(NotFoundError, CorruptionError):
                 found, _ = replica.objects.read(key, RECORD_BYTES_MAX)
@@ -228,13 +228,13 @@ class Mender:
 def _handling(key: str) -> tuple[int, Callable[[Buffer, str], Any] | None, str]:
     """Return the size limit of an object, its decoder, and what happens to it if it cannot be repaired."""
     if key == keys.COLLECTOR:
-        return COLLECTOR_BYTES_MAX, Collector.decode, "gc makes it anew"
+        return COLLECTOR_BYTES_MAX, Collector.decode, "gc creates it again"
     if key == keys.SCRUB:
-        return SCRUB_BYTES_MAX, ScrubRecord.decode, "scrub makes it anew"
+        return SCRUB_BYTES_MAX, ScrubRecord.decode, "scrub creates it again"
     if key.startswith(keys.LEASES):
         return 4096, Lease.decode, "gc removes it when the longest lease has run out"
     if keys.is_condemned_key(key):
-        return LIST_BYTES_MAX, Condemned.decode, "gc deletes nothing for it, and removes it after a grace"
+        return LIST_BYTES_MAX, Condemned.decode, "gc deletes no chunk because of it, and removes it after a grace"
     return 0, None, ""
 
 

@@ -152,7 +152,9 @@ class _Repair:
         if rows is None:
             is_healed = self._report.dry_run and not any(row.name in self._lost for row in manifest.rows)
             reason = (
-                "a run heals it, and then looks at the chunks" if is_healed else "it is damaged, or of a newer tierfs"
+                "a run without --dry-run heals it, then checks the chunks"
+                if is_healed
+                else "it is damaged, or a newer tierfs wrote it"
             )
             self._left(keys.record_key(path), "its table of chunks cannot be read", reason)
         return rows or ()
@@ -231,10 +233,10 @@ class _Repair:
         if size is None:
             problem = "it is missing"
         elif row.stored_length not in (0, size):
-            problem = f"it has {size} bytes where files say {row.stored_length}"
+            problem = f"it has {size} bytes, but files state {row.stored_length}"
         elif self._report.dry_run and self._healed.intersection(row.bases):
-            problem = "what it is encoded against is damaged"
-            self._left(keys.chunk_key(row.name), problem, "a run heals that, and then looks at this")
+            problem = "its base is damaged"
+            self._left(keys.chunk_key(row.name), problem, "a run without --dry-run heals the base, then checks this")
             return
         else:
             found = examine(self._store, row.name, size)
@@ -261,9 +263,9 @@ class _Repair:
         except NotFoundError:
             found = None
         if found is None:
-            self._left(key, problem, "nothing has its bytes")
+            self._left(key, problem, "no source has its bytes")
         elif found.raw_length and found.kind != FormatError.kind:
-            self._left(key, problem, "its sound blocks can be read still")
+            self._left(key, problem, "its sound blocks can still be read")
         else:
             self._move(key, problem, found.kind)
 
@@ -272,7 +274,7 @@ class _Repair:
         if self._is_blind:
             self._left(key, problem, "a record that may name it cannot be read")
         elif kind == FormatError.kind:
-            self._left(key, problem, "it may be of a newer tierfs")
+            self._left(key, problem, "a newer tierfs may have written it")
         else:
             self._mender.move(key, problem, OBJECT_BYTES_MAX)
 
@@ -326,13 +328,13 @@ class _Repair:
             row.name: row for _, _, rows in self._manifests() for row in rows or () if gone.intersection(row.bases)
         }
         for name in sorted(found.keys() - gone, key=keys.chunk_key):  # in the order that `ChunkNames` lists prefixes
-            key, problem = keys.chunk_key(name), "what it is encoded against is lost"
+            key, problem = keys.chunk_key(name), "its base is lost"
             beside = self._store_beside(name, found[name].raw_length, key, problem)
             if beside is not None:
                 self._beside[name] = beside
             else:
                 self._lost.add(name)
-                self._left(key, problem, "nothing has its bytes")
+                self._left(key, problem, "no source has its bytes")
 
     def _rewrite(self) -> None:
         for path, manifest, rows in list(self._manifests()):
@@ -383,7 +385,7 @@ class _Repair:
         except StoreError as error:
             problem = str(error)
         else:
-            problem = "looking its chunks up takes longer than a lease lasts"
+            problem = "looking up its chunks takes longer than a lease lasts"
         self._left(keys.record_key(path), "it names an object that is lost", problem)
         return False
 

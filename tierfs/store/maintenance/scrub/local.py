@@ -88,7 +88,7 @@ def scrub_local(
     """
     tiers = store.tiers
     if tiers is None or (tier == "nvme" and not tiers.has_nvme):
-        raise InvalidInputError(f"{store.url} has no {tier} tier on this host: give its budget", path=store.url)
+        raise InvalidInputError(f"{store.url} has no {tier} tier on this host: give it a budget", path=store.url)
     place = tiers.nvme.directory / f"scrub-{tier}.json"
     report, clock = LocalReport(tier), store.clock
     begun, pace = clock.monotonic(), Pace(clock, bandwidth)

@@ -259,7 +259,7 @@ class _Round:
             except (AlreadyExistsError, ConflictError):
                 continue
             except ReadOnlyError as error:
-                _logger.warning("how far scrubbing has come cannot be noted: %s", error)
+                _logger.warning("the progress of scrubbing cannot be saved: %s", error)
             break
         return record
 
@@ -283,5 +283,5 @@ def _read(store: Store) -> tuple[ScrubRecord, Any]:
     try:
         return ScrubRecord.decode(data, store.where(keys.SCRUB)), info.version
     except (CorruptionError, FormatError) as error:
-        _logger.warning("the record of scrubbing is made anew: %s", error)
+        _logger.warning("the scrub record is unreadable and is created again: %s", error)
         return ScrubRecord(), info.version
