@@ -266,7 +266,7 @@ def test_an_arena_that_does_not_fit_onto_its_disk_is_said_and_the_data_gets_ther
         assert counters_of(ended)["flusher_nvme_unavailable"] == 1
         assert ended["status"]["status"]["tiers"]["nvme"]["gives"] == ""
         (log,) = (tmp_path / "state").glob("stores/*/flusher.log")
-        assert log.read_text().count("there is no nvme tier") == 1
+        assert log.read_text().count("the nvme tier cannot be used") == 1
         remote.assert_holds(f=1)
 
 
@@ -605,7 +605,7 @@ def test_a_trainer_that_ends_with_pending_files_says_which_and_that_the_flusher_
     assert time.monotonic() - began < 60
     assert ended.code == 0
     assert "x/f" in ended.log
-    assert "the flusher goes on" in ended.log
+    assert "the flusher continues" in ended.log
     assert len(flushers(tmp_path)) == 1
     remote.proxy.set("pass")
     train(remote.url, remote.options, "wait::object:90").sound()

@@ -47,7 +47,7 @@ def test_a_folder_made_of_a_url_is_found(tmp_path, monkeypatch, url):
 def test_it_is_named_when_the_process_ends(tmp_path):
     code = "import tierfs, pathlib; pathlib.Path('tierfs::file:///data/store/run').mkdir(parents=True)"
     said = ended(tmp_path, code)
-    assert said.startswith(f"{tmp_path}/tierfs::file: was made by code that took a tierfs URL for a local path")
+    assert said.startswith(f"{tmp_path}/tierfs::file: was created by code that took a tierfs URL for a local path")
     assert len(said.splitlines()) == 1
 
 
@@ -56,7 +56,7 @@ def test_it_is_named_once_and_wherever_the_process_went(tmp_path):
     said = ended(
         tmp_path, "import tierfs, os; os.makedirs('tierfs://prod/run'); os.chdir('away'); os.mkdir('tierfs::')"
     )
-    assert [line.partition(" was made")[0] for line in said.splitlines()] == [
+    assert [line.partition(" was created")[0] for line in said.splitlines()] == [
         f"{tmp_path}/away/tierfs::",
         f"{tmp_path}/tierfs:",
     ]

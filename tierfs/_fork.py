@@ -73,8 +73,8 @@ def _renew_all() -> None:
     for owner in list(_owners):
         try:
             owner._renew()
-        except Exception:  # noqa: PERF203 - the others' locks must not stay held for that
-            _logger.exception("%r could not be made anew in a forked process", owner)
+        except Exception:  # noqa: PERF203 - the other owners must be renewed, too
+            _logger.exception("%r could not be recreated in a forked process", owner)
 
 
 os.register_at_fork(after_in_child=_renew_all)

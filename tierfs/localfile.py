@@ -80,5 +80,7 @@ def write_all(file: BinaryIO, piece: memoryview) -> None:
         if count is None and not isinstance(file, io.RawIOBase):
             return  # a user-defined file whose write takes everything and returns None
         if not count:
-            raise BlockingIOError(errno.EAGAIN, "the file takes no more bytes now: open it so that it waits")
+            raise BlockingIOError(
+                errno.EAGAIN, "the file is non-blocking and accepts no more bytes now: open it in blocking mode"
+            )
         piece = piece[count:]

@@ -51,7 +51,8 @@ def _warn(process: int, begun_in: list[str]) -> None:
 
         for path in sorted(found):
             logging.getLogger("tierfs").warning(
-                "%s was made by code that took a tierfs URL for a local path: what is in it is in no store. Move it into one "
-                "with `tierfs cp -r` or fs.put, and remove it. Give such code a local directory, or open the URL with fsspec",
+                "%s was created by code that took a tierfs URL for a local path: its files are in no store. Move "
+                "them into one with `tierfs cp -r` or fs.put, and remove it. Give such code a local directory, or "
+                "open the URL with fsspec",
                 path,
             )

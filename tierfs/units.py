@@ -37,7 +37,7 @@ def parse_size(text: str | int) -> int:
         return text
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise InvalidInputError(f"{text!r} is no size: write a number with a unit, like 512, 10M or 8GiB")
+        raise InvalidInputError(f"{text!r} is not a size: write a number with a unit, like 512, 10M or 8GiB")
     number, prefix, binary, _ = match.groups()
     power = " kmgtp".index(prefix.lower() or " ")
     return int(float(number) * (BINARY if binary else 1000) ** power)
@@ -55,5 +55,5 @@ def parse_share(text: str | int, whole: int) -> int:
     decimals = match[2] or ""
     part, all_parts = int(match[1] + decimals), int("100" + "0" * len(decimals))
     if part > all_parts:
-        raise InvalidInputError(f"{text!r} is more than all: write a share from 0% to 100%, or a size like 8GiB")
+        raise InvalidInputError(f"{text!r} is more than 100%: write a share from 0% to 100%, or a size like 8GiB")
     return whole * part // all_parts

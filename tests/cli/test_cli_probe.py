@@ -21,7 +21,7 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path, capsys):
     (tmp_path / "file").touch()
     for path in ("a/b", "file", "file/below"):
         assert main(["probe", str(tmp_path / path)]) == 3
-        assert "is no directory: make it" in capsys.readouterr().err
+        assert "is not a directory: create it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

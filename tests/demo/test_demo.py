@@ -194,7 +194,7 @@ def test_missing_torch_is_named_with_the_command_that_installs_it(monkeypatch: p
     [
         (("--url", "tierfs::/data"), "is not a tierfs URL"),
         (("--url", "tierfs::memory://demo"), "in one process only"),
-        (("--params", "lots"), "is no size"),
+        (("--params", "lots"), "is not a size"),
         (("--params", "10"), "--params must be between"),
         (("--every", "0"), "--every must be at least 1"),
         (("--steps", "5", "--every", "3"), "--steps must be at least twice --every, 6"),

@@ -62,5 +62,5 @@ def test_bad_arguments_are_told_of_before_anything_is_done(engine, peer, do):
 
 
 def test_an_unknown_request_is_refused(engine, peer):
-    with pytest.raises(InvalidInputError, match="knows no 'fly'"):
+    with pytest.raises(InvalidInputError, match="unknown flusher request 'fly'"):
         engine.handle("fly", {}, peer)

@@ -102,7 +102,7 @@ def test_the_last_words_on_a_full_disk_say_that_there_was_no_room_for_more(tmp_p
     monkeypatch.setattr(os, "fstatvfs", lambda _: types.SimpleNamespace(f_bavail=0))
     first, second = tail(tmp_path / "log").splitlines()
     assert first == "one"
-    assert "no room is left" in second
+    assert "the disk of this log is full" in second
 
 
 def test_the_end_of_a_log_that_is_not_there_is_empty(tmp_path):

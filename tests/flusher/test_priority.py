@@ -69,7 +69,7 @@ def test_a_session_that_cannot_be_changed_is_told_of(nicer, monkeypatch, caplog,
     caplog.set_level("INFO", "tierfs.flush")
     assert not give_way()
     assert (nicer, session.said) == ([NICER], [])
-    assert "as much of the processors as whoever trains" in caplog.text
+    assert "competes with training for the processors" in caplog.text
 
 
 def test_a_session_that_is_somebody_elses_stays_as_it_is(nicer, monkeypatch):

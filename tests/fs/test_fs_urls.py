@@ -495,7 +495,7 @@ def test_a_configuration_that_is_no_good_is_an_error_that_names_it(config, tmp_p
 
 @pytest.mark.parametrize("name", ["-x", "a b", "ä", "x" * 65])
 def test_a_name_that_no_store_can_have_is_refused(named, name):
-    with pytest.raises(InvalidInputError, match="no name of a store"):
+    with pytest.raises(InvalidInputError, match="not the name of a store"):
         named.exists(f"{name}/a")
 
 

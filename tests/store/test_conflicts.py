@@ -38,7 +38,7 @@ def test_a_conflict_that_cannot_be_noted_holds_up_no_other_file(make_host, monke
         assert not status(here.store)["conflicts"]
     until(lambda: len(status(here.store)["conflicts"]) == len(paths), 60)
     assert status(here.store)["counters"]["flusher_conflicts"] == len(paths)
-    with pytest.raises(ConflictError, match="changed by another writer"):
+    with pytest.raises(ConflictError, match="their version is kept"):
         wait(here.store, paths[0], Level.OBJECT, 20)
     assert [discard_conflict(here.store, path) for path in paths] == [1] * len(paths)
     wait(here.store, "", Level.OBJECT, 20)
@@ -172,7 +172,7 @@ def test_a_change_that_cannot_be_put_into_the_nvme_tier_says_why_it_is_kept(make
         conflict_of(here, there)
     until(lambda: status(here.store)["counters"].get("flusher_nvme_failures"), 20)
     assert [
-        str(entry.error) for entry in here.flusher._state.entries if "by another writer" not in str(entry.error)
+        str(entry.error) for entry in here.flusher._state.entries if "their version is kept" not in str(entry.error)
     ] == []
     monkeypatch.undo()
     check_kept(here)

@@ -660,7 +660,7 @@ def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
     with pytest.raises(ConflictError):
         wait(here.store, "a", Level.OBJECT, 20)
     time.sleep(0.2)
-    assert all("changed by another writer" in conflict["message"] for conflict in status(here.store)["conflicts"])
+    assert all("their version is kept" in conflict["message"] for conflict in status(here.store)["conflicts"])
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["gone", "made anew"])
@@ -678,7 +678,7 @@ def test_what_was_written_to_a_store_never_gets_into_another_one(anew):
         objects.put(keys.DESCRIPTOR, [other.encode()])
     before = {item.key for item in objects.list("")}
     for step in (lambda: flushing.upload(late), lambda: flushing.publish(late, rows)):
-        with pytest.raises(StoreNotFoundError, match="not at store any more"):
+        with pytest.raises(StoreNotFoundError, match="no longer at store"):
             step()
     assert {item.key for item in objects.list("")} == before
     # It is put back.

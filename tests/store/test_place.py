@@ -69,7 +69,7 @@ def test_local_tiers_are_not_shared_with_a_copy(store, options):
     copy = copied(store)
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/latest", b"saved to the store later")
-    with pytest.raises(InvalidInputError, match="has the id of a store that this host keeps local tiers for"):
+    with pytest.raises(InvalidInputError, match="has the id of a store that this host has local tiers for"):
         open_at(copy, **options)[0].ls(str(copy))
     fs.wait(path, "object", timeout=30)
     assert open_at(store, ram=0, nvme=0)[0].cat(str(store / "latest")) == b"saved to the store later"
@@ -128,7 +128,7 @@ def test_the_first_one_has_them(host):
 def test_what_does_not_say_whose_they_are_is_no_leave(host, kept):
     directory = claim(host, UUID, ("a",), "url")
     (directory / "place.json").write_text(kept)
-    with pytest.raises(StoreError, match="does not say whose"):
+    with pytest.raises(StoreError, match="does not say which store"):
         claim(host, UUID, ("a",), "url")
 
 
@@ -258,7 +258,7 @@ def test_where_a_known_store_lies_need_not_be_written_down(host, monkeypatch, ca
     directory = claim(host, UUID, ("a", "number 1"), "url")
     monkeypatch.setattr("os.fsync", full)
     assert claim(host, UUID, ("a", "number 2"), "url") == directory
-    assert "is not kept" in caplog.text
+    assert "cannot be recorded" in caplog.text
     with pytest.raises(CapacityError, match="cannot be written"):
         claim(host, UUID[::-1], ("a",), "url")
 
@@ -348,7 +348,7 @@ def test_of_another_store_it_need_not_be_known_where_that_was(left, options, tmp
     (kept,) = (tmp_path / "state" / "stores").glob("*/place.json")
     kept.write_bytes(b"damaged")
     assert not open_at(tmp_path / "new", **options)[0].exists(f"{tmp_path}/new/a")
-    assert "what is pending for one store is not known" in caplog.text
+    assert "the pending changes of one store are unknown" in caplog.text
 
 
 def test_no_store_is_made_where_one_with_changes_pending_was(left, options, tmp_path, monkeypatch):
@@ -409,7 +409,7 @@ def test_what_was_published_is_read_though_it_is_not_known_whose_the_tiers_are(
     for _ in range(3):
         assert fs.ls(path, detail=False) == [f"{path}/a"]
     if damage == "a directory":
-        with pytest.raises(StoreError, match="does not say whose"):
+        with pytest.raises(StoreError, match="does not say which store"):
             fs.wait(path, "object", timeout=5)
     else:
         fs.wait(path, "object", timeout=5)
@@ -424,9 +424,11 @@ def test_what_is_pending_where_it_is_not_known_for_which_store_waits(left, optio
     kept.write_bytes(b"[")
     fs, path = opened_anew(left, **options)
     assert not fs.exists(f"{path}/a")
-    with pytest.raises(StoreError, match=r"place.json does not say whose"):
+    with pytest.raises(StoreError, match=r"place.json does not say which store"):
         fs.cat(f"{path}/a")
-    with pytest.raises(StoreError, match=r"place.json does not say whose .* waits.* until this file is removed"):
+    with pytest.raises(
+        StoreError, match=r"place.json does not say which store .* neither read nor flushed until this file is removed"
+    ):
         fs.wait(path, "object", timeout=5)
     fs.pipe(f"{path}/direct", b"goes past the tiers")
     assert fs.cat(f"{path}/direct") == b"goes past the tiers"

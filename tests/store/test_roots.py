@@ -78,7 +78,7 @@ def test_a_relative_state_directory_is_refused(tmp_path, monkeypatch):
     tierfs.init(f"file://{tmp_path}/store")
     monkeypatch.chdir(tmp_path)
     location = parse_url(f"file://{tmp_path}/store/a")
-    with pytest.raises(InvalidInputError, match="relative: a state directory is named from the root"):
+    with pytest.raises(InvalidInputError, match="relative: a state directory must be an absolute path"):
         open_store(replace(location, tiers=TierOptions(ram="64MiB", state_dir="relative")))
     assert os.listdir() == ["store"]
 

@@ -81,7 +81,7 @@ def test_nothing_is_lost_of_a_segment_that_cannot_be_opened_for_a_while(left, ma
     with out_of(error, names[which], monkeypatch):
         host = make_host(ram=256 * MIB, nvme=0)
         host.tiers.writer.announce()
-        with pytest.raises(TimeoutError, match="cannot be looked into"):
+        with pytest.raises(TimeoutError, match="cannot be opened"):
             wait(host.store, "", Level.OBJECT, 2.5)
         assert status(host.store)["unread_segments"] == 1
     wait(host.store, "", Level.OBJECT, 60)
@@ -100,7 +100,7 @@ def test_nobody_takes_what_a_damaged_segment_held_for_safe_until_it_is_given_up(
     host = make_host(ram=256 * MIB, nvme=0)
     host.tiers.writer.announce()
     for _ in range(2):
-        with pytest.raises(CorruptionError, match=rf"{names[0]} is no segment any more.*delete that file"):
+        with pytest.raises(CorruptionError, match=rf"{names[0]} is no longer a valid segment.*delete that file"):
             wait(host.store, "", Level.OBJECT, 20)
     assert status(host.store)["unread_segments"] == 1
     save(host.store, "g", b"new")
@@ -111,7 +111,9 @@ def test_nobody_takes_what_a_damaged_segment_held_for_safe_until_it_is_given_up(
     assert len(there) < len(files)
     assert all(load(host.plain(), path) == files[path] for path in there)
     assert status(host.store)["unread_segments"] == 0
-    assert caplog.text.count("is passed over") == 1, "the flusher and the rest of this process say it once"
+    assert caplog.text.count("cannot be used and is ignored") == 1, (
+        "the flusher and the rest of this process say it once"
+    )
 
 
 @pytest.fixture
@@ -137,9 +139,9 @@ def test_what_is_saved_in_a_segment_that_somebody_removed_is_flushed(flushing, w
     wait(flushing.store, "", Level.OBJECT, 20)
     assert {path: load(flushing.plain(), path) for path in files} == files
     assert all(not segment.is_removed() for segment in flushing.tiers.ram.own_segments())
-    assert [
-        record.levelno for record in caplog.records if "was removed while it is written into" in record.message
-    ] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if "was removed while in use" in record.message] == [
+        logging.WARNING
+    ]
 
 
 def test_a_file_whose_memory_was_removed_meanwhile_is_not_said_to_be_saved(flushing):
@@ -226,7 +228,7 @@ def test_a_flusher_that_cannot_see_all_says_so_in_the_end(left, make_host, monke
     with out_of(OSError(errno.ENOMEM, "no memory"), names[0], monkeypatch):
         host = make_host(ram=256 * MIB, nvme=0)
         host.tiers.writer.announce()
-        with pytest.raises(StoreError, match="cannot be looked into, and what is waited for may be in it"):
+        with pytest.raises(StoreError, match="cannot be opened, and may hold the awaited change"):
             wait(host.store, "", Level.OBJECT, 30)
 
 
@@ -282,7 +284,7 @@ def test_a_file_in_a_segment_that_was_cut_short_is_damaged_and_not_missing(left,
         lambda: list_directory(store, "unseen"),
         lambda: wait(store, lost, Level.OBJECT, 20),
     ):
-        with pytest.raises(CorruptionError, match=r"is no segment any more.*delete that file.*save again"):
+        with pytest.raises(CorruptionError, match=r"is no longer a valid segment.*delete that file.*save again"):
             read()
     assert load(store, "run/published") == b"published"
     assert kind_of(store, lost) is None

@@ -176,16 +176,16 @@ def disk(monkeypatch, tmp_path):
     ("options", "host", "tier", "says"),
     [
         ({"nvme": "500GiB"}, {"free": 21 << 30}, "nvme", r"nvme=500GiB does not fit .* where 21 GiB are free"),
-        ({"nvme": "10%"}, {"free": 1 << 20}, "nvme", r"is full but for 1 MiB"),
-        ({}, {"free": 1 << 20}, "nvme", r"is full but for 1 MiB"),
-        ({"nvme": "1GiB"}, {"kind": "tmpfs"}, "nvme", r"a tmpfs filesystem holds: nothing gets to `local`"),
-        ({"nvme": "1GiB"}, {"kind": "overlay"}, "nvme", r"an? overlay filesystem holds: nothing gets to `local`"),
+        ({"nvme": "10%"}, {"free": 1 << 20}, "nvme", r"has only 1 MiB free"),
+        ({}, {"free": 1 << 20}, "nvme", r"has only 1 MiB free"),
+        ({"nvme": "1GiB"}, {"kind": "tmpfs"}, "nvme", r"a tmpfs filesystem: nothing reaches `local`"),
+        ({"nvme": "1GiB"}, {"kind": "overlay"}, "nvme", r"an? overlay filesystem: nothing reaches `local`"),
         ({"ram": "500GiB"}, {}, "ram", r"ram=500GiB is more than the 64 GiB of memory"),
         (
             {"ram": "32GiB"},
             {"shared": 64 << 20},
             "ram",
-            r"64 MiB of /dev/shm, and what does not fit lies in the state directory",
+            r"64 MiB of /dev/shm, and the rest goes to the state directory",
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_budget_that_this_host_cannot_give_is_told_of(tmp_path, monkeypatch, d
     settings = settings_of(tmp_path, **options)
     assert list(settings.problems) == [tier]
     assert re.search(says, settings.problems[tier])
-    assert bool(settings.nvme_bytes) is ("full" not in says), "the flusher would not start with so little"
+    assert bool(settings.nvme_bytes) is ("has only" not in says), "the flusher would not start with so little"
 
 
 def test_budgets_that_this_host_can_give_are_no_problem(tmp_path, disk):
@@ -205,7 +205,7 @@ def test_budgets_that_this_host_can_give_are_no_problem(tmp_path, disk):
     disk(kind="tmpfs", free=1 << 30)
     assert settings_of(tmp_path).problems == {}, "nobody asked for it"
     disk(free=1 << 20)
-    with pytest.raises(InvalidInputError, match="nvme=100KiB comes to 102400 bytes"):
+    with pytest.raises(InvalidInputError, match="nvme=100KiB is 102400 bytes"):
         settings_of(tmp_path, nvme="100KiB")
 
 

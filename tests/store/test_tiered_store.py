@@ -512,10 +512,10 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
         stop_looking(host, patch)
         save(host.store, "a", b"after")
         damage_draft(host, with_path=with_path)
-    with pytest.raises(CorruptionError, match="a: what this host wrote last"):
+    with pytest.raises(CorruptionError, match="a: this host's last write"):
         load(host.store, "a")
     for path in ("", "a"):
-        with pytest.raises(CorruptionError, match="damaged beyond use"):
+        with pytest.raises(CorruptionError, match="damaged and cannot be recovered"):
             wait(host.store, path, Level.OBJECT, 30)
     if with_path:
         with pytest.raises(CorruptionError, match="perhaps to this path"):
@@ -583,6 +583,6 @@ def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_
         if with_path:
             with pytest.raises(CorruptionError, match="perhaps to this path"):
                 load(host.store, "b")
-    with pytest.raises(CorruptionError, match=r"damaged beyond use: give it up .*, and write it again"):
+    with pytest.raises(CorruptionError, match=r"damaged and cannot be recovered: discard it .*, and write it again"):
         wait(host.store, "", Level.OBJECT, 30)
     discard_conflict(host.store, "" if with_path else "a")

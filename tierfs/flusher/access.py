@@ -119,7 +119,7 @@ class Access:
             while (publisher := self._publisher) is None:
                 way = self._used
                 if way is None:
-                    raise StoreError("the flusher has no way to the object tier yet", transient=True)
+                    raise StoreError("no client has told the flusher yet how to reach the object tier", transient=True)
                 assert self._connect is not None
                 made = self._connect(way)
                 with self._lock:
@@ -135,7 +135,9 @@ class Access:
             if publisher is self._publisher:
                 self._is_refused = True
                 if self._renew():
-                    _logger.warning("the object tier refuses the options in use, newer ones are tried: %s", error)
+                    _logger.warning(
+                        "the object tier refused the options in use; the flusher tries newer ones: %s", error
+                    )
             return publisher is not self._publisher
 
     def _renew(self) -> bool:

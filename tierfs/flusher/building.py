@@ -103,7 +103,7 @@ def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Faults)
     except (CapacityError, StoreError) as error:
         if is_needed(directory):
             raise
-        _logger.warning("there is no nvme tier, what is pending goes from memory to the object tier: %s", error)
+        _logger.warning("the nvme tier cannot be used; pending changes go from memory to the object tier: %s", error)
         return None, str(error) if budget_bytes else ""
     if budget_bytes or tier.drafts():
         return tier, ""

@@ -107,7 +107,7 @@ class FlushEngine:
         """
         method = getattr(self, f"_do_{do}", None)
         if method is None:
-            raise InvalidInputError(f"the flusher knows no {do!r}")
+            raise InvalidInputError(f"unknown flusher request {do!r}")
         try:
             work = method(arguments, peer)
         except (KeyError, TypeError) as error:

@@ -189,7 +189,7 @@ class Flusher:
             with state.changed:
                 state.persisting_since = None
                 state.changed.wait(SWEEP_S)
-            _logger.exception("the flusher met an error that it does not know, and goes on")
+            _logger.exception("unexpected error in the flusher, which continues")
 
     def _persist(self) -> None:
         state = self._state
@@ -279,7 +279,7 @@ class Flusher:
             unread |= state.ram.unread()
             if not unread or is_gone():
                 return
-            text = f"{min(unread)} cannot be looked into, and what is waited for may be in it"
+            text = f"{min(unread)} cannot be opened, and may hold the awaited change"
             now = state.clock.monotonic()
             if deadline is not None and now >= deadline:
                 raise TimeoutError(f"{text}: the flusher's log says why")
@@ -322,7 +322,7 @@ class Flusher:
         blocker = state.entries.blocker(entry) if is_blocked else None
         if blocker is not None:
             raise ConflictError(
-                f"{entry.path} waits for {blocker.path}, which was closed before it and is kept as a conflict: "
+                f"{entry.path} is blocked by {blocker.path}, which was closed earlier and is kept as a conflict: "
                 f"{blocker.error}",
                 path=entry.path,
             )
@@ -335,7 +335,7 @@ class Flusher:
         size = sum(entry.draft.length for entry in waiting)
         text = f"{len(waiting)} files ({size} bytes) have not reached {level.label!r} yet, {waiting[0].path} among them"
         errors = [entry.error for entry in waiting if entry.error is not None]
-        return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still on their way"
+        return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still pending"
 
     def report_damage(self, key: str) -> None:
         self._state.access.call(lambda publisher: publisher.report_damage(key))

@@ -142,9 +142,7 @@ class NvmePersister:
             state.counters["nvme_full_waits"] += 1
             state.fail(entry, error, wait_s=RETRY_S_MIN)
             return False
-        _logger.warning(
-            "the nvme tier is full for good, so %s goes to the object tier from memory: %s", entry.path, error
-        )
+        _logger.warning("the nvme tier stays full, so %s goes to the object tier from memory: %s", entry.path, error)
         state.counters["nvme_passed_by"] += 1
         self._pass_by([entry])
         return True
@@ -228,7 +226,9 @@ class NvmePersister:
             elif row.stored_length or self._is_published(row):
                 others.append(name)
             elif not nvme.has(name):
-                lost = CorruptionError(f"{draft.path}: a chunk of it is in no local tier", path=draft.path, tier="ram")
+                lost = CorruptionError(
+                    f"{draft.path}: one of its chunks is in no local tier", path=draft.path, tier="ram"
+                )
                 raise self._state.missing(entry, reference, lost)
         here = {name: row.raw_length for name, row in zip(draft.names, rows, strict=True) if nvme.has(name)}
         nvme.make_room({**here, **{chunk.name: chunk.length for chunk in found}})
@@ -281,7 +281,7 @@ class NvmePersister:
             self._copy_all(state.nvme, slots, keep=False)
         except TierfsError as error:
             state.counters["ahead_write_stops"] += 1
-            _logger.info("chunks go to the nvme tier when their file is complete: %s", error)
+            _logger.info("chunks are not written to the nvme tier early, but when their file is complete: %s", error)
         self._ahead_at = state.clock.monotonic()
 
     def commit_ahead(self) -> None:
@@ -325,8 +325,8 @@ class NvmePersister:
                     raise
                 if ends is not None and state.clock.monotonic() >= ends:
                     raise CapacityError(
-                        f"a file that is larger than the ram tier could not be taken out of it within {timeout_s} s: {error}: "
-                        "raise ram= or nvme=, or wait longer"
+                        "chunks of a file that is larger than the ram tier could not be moved to a lower tier within "
+                        f"{timeout_s} s: {error}: raise ram= or nvme=, or wait longer"
                     ) from error
             state.counters["spill_waits"] += 1
             state.clock.sleep(RETRY_S_MIN)
@@ -343,7 +343,7 @@ class NvmePersister:
                 self._copy_all(nvme, slots)
             except CapacityError as full:
                 self._state.counters["nvme_passed_by"] += 1
-                _logger.info("what a writer has no room for goes to the object tier: %s", full)
+                _logger.info("the nvme tier is full; chunks of an unfinished file go to the object tier: %s", full)
             # Hold also the chunks that were written before the tier was full.
             held = [slot for slot in slots if nvme.has(slot.name)]
             self._state.holders.add(holder)
@@ -360,7 +360,7 @@ class NvmePersister:
         nvme = self._state.nvme
         if nvme is None or self._is_sound(nvme, name, raw_length):
             return
-        _logger.error("a chunk in the nvme tier is damaged and is not used any more: %s", name.hex())
+        _logger.error("a chunk in the nvme tier is damaged and quarantined: %s", name.hex())
         nvme.quarantine(name)
         slot = self._state.ram.find(name)
         if slot is None:

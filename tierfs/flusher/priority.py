@@ -46,5 +46,5 @@ def give_way() -> bool:
         reason = str(error)
     else:
         reason = f"{_SESSION} is changed too often"
-    _logger.warning("this flusher takes as much of the processors as whoever trains: %s", reason)
+    _logger.warning("the flusher cannot lower its priority and competes with training for the processors: %s", reason)
     return False

@@ -203,7 +203,7 @@ class StorePublisher:
         if found != draft.base.write_id:
             raise ConflictError(
                 f"{store.where(draft.path)} was changed by another writer before this host's changes were flushed: "
-                "theirs stands, this one is kept",
+                "their version is kept, and this one is kept as a conflict",
                 path=draft.path,
             )
         return there
@@ -225,7 +225,7 @@ class StorePublisher:
             if opened is not None and (store is opened.store or store.descriptor.uuid != opened.store.descriptor.uuid):
                 uuid, url = opened.store.descriptor.uuid, opened.store.url
                 raise StoreNotFoundError(
-                    f"the store {uuid} is not at {url} any more: put it back, and what waits is flushed", path=url
+                    f"the store {uuid} is no longer at {url}: put it back, and pending changes are flushed", path=url
                 )
             self._opened = _OpenedStore(store, Commits(store), KeyframeIndex(store))
             return self._opened
@@ -243,7 +243,7 @@ def _commit(store: Store, commits: Commits, directory: str) -> None:
         if getattr(error, "transient", False):
             raise
         # The published file itself is fine.
-        _logger.error("%s: no save there can be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
+        _logger.error("%s: the checkpoint cannot be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
 
 
 class _Sending(ChunkSend):

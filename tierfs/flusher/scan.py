@@ -152,12 +152,12 @@ class PendingScan:
         for number, where in list(self._lost.items()):
             if not where or is_at_or_below(where, path):
                 if isinstance(number, int):
-                    advice = "write it again, or give it up with `tierfs flusher discard`"
+                    advice = "write it again, or discard it with `tierfs flusher discard`"
                 else:  # an unreadable draft in a slab also keeps writers from its path, so discard it first
-                    of = "" if where else ", of the store's root"
-                    advice = f"give it up with `tierfs flusher discard`{of}, and write it again"
+                    of = "" if where else " for the store's root"
+                    advice = f"discard it with `tierfs flusher discard`{of}, and write it again"
                 raise CorruptionError(
-                    f"{where or 'a file'}: what this host wrote last is damaged beyond use: {advice}",
+                    f"{where or 'a file'}: this host's last write is damaged and cannot be recovered: {advice}",
                     path=where,
                     tier="nvme" if isinstance(number, int) else "ram",
                 )
@@ -183,7 +183,7 @@ class PendingScan:
         freed = state.ram.reclaim(self._needed_slots)
         if freed:
             state.counters["reclaimed_bytes"] += freed
-            _logger.info("freed %d bytes of slabs whose processes are gone", freed)
+            _logger.info("freed %d bytes that dead processes left in slabs", freed)
         gone = [holder for holder in list(state.holders) if not state.ram.host.is_alive(holder.split(":")[1])]
         if gone and state.nvme is not None and not self._unreadable and not state.ram.is_blind():
             # The owners may have sealed drafts right before they died. Look for these first.

@@ -174,7 +174,7 @@ class Service:
             pause_s = TICK_BUSY_S if self._connections else TICK_S
             if wire.identity_of(self._directory) != self._identity:
                 # The socket was removed or replaced. Clients cannot find this flusher, but they will find the next.
-                _logger.warning("%s is gone: this flusher retires", self._directory / wire.SOCKET_NAME)
+                _logger.warning("%s was removed or replaced: this flusher exits", self._directory / wire.SOCKET_NAME)
                 return
             if self._connections or not self._engine.is_idle():
                 idle_since = None
@@ -195,7 +195,7 @@ class Service:
             return
         pid, uid = wire.credentials_of(sock)
         if uid != os.geteuid():
-            _logger.warning("process %d was turned away: it runs as uid %d", pid, uid)
+            _logger.warning("refused the connection of process %d: it runs as uid %d", pid, uid)
             sock.close()
             return
         if len(self._connections) >= CONNECTIONS_MAX:
@@ -325,11 +325,11 @@ class Service:
 
     def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> None:
         if asked_to_stop:
-            _logger.info("stopping as process %d asks for it", peer.pid)
+            _logger.info("stopping: process %d asked for it", peer.pid)
         elif wire.version_of(peer.version) <= wire.version_of(self._version):
             raise InvalidInputError(f"tierfs {peer.version} may not replace a flusher of tierfs {self._version}")
         else:
-            _logger.info("retiring for tierfs %s", peer.version)
+            _logger.info("exiting: a client runs the newer tierfs %s", peer.version)
         self.stop()
 
     def _wake(self) -> None:

@@ -144,7 +144,7 @@ class FlushState:
             return error
         if self.chunk(reference) is None and not self.ram.unread():
             return error
-        text = f"{entry.path}: a chunk of it lies in a segment that could not be opened yet"
+        text = f"{entry.path}: one of its chunks is in a segment that cannot be opened now"
         return UnreadSegmentError(text, transient=True, path=entry.path, tier="ram")
 
     def release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:

@@ -98,10 +98,10 @@ class Upkeep:
                 self.turn()
             except TierfsError as error:
                 self._count("upkeep_failures", 1)
-                _logger.warning("upkeep is tried again later: %s", error)
+                _logger.warning("upkeep failed and is retried later: %s", error)
             except Exception:  # the thread must go on after any error: no other thread collects and scrubs
                 self._count("unforeseen_errors", 1)
-                _logger.exception("upkeep met an error that it does not know, and is tried again later")
+                _logger.exception("unexpected error in upkeep, which is retried later")
             self._ended.wait(self._turn_s)
 
     def _collect(self, store: Store, every_s: float) -> None:
@@ -114,7 +114,7 @@ class Upkeep:
         try:
             report = collect(store, GcOptions(), lambda *_: self._check())
         except ConflictError as error:
-            _logger.info("no gc now: %s", error)  # another gc is running
+            _logger.info("gc skipped: %s", error)  # another gc is running
             return
         self._count("gc_runs", 1)
         self._count("gc_deleted_bytes", report.deleted.bytes)
@@ -144,4 +144,4 @@ class Upkeep:
     def _check(self) -> None:
         """Abort a running gc if the flusher ends."""
         if self._ended.is_set():
-            raise ConflictError("the flusher ends")
+            raise ConflictError("the flusher is ending")

@@ -132,9 +132,13 @@ class Uploader:
             if any(state.chunk(reference) is None for reference in references):
                 return  # a segment cannot be opened yet, or a slot was reused
             state.access.call(lambda publisher: self._upload(publisher, entry))
-        except Exception as error:  # noqa: BLE001 - it is done once more when the draft is in the nvme tier
+        except Exception as error:  # noqa: BLE001 - retried when the draft is in the nvme tier
             state.counters["ahead_stops"] += 1
-            _logger.info("%s is uploaded when it is in the nvme tier: %s", entry.path, state.known(error, entry.path))
+            _logger.info(
+                "%s could not be uploaded early; it is uploaded once it is in the nvme tier: %s",
+                entry.path,
+                state.known(error, entry.path),
+            )
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -188,7 +192,7 @@ class Uploader:
         if state.stopping:
             raise StoreError("the flusher is ending", transient=True)
         if not entry.past_nvme and state.persists_alone():
-            raise StoreError("somebody waits for the nvme tier", transient=True)
+            raise StoreError("a client waits for the nvme tier", transient=True)
         if row.stored_length:
             entry.rows[index] = row
             return
@@ -251,7 +255,11 @@ class Uploader:
             lambda publisher: self._put(publisher, chunk.length, read, None, (), lambda *_: False)
         )
         if stored is None or stored.name.digest != chunk.name[1:]:
-            raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
+            raise StoreError(
+                "a chunk in the ram tier could not be read back as written; the flusher reads it again",
+                transient=True,
+                tier="ram",
+            )
 
     def _put(
         self,
@@ -343,7 +351,7 @@ class Uploader:
                     state.drop_holds(entry.draft)
                     state.release(entry.draft, entry.slot)
             state.fault("after finish.release")
-        except Exception as error:  # noqa: BLE001 - published again, which finds the records there, and released then
+        except Exception as error:  # noqa: BLE001 - publishing it again finds the records, then releases it
             for entry in done:
                 state.fail(entry, state.known(error, entry.path))
             with state.changed:

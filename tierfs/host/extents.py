@@ -19,7 +19,7 @@ class Extents:
 
     def __init__(self, size: int, *, align: int = 4096) -> None:
         if size < 0 or align < 1:
-            raise ValueError(f"a region of {size} bytes in units of {align}")
+            raise ValueError(f"a region of {size} bytes in units of {align} is invalid")
         self._align = align
         self._size = self._free_bytes = size - size % align
         # The free parts, in ascending order; no two of them touch.
@@ -87,12 +87,12 @@ class Extents:
         before = self._ends[index - 1] if index else 0
         behind = self._starts[index] if index < len(self._starts) else self._size
         if offset % self._align or offset < before or end > behind:
-            raise ValueError(f"{length} bytes at {offset} are not all taken")
+            raise ValueError(f"{length} bytes at {offset} are not all allocated")
         self._add(index, offset, end)
 
     def _rounded(self, length: int) -> int:
         if length < 1:
-            raise ValueError(f"{length} bytes are no extent")
+            raise ValueError(f"an extent of {length} bytes is invalid")
         return length + -length % self._align
 
     def _cut(self, index: int, start: int, end: int) -> None:

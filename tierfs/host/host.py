@@ -57,8 +57,8 @@ def state_directory(given: str | None = None) -> Path:
     directory = Path(os.path.expanduser(given))
     if not directory.is_absolute():
         raise InvalidInputError(
-            f"{given}: a state directory is named from the root, or from ~, so that it is the same one wherever a program"
-            " is started",
+            f"{given}: a state directory must be an absolute path or begin with ~, so that it does not depend on the "
+            "working directory",
             path=given,
         )
     return directory
@@ -98,7 +98,7 @@ class ExclusiveLock:
         Returns:
             Whether it was acquired.
         """
-        assert self._fd is None, f"{self.path} is locked through this object"
+        assert self._fd is None, f"{self.path} is already locked through this object"
         mode = fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB)
         while True:
             fd = self._open()
@@ -130,8 +130,8 @@ class ExclusiveLock:
                 self._fd = self._open_file()
             except FileNotFoundError as error:  # O_CREAT creates a missing file, so its directory is missing
                 raise StoreError(
-                    f"{self.path} cannot be locked: the state directory was removed while it is in use, and what was pending "
-                    "there is lost: start this program again",
+                    f"{self.path} cannot be locked: the state directory was removed while in use, and changes pending "
+                    "in it are lost: restart this program",
                     path=str(self.path),
                 ) from error
             except OSError as error:
@@ -182,7 +182,7 @@ class Host:
         if is_network(filesystem):
             raise InvalidInputError(
                 f"{directory} lies on a network filesystem ({filesystem}), where locks cannot be trusted: "
-                "name a directory of this host with TIERFS_STATE_DIR",
+                "set TIERFS_STATE_DIR to a local directory",
                 path=str(directory),
             )
         make_private(directory)
@@ -192,7 +192,8 @@ class Host:
         shm = shm or Path(os.environ.get("TIERFS_SHM_DIR") or "/dev/shm")  # noqa: S108 - a folder in it is checked
         if not shm.is_absolute():
             raise InvalidInputError(
-                f"TIERFS_SHM_DIR={shm}: it is named from the root, so that it is the same one wherever a program is started",
+                f"TIERFS_SHM_DIR={shm}: it must be an absolute path, so that it does not depend on the working "
+                "directory",
                 path=str(shm),
             )
         with self.locked("segments"):

@@ -50,7 +50,7 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool 
         except (StoreError, CapacityError, ReadOnlyError) as error:
             if not is_known:
                 raise
-            _logger.warning("where %s lies now is not kept: %s", url, error)
+            _logger.warning("the new location of %s cannot be recorded: %s", url, error)
     return directory
 
 
@@ -63,9 +63,10 @@ def check(directory: Path, places: Sequence[str], url: str) -> bool:
     known = places_in(path)
     if known and set(places).isdisjoint(known):
         raise InvalidInputError(
-            f"{url} has the id of a store that this host keeps local tiers for, and lies elsewhere: at {places[0]}, not at "
-            f"{known[0]}. A copy needs a state directory of its own (state_dir=, --state-dir), or none (ram=0, nvme=0); if it "
-            f"is the same one under another name, or has moved for good, end its flusher and remove {path}",
+            f"{url} has the id of a store that this host has local tiers for, but is at {places[0]}, not at "
+            f"{known[0]}. A copy needs a state directory of its own (state_dir=, --state-dir), or no local tiers "
+            "(ram=0, nvme=0); if it is the same store under another name, or was moved permanently, stop its flusher "
+            f"and remove {path}",
             path=url,
         )
     return bool(known)
@@ -81,13 +82,14 @@ def places_in(path: Path) -> list[str]:
         text = path.read_bytes()
         kept = json.loads(text) if text else []
         if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
-            raise ValueError("it is no list of names")
+            raise ValueError("not a list of names")
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise DamagedPlaceError(
-            f"{path} does not say whose local tiers these are ({error}): what is pending in them waits, and is not read, until "
-            "this file is removed; then they are those of the store of this id that is opened next",
+            f"{path} does not say which store these local tiers belong to ({error}): changes pending in them are "
+            "neither read nor flushed until this file is removed; then the tiers belong to the next store with this "
+            "id that is opened",
             path=str(path),
         ) from error
     return kept

@@ -59,8 +59,8 @@ class NameLocks:
                 self._passed_by += 1
                 if self._passed_by == 1:
                     _logger.warning(
-                        "%s: a chunk is fetched that somebody else on this host began to fetch %.0f s ago: it is slow,"
-                        " or was stopped",
+                        "%s: fetching a chunk that another thread or process of this host began to fetch %.0f s ago: "
+                        "it is slow, or was stopped",
                         self._path,
                         PATIENCE_S,
                     )
@@ -76,7 +76,7 @@ class NameLocks:
         """
         with self._held(name, timeout_s) as is_held:
             if not is_held:
-                why = f"{self._path}: somebody else kept a byte of it locked for {timeout_s:g} s"
+                why = f"{self._path}: another thread or process kept a byte of it locked for {timeout_s:g} s"
                 raise StoreError(why, transient=True)
             yield
 

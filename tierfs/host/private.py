@@ -57,7 +57,7 @@ def refused(error: OSError, path: Path, what: str, *, tier: str | None = None) -
     problem = f"{path} {what}: {explain(error)}"
     if error.errno in NO_ROOM:
         return CapacityError(
-            f"{problem}: free some room, or files where it has as many as it may, and try again",
+            f"{problem}: free some room, or delete files if their number is at its limit, and try again",
             path=str(path),
             tier=tier,
         )
@@ -70,5 +70,5 @@ def explain(error: OSError) -> str:
     """Return the operating system's message, with the next step if it is known."""
     problem = error.strerror or str(error)
     if error.errno == errno.EMFILE:
-        return f"{problem}: this process has as many as it may, which `ulimit -n` raises"
+        return f"{problem}: this process has reached its limit, which `ulimit -n` raises"
     return problem

@@ -87,9 +87,10 @@ class SegmentFolder:
         found = None if link is None else self._follow(link, shm, is_used=is_used)
         if found is None and link is not None and is_used:
             raise StoreError(
-                f"{self._directory} is in use by processes that have their segments of shared memory in {os.readlink(link)}, "
-                "which this one cannot see: it is not there, or is another one of that name. Give all of them the same shared "
-                "memory (docker: --ipc) and TIERFS_SHM_DIR, or this one a state directory of its own",
+                f"{self._directory} is in use by processes whose segments of shared memory are in "
+                f"{os.readlink(link)}, which this process cannot see: that folder does not exist here, or is another "
+                "one of the same name. Give all processes the same shared memory (docker: --ipc) and TIERFS_SHM_DIR, "
+                "or this one a state directory of its own",
                 path=str(self._directory),
                 tier="ram",
             )
@@ -98,7 +99,7 @@ class SegmentFolder:
             self._point_to(found)
         elif found.parent != shm:
             _logger.warning(
-                "segments are not in %s but in %s, where other processes of this host have theirs, or left some",
+                "segments are not in %s but in %s, where other processes of this host keep theirs, or left some",
                 shm,
                 found,
             )
@@ -162,7 +163,9 @@ class SegmentFolder:
                 folder = shm / (f"{name}-{number}" if number else name)
                 if self._claim(folder, is_new=True):
                     return folder
-            raise StoreError(f"{shm} has {SEGMENT_FOLDERS_MAX} folders of other state directories at {self._directory}")
+            raise StoreError(
+                f"{shm} already has {SEGMENT_FOLDERS_MAX} folders of other state directories at {self._directory}"
+            )
         except OSError as error:
             self.why_not = str(error)
             fallback = self._directory / FALLBACK

@@ -201,7 +201,7 @@ class Tiers:
 def _described(awaited: Mapping[tuple[str, bytes], int], path: str, level: Level) -> str:
     """Describe files that have not reached a level, as seen without the flusher; if none is seen, describe ``path``."""
     if not awaited:
-        return f"what is pending below {path!r} has not reached {level.label!r} yet"
+        return f"changes pending below {path!r} have not reached {level.label!r} yet"
     first = min(name for name, _ in awaited)
     if len(awaited) == 1:
         return f"{first} has not reached {level.label!r} yet"

@@ -49,9 +49,9 @@ def finish(tiers: Tiers, url: str, launcher: Launcher) -> None:
         return
     named = ", ".join(sorted(pending)[:NAMED_MAX]) + (", ..." if len(pending) > NAMED_MAX else "")
     if ends:
-        after = "they are flushed when the store is next opened on this host, unless it is rebooted before"
+        after = "they are flushed when the store is next opened on this host, unless the host reboots first"
     elif tiers.flusher.is_running():
-        after = f"the flusher goes on; `tierfs wait {url}` waits for it"
+        after = f"the flusher continues; `tierfs wait {url}` waits for it"
     else:
         after = "no flusher runs; one is started when the store is next opened on this host"
     _logger.warning("%d files are not in %s yet%s: %s; %s", len(pending), url, reason, named, after)
@@ -129,7 +129,7 @@ def _put_away_all() -> None:
                 tiers.close()
             except (TierfsError, OSError) as error:
                 # No data is lost: the next process that opens the store finds sealed drafts.
-                _logger.warning("the local tiers of %s were not closed in order: %s", url, error)
+                _logger.warning("the local tiers of %s were not closed cleanly: %s", url, error)
 
 
 def _opened() -> list[tuple[Tiers, Launcher]]:

@@ -35,9 +35,10 @@ def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
         if here and is_pending(state, kept.parent):
             where = here[0].removeprefix("file:")
             raise StoreError(
-                f"this host has changes pending for the store that was at {where}, and none is there now: mount it, or bring it "
-                f"back, and they get there; to give them up, end its flusher, if `pgrep -f {kept.parent.name}` finds one, and "
-                f"remove {kept.parent}{_segments_of(state, kept.parent)} while no process uses it",
+                f"this host has changes pending for the store that was at {where}, but no store is there now: mount "
+                "it or put it back, and they are flushed; to discard them, end its flusher, if `pgrep -f "
+                f"{kept.parent.name}` finds one, and remove {kept.parent}{_segments_of(state, kept.parent)} while no "
+                "process uses it",
                 transient=True,
                 path=where,
             )
@@ -48,7 +49,7 @@ def _places_in(kept: Path) -> list[str]:
         return places_in(kept)
     except StoreError as error:
         # Opening that store raises this error. Other stores are not affected.
-        _logger.warning("what is pending for one store is not known: %s", error)
+        _logger.warning("the pending changes of one store are unknown: %s", error)
         return []
 
 

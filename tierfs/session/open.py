@@ -193,9 +193,9 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         raise unreachable
     if refused:
         raise ReadOnlyError(
-            f"no store was found above {location.url}, and {target_url(location.protocol, refused)} may not be looked into: ask for "
-            "the right to read it if the store's root is there, else make one: "
-            f"tierfs init {target_url(location.protocol, _new_root(location, ancestors))}",
+            f"no store was found above {location.url}, and access to {target_url(location.protocol, refused)} was "
+            "denied: ask for the right to read it if the store's root is there, else make one: tierfs init "
+            f"{target_url(location.protocol, _new_root(location, ancestors))}",
             path=location.url,
         )
     _check_nothing_is_left(location, ancestors)
@@ -222,7 +222,7 @@ def _is_there(location: Location, root: str, known: Store) -> bool:
     """Return whether ``root`` still holds this store; if not, forget it."""
     if known.is_current():
         return True
-    _logger.warning("%s was deleted or made anew: it is opened again", known.url)
+    _logger.warning("%s was deleted or recreated: opening it again", known.url)
     with _lock:
         if _stores.get((_token(location), root)) is known:
             del _stores[_token(location), root]
@@ -298,7 +298,9 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
         kept = _known_stores(location).find(url) if error.transient else None
         if kept is None:
             raise
-        _logger.warning("%s is opened as this host knows it, because its object tier is unreachable: %s", url, error)
+        _logger.warning(
+            "the object tier of %s is unreachable: opening the store from this host's records: %s", url, error
+        )
         descriptor, places = kept
     else:
         kept = None
@@ -377,7 +379,7 @@ def _new_root(location: Location, ancestors: list[str]) -> str:
     if location.root:
         return location.root
     if not ancestors:
-        raise InvalidInputError(f"{location.url!r} names no place for a store", path=location.url)
+        raise InvalidInputError(f"{location.url!r} is not a place for a store", path=location.url)
     return ancestors[1] if len(ancestors) > 1 and ancestors[1] != "/" else ancestors[0]
 
 

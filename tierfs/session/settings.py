@@ -78,7 +78,7 @@ class TierOptions:
         known = {}
         for name, value in values.items():
             if name not in cls.names() or isinstance(value, bool) or not isinstance(value, (str, int, float)):
-                raise InvalidInputError(f"{where}: {name} = {value!r} is no setting of the local tiers")
+                raise InvalidInputError(f"{where}: {name} = {value!r} is not a setting of the local tiers")
             known[name] = value
         return cls(**known)  # type: ignore[arg-type]
 
@@ -145,7 +145,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     try:
         timeout_s = TIMEOUT_S if options.timeout is None else float(options.timeout)
     except ValueError:
-        raise InvalidInputError(f"timeout={options.timeout!r} is no number of seconds") from None
+        raise InvalidInputError(f"timeout={options.timeout!r} is not a number of seconds") from None
     free_bytes = _free_bytes(directory)
     ram_bytes, nvme_bytes = parse_share(ram, memory_limit()), parse_share(nvme, free_bytes)
     problems = {"ram": _ram_problem(options, ram_bytes)}
@@ -171,15 +171,16 @@ def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int
     """
     where, free = f"the disk of {directory}", format_bytes(free_bytes)
     otherwise = (
-        "so there is no nvme tier and what is saved goes from memory to the object tier: free some room, or set state_dir= "
+        "so there is no nvme tier, and saves go from memory to the object tier: free some room, or set state_dir= "
         "(TIERFS_STATE_DIR) to another disk"
     )
     if 0 < budget_bytes < BUDGET_BYTES_MIN:
         if options.nvme is not None and not str(options.nvme).endswith("%"):
             raise InvalidInputError(
-                f"nvme={options.nvme} comes to {budget_bytes} bytes, and less than {BUDGET_BYTES_MIN} hold nothing: give more, or 0"
+                f"nvme={options.nvme} is {budget_bytes} bytes, which is too small: give at least {BUDGET_BYTES_MIN}, "
+                "or 0"
             )
-        return 0, f"{where} is full but for {free}, {otherwise}"
+        return 0, f"{where} has only {free} free, {otherwise}"
     if budget_bytes > free_bytes and not (directory / "stores" / uuid / ARENA_FILE).exists():
         # The flusher still tries, and uses as much of the disk as it can.
         return (
@@ -188,8 +189,9 @@ def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int
         )
     if budget_bytes and options.nvme is not None and not is_durable(kind := filesystem_of(directory)):
         return budget_bytes, (
-            f"nvme={options.nvme} lies in {directory}, and a crash of the host may take what a {kind} filesystem holds: nothing gets to "
-            "`local` there, and what waits for that waits for the object tier: set state_dir= (TIERFS_STATE_DIR) to a disk"
+            f"nvme={options.nvme} is in {directory}, and a crash of the host may lose the data of a {kind} "
+            "filesystem: nothing reaches `local` there, and a wait for `local` waits for the object tier: set "
+            "state_dir= (TIERFS_STATE_DIR) to a disk"
         )
     return budget_bytes, ""
 
@@ -202,13 +204,13 @@ def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
     if ram_bytes > memory:
         return (
             f"ram={options.ram} is more than the {format_bytes(memory)} of memory that this process may use, and processes may be killed "
-            "when it is taken: give less"
+            "when it is used: give less"
         )
     folder_bytes = shutil.disk_usage(folder).total if folder.is_dir() else 0
     if ram_bytes > folder_bytes > 0:
         return (
-            f"ram={options.ram} is more than the {format_bytes(folder_bytes)} of {folder}, and what does not fit lies in the state "
-            "directory, which takes longer to stage to: give less, or enlarge that (docker: --shm-size)"
+            f"ram={options.ram} is more than the {format_bytes(folder_bytes)} of {folder}, and the rest goes to the "
+            "state directory, where staging is slower: give less, or enlarge that folder (docker: --shm-size)"
         )
     return ""
 

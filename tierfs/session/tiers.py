@@ -89,7 +89,7 @@ def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path]:
         except (StoreError, CapacityError, ReadOnlyError) as refusal:
             raise error from refusal
         _logger.warning(
-            "%s was damaged (%s) and is made anew: nothing is pending there",
+            "%s was damaged (%s) and is recreated: nothing is pending there",
             directory / PLACE_FILE,
             error.__cause__,
         )
@@ -219,7 +219,7 @@ class Launcher:
     def launch(self) -> Launched | None:
         """Start a flusher. Return ``None`` if it is a thread."""
         if self._target.process_local or self._handed_over[0] is None:
-            self._start_thread("its object tier can be reached from this process alone")
+            self._start_thread("only this process can reach its object tier")
             return None
         settings = self._settings
         argv = [sys.executable, "-m", "tierfs.cli", "flusher", "run", self._target.url, "--uuid", self._target.uuid]
@@ -233,7 +233,7 @@ class Launcher:
             return None
 
     def _start_thread(self, reason: str) -> None:
-        from tierfs.flusher.building import build_engine  # noqa: PLC0415 - only who is its own flusher needs them
+        from tierfs.flusher.building import build_engine  # noqa: PLC0415 - needed only without a separate flusher
         from tierfs.flusher.server import Service  # noqa: PLC0415
 
         if not self.fallbacks:
@@ -253,7 +253,7 @@ class Launcher:
         thread = threading.Thread(target=_serve, args=(service,), name="tierfs-flusher", daemon=True)
         with self._lock:
             if self._is_stopped:
-                raise StoreError(f"{self._target.url} was closed: nothing is flushed for it any more")
+                raise StoreError(f"{self._target.url} was closed: no flusher is started for it")
             thread.start()
             self._service, self.thread = service, thread
 
@@ -294,7 +294,7 @@ def _serve(service: Service) -> None:
     try:
         service.run()
     except TierfsError:
-        _logger.exception("the flusher's thread cannot go on: what is pending stays where it is")
+        _logger.exception("the flusher's thread ended: pending changes stay where they are")
 
 
 def _as_json(options: dict[str, Any]) -> dict[str, Any] | None:

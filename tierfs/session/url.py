@@ -196,7 +196,9 @@ def named_location(path: str) -> Location:
     file_path = _configuration_path()
     hint = f'put this into {file_path}:\n[stores.{name}]\nurl = "s3://bucket/path"'
     if not _NAME.fullmatch(name):
-        raise InvalidInputError(f"{name!r} is no name of a store: tierfs://NAME/path, or tierfs::URL for a URL")
+        raise InvalidInputError(
+            f"{name!r} is not the name of a store: write tierfs://NAME/path, or tierfs::URL for a URL"
+        )
     configuration = _configuration()
     if configuration is None:
         raise InvalidInputError(f"no store is named {name!r}: there is no {file_path}; {hint}")
@@ -228,12 +230,14 @@ def configured_tiers() -> TierOptions:
         InvalidInputError: The file is invalid.
     """
     if not os.access(_configuration_path(), os.R_OK) and _is_there(_configuration_path()):
-        _logger.warning("%s may not be read: the local tiers are set up without it", _configuration_path())
+        _logger.warning(
+            "%s cannot be read (permission denied): the local tiers are set up without it", _configuration_path()
+        )
         return TierOptions()
     table = (_configuration() or {}).get("tiers", {})
     where = f"{_configuration_path()}: tiers"
     if not isinstance(table, dict):
-        raise InvalidInputError(f"{where} is no table")
+        raise InvalidInputError(f"{where} is not a table")
     return TierOptions.from_mapping(table, where)
 
 
@@ -259,5 +263,5 @@ def _configuration() -> dict[str, Any] | None:
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise InvalidInputError(f"{path} cannot be read: {error}") from None
     if unknown := sorted(set(configuration) - _TABLES):
-        raise InvalidInputError(f"{path}: unknown table {unknown[0]!r}; settings lie in [tiers] and [stores.NAME]")
+        raise InvalidInputError(f"{path}: unknown table {unknown[0]!r}; settings are in [tiers] and [stores.NAME]")
     return configuration

@@ -133,7 +133,7 @@ def test_everything_that_is_pending_comes_back_with_its_chunks(stored, damage, c
     assert tier.meta(content_of(5)[0]) == meta_of(content_of(5)[1])
     assert tier.evict([content_of(number)[0] for number in (1, 2, 4)]) == 0
     assert tier.usage().fallbacks["rebuilt"] == 1
-    assert "making it anew from the arena" in caplog.text
+    assert "rebuilding it from the arena" in caplog.text
     assert ("other: pending in an index that belongs to another arena" in caplog.text) == (damage is other_index)
     aside = {path.name for path in stored.glob("nvme.db.damaged-*")}
     assert ("nvme.db.damaged-1" in aside) == (damage is not delete)
@@ -228,7 +228,7 @@ def test_a_draft_whose_chunk_is_gone_from_the_arena_is_reported_not_dropped(stor
     first, second = tier.drafts()
     assert (first.path, first.state, first.note) == ("a", "damaged", "1 of 2 chunks are not in the arena")
     assert (second.path, second.state) == ("b", "pending")
-    assert "a was saved on this host and is not whole any more" in caplog.text
+    assert "a was saved on this host and is no longer complete" in caplog.text
     assert tier.usage().damaged == tier.usage().fallbacks["drafts_damaged"] == 1
     (name, data) = content_of(2)
     tier.write(name, meta_of(data), memoryview(data))
@@ -296,7 +296,7 @@ def test_an_arena_that_is_gone_leaves_a_word_on_what_was_lost(stored, caplog):
         ("a", "damaged", b"manifest of a"),
         ("b", "damaged", b"manifest of b"),
     ]
-    assert caplog.text.count("not whole any more: its arena is gone") == 2
+    assert caplog.text.count("no longer complete: its arena is missing") == 2
     save(tier, "again", 1, 2)
     assert [item.state for item in tier.drafts()] == ["pending", "damaged", "pending"]
     for item in tier.drafts():
@@ -310,7 +310,7 @@ def test_an_arena_that_was_replaced_by_something_else_leaves_a_word_on_what_was_
     (stored / "nvme.arena").write_bytes(content)
     tier = open_tier(stored)
     assert [(item.path, item.state) for item in tier.drafts()] == [("a", "damaged"), ("b", "damaged")]
-    assert "not whole any more" in caplog.text
+    assert "no longer complete" in caplog.text
     save(tier, "again", 1, 2, 4)
     assert [item.state for item in tier.drafts()] == ["pending"] * 3
     assert read(tier, 1)
@@ -341,11 +341,11 @@ def test_a_tier_without_an_index_whose_arena_was_cut_short_begins_anew_and_says_
     tier = open_tier(stored)
     assert paths(tier) == []
     assert tier.usage().fallbacks["rebuilt"] == 1
-    assert "making it anew" in caplog.text
+    assert "rebuilding it" in caplog.text
     if left < GRANULE:
         assert tier.usage().fallbacks["arena_cut"] == 1
         assert f"nvme.arena: was cut short to {left} bytes" in caplog.text
-        assert "what was pending in it alone is lost" in caplog.text
+        assert "changes pending only in it are lost" in caplog.text
     assert (stored / "nvme.db.damaged-1").exists() == (damage is not delete)
     assert os.path.getsize(stored / "nvme.arena") == BUDGET
     assert save(tier, "again", 1, 2) > last

@@ -445,7 +445,7 @@ def test_a_bad_copy_that_a_draft_needs_is_reported_and_healed_by_writing_it_agai
     seq = save(tier, "a", 1, 2)
     tier.quarantine(name)
     assert [(item.seq, item.state) for item in tier.drafts()] == [(seq, "damaged")]
-    assert "a was saved on this host and is not whole" in caplog.text
+    assert "a was saved on this host and is no longer complete" in caplog.text
     assert not tier.has(name)
     reader = NvmeReader(directory)
     assert read(reader, 1) is None

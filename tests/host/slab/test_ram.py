@@ -894,7 +894,7 @@ def test_nobody_waits_for_what_they_hold_themselves(open_tier):
     clock = ManualClock()
     tier = open_tier(budget=6 * MIB, segment=6 * MIB, clock=clock)
     runs, before = [[2 * MIB]] * 3, clock.monotonic()
-    with pytest.raises(CapacityError, match="none will come by waiting"):
+    with pytest.raises(CapacityError, match="waiting will not free any"):
         tier.take_runs(SlotKind.CHUNK, runs, timeout_s=600)
     assert clock.monotonic() - before < 1
     assert not tier.usage().used_bytes
@@ -922,7 +922,7 @@ def test_where_waiting_brings_no_room_nobody_waits(open_tier, timeout_s):
     for slot in fill(tier):
         slot.segment.mark(slot, SlotState.CONFLICT)
     before = clock.monotonic()
-    with pytest.raises(CapacityError, match="none will come by waiting") as raised:
+    with pytest.raises(CapacityError, match="waiting will not free any") as raised:
         tier.take(SlotKind.CHUNK, 2 * MIB, timeout_s=timeout_s)
     assert clock.monotonic() - before < 1
     assert f"MiB of store {STORE[:8]}" in str(raised.value)

@@ -53,4 +53,4 @@ class Backfill:
             except (TierfsError, TimeoutError) as error:
                 self.failures += 1
                 if self.failures == 1:
-                    _logger.warning("what is read is not kept in the nvme tier: %s", error)
+                    _logger.warning("chunks that were read are not copied to the nvme tier: %s", error)

@@ -106,7 +106,9 @@ class ChunkCache:
                 except CorruptionError as error:
                     if wanted >= raw_length:
                         raise
-                    text = "a chunk is damaged, perhaps where nobody wants it: what is wanted is read alone, and not kept: %s"
+                    text = (
+                        "a chunk is damaged, perhaps outside the requested range: only this range is read, uncached: %s"
+                    )
                     self._counters.fall_back("damaged_chunks_read_in_part", text, error)
                     fetch(parts)
                     return

@@ -19,7 +19,7 @@ def envelope_of(name: bytes, raw_length: int, meta: bytes, tier: str) -> Envelop
     where = f"chunk {name.hex()} in the {tier} tier"
     envelope = Envelope.decode(meta, where, stored_length=len(meta) + raw_length)
     if name[0] == envelope.digest_kind and envelope.digest != name[1:]:
-        raise CorruptionError(f"{where} is another chunk", tier=tier)
+        raise CorruptionError(f"{where} has the metadata of another chunk", tier=tier)
     return envelope
 
 

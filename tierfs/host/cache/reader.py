@@ -143,7 +143,7 @@ class ChunkReader:
 
     def _quarantine(self, tier: str, name: bytes, raw_length: int, error: Exception) -> None:
         self._counters[f"{tier}_quarantined"] += 1
-        _logger.error("a damaged copy is not used any more, the next tier is asked: %s", error)
+        _logger.error("a damaged copy is quarantined, and the next tier is read: %s", error)
         if tier == "ram":
             slot = self._ram.find(name)
             if slot is not None:

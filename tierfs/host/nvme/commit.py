@@ -61,7 +61,7 @@ class NewDraft(NamedTuple):
 def commit(state: NvmeState, drafts: Sequence[EncodedDraft], holds: Holds, elsewhere: Collection[bytes]) -> list[int]:
     """Implement `tierfs.host.nvme.tier.NvmeTier.commit`."""
     if len(drafts) > INTENTS_MAX:
-        raise InvalidInputError(f"{len(drafts)} drafts in one commit: {INTENTS_MAX} is the most")
+        raise InvalidInputError(f"{len(drafts)} drafts in one commit: at most {INTENTS_MAX} are allowed")
     with state.commit_lock:
         seqs = _stored_already(state, drafts)
         new = {draft.write_id: draft for draft in drafts if draft.write_id not in seqs}

@@ -65,7 +65,7 @@ def _shortage() -> str:
     opened: list[int] = []
     try:
         for _ in range(_SQLITE_FILES):
-            opened.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 - those before are to be closed
+            opened.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 - closed below also after an error
     except OSError as error:
         return f": {explain(error)}"
     finally:
@@ -75,5 +75,5 @@ def _shortage() -> str:
 
 
 def _full(path: str, reason: str) -> CapacityError:
-    message = f"{path}: {reason}: free some room and try again; what was stored before is untouched"
+    message = f"{path}: {reason}: free some room and try again; earlier data is intact"
     return CapacityError(message, path=path, tier="nvme")

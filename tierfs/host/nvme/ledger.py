@@ -151,7 +151,9 @@ class Ledger:
         for offset, size in sorted([(0, GRANULE), *places]):
             if not extents.take_at(offset, size):
                 raise CorruptionError(
-                    f"{index.path}: an extent at {offset} cannot be", path=str(index.path), tier="nvme"
+                    f"{index.path}: the extent at {offset} overlaps another or lies outside the arena",
+                    path=str(index.path),
+                    tier="nvme",
                 )
         # An extent that overlaps a row was committed after all.
         self._taken = {offset: size for offset, size in self._taken.items() if extents.take_at(offset, size)}

@@ -72,7 +72,7 @@ def open_tier(
             if index is not None:
                 index.close()
             counts["rebuilt"] += 1
-            _logger.error("%s: no index that belongs to the arena: making it anew from the arena", directory)
+            _logger.error("%s: no index belongs to the arena: rebuilding it from the arena", directory)
             index = rebuild(directory / INDEX_FILE, arena, pages, lost, faults=faults, clock=clock, counts=counts)
             _report_unknown(index, other)
         else:
@@ -107,8 +107,8 @@ def _is_too_short(path: Path, counts: Counter[str]) -> bool:
         return False
     counts["arena_cut"] += 1
     _logger.error(
-        "%s: was cut short to %d bytes, and no index says what was in it: the tier begins anew, and what was pending in it alone "
-        "is lost",
+        "%s: was cut short to %d bytes, and no index says what was in it: the tier starts empty, and changes pending "
+        "only in it are lost",
         path,
         size,
     )
@@ -133,7 +133,9 @@ def _restore_epoch(arena: Arena, index: Index | None, pages: list[ExtentPage], c
     else:
         epoch = secrets.token_bytes(16)
     counts["arena_page_damaged"] += 1
-    _logger.error("%s: the first page is damaged; %d extents say what it must be", arena.path, epochs[epoch])
+    _logger.error(
+        "%s: the first page is damaged; restoring it with an epoch that %d extents have", arena.path, epochs[epoch]
+    )
     arena.stamp(epoch)
 
 
@@ -141,7 +143,7 @@ def _salvage(index: Index | None) -> list[Lost]:
     """Return the drafts of an index whose arena is gone, to be reported as damaged instead of forgotten."""
     if index is None:
         return []
-    columns = "seq, write_id, path, 0, 0, 0, 'damaged', 'the arena was gone', at_ns, data"
+    columns = "seq, write_id, path, 0, 0, 0, 'damaged', 'the arena is missing', at_ns, data"
     try:
         rows = index.select(f"SELECT {columns} FROM drafts ORDER BY seq")  # noqa: S608 - columns only
         return [
@@ -151,7 +153,7 @@ def _salvage(index: Index | None) -> list[Lost]:
             for row in rows
         ]
     except (CorruptionError, StoreError):
-        _logger.exception("nothing can be read from the index of an arena that is gone")
+        _logger.exception("the index of a missing arena cannot be read")
         return []
 
 
@@ -160,7 +162,7 @@ def _report_unknown(index: Index, other: list[Lost]) -> None:
     for draft in other:
         if not index.select("SELECT 1 FROM drafts WHERE write_id = ?", [draft.row[1]]):
             _logger.error(
-                "%s: pending in an index that belongs to another arena, and was put aside with it", draft.row[2]
+                "%s: pending in an index that belongs to another arena, and quarantined with that index", draft.row[2]
             )
 
 
@@ -194,6 +196,8 @@ def fit(arena: Arena, tail: int, size: int, counts: Counter[str]) -> None:
             _logger.warning("%s: stays at %d bytes instead of %d: %s", arena.path, arena.size, size, error)
     elif size < arena.size:
         if tail > size:
-            _logger.warning("%s: is shrunk to %d bytes, not %d, as there is data", arena.path, tail, size)
+            _logger.warning(
+                "%s: shrinking to %d bytes, not %d, because it holds data up to there", arena.path, tail, size
+            )
         if max(size, tail) < arena.size:
             arena.shrink(max(size, tail))

@@ -144,7 +144,7 @@ class NvmeReader:
                 return None
             epoch, chunk = found
             if not 0 <= start <= start + len(out) <= chunk.length:
-                raise InvalidInputError(f"bytes {start} to {start + len(out)} of a chunk of {chunk.length}")
+                raise InvalidInputError(f"bytes {start} to {start + len(out)} exceed a chunk of {chunk.length} bytes")
             try:
                 arena = self._arena_of(epoch)
                 page = arena.read_into(chunk.offset, start, out) if arena is not None else None
@@ -259,5 +259,5 @@ class NvmeReader:
 
     def _note(self, reason: str, error: Exception) -> None:
         if not self.fallbacks[reason]:
-            _logger.warning("%s: passed by: %s", self.directory, error)
+            _logger.warning("%s: the nvme tier is not read: %s", self.directory, error)
         self.fallbacks[reason] += 1

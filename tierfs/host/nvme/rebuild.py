@@ -109,7 +109,7 @@ def _draft_rows(
     seq = 0
     for row, names in lost:
         seq = row[0]
-        _report(counts, row[2], "its arena is gone")
+        _report(counts, row[2], "its arena is missing")
         yield INSERT_DRAFT, row
         for name in names:
             yield INSERT_REF, (f"d{seq}", name)
@@ -135,7 +135,7 @@ def _draft_rows(
 
 def _report(counts: Counter[str], path: str, why: str) -> None:
     counts["drafts_damaged"] += 1
-    _logger.error("%s was saved on this host and is not whole any more: %s", path, why)
+    _logger.error("%s was saved on this host and is no longer complete: %s", path, why)
 
 
 def _read_draft(arena: Arena, page: ExtentPage) -> DraftRecord | None:

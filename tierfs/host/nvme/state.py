@@ -77,7 +77,7 @@ class NvmeState:
             self.close()
             if not trust_index:
                 raise
-            _logger.exception("the index of the nvme tier contradicts itself")
+            _logger.exception("the index of the nvme tier is inconsistent: rebuilding it")
             self._open(trust_index=False)
         except BaseException:
             self.close()
@@ -268,7 +268,9 @@ class NvmeState:
             )
         except TierfsError as error:
             self.fallbacks["not_released"] += 1
-            _logger.warning("a rebuild of the index would find again what was discarded: %s", error)
+            _logger.warning(
+                "a discarded extent could not be marked, so a rebuild of the index would restore it: %s", error
+            )
             return False
         return True
 
@@ -284,7 +286,7 @@ class NvmeState:
                     self.ledger.chunks[name] = self.ledger.chunks[name]._replace(bad=True)
         for (path,) in self.index.select("SELECT DISTINCT path FROM drafts WHERE state = 'damaged'"):
             self.fallbacks["drafts_damaged"] += 1
-            _logger.error("%s was saved on this host and is not whole any more: %s", path, why)
+            _logger.error("%s was saved on this host and is no longer complete: %s", path, why)
 
     def _look_after_needed(self) -> None:
         """Check that the page of each needed extent matches the index. Mark the chunks of all others as damaged."""
@@ -297,4 +299,4 @@ class NvmeState:
             if page is None or (page.epoch, page.serial, page.name) != (self.arena.epoch, extent.serial, name):
                 bad.append(name)
         if bad:
-            self.mark_bad(bad, f"{len(bad)} chunks are not in the arena any more")
+            self.mark_bad(bad, f"{len(bad)} chunks are no longer in the arena")

@@ -87,7 +87,7 @@ class ChunksGoneError(ConflictError):
     def __init__(self, directory: Path, names: Iterable[bytes]) -> None:
         self.names = tuple(names)
         super().__init__(
-            f"{directory}: {len(self.names)} chunks are not there (any more), {self.names[0].hex()} the first: write them "
-            "again, then commit again",
+            f"{directory}: {len(self.names)} chunks are missing, {self.names[0].hex()} the first: write them again, "
+            "then commit again",
             tier="nvme",
         )

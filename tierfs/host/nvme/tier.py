@@ -69,9 +69,7 @@ class NvmeTier:
 
     def __init__(self, directory: Path, *, budget_bytes: int, clock: Clock, faults: Faults = no_faults) -> None:
         if budget_bytes < BUDGET_BYTES_MIN:
-            raise InvalidInputError(
-                f"nvme={budget_bytes}: less than {BUDGET_BYTES_MIN} bytes hold nothing: give more, or 0"
-            )
+            raise InvalidInputError(f"nvme={budget_bytes} is too small: give at least {BUDGET_BYTES_MIN} bytes, or 0")
         make_private(directory)
         self.directory = directory
         self._durable = is_durable(filesystem_of(directory))
@@ -126,7 +124,7 @@ class NvmeTier:
             StoreError: The chunk could not be written.
         """
         if not 0 < len(name) <= NAME_BYTES_MAX or len(meta) > CHUNK_META_BYTES_MAX:
-            raise InvalidInputError(f"a chunk's name of {len(name)} bytes with {len(meta)} bytes of meta")
+            raise InvalidInputError(f"a chunk's name of {len(name)} bytes or metadata of {len(meta)} bytes is invalid")
         state, ledger = self._state, self._state.ledger
         with state.tables:
             while name in ledger.busy:
@@ -150,7 +148,9 @@ class NvmeTier:
                         ledger.give(extent)
                         return
                     if flushes_failed != state.flushes_failed:
-                        raise StoreError(f"{state.arena.path}: a flush failed meanwhile: write again", transient=True)
+                        raise StoreError(
+                            f"{state.arena.path}: an fsync failed meanwhile: write the chunk again", transient=True
+                        )
                     ledger.written[name] = Written(extent, meta)
                     if keep:
                         ledger.fresh[name] = state.clock.monotonic()

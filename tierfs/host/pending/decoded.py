@@ -46,7 +46,7 @@ class DecodedDrafts:
         try:
             draft = Draft.decode(data, f"a draft in slab {slot.segment.id}")
         except TierfsError as error:
-            self._counters.say(f"draft:{key}", "a draft is passed over: %s", error)
+            self._counters.say(f"draft:{key}", "a draft cannot be read and is ignored: %s", error)
             return None
         return self._remember(key, draft)
 
@@ -76,7 +76,7 @@ class DecodedDrafts:
         try:
             return self.in_index(stored)
         except (CorruptionError, FormatError) as error:
-            self._counters.say(f"stored:{stored.seq}", "a draft is passed over: %s", error)
+            self._counters.say(f"stored:{stored.seq}", "a draft cannot be read and is ignored: %s", error)
             return None
 
     def _find(self, key: tuple[str, int, int]) -> Draft | None:

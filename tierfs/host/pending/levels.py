@@ -34,4 +34,4 @@ class Level(enum.IntEnum):
         for level in (cls.STAGED, cls.LOCAL, cls.OBJECT):
             if level.label == text:
                 return level
-        raise InvalidInputError(f"{text!r} is no level: 'staged', 'local' or 'object'")
+        raise InvalidInputError(f"{text!r} is not a level: choose 'staged', 'local' or 'object'")

@@ -153,7 +153,7 @@ class Draft:
             )
         total = _HEAD.size + head_length + record_length + slot_count * _SLOT.size
         if magic != _MAGIC or total + _CHECKSUM_BYTES > len(view):
-            raise CorruptionError(f"{where}: no draft, or one that was cut short", path=where)
+            raise CorruptionError(f"{where}: not a draft, or cut short", path=where)
         if digest.checksum(view[:total]) != bytes(view[total : total + _CHECKSUM_BYTES]):
             raise CorruptionError(f"{where}: a damaged draft", path=where)
         at = _HEAD.size

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["KEPT", "Pending", "PendingDrafts", "damaged_segment"]
 
 REBUILDS_MAX = 2
-KEPT = "changed by another writer before it was flushed: theirs stands, this one is kept"
+KEPT = "changed by another writer before it was flushed: their version is kept, and this one is kept as a conflict"
 _Answer = TypeVar("_Answer")
 
 
@@ -83,8 +83,8 @@ class PendingDrafts:
         staged, is_hidden = self._by_path.newest(path)
         if is_hidden:
             raise CorruptionError(
-                f"{path}: what this host wrote last, perhaps to this path, is damaged in shared memory: give it up with `tierfs flusher "
-                "discard`, of this path or else of the store's root, and write it again",
+                f"{path}: this host's last write, perhaps to this path, is damaged in shared memory: discard it with "
+                "`tierfs flusher discard` for this path, or else for the store's root, and write it again",
                 path=path,
                 tier="ram",
             )
@@ -190,7 +190,7 @@ class PendingDrafts:
                 return look_up()
             except CorruptionError as error:
                 self._counters.fall_back(
-                    "rebuilds_waited_for", "a flusher has to make the index of the nvme tier anew: %s", error
+                    "rebuilds_waited_for", "the index of the nvme tier is damaged, and a flusher rebuilds it: %s", error
                 )
             self._flusher.request("status", {})
         return look_up()
@@ -200,8 +200,8 @@ def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:
     """Return the error for a path whose changes may be in a damaged segment."""
     what = f"{path}: {name}" if path else name
     return CorruptionError(
-        f"{what} is no segment any more, and what was saved may have been in it alone: {error}: delete that file to give "
-        "it up, and save again what is not in the object tier",
+        f"{what} is no longer a valid segment, and may have held the only copy of saved data: {error}: delete that "
+        "file to discard it, and save again what is not in the object tier",
         path=path,
         tier="ram",
     )

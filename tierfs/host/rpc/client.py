@@ -338,8 +338,8 @@ class FlusherClient:
     def _unanswered(self, do: str, timeout_s: float | None = None) -> NoAnswerError:
         when = "in time" if timeout_s is None else f"within {timeout_s:.3g} s"
         return NoAnswerError(
-            f"the flusher did not answer {do!r} {when}: it is stopped, hangs, or is short of processors. Its log is "
-            f"{self._directory / LOG_NAME}; once its process has ended, the next one goes on with what is pending"
+            f"the flusher did not answer {do!r} {when}: it is stopped, hangs, or lacks processor time. Its log is "
+            f"{self._directory / LOG_NAME}; once its process has ended, the next one continues with the pending changes"
         )
 
     def _failed(self, problem: str, *, transient: bool) -> StoreError:

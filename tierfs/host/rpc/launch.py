@@ -86,7 +86,7 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
         descriptor = _open_log(log)
         try:
             log_start = os.fstat(descriptor).st_size
-            process = subprocess.Popen(  # noqa: S603 - what to run is the caller's to say
+            process = subprocess.Popen(  # noqa: S603 - the caller decides what to run
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
@@ -122,7 +122,7 @@ def tail(log: Path, start: int = 0) -> str:
             file.seek(max(start, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
             if not os.fstatvfs(file.fileno()).f_bavail:
-                lines.append("(no room is left on the disk of this log for what else there was to say: free some)")
+                lines.append("(the disk of this log is full, so later lines are missing: free some room)")
     except OSError:
         return ""
     return "\n".join(lines)

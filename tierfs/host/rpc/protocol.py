@@ -85,7 +85,7 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def send(sock: socket.socket, packet: bytes, *, flags: int = 0) -> None:
@@ -124,7 +124,7 @@ def describe_error(error: Exception) -> dict[str, Any]:
 def error_from(described: object) -> Exception:
     """Return the error that an answer describes: one of tierfs, or the builtin TimeoutError."""
     if not isinstance(described, dict):
-        return FormatError("the flusher's answer says neither what came out nor what went wrong")
+        return FormatError("the flusher's answer has neither a result nor an error")
     message, kind = str(described.get("message", "")), described.get("kind")
     if kind == "timeout":
         return TimeoutError(message)
@@ -179,7 +179,7 @@ def listen(directory: Path) -> socket.socket:
         sock.close()
         if isinstance(error, OSError):
             raise StoreError(
-                f"{directory}: no flusher can be reached there: {explain(error)}", path=str(directory)
+                f"{directory}: a flusher cannot listen there: {explain(error)}", path=str(directory)
             ) from error
         raise
     return sock
@@ -217,7 +217,7 @@ def connect(directory: Path, timeout_s: float | None) -> socket.socket | None:
         if uid != os.geteuid():
             raise ReadOnlyError(
                 f"the process that listens at {directory / SOCKET_NAME} runs as uid {uid}, this one as uid "
-                f"{os.geteuid()}: they do not talk. Set TIERFS_STATE_DIR to a directory of your own"
+                f"{os.geteuid()}: users cannot share a flusher. Set TIERFS_STATE_DIR to a directory of your own"
             )
     except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError):
         sock.close()  # the socket is missing or stale, or its backlog is full
@@ -227,7 +227,7 @@ def connect(directory: Path, timeout_s: float | None) -> socket.socket | None:
         if isinstance(error, OSError) and not isinstance(error, TierfsError):
             path = str(directory / SOCKET_NAME)
             kind = ReadOnlyError if isinstance(error, PermissionError) else StoreError
-            raise kind(f"{path} cannot be connected to: {error.strerror}", path=path) from error
+            raise kind(f"cannot connect to {path}: {error.strerror}", path=path) from error
         raise
     return sock
 

@@ -60,7 +60,7 @@ def remove_gone(own: Path) -> None:
                     os.unlink(entry.path)
                 folder.rmdir()
                 _logger.info(
-                    "%s was removed (%s): its state directory, %s, is gone",
+                    "%s was removed (%s): its state directory, %s, no longer exists",
                     folder,
                     format_bytes(size),
                     said["directory"],

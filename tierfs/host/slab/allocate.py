@@ -128,7 +128,8 @@ def _say_once() -> None:
 @functools.cache
 def _say_small(number: int) -> None:
     _logger.info(
-        "the kernel (Linux 6.1 or newer) gives no huge pages, or not as many as segments have: %s; copies into the others are slower",
+        "the kernel (Linux 6.1 or newer) gives segments no huge pages, or too few: %s; copies into the other pages "
+        "are slower",
         os.strerror(number),
     )
 
@@ -172,7 +173,7 @@ def give_up(fd: int, begin: int, end: int) -> None:
     """
     if _libc.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, begin, end - begin):
         number = ctypes.get_errno()
-        raise StoreError(f"memory of a segment cannot be given back: {os.strerror(number)}", tier="ram")
+        raise StoreError(f"memory of a segment cannot be released: {os.strerror(number)}", tier="ram")
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -155,7 +155,7 @@ class RamBudget:
                     file.path.unlink(missing_ok=True)
             except (TierfsError, OSError, MemoryError) as error:
                 # An unreadable segment may be a dirty one of another version: it stays, and counts against the budget.
-                _logger.debug("%s is left alone: %s", file.path, error)
+                _logger.debug("%s cannot be opened, and is left as it is: %s", file.path, error)
 
     def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:
         entries = [entry for folder in self.folders for entry in entries_of(folder)]

@@ -37,7 +37,7 @@ def make_header(layout: Layout, *, store: str, owner: str, number: int) -> Segme
     if layout.data_bytes <= 0:
         raise InvalidInputError(f"a segment of {layout.size} bytes has no room for {layout.slots} slots")
     if len(store) != UUID_DIGITS or len(owner) != OWNER_DIGITS:
-        raise InvalidInputError(f"store {store!r} or owner {owner!r} is no id")
+        raise InvalidInputError(f"store {store!r} or owner {owner!r} is not an id")
     return SegmentHeader(layout, secrets.token_hex(16), store, boot_id(), owner, number)
 
 

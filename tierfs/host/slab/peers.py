@@ -114,13 +114,11 @@ class PeerSegments:
             return True
         except (TierfsError, OSError, MemoryError) as error:
             if not _is_for_now(error):
-                _logger.warning("a segment is passed over: %s", error)
+                _logger.warning("a segment cannot be used and is ignored: %s", error)
                 self._passed_over[key] = error
                 return True
             if path.name not in self.unread:
-                _logger.warning(
-                    "%s cannot be looked into now, and is tried again: %s", path, str(error) or "out of memory"
-                )
+                _logger.warning("%s cannot be opened now, and is retried: %s", path, str(error) or "out of memory")
             self.why_unread = error
             return False
         if segment.store == self._store:

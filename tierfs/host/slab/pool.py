@@ -154,8 +154,8 @@ class SegmentPool:
             if not self._removed_said:
                 self._removed_said = True
                 _logger.warning(
-                    "%s was removed while it is written into, and is not used any more: what was staged in it is lost unless "
-                    "the flusher had it open; where a logout did that, see systemd-logind's RemoveIPC",
+                    "%s was removed while in use, and is no longer used: data staged in it is lost unless the "
+                    "flusher had it open; if a logout removed it, see systemd-logind's RemoveIPC",
                     segment.path,
                 )
 
@@ -354,7 +354,7 @@ class SegmentPool:
         while reservation is not None:
             try:
                 segment = make_in(reservation, threads=threads, stopped=self._is_closed)
-            except CapacityError as error:  # noqa: PERF203 - somebody else filled the filesystem meanwhile: another folder is tried
+            except CapacityError as error:  # noqa: PERF203 - another process filled this folder: try the next
                 self.why_not = str(error)
                 folders = self._ram_budget.folders
                 with self._host.locked(LOCK):
@@ -428,7 +428,7 @@ class SegmentPool:
                 try:
                     segment = adopt(orphan.path, self._host.owner())
                 except TierfsError as error:
-                    _logger.warning("a segment of a process that is gone cannot be used again: %s", error)
+                    _logger.warning("a segment of a dead process cannot be reused: %s", error)
                     continue
                 return self._begin(segment)
         for orphan in orphans:

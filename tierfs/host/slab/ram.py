@@ -310,5 +310,5 @@ class RamTier:
                 f"raise ram= (TIERFS_RAM), or wait longer{why}"
             )
         else:
-            text = f"{what}, and none will come by waiting: {self.holders()}; raise ram= (TIERFS_RAM){why}"
+            text = f"{what}, and waiting will not free any: {self.holders()}; raise ram= (TIERFS_RAM){why}"
         return CapacityError(text, tier="ram")

@@ -439,7 +439,7 @@ class Segment:
         """
         out = out.cast("B")
         if start < 0 or start + len(out) > slot.length:
-            raise InvalidInputError(f"bytes {start} to {start + len(out)} of a slot of {slot.length} bytes")
+            raise InvalidInputError(f"bytes {start} to {start + len(out)} exceed a slot of {slot.length} bytes")
         fd, done = self._open(), 0
         while done < len(out):
             count = os.preadv(fd.number, [out[done:]], slot.offset + start + done)
@@ -560,7 +560,7 @@ class Segment:
                 view.update(table, stable=True)
         if view.unsound and not self._unsound_said:
             self._unsound_said = True
-            _logger.warning("%d slots of %s are damaged and passed over", len(view.unsound), self)
+            _logger.warning("%d slots of %s are damaged and ignored", len(view.unsound), self)
         return view
 
     def _slot(self, index: int, row: SlotRow) -> Slot:

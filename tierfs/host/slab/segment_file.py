@@ -145,20 +145,21 @@ class SegmentHeader:
             CorruptionError: The header is damaged.
         """
         if not data.startswith(MAGIC):
-            raise FormatError(f"{path} is no segment of tierfs", path=path, tier="ram")
+            raise FormatError(f"{path} is not a tierfs segment", path=path, tier="ram")
         fixed, found = data[: _FIXED.size], data[_FIXED.size : _FIXED.size + _CHECKSUM_BYTES]
         if len(found) < _CHECKSUM_BYTES or checksum(fixed) != found:
             raise CorruptionError(f"the header of {path} is damaged", path=path, tier="ram")
         _, version, slots, size, heads_at, data_at, number, ident, store, boot, creator = _FIXED.unpack(fixed)
         if version != VERSION:
             raise FormatError(
-                f"{path} has version {version}; this tierfs reads version {VERSION}: end the processes of the other",
+                f"{path} has version {version}; this tierfs reads version {VERSION}: end the processes of the other "
+                "tierfs",
                 path=path,
                 tier="ram",
             )
         layout = Layout(size, slots)
         if not 0 < slots <= SLOTS_MAX or (heads_at, data_at) != (layout.heads_at, layout.data_at) or data_at > size:
-            raise CorruptionError(f"the header of {path} contradicts itself", path=path, tier="ram")
+            raise CorruptionError(f"the header of {path} is inconsistent", path=path, tier="ram")
         return cls(layout, ident.hex(), store.hex(), boot.hex(), f"{creator:016x}", number)
 
 
@@ -191,11 +192,11 @@ def open_segment(path: Path) -> tuple[OwnedFd, SegmentHeader]:
         fd = OwnedFd(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
         header = read_header(fd.number, name)
     except FileNotFoundError:
-        raise NotFoundError(f"{name} is gone", path=name, tier="ram") from None
+        raise NotFoundError(f"{name} no longer exists", path=name, tier="ram") from None
     except OSError as error:
         raise StoreError(f"{name} cannot be read: {error.strerror}", path=name, tier="ram") from error
     if header.boot != boot_id():
-        raise OldSegmentError(f"{name} was left by the host before it was started anew", path=name, tier="ram")
+        raise OldSegmentError(f"{name} is left over from before this host rebooted", path=name, tier="ram")
     return fd, header
 
 

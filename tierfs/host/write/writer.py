@@ -130,7 +130,9 @@ class SlabWriter:
         except (TierfsError, TimeoutError) as error:
             if not self._ended.is_set():
                 self._counters.fall_back(
-                    "not_ahead", "chunks go to the nvme tier only when their files are complete: %s", error
+                    "not_ahead",
+                    "chunks are not written to the nvme tier early, but when their files are complete: %s",
+                    error,
                 )
             return False
         return True
@@ -156,7 +158,10 @@ class SlabWriter:
             TierfsError: The flusher could not, or not within ``timeout_s`` seconds.
         """
         self._counters["spilled_bytes"] += sum(slot.length for slot in slots)
-        self._counters.say("spill", "the ram tier has no room for a whole file: it goes through it in waves")
+        self._counters.say(
+            "spill",
+            "a file is larger than the room in the ram tier: its chunks move to a lower tier while it is written",
+        )
         self._fault("before spill")
         self.ask_about("spill", slots, holder=holder, timeout_s=timeout_s)
         self._fault("after spill")
@@ -232,8 +237,9 @@ class SlabWriter:
                 held.enter_context(self._sealing.alone(path.encode(), timeout_s=SEAL_S))
             except StoreError as error:
                 raise StoreError(
-                    f"{path}: another change of it is being sealed for {SEAL_S:g} s now, perhaps by a process that is stopped: "
-                    "this one was not made; let that process go on, or end it, and try again",
+                    f"{path}: another thread or process has been sealing a change of it for {SEAL_S:g} s, perhaps "
+                    "because it is stopped: this change was not made; let that process continue, or end it, and try "
+                    "again",
                     transient=True,
                     path=path,
                     tier="ram",
@@ -292,14 +298,17 @@ class SlabWriter:
         except (StoreError, TimeoutError) as error:
             if not self._ended.is_set():
                 self._counters.fall_back(
-                    "unreachable_flusher", "nothing flushes what is pending until a flusher runs: %s", error
+                    "unreachable_flusher",
+                    "the flusher cannot be reached; pending changes wait until one runs: %s",
+                    error,
                 )
         self._fault("after announce")
 
     def _nudge(self) -> None:
         self._counters.fall_back(
             "waits_for_room",
-            "the ram tier has no room, writers wait: %s, of this store %s are not flushed yet, and the machine has %s of memory left",
+            "the ram tier is full, and writers wait: %s, of this store %s are not flushed yet, and the machine has "
+            "%s of memory left",
             self._ram.holders(),
             format_bytes(self._ram.usage().dirty_bytes),
             format_bytes(memory_available()),

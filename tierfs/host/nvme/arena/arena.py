@@ -251,7 +251,7 @@ class Arena:
             return self.page_at(offset)
         except StoreError as error:
             self.fallbacks["unreadable"] += 1
-            _logger.error("%s: nothing can be read at %d: %s", self.path, offset, error)  # noqa: TRY400 - one line
+            _logger.error("%s: cannot be read at offset %d: %s", self.path, offset, error)  # noqa: TRY400 - one line
             return None
 
     def _next_data(self, at: int) -> int:

@@ -103,8 +103,8 @@ class ArenaPage:
         _, version, epoch = _ARENA.unpack_from(page)
         if version != VERSION:
             raise FormatError(
-                f"the arena is of version {version}, this tierfs knows {VERSION}: use the version that made it, or "
-                "wait until nothing is pending and remove the nvme tier's files",
+                f"the arena has version {version}; this tierfs reads version {VERSION}: use the tierfs that made it, "
+                "or wait until nothing is pending and remove the nvme tier's files",
                 tier="nvme",
             )
         return cls(epoch)
@@ -167,7 +167,9 @@ class ExtentPage:
             InvalidInputError: The name is empty or too long, or the metadata is too long.
         """
         if not 0 < len(self.name) <= NAME_BYTES_MAX or len(self.meta) > META_BYTES_MAX:
-            raise InvalidInputError(f"a name of {len(self.name)} bytes with {len(self.meta)} bytes of meta")
+            raise InvalidInputError(
+                f"a name of {len(self.name)} bytes or metadata of {len(self.meta)} bytes is invalid"
+            )
         lengths = (len(self.name), len(self.meta))
         return _seal(
             _EXTENT.pack(

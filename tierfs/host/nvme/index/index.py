@@ -203,7 +203,9 @@ def _epoch_of(connection: sqlite3.Connection, path: Path) -> bytes:
     if not isinstance(epoch, bytes) or not isinstance(version, int):
         raise CorruptionError(f"{path}: an index without an epoch", tier="nvme")
     if version > FORMAT:
-        raise FormatError(f"{path}: of format {version}, this tierfs knows {FORMAT}: use a newer tierfs", tier="nvme")
+        raise FormatError(
+            f"{path}: has format {version}; this tierfs reads format {FORMAT}: use a newer tierfs", tier="nvme"
+        )
     return epoch
 
 

@@ -47,7 +47,9 @@ class SlotAllocator:
             if not row.is_sound(table.layout) or not allocator._extents.take_at(
                 row.offset - allocator._data_at, capacity
             ):
-                raise CorruptionError(f"slot {index} of {path} cannot be what it says", path=path, tier="ram")
+                raise CorruptionError(
+                    f"slot {index} of {path} has an impossible offset or length", path=path, tier="ram"
+                )
             allocator._capacity[index] = capacity
             free.discard(index)
         allocator._free = sorted(free)
