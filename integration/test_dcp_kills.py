@@ -336,7 +336,7 @@ def check_waited(job, operations, alive, is_up):
                 saves = [number for number in range(line["failed"]) if operations[number][0] not in {"wait", "await"}]
                 if line["error"] == "NotFoundError":
                     assert failed & set(saves[-1:]), f"{line}\n{job.logs()}"
-                    assert "has not come to its end here" in line["message"], line
+                    assert "has not finished in this process" in line["message"], line
                     continue
                 assert not is_up, f"{line}\n{job.logs()}"
                 assert line["error"] == "TimeoutError", f"{line}\n{job.logs()}"

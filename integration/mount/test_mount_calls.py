@@ -242,7 +242,11 @@ def test_a_directory_where_nothing_can_be_mounted_says_why(tmp_path, local, host
     path = hosts(local).start()
     file = tmp_path / "file"
     file.write_bytes(b"")
-    for directory, words in ((path, "mounted already"), (file, "no directory"), (tmp_path / "missing", "not there")):
+    for directory, words in (
+        (path, "already mounted"),
+        (file, "not a directory"),
+        (tmp_path / "missing", "does not exist"),
+    ):
         done = subprocess.run([*PROGRAM, "mount", local, str(directory)], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert words in done.stderr

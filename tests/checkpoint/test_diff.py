@@ -163,7 +163,7 @@ def test_damage_is_no_difference(store):
     a = saved(store, "a", w=torch.ones(4))
     with pytest.raises(CorruptionError, match="1 of its elements are in no shard"):
         compare(a, open_checkpoint(store, "b"))
-    with pytest.raises(CorruptionError, match="more to it than its elements"):
+    with pytest.raises(CorruptionError, match="is quantized"):
         BoxReader(a).read([Box("w", torch.qint8, (0,), (4,))])
-    with pytest.raises(CorruptionError, match="are no tensor"):
+    with pytest.raises(CorruptionError, match="no tensor can have"):
         BoxReader(a).read([Box("w", torch.float32, (0,), (2**62, 2**62, 0))])

@@ -562,7 +562,7 @@ def test_a_part_of_a_tensor_that_one_rank_saved_is_no_damage_but_cannot_go(store
     made = Handmade(store, "run/1")
     made.tensor("w", torch.ones(4), {FILE: [((0,), (3,))]})
     made.save("__1.metadata")
-    with pytest.raises(InvalidInputError, match="rank 1 saved no more of it"):
+    with pytest.raises(InvalidInputError, match="rank 1 saved only its own part"):
         safetensors_pieces(open_checkpoint(store, "run/1", rank=1))
 
 
@@ -586,7 +586,7 @@ def test_a_tensor_larger_than_its_stock_file_is_refused_before_memory_is_taken(u
     item.chunks = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((2**50,)))]
     save(store, "run/1/.metadata", pickle.dumps(metadata))
     checkpoint = open_checkpoint(store, "run/1")
-    with pytest.raises(CorruptionError, match="cannot lie in shard file"):
+    with pytest.raises(CorruptionError, match=r"is too short for \d+ bytes"):
         state_of(checkpoint)
 
 
@@ -597,7 +597,7 @@ def test_a_stock_checkpoint_that_names_files_elsewhere_is_refused(url, store, na
     for info in metadata.storage_data.values():
         info.relative_path = name
     save(store, "run/1/.metadata", pickle.dumps(metadata))
-    with pytest.raises(CorruptionError, match="no name for a file"):
+    with pytest.raises(CorruptionError, match="not a valid file name"):
         open_checkpoint(store, "run/1")
 
 

@@ -207,4 +207,4 @@ def test_a_view_as_a_quantized_dtype_is_no_destination(url, where, name):
     dcp.save({"w": raw[: raw.view(DTYPES[name]).numel()]}, storage_writer=TierWriter(where))
     target = torch.zeros(64, dtype=torch.uint8).view(DTYPES[name])
     said = outcome(lambda: failure(lambda: dcp.load({"w": target}, storage_reader=TierReader(where))))
-    assert "view as torch.q" in said, said
+    assert "view with dtype torch.q" in said, said

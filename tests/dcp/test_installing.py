@@ -206,7 +206,7 @@ def test_doing_it_twice_is_doing_it_once_and_undoing_it_brings_everything_back()
             _storage_utils,
             "_storage_setup",
             lambda storage: None,
-            "takes storage and not storage, checkpoint_id, reader",
+            "takes storage, not storage, checkpoint_id, reader",
         ),
         (
             state_dict_loader,
@@ -214,7 +214,12 @@ def test_doing_it_twice_is_doing_it_once_and_undoing_it_brings_everything_back()
             None,
             "no function torch.distributed.checkpoint.state_dict_loader._load",
         ),
-        (state_dict_saver, "_storage_setup", lambda storage, checkpoint_id, reader: None, "another _storage_setup"),
+        (
+            state_dict_saver,
+            "_storage_setup",
+            lambda storage, checkpoint_id, reader: None,
+            "do not use _storage_utils._storage_setup",
+        ),
     ],
 )
 def test_a_torch_that_is_made_otherwise_is_not_touched(monkeypatch, module, name, instead, said):

@@ -249,14 +249,16 @@ def test_an_exception_loads_where_it_is_allowed(caplog, monkeypatch):
 
 @pytest.mark.parametrize("value", BLOCKED.values(), ids=BLOCKED)
 def test_what_nothing_loads_is_not_saved(value):
-    with pytest.raises(InvalidInputError, match=r"'v' could not be loaded again, so it is not saved: .*save it as"):
+    with pytest.raises(
+        InvalidInputError, match=r"'v' could not be loaded again, so it is not saved: .*as plain values"
+    ):
         check_object("v", pickled(value).getbuffer())
 
 
 def test_another_protocol_is_not_saved():
     stream = io.BytesIO()
     torch.save(2**4000, stream, pickle_protocol=4)
-    with pytest.raises(InvalidInputError, match="an instruction that nothing loads"):
+    with pytest.raises(InvalidInputError, match="an instruction that cannot be loaded"):
         check_object("v", stream.getbuffer())
 
 
@@ -284,7 +286,7 @@ def test_a_save_warns_once_and_a_refused_one_loses_nothing(url, caplog):
             dcp.save(copy.deepcopy(state), storage_writer=TierWriter(where))
     said = [record.getMessage() for record in caplog.records if "allow=" in record.getMessage()]
     assert len(said) == 1
-    assert "'queue' is made with collections.deque" in said[0]
+    assert "'queue' is built with collections.deque" in said[0]
     with pytest.raises(CheckpointException, match="could not be loaded again, so it is not saved"):
         dcp.save({**state, "queue": os.stat_result(range(10))}, storage_writer=TierWriter(where))
     for _ in range(2):
@@ -397,20 +399,20 @@ OBJECTS = dtype("O8") + b"(" + number(3) + text("|") + b"NNN" + number(-1) + num
 
 
 def test_a_load_refuses_to_allow_getattr():
-    with pytest.raises(InvalidInputError, match="run anything"):
+    with pytest.raises(InvalidInputError, match="run any code"):
         TierLoadPlanner(allow=[getattr])
 
 
 def test_getattr_finds_only_allowed_classes_inside_of_allowed_ones():
     inside = named("__builtin__", "getattr") + named("torch._utils", "_rebuild_tensor") + text("__globals__")
-    with pytest.raises(InvalidInputError, match=r"may not bring in|not an allowed global"):
+    with pytest.raises(InvalidInputError, match=r"does not allow by default|not an allowed global"):
         unpickle_safely("'v'", archive(inside + b"\x86R"), allow=[*objects.ALLOWED, torch.Tensor])
 
 
 @pytest.mark.parametrize("offset", [0, 1 << 30])
 def test_a_numpy_dtype_with_fields_is_not_restored(offset):
     fields = b"}" + text("a") + OBJECTS + number(offset) + b"\x86s"
-    with pytest.raises(InvalidInputError, match="save the array as what it consists of"):
+    with pytest.raises(InvalidInputError, match="save plain arrays instead"):
         unpickle_safely("'v'", archive(dtype("V8") + dtype_state(fields, 8) + b"b"), allow=[*objects.ALLOWED, *NUMPY])
 
 

@@ -414,17 +414,22 @@ def test_a_box_that_is_not_in_the_checkpoint_is_refused(made, checkpoint):
     reader.set_up_storage_reader(metadata, True)
     plan = planner.plan(metadata)
     planner.resolve_tensor = lambda _: torch.zeros(4, 3)
-    with pytest.raises(InvalidInputError, match=r"w: the destination is \[4, 3\], and what goes there \[4, 4\]"):
+    with pytest.raises(
+        InvalidInputError, match=r"w: the destination has shape \[4, 3\], but the part to load has \[4, 4\]"
+    ):
         reader.read_data(plan, planner)
     object.__setattr__(plan.items[0], "storage_offsets", torch.Size((1, 0)))
-    with pytest.raises(InvalidInputError, match=r"w: \[4, 4\] elements from \[1, 0\]"):
+    with pytest.raises(InvalidInputError, match=r"w: the plan reads \[4, 4\] elements at \[1, 0\]"):
         reader.read_data(plan, planner)
 
 
 @pytest.mark.parametrize(
     ("destination", "said"),
     [
-        (lambda: torch.zeros(4, 4).to_sparse(), "w: the destination is torch.sparse_coo, and only a dense tensor"),
+        (
+            lambda: torch.zeros(4, 4).to_sparse(),
+            "w: the destination's layout is torch.sparse_coo: load into a dense tensor",
+        ),
         (lambda: torch.zeros(1, 4).expand(4, 4), "w: the destination's elements share memory"),
     ],
 )
@@ -472,7 +477,7 @@ def test_a_shard_file_that_is_missing_or_was_replaced_is_named(made, store, chec
     made.tensor("a", torch.zeros(3), FILES[0])
     made.save()
     save(store, f"run/step_1/{FILES[0]}", b"short")
-    with pytest.raises(CorruptionError, match=f"{FILES[0]} is 5 bytes long"):
+    with pytest.raises(CorruptionError, match=f"{FILES[0]} has 5 bytes"):
         read_boxes(checkpoint, {("a", (0,)): torch.zeros(3)})
     delete(store, f"run/step_1/{FILES[0]}")
     with pytest.raises(CorruptionError, match=f"{FILES[0]} is missing"):
@@ -496,9 +501,9 @@ def test_an_object_tier_that_fails_is_named_with_what_was_read(made, store, chec
 
 
 def test_a_missing_checkpoint_is_not_found_and_says_what_was_looked_for(store, checkpoint, url):
-    with pytest.raises(NotFoundError, match=r"run/step_1/\.metadata is not there"):
+    with pytest.raises(NotFoundError, match=r"run/step_1/\.metadata does not exist"):
         TierReader(checkpoint).read_metadata()
-    with pytest.raises(NotFoundError, match=r"__3\.metadata is not there"):
+    with pytest.raises(NotFoundError, match=r"__3\.metadata does not exist"):
         TierReader(checkpoint).read_metadata(rank=3)
     with pytest.raises(StoreNotFoundError, match="tierfs init"):
         TierReader(f"{url}-elsewhere/x").read_metadata()

@@ -112,7 +112,7 @@ def test_what_is_not_there_is_said_so(root, storage):
     assert not storage.isdir(root / "nothing")
     assert storage.glob(f"{root}/nothing/*") == []
     storage.write(root / "a", b"abc")
-    with pytest.raises(ConflictError, match="has 3 bytes, and not 4"):
+    with pytest.raises(ConflictError, match="has 3 bytes, not 4"):
         storage.stream_read(root / "a", ReadArgs(known_size_bytes=4))
 
 

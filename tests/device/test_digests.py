@@ -172,7 +172,7 @@ def test_blocks_of_host_memory_are_refused():
 
 def test_tables_that_do_not_fit_are_refused():
     addresses, lengths = cut_blocks(4096, 3 * BLOCK_BYTES)
-    with pytest.raises(InvalidInputError, match="fit"):
+    with pytest.raises(InvalidInputError, match="do not match"):
         hash_blocks(addresses, lengths[:2], torch.device("cuda"))
     with pytest.raises(InvalidInputError, match="uint64"):
         hash_blocks(addresses.astype(np.int64), lengths, torch.device("cuda"))

@@ -110,7 +110,7 @@ def test_a_state_that_cannot_be_staged_takes_no_room(fake, url, monkeypatch, has
     writer = TierWriter(url, stage="ram", ram="64MiB", timeout=5)
     kept = []
     for number in range(6):
-        with pytest.raises((InvalidInputError, CheckpointException), match="'bad' has something in it") as raised:
+        with pytest.raises((InvalidInputError, CheckpointException), match="'bad' contains an object") as raised:
             staged = writer.stage({**state_of(fake), "bad": Uncopied()})
             assert has_others
             assert filling(writer) == 0

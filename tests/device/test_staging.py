@@ -211,7 +211,7 @@ def test_auto_without_a_gpu_goes_to_ram_and_says_so_once(url, caplog):
     writer = TierWriter(url, device="1GiB")
     for number in range(2):
         save(writer, writer.stage({"a": torch.ones(3)}), f"{url}/{number}")
-    assert sum("lies on a GPU" in record.getMessage() for record in caplog.records) == 1
+    assert sum("is on a GPU" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_the_budget_comes_from_the_environment(fake, url, monkeypatch):

@@ -241,6 +241,6 @@ def test_a_flush_may_take_as_long_as_umount_says(kernel_of, hand, monkeypatch):
 
 def test_a_mount_does_not_hide_what_it_reads_itself(hand, tmp_path):
     for place in ("store", "store/below", "staging", "."):
-        with pytest.raises(InvalidInputError, match="cannot be mounted on"):
+        with pytest.raises(InvalidInputError, match="cannot mount on"):
             _refuse_own_places(hand.state, tmp_path / place)
     _refuse_own_places(hand.state, tmp_path / "mnt")

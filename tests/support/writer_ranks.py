@@ -173,7 +173,7 @@ def in_a_process_staged_by_torch(url: str, mesh: DeviceMesh) -> None:
             try:
                 writer.wait("object", timeout=30)
             except NotFoundError as error:
-                is_refused = "has not come to its end here" in str(error)
+                is_refused = "has not finished in this process" in str(error)
         assert is_refused, "the save that was under way seemed to be safe"
         future.result()
         writer.wait("object", timeout=60)
@@ -254,7 +254,7 @@ def failure_of_the_coordinator(url: str, mesh: DeviceMesh) -> None:
             try:
                 ask()
             except NotFoundError as error:
-                assert "has not come to its end here" in str(error)  # noqa: PT017 - on every rank
+                assert "has not finished in this process" in str(error)  # noqa: PT017 - on every rank
             else:
                 raise AssertionError("the save that failed seemed to be safe")
         writer.is_unlucky = False
@@ -440,7 +440,7 @@ def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
     try:
         save_replicated(writer, f"{url}/6", one_sided)
     except CheckpointException as error:
-        assert "no rank has layer" in str(error), error  # noqa: PT017 - on every rank
+        assert "no rank saves layer" in str(error), error  # noqa: PT017 - on every rank
     else:
         raise AssertionError("rank 0's tensors are nowhere, and nobody says so")
     save_replicated(writer, f"{url}/6", one_sided)
@@ -475,7 +475,7 @@ def replicas_in_objects(url: str, mesh: DeviceMesh) -> None:
     try:
         save_replicated(writer, f"{url}/5", nested, **flat)
     except CheckpointException as error:
-        assert "has it in an object" in str(error), error  # noqa: PT017 - on every rank
+        assert "saves it in an object" in str(error), error  # noqa: PT017 - on every rank
     else:
         raise AssertionError("an object was saved without its tensors")
     save_replicated(writer, f"{url}/5", nested, **flat)
@@ -500,7 +500,7 @@ def replicas_of_cached_plans(url: str, mesh: DeviceMesh) -> None:
     try:
         save_replicated(writer, f"{url}/4", state, planner=Caching(enable_plan_caching=True))
     except CheckpointException as error:
-        assert "no rank has tensor" in str(error), error  # noqa: PT017 - on every rank
+        assert "no rank saves tensor" in str(error), error  # noqa: PT017 - on every rank
     else:
         raise AssertionError("rank 1 has a tensor that is nowhere, and nobody says so")
 
@@ -533,7 +533,7 @@ def what_one_rank_cannot_stage(url: str, mesh: DeviceMesh) -> None:
         try:
             future.result(timeout=30)
         except CheckpointException as error:
-            assert "'mine' has something in it that cannot be copied" in str(error), error  # noqa: PT017 - on every rank
+            assert "'mine' contains an object that cannot be copied" in str(error), error  # noqa: PT017 - on every rank
             assert 1 in error.failures  # noqa: PT017
         else:
             raise AssertionError("a lock was saved")

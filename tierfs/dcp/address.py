@@ -57,7 +57,7 @@ class Address:
         create, target = given.pop("create", None), given.pop(protocol, {})
         if given:
             raise InvalidInputError(
-                f"unknown option {min(given)!r}: there are 'create', {', '.join(map(repr, TierOptions.names()))}, and "
+                f"unknown option {min(given)!r}: valid are 'create', {', '.join(map(repr, TierOptions.names()))}, and "
                 f"{protocol!r} with a mapping of options for that filesystem"
             )
         if tiers.ack is not None:

@@ -21,7 +21,7 @@ def torch_imported() -> None:
     said = os.environ.get("TIERFS_DCP", "").lower()
     if said in ("", "0", "false", "no", "off"):
         return
-    from tierfs.dcp.installing import install  # noqa: PLC0415 - it takes most of a second
+    from tierfs.dcp.installing import install  # noqa: PLC0415 - importing it takes most of a second
     from tierfs.errors import InvalidInputError  # noqa: PLC0415
     from tierfs.session.url import TRUE  # noqa: PLC0415
 

@@ -100,12 +100,12 @@ class Checked:
         inner = self.inner(name)
         for key, value in inner.document.items():
             if is_file and not is_file_name(key):
-                raise inner.wrong(f"{key!r} is no name for a file of a checkpoint")
+                raise inner.wrong(f"{key!r} is not a valid file name in a checkpoint")
             yield key, inner._inside(value, repr(key))
 
     def _inside(self, value: Any, name: str) -> Checked:
         if not isinstance(value, dict):
-            raise self.wrong(f"{name} is {value!r:.100}, and no object")
+            raise self.wrong(f"{name} is {value!r:.100}, not an object")
         return Checked(value, f"{self.where}: {name}")
 
 
@@ -130,6 +130,4 @@ def refuse_names(names: Iterable[object]) -> None:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise InvalidInputError(
-                f"{name!r:.100} is not valid Unicode, which a name in a checkpoint has to be"
-            ) from None
+            raise InvalidInputError(f"{name!r:.100}: a name in a checkpoint has to be valid Unicode") from None

@@ -148,8 +148,8 @@ class Checkpoint:
                 continue
             if self.rank is not None:
                 raise InvalidInputError(
-                    f"{self.where}: {fqn!r}: {problem}: rank {self.rank} saved no more of it, on its own; load it with as many "
-                    "ranks and use_collectives=False",
+                    f"{self.where}: {fqn!r}: {problem}: rank {self.rank} saved only its own part; load with as many "
+                    "ranks as saved and use_collectives=False",
                     path=self.directory,
                 )
             raise CorruptionError(f"{self.where}: {fqn!r}: {problem}", path=self.directory)
@@ -157,7 +157,7 @@ class Checkpoint:
     def _place(self, fqn: str, index: Any) -> BytesPlace:
         place = self.metadata.storage_data.get(index)
         if not isinstance(place, BytesPlace):
-            raise CorruptionError(f"{self.where}: does not say where {fqn!r} is", path=self.directory)
+            raise CorruptionError(f"{self.where}: the metadata does not say where {fqn!r} is", path=self.directory)
         return place
 
 
@@ -213,7 +213,7 @@ def read_checkpoint(store: Store, path: str, directory: str, rank: int | None) -
     where = store.where(path)
     entry = stat(store, path)
     if entry.is_directory:
-        raise CorruptionError(f"{where}: is a directory, and no checkpoint's metadata: move it away", path=path)
+        raise CorruptionError(f"{where} is a directory, not a checkpoint's metadata: move it away", path=path)
     reader = open_entry(store, entry)
     if reader.length > METADATA_BYTES_MAX:
         raise FormatError(f"{where}: {reader.length} bytes are too many for a checkpoint's metadata", path=path)
@@ -244,7 +244,7 @@ def _missing(store: Store, directory: str, rank: int | None) -> InvalidInputErro
             f"{store.where(directory)}: rank {rank} saved nothing there, but {listed} did", path=directory
         )
     return NotFoundError(
-        f"no checkpoint is at {store.where(directory)}: {metadata_file(rank)} is not there; a save that has not come to its "
-        "end has none, and `tierfs checkpoint ls` shows what is there",
+        f"no checkpoint is at {store.where(directory)}: {metadata_file(rank)} does not exist; an unfinished save has "
+        "none; see `tierfs checkpoint ls`",
         path=directory,
     )

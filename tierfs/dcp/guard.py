@@ -32,7 +32,7 @@ _TORCHS_OWN = {_FILESYSTEM, f"{_CHECKPOINT}.hf_storage", f"{_CHECKPOINT}.quantiz
 _SCHEME = "tierfs:"
 _WRITE = "dcp.save(state, storage_writer=tierfs.dcp.TierWriter({url!r}))"
 _READ = "dcp.load(state, storage_reader=tierfs.dcp.TierReader({url!r}))"
-_COPY = "work on a copy in a local directory: `tierfs cp -r`"
+_COPY = "a copy in a local directory (`tierfs cp -r`)"
 _SAVE = "`with fsspec.open({url!r}, 'wb') as file: torch.save(value, file)`, or torch.load(file) with 'rb'"
 
 
@@ -94,7 +94,9 @@ def _change(name: str, module: Any, change: Callable[[Any], None]) -> None:
         import logging  # noqa: PLC0415 - as above
 
         logging.getLogger("tierfs.dcp").warning(
-            "%s of this torch is unknown (%s): it may take a tierfs URL for a local path, so hand it none", name, error
+            "%s of this torch is unknown (%s): it may take a tierfs URL for a local path, so pass it none",
+            name,
+            error,
         )
 
 
@@ -113,19 +115,19 @@ def _check(path: Any, who: str, instead: str) -> None:
         text = text.removeprefix(os.getcwd()).lstrip(os.sep)  # Path(url).absolute() prepends the working directory
     if not text.startswith(_SCHEME):
         return
-    from tierfs.dcp.address import full_url  # noqa: PLC0415 - `import tierfs` does without them
+    from tierfs.dcp.address import full_url  # noqa: PLC0415 - `import tierfs` does not need them
     from tierfs.errors import InvalidInputError  # noqa: PLC0415
 
     url = full_url(text)
     raise InvalidInputError(
-        f"{who} takes paths of this host alone, and {url} is a tierfs URL, of which it would make a directory of that name: use "
+        f"{who}: only local paths are supported, and the tierfs URL {url} would become a directory of that name: use "
         f"{instead.format(url=url)}"
     )
 
 
 def _checked(stock: Callable[..., Any], who: str, instead: str, *names: str) -> Callable[..., Any]:
     """Return a function that first checks some of its arguments; by default those whose name ends in ``path``."""
-    import inspect  # noqa: PLC0415 - torch has loaded it, `import tierfs` alone does without
+    import inspect  # noqa: PLC0415 - torch has loaded it; `import tierfs` alone does not need it
 
     signature = inspect.signature(stock)
     looked_at = names or [name for name in signature.parameters if name.endswith("path")]

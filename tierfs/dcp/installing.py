@@ -67,7 +67,7 @@ def install() -> None:
         setup = found["_storage_utils", "_storage_setup"]
         if {found[module, "_storage_setup"] for module in ("state_dict_saver", "state_dict_loader")} != {setup}:
             raise _unknown(
-                f"{_PACKAGE}.state_dict_saver and .state_dict_loader have another _storage_setup than its own"
+                f"{_PACKAGE}.state_dict_saver and .state_dict_loader do not use _storage_utils._storage_setup"
             )
         for old, new in (
             (setup, _setup(setup)),
@@ -142,7 +142,8 @@ def _only_local(stock: Callable[..., Any], command: str) -> Callable[..., Any]:
         directory = signature.bind(*args, **kwargs).arguments["dcp_checkpoint_dir"]
         if _is_ours(directory):
             raise InvalidInputError(
-                f"{stock.__name__} knows local directories only, and {os.fspath(directory)} is none: `tierfs checkpoint {command}` does it"
+                f"{stock.__name__} can use only local directories, not {os.fspath(directory)}: use `tierfs checkpoint "
+                f"{command}`"
             )
         return stock(*args, **kwargs)
 
@@ -157,14 +158,15 @@ def _look_up(module: str, name: str, parameters: tuple[str, ...]) -> Any:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise _unknown(f"there is no function {path}.{name}") from error
     if not there.keys() >= set(parameters):
-        raise _unknown(f"{path}.{name} takes {', '.join(there)} and not {', '.join(parameters)}")
+        raise _unknown(f"{path}.{name} takes {', '.join(there)}, not {', '.join(parameters)}")
     return function
 
 
 def _unknown(problem: str) -> InvalidInputError:
     return InvalidInputError(
-        f"tierfs.dcp.install() (TIERFS_DCP=1) cannot change torch {torch.__version__}: {problem}. It is known to work with torch "
-        f"{_KNOWN}; elsewhere hand storage_writer=TierWriter(url) and storage_reader=TierReader(url) over instead"
+        f"tierfs.dcp.install() (TIERFS_DCP=1) cannot change torch {torch.__version__}: {problem}. It is known to work "
+        f"with torch {_KNOWN}; with other versions pass storage_writer=TierWriter(url) and "
+        "storage_reader=TierReader(url)"
     )
 
 

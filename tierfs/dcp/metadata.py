@@ -216,7 +216,7 @@ def _complete(
     """
     for fqn, item in root.members("objects"):
         if fqn in items:
-            raise item.wrong("it is a tensor and an object at once")
+            raise item.wrong("it is both a tensor and an object")
         items[fqn] = BytesStorageMetadata()
         objects[MetadataIndex(fqn)] = _decode_place(item, note.files)
     meta = root.inner("storage_meta")
@@ -239,10 +239,11 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CorruptionError(f"{where}: is no checkpoint's metadata: damaged, or not written by tierfs", path=where)
+        raise CorruptionError(f"{where} is not a checkpoint's metadata: damaged, or not written by tierfs", path=where)
     if type(document.get("version")) is not int or document["version"] != VERSION:
         raise FormatError(
-            f"{where}: checkpoint format {document.get('version')!r}, and this tierfs reads {VERSION}: use a newer tierfs",
+            f"{where}: the checkpoint's format is {document.get('version')!r}, but this tierfs reads {VERSION}: use a "
+            "newer tierfs",
             path=where,
         )
     stated = document.pop("checksum", None)
@@ -263,7 +264,7 @@ def _tensor_text(fqn: str, item: Any, places: Mapping[Any, BytesPlace], files: M
     """Return a tensor's member of the document, after reading it once as a check."""
     if len(item.size) > DIMENSIONS_MAX:
         raise InvalidInputError(
-            f"{fqn!r} has {len(item.size)} dimensions, and a tensor of a checkpoint {DIMENSIONS_MAX} at most: reshape it"
+            f"{fqn!r} has {len(item.size)} dimensions, but a checkpoint allows at most {DIMENSIONS_MAX}: reshape it"
         )
     encoded = _encode_tensor(fqn, item, places)
     _decode_tensor(fqn, Checked(encoded, f"{_WHERE}: tensors: {fqn!r}"), files, {})
@@ -299,7 +300,7 @@ def _place_of(places: Mapping[Any, Any], index: Any, fqn: str) -> BytesPlace:
     place = places.get(index)
     if not isinstance(place, BytesPlace):
         at = "" if index.offset is None else f" at {list(index.offset)}"
-        raise InvalidInputError(f"{fqn}{at}: nobody says where it was stored: the metadata has {place!r} for it")
+        raise InvalidInputError(f"{fqn}{at}: the metadata does not say where it is stored, but has {place!r}")
     return place
 
 
@@ -315,7 +316,7 @@ def _decode_tensor(fqn: str, tensor: Checked, files: Mapping[str, int], places: 
             raise chunk.wrong(f"offsets {list(offsets)} and shape {list(sizes)} are not inside {list(shape)}")
         place = _decode_place(chunk, files)
         if place.length != math.prod(sizes) * dtype.itemsize:
-            raise chunk.wrong(f"{place.length} bytes do not make {list(sizes)} elements of {dtype}")
+            raise chunk.wrong(f"{place.length} bytes do not hold {list(sizes)} elements of {dtype}")
         index = MetadataIndex(fqn, offsets, number)
         if index in places:
             raise chunk.wrong(f"there are two chunks at {list(offsets)}")
@@ -342,9 +343,7 @@ def _encode_paths(planner_data: Any) -> dict[str, list[object]] | None:
     if planner_data is None:
         return None
     if not isinstance(planner_data, Mapping):
-        raise InvalidInputError(
-            f"a planner's own data, {type(planner_data).__name__}, cannot be stored: paths alone can"
-        )
+        raise InvalidInputError(f"the planner's data, {type(planner_data).__name__}, cannot be stored: only paths can")
     paths = {}
     for fqn, path in planner_data.items():
         if not isinstance(path, (tuple, list)) or not path or not all(type(part) in (str, int) for part in path):
@@ -353,8 +352,8 @@ def _encode_paths(planner_data: Any) -> dict[str, list[object]] | None:
             )
         if len(path) > PATH_PARTS_MAX:
             raise InvalidInputError(
-                f"{fqn}: it lies {len(path)} levels deep in the state, and a value of a checkpoint {PATH_PARTS_MAX} at most: "
-                "nest the state less deeply"
+                f"{fqn}: it is nested {len(path)} levels deep in the state, but a checkpoint allows at most "
+                f"{PATH_PARTS_MAX}: nest the state less deeply"
             )
         paths[fqn] = list(path)
     refuse_names(paths)
@@ -379,12 +378,12 @@ def _decode_paths(root: Checked) -> dict[str, tuple[object, ...]] | None:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return made
 
 
 def _refuse(text: str) -> object:
-    raise ValueError(f"{text} is no integer")
+    raise ValueError(f"{text} is not an integer")
 
 
 def _canonical(document: Mapping[str, object]) -> bytes:

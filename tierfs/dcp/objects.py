@@ -177,7 +177,7 @@ class ObjectUnpickler(pickle._Unpickler):
         if function is bytes and arguments != ():  # a number would be a length to allocate
             raise pickle.UnpicklingError("bytes() with arguments is not allowed")
         if getattr(function, "__module__", "") == "numpy" and function.__name__ == "ndarray":  # could read any address
-            raise pickle.UnpicklingError("an array may not be made of a buffer and strides")
+            raise pickle.UnpicklingError("an array may not be built from a buffer and strides")
 
     def _nested(self, outer: Any, name: Any) -> Any:
         """Return an allowed class inside an allowed class. Protocol 2 names such a class by ``getattr``."""
@@ -208,9 +208,7 @@ def _checked_dtype_state(dtype: Any, state: Any) -> Any:
     """
     order = state[1] if type(state) is tuple and len(state) > 1 else None
     if order not in ("<", ">", "=", "|") or dtype.newbyteorder(order).__reduce__()[2:] != (state,):
-        raise pickle.UnpicklingError(
-            "a NumPy dtype with fields or a unit is not loaded: save the array as what it consists of"
-        )
+        raise pickle.UnpicklingError("a NumPy dtype with fields or a unit cannot be loaded: save plain arrays instead")
     return state
 
 
@@ -260,7 +258,7 @@ def check_object(fqn: str, data: memoryview) -> None:
     if fresh:
         _warned.update(fresh)
         _logger.warning(
-            "%r is made with %s, which a checkpoint may not bring in by itself: to load it, import %s, and pass "
+            "%r is built with %s, which loading does not allow by default: to load it, import %s, and pass "
             "planner=TierLoadPlanner(allow=[%s])",
             fqn, ", ".join(needed), ", ".join(dict.fromkeys(needed.values())), ", ".join(needed),
         )  # fmt: skip
@@ -275,14 +273,14 @@ def _look_up(content: bytes) -> tuple[dict[str, str], str]:
             if ord(code) not in Unpickler.dispatch:
                 return (
                     {},
-                    f"its pickle has an instruction that nothing loads ({code!r}): save it as what it consists of",
+                    f"its pickle has an instruction that cannot be loaded ({code!r}): save its parts as plain values",
                 )
             if not name or name in allowed:
                 continue
             if name.partition(".")[0] in _blocklisted_modules:
                 return (
                     {},
-                    f"it is made with {name}, and torch loads nothing of that module: save it as what it consists of",
+                    f"it is built with {name}, and torch blocks that module: save its parts as plain values",
                 )
             needed[name] = module
     except ValueError:  # unknown content: the planner that made it can read it
@@ -336,10 +334,10 @@ def _pickle_in(data: memoryview) -> tuple[int, memoryview]:
         ValueError: The data is not such an archive.
     """
     if bytes(data[: len(torch_zip.LOCAL)]) != torch_zip.LOCAL or len(data) < _HEADER:
-        raise ValueError("no archive of torch.save")
+        raise ValueError("not an archive of torch.save")
     start = _HEADER + int.from_bytes(data[26:28], "little") + int.from_bytes(data[28:30], "little")
     if bytes(data[start : start + 1]) != pickle.PROTO or len(data) <= start + 1:
-        raise ValueError("no archive that torch.save made")
+        raise ValueError("the first file of the archive is not a pickle")
     return start, data
 
 

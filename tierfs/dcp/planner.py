@@ -57,7 +57,7 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         if any(value is getattr for value in allow):
             raise InvalidInputError(
-                "allow=[getattr] would let a checkpoint run anything: allow the classes alone, those inside of others as well"
+                "allow=[getattr] would let a checkpoint run any code: allow only the classes, including nested ones"
             )
         self._allow = [*ALLOWED, *allow]
 
@@ -85,7 +85,7 @@ def object_loader(planner: Any) -> Callable[[ReadItem, io.BytesIO], None]:
 
 def _load_object(planner: Any, read_item: ReadItem, value: io.BytesIO, allow: Sequence[Any]) -> None:
     fqn = read_item.dest_index.fqn
-    hint = "if you trust what wrote this checkpoint, import {modules}, and load with planner=TierLoadPlanner(allow=[{name}])"
+    hint = "if you trust its source, import {modules}, and load with planner=TierLoadPlanner(allow=[{name}])"
     loaded = unpickle_safely(repr(fqn), value, allow=allow, hint=hint)
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[fqn], loaded)
@@ -98,7 +98,7 @@ def unpickle_safely(
     source: io.BytesIO | str,
     *,
     allow: Sequence[Any] = ALLOWED,
-    hint: str = "if you trust who wrote it, load it with torch and save it as what it consists of",
+    hint: str = "if you trust its source, load it with torch and save its parts as plain values",
     map_location: str | None = None,
     mmap: bool = False,
 ) -> Any:
@@ -129,7 +129,7 @@ def unpickle_safely(
         names = _names_in(source, allow) or {first: first.rpartition(".")[0]}
         listed, modules = ", ".join(names), ", ".join(dict.fromkeys(names.values()))
         raise InvalidInputError(
-            f"{where} is made with {listed}, which a checkpoint may not bring in by itself, so it was not run: "
+            f"{where} is built with {listed}, which loading does not allow by default, so it was not run: "
             f"{hint.format(name=listed, modules=modules)}"
         ) from error
 

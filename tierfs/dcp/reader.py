@@ -162,13 +162,13 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         try:
             found = read_checkpoint(store, path, directory, rank)
         except NotFoundError as error:
-            why = "; ".join(map(str, waiting)) or "a save that has not come to its end has none"
+            why = "; ".join(map(str, waiting)) or "an unfinished save has none"
             raise NotFoundError(
-                f"no checkpoint is at {self.checkpoint_id}: {where} is not there; {why}; `tierfs ls` shows what is there",
+                f"no checkpoint is at {self.checkpoint_id}: {where} does not exist; {why}; see `tierfs ls`",
                 path=path,
             ) from error
         for save in waiting:
-            _logger.warning("%s: a later save is not complete, and not loaded: %s", self.checkpoint_id, save)
+            _logger.warning("%s: a later save is incomplete and is not loaded: %s", self.checkpoint_id, save)
         self._rank = rank
         self._note = note = found.note
         self._shared = note.save_id if note is not None and name == ROOT else None
@@ -185,7 +185,9 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             return commits.advance(directory)
         except TierfsError as error:
             # The published checkpoint can still be loaded, for example from this host's tiers.
-            _logger.warning("%s: a later save that is complete by now may go unseen: %s", self.checkpoint_id, error)
+            _logger.warning(
+                "%s: cannot check for a later save, so an earlier one may be loaded: %s", self.checkpoint_id, error
+            )
             return []
 
     def _check_root_is_absent(self, store: Store, directory: str, path: str) -> None:
@@ -201,8 +203,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
                 return
             raise
         raise ConflictError(
-            f"{store.where(path)} is what one rank saved on its own, and {ROOT} beside it what all saved together, which is the checkpoint: "
-            "load that, and if it cannot be read, see what `tierfs checkpoint verify` says of it",
+            f"{store.where(path)} was saved by one rank on its own, but {ROOT} beside it was saved by all ranks "
+            "together and is the checkpoint: load that; if it cannot be read, run `tierfs checkpoint verify`",
             path=path,
         )
 
@@ -238,8 +240,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         saves = {str(plan.storage_data) for plan in plans}
         if len(saves) > 1:
             raise ConflictError(
-                f"{self.checkpoint_id} was saved anew while it was looked at: ranks have metadata of {len(saves)} saves, "
-                f"{', '.join(sorted(saves))}; load it again",
+                f"{self.checkpoint_id} was saved again while it was being loaded: the ranks read metadata of "
+                f"{len(saves)} saves, {', '.join(sorted(saves))}; load it again",
             )
         return plans
 
@@ -290,13 +292,13 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         place = self._metadata.storage_data.get(index)
         if isinstance(place, Absent) and self._rank is not None:
             raise InvalidInputError(
-                f"{self.checkpoint_id}: {index.fqn!r}: {place.why}: rank {self._rank} saved no more of it, on its own; load it with as "
-                "many ranks and use_collectives=False"
+                f"{self.checkpoint_id}: {index.fqn!r}: {place.why}: rank {self._rank} saved only its own part; load "
+                "with as many ranks as saved and use_collectives=False"
             )
         if isinstance(place, Absent):
             raise CorruptionError(
-                f"{self.checkpoint_id}: {index.fqn!r} cannot be loaded: {place.why}; nothing was changed, and `tierfs checkpoint verify` "
-                "names every tensor that is damaged"
+                f"{self.checkpoint_id}: {index.fqn!r} cannot be loaded: {place.why}; the state is unchanged; `tierfs "
+                "checkpoint verify` names every damaged tensor"
             )
         if not isinstance(place, BytesPlace):
             raise self._not_said(index)

@@ -60,12 +60,14 @@ def stage(
     if objects:
         try:
             # All in one pickle, so that the copies share what the originals share.
-            memo.update(zip(objects, pickle.loads(pickle.dumps(list(objects.values()))), strict=True))  # noqa: S301 - this process's own
-        except Exception as error:  # noqa: BLE001 - what pickling may raise has no end
+            memo.update(zip(objects, pickle.loads(pickle.dumps(list(objects.values()))), strict=True))  # noqa: S301 - pickled by this process
+        except Exception as error:  # noqa: BLE001 - pickling may raise anything
             # A value that cannot be pickled cannot be saved, unless a planner replaces it.
             kinds = ", ".join(sorted({type(value).__name__ for value in objects.values()}))
             _logger.warning(
-                "objects (%s) are copied as their classes copy them, since one cannot be pickled: %s", kinds, str(error)
+                "objects (%s) are copied with copy.deepcopy, because one of them cannot be pickled: %s",
+                kinds,
+                str(error),
             )
     replicas: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
@@ -155,7 +157,7 @@ def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
     try:
         return _deep_copy(value, memo)
     except Exception as error:
-        raise InvalidInputError(f"{key!r} has something in it that cannot be copied: {error}") from error
+        raise InvalidInputError(f"{key!r} contains an object that cannot be copied: {error}") from error
 
 
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:

@@ -209,23 +209,21 @@ def problem_of(tensor: Any) -> str:
         return "it is nested: store the tensors that unbind() gives"
     if hasattr(tensor, "__tensor_flatten__"):
         return (
-            f"a {type(tensor).__name__} is made of other tensors: give those, a DTensor's to_local() for example, or save it "
-            "as it is by dcp.save with layout='dcp'"
+            f"a {type(tensor).__name__} consists of other tensors: pass those (to_local() of a DTensor, for example), "
+            "or save it as it is by dcp.save with layout='dcp'"
         )
     if isinstance(tensor, FakeTensor):
         return "it is a FakeTensor, which has no content: make it outside of FakeTensorMode"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}: make it dense with to_dense()"
     if lacks_quantizer(tensor):
-        return f"it is a view as {tensor.dtype}, which torch cannot copy: store it as the integers that it is a view of"
+        return f"it is a view with dtype {tensor.dtype}, which torch cannot copy: store the integer tensor behind it"
     if tensor.is_quantized:
-        return f"{tensor.dtype} has more to it than its elements: store int_repr(), scale and zero point"
+        return f"{tensor.dtype} is quantized: store int_repr(), scale and zero point"
     if tensor.is_meta:
         return "it is on the meta device, where tensors have no content: materialize it with to_empty() and load it"
     if _has_no_memory(tensor):
-        return (
-            "its memory was freed (a parameter that is sharded at the moment, for example): give what holds its content"
-        )
+        return "its memory was freed (a currently sharded parameter, for example): pass the tensor that has the content"
     return ""
 
 

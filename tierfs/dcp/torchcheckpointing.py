@@ -88,7 +88,8 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         reader = open_entry(store, stat(store, relative))
         if args.known_size_bytes is not None and args.known_size_bytes != reader.length:
             raise ConflictError(
-                f"{store.where(relative)} has {reader.length} bytes, and not {args.known_size_bytes}: it was replaced, load again",
+                f"{store.where(relative)} has {reader.length} bytes, not {args.known_size_bytes}: it was replaced; "
+                "load it again",
                 path=relative,
             )
         stream = ReadStream(reader)
@@ -163,7 +164,8 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         )
         if not is_free and (is_directory or there == "directory"):
             raise AlreadyExistsError(
-                f"{store.where(target)} is a {there}: {store.where(source)} is not renamed to it; delete it if it is to be replaced",
+                f"{store.where(target)} is a {there}, so {store.where(source)} is not renamed to it: delete it first "
+                "to replace it",
                 path=target,
             )
         if not is_directory:

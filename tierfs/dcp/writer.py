@@ -110,11 +110,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         **options: Any,
     ) -> None:
         if _extensions:
-            raise InvalidInputError("TierWriter has no _extensions: what is stored is encoded by the store")
+            raise InvalidInputError("TierWriter takes no _extensions: the store encodes the data")
         self._gpu = GpuStaging(stage, device)
         self._stage_options = stage, device
         if layout not in LAYOUTS:
-            raise InvalidInputError(f"layout is {' or '.join(map(repr, LAYOUTS))}, not {layout!r}")
+            raise InvalidInputError(f"layout must be {' or '.join(map(repr, LAYOUTS))}, not {layout!r}")
         self._address = Address.of(path, {**options, "ack": ack})
         self._is_stock = layout == "dcp"
         self._overwrite = overwrite

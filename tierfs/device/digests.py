@@ -73,10 +73,13 @@ def hash_blocks(addresses: Addresses, lengths: Lengths, device: torch.device) ->
         raise InvalidInputError(f"blocks are hashed on CUDA devices, not on {device}")
     if addresses.shape != lengths.shape or addresses.ndim != 1:
         raise InvalidInputError(
-            f"{addresses.shape} addresses do not fit {lengths.shape} lengths: pass one of each a block"
+            f"addresses of shape {addresses.shape} do not match lengths of shape {lengths.shape}: pass one of each "
+            "per block"
         )
     if addresses.dtype != np.uint64 or lengths.dtype != np.uint32:
-        raise InvalidInputError(f"addresses are uint64 and lengths uint32, not {addresses.dtype} and {lengths.dtype}")
+        raise InvalidInputError(
+            f"addresses must be uint64 and lengths uint32, not {addresses.dtype} and {lengths.dtype}"
+        )
     count = len(addresses)
     with torch.cuda.device(device):
         digests = torch.empty((count, DIGEST_BYTES), dtype=torch.uint8, device=device)

@@ -167,5 +167,5 @@ def _piece_bytes() -> int:
         return PIECE_BYTES
     found = parse_size(said)
     if found < 1:
-        raise InvalidInputError(f"TIERFS_DEVICE_PIECE={said!r}: a piece has one byte at least")
+        raise InvalidInputError(f"TIERFS_DEVICE_PIECE={said!r}: a piece has at least one byte")
     return found

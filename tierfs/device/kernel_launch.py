@@ -110,4 +110,4 @@ def _compile(cupy: Any, name: str, path: Path) -> Any:
         return cupy.RawModule(code=path.read_text(), options=OPTIONS).get_function(name)
     except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
         # CuPy raises RuntimeErrors for the driver and NVRTC, and OSErrors for its cache on disk.
-        raise StoreError(f"the GPU's compiler refused kernel {name} of {path}: {error}") from error
+        raise StoreError(f"the GPU's compiler rejected kernel {name} of {path}: {error}") from error

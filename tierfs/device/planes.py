@@ -88,7 +88,7 @@ class PlaneBlock:
         _check(self.width, self.order, has_base=self.base is not None)
         length = self.raw.numel()
         if length > BLOCK_BYTES:
-            raise InvalidInputError(f"a block of {length} bytes: at most {BLOCK_BYTES} are possible")
+            raise InvalidInputError(f"a block has {length} bytes, but at most {BLOCK_BYTES} are allowed")
         wanted = [("raw", self.raw, length), ("planes", self.planes, length // self.width * self.width)]
         if self.base is not None:
             wanted.append(("base", self.base, length))
@@ -161,7 +161,7 @@ def split_planes_reference(raw: Buffer, width: int, order: PlaneOrder, base: Buf
     elements = elements_of(view, width)
     if base is not None:
         if len(base) != len(raw):
-            raise InvalidInputError(f"a base of {len(base)} bytes for a block of {len(raw)}")
+            raise InvalidInputError(f"the base has {len(base)} bytes, but the block has {len(raw)}")
         elements = difference(view, width, memoryview(base))
         if order is PlaneOrder.AS_IT_IS:
             zigzag(elements)
@@ -218,7 +218,7 @@ class _RawPlanes(PlaneWriter):
 
 def _check(width: int, order: PlaneOrder, *, has_base: bool) -> None:
     if width not in WIDTHS:
-        raise InvalidInputError(f"elements of {width} bytes: choose one of {WIDTHS}")
+        raise InvalidInputError(f"elements cannot have {width} bytes: choose one of {WIDTHS}")
     upper = PlaneOrder.ZIGZAG if has_base else PlaneOrder.SIGN_LAST
     if order != PlaneOrder.AS_IT_IS and (order != upper or width == 1):
         raise InvalidInputError(

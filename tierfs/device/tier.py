@@ -139,7 +139,7 @@ class DeviceTier:
                 "the state has grown, and a snapshot of the smaller one is still being drained", tier="device"
             )
         if self._refused and length >= self._refused:
-            raise CapacityError("the GPU had no memory for the device tier before", tier="device")
+            raise CapacityError("the GPU had no memory for the device tier in an earlier save", tier="device")
         self._generations, self._length = [], 0  # release the old slab before allocating the new one
         try:
             slab = self.accelerator.allocate(count * length)

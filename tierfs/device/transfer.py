@@ -246,7 +246,7 @@ class Transfer:
 
     def discard(self, error: BaseException | None = None) -> None:
         """End a captured transfer that will not run. `wait` raises ``error``, or a `StoreError` if it is ``None``."""
-        self._end(error or StoreError("what was staged was discarded: stage it again"))
+        self._end(error or StoreError("the staged state was discarded: stage it again"))
 
     def run(self, targets: Sequence[torch.Tensor]) -> None:
         """Move the bytes to the host. This does not raise: `wait` raises the error if the move fails.
@@ -264,7 +264,7 @@ class Transfer:
                 missing = self._missing(targets)
                 self._drain.move(missing, self._hurry, self._stop, self._note_queued)
             if self._stop.is_set():
-                error = StoreError("what was staged was discarded: stage it again")
+                error = StoreError("the staged state was discarded: stage it again")
             with self._checking:
                 if not self._is_fenced:
                     self._check_unchanged()
@@ -296,9 +296,9 @@ class Transfer:
         changed = [tensor for tensor, version in self._kept if tensor._version != version]
         if changed:
             self._error = StoreError(
-                f"{len(changed)} tensors, one of shape {list(changed[0].shape)}, were changed while they were being saved, so this "
-                "save is void: call TierWriter.fence() before code that changes them outside of an optimizer's step(), or use "
-                "stage='device' or stage='ram'"
+                f"{len(changed)} tensors, one of shape {list(changed[0].shape)}, were changed while they were being "
+                "saved, so this save is discarded: call TierWriter.fence() before code that changes them outside of "
+                "an optimizer's step(), or use stage='device' or stage='ram'"
             )
 
     def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[DrainPiece]:

@@ -143,7 +143,7 @@ class Changing(Reading):
             return
         into = str(path2).endswith("/") or self.isdir(path2)
         if len(sources) > 1 and not into:
-            raise InvalidInputError(f"{path2!r} is no directory, so {len(sources)} files cannot be moved there")
+            raise InvalidInputError(f"{path2!r} is not a directory, so {len(sources)} files cannot be moved there")
         for source in map(self._strip, sources):
             target = self._strip(path2)
             if into:

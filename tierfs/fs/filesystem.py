@@ -101,7 +101,7 @@ class TierFileSystem(Tiering):
 
     def _write_now(self, path: str, pieces: Iterable[Any], mode: str, **kwargs: Any) -> None:
         if mode not in ("overwrite", "create"):
-            raise InvalidInputError(f"mode is 'overwrite' or 'create', not {mode!r}")
+            raise InvalidInputError(f"mode must be 'overwrite' or 'create', not {mode!r}")
         with self.open(path, "xb" if mode == "create" else "wb", **kwargs) as handle:
             for piece in pieces:
                 handle.write(piece)
@@ -162,7 +162,7 @@ class TierFileSystem(Tiering):
     ) -> ReadFile | WriteFile:
         unknown = sorted(name for name in kwargs if not is_hint(name))
         if unknown:
-            raise InvalidInputError(f"open takes no {unknown[0]!r}")
+            raise InvalidInputError(f"unknown argument {unknown[0]!r} for open")
         level = None if ack is None else Level.parse(ack)
         if mode == "rb":
             reader, entry = self._reader(path)
@@ -189,7 +189,8 @@ def _known(mode: str) -> str:
     kinds, rest = sorted(set(mode) & set("rwxa")), "".join(letter for letter in mode if letter not in "rwxa")
     if len(kinds) != 1 or len(mode) != 1 + len(rest) or rest not in {"", "b", "t"}:
         raise InvalidInputError(
-            f"mode {mode!r} is not supported: files are read (rb, r), written whole (wb, xb, w, x), or at their end (ab, a)"
+            f"mode {mode!r} is not supported: files are read (rb, r), written whole (wb, xb, w, x) or appended to "
+            "(ab, a)"
         )
     return kinds[0] + rest.replace("t", "")
 
@@ -206,8 +207,8 @@ def _warn_if_torch_was_kept_from_asking() -> None:
     asked = os.environ.get("TIERFS_DCP", "").lower() in TRUE
     if asked and "torch.distributed.checkpoint" in sys.modules and "tierfs.dcp.installing" not in sys.modules:
         logging.getLogger("tierfs.fs").warning(
-            "TIERFS_DCP is set, but torch did not load it when it was imported (TORCH_DEVICE_BACKEND_AUTOLOAD is %s): torch's "
-            "distributed checkpoint uses its own writer and reader; call tierfs.dcp.install()",
+            "TIERFS_DCP is set, but torch did not load tierfs when it was imported (TORCH_DEVICE_BACKEND_AUTOLOAD is "
+            "%s): torch's distributed checkpoint uses its own writer and reader; call tierfs.dcp.install()",
             os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "not set"),
         )
 

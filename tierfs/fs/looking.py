@@ -168,7 +168,7 @@ class Looking(PathSpace):
         info = self._info_now(path)
         if which not in info:
             raise IsADirectoryError(
-                f"{path} is a directory that is there only because of what lies in it: it has no times"
+                f"{path} is a directory that exists only through the files in it, so it has no times"
             )
         return dt.datetime.fromtimestamp(info[which], tz=dt.timezone.utc)
 

@@ -77,7 +77,7 @@ class PathSpace(Chained):
         if unknown:
             raise InvalidInputError(
                 f"unknown option {unknown[0]!r} for tierfs: it takes 'create', "
-                f"{', '.join(map(repr, TierOptions.names()))}, and what fsspec takes"
+                f"{', '.join(map(repr, TierOptions.names()))}, and fsspec's options"
             )
         super().__init__(asynchronous=asynchronous, loop=loop, batch_size=batch_size, **options)
         self._create = _flag(create)
@@ -139,7 +139,7 @@ class PathSpace(Chained):
         """Return the store that a path lies in, and the path relative to that store."""
         stripped = self._strip(path)
         if not stripped and not write:
-            raise StoreNotFoundError(f"{self.unstrip_protocol('')} is above every store: name a path in one")
+            raise StoreNotFoundError(f"{self.unstrip_protocol('')} is not in a store: name a path in one")
         if self._target_protocol is None:
             location = named_location(stripped)
         else:
@@ -155,7 +155,7 @@ class PathSpace(Chained):
         paths = list(self._used.values()) or [self._first]
         if paths == [""] or len(paths) > 1:
             names = ", ".join(sorted(self._used)) or "none yet"
-            raise InvalidInputError(f"this filesystem is used for several stores or none ({names}): name a path in one")
+            raise InvalidInputError(f"this filesystem has used several stores or none ({names}): name a path in one")
         return self._locate(paths[0])[0]
 
     def _may_create(self, location: Location) -> bool:
@@ -194,4 +194,4 @@ def _flag(value: bool | str | None) -> bool | None:
         return None if value is None else True
     if str(value).lower() in _FALSE:
         return False
-    raise InvalidInputError(f"'create' is true or false, not {value!r}")
+    raise InvalidInputError(f"'create' must be true or false, not {value!r}")

@@ -80,9 +80,10 @@ class ReadFile(io.BufferedReader):
         super().close()
         if is_misread:
             raise InvalidInputError(
-                f"{self.path} is no pickle: it belongs to a checkpoint in tierfs' own format, which torch.load and torch's own readers cannot "
-                "read. Load the checkpoint's directory by dcp.load(state, storage_reader=tierfs.dcp.TierReader(URL)), or set TIERFS_DCP=1, and "
-                "dcp.load(state, checkpoint_id=URL) does it. `tierfs checkpoint export` makes torch's formats of it",
+                f"{self.path} is not a pickle: it belongs to a checkpoint in tierfs' own format, which torch.load and "
+                "torch's own readers cannot read. Load the checkpoint's directory by dcp.load(state, "
+                "storage_reader=tierfs.dcp.TierReader(URL)), or set TIERFS_DCP=1 and call dcp.load(state, "
+                "checkpoint_id=URL). `tierfs checkpoint export` converts it to torch's formats",
                 path=self.path,
             ) from error
 

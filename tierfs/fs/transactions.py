@@ -30,7 +30,7 @@ class TierTransaction(Transaction):
         if mode == "wb" or not any(file.path == path and file.pending for file in self.files):
             return
         if mode == "xb":
-            raise AlreadyExistsError(f"{path} is written in this transaction already", path=path)
+            raise AlreadyExistsError(f"{path} was already written in this transaction", path=path)
         raise InvalidInputError(f"{path} is written in this transaction: append to it after the transaction", path=path)
 
     def complete(self, commit: bool = True) -> None:
@@ -54,6 +54,6 @@ class TierTransaction(Transaction):
             fs._intrans, fs._transaction, self.fs = False, None, None
         if commit and unclosed is not None:
             raise InvalidInputError(
-                f"{unclosed} was not closed before the end of the transaction: nothing of it is published",
+                f"{unclosed} was not closed before the end of the transaction: none of its files is published",
                 path=unclosed,
             )

@@ -77,7 +77,9 @@ class WriteFile(io.BufferedIOBase):
         if self._writer is None or not view.nbytes:
             return view.nbytes
         if not self._is_ours():
-            raise ValueError(f"{self.path} is being written by the process that this one was forked from")
+            raise ValueError(
+                f"{self.path} was opened before this process was forked: only the process that opened it can write it"
+            )
         self._raise_failure()
         view = view.cast("B")
         with self._keeping_failure():
@@ -148,7 +150,7 @@ class WriteFile(io.BufferedIOBase):
             if was_pending and not _is_leaving_a_with():
                 raise StoreError(
                     f"{self.path} is not published, because it was closed while {error!r} was being handled: if it is "
-                    "whole, call commit() instead",
+                    "complete, call commit() instead",
                     path=self.path,
                 ) from error
             return
@@ -209,7 +211,7 @@ class WriteFile(io.BufferedIOBase):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"{self.path}: a file that is being written cannot be pickled: close it first, then open it anew"
+            f"{self.path}: a file that is being written cannot be pickled: close it first, then open it again"
         )
 
     def _dealloc_warn(self, source: Any) -> None:

@@ -24,7 +24,7 @@ sys.modules[__name__].__class__ = _Package
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from tierfs.mount import mounting  # noqa: PLC0415 - the process that serves needs none of it
+        from tierfs.mount import mounting  # noqa: PLC0415 - the process that serves does not need it
 
         return getattr(mounting, name)
     raise AttributeError(f"module 'tierfs.mount' has no attribute {name!r}")

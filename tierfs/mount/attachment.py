@@ -103,19 +103,21 @@ def _check(directory: Path) -> None:
     try:
         is_directory = stat.S_ISDIR(directory.stat().st_mode)
     except FileNotFoundError:
-        raise InvalidInputError(f"{directory} is not there: make the directory first", path=str(directory)) from None
+        raise InvalidInputError(
+            f"{directory} does not exist: create the directory first", path=str(directory)
+        ) from None
     except OSError as error:
         if error.errno == errno.ENOTCONN:
             raise InvalidInputError(
-                f"{directory} has a mount whose process is gone: `tierfs umount {directory}` removes it",
+                f"{directory} has a mount whose process has ended: `tierfs umount {directory}` removes it",
                 path=str(directory),
             ) from None
         raise
     if not is_directory:
-        raise InvalidInputError(f"{directory} is no directory", path=str(directory))
+        raise InvalidInputError(f"{directory} is not a directory", path=str(directory))
     if mounted_at(directory) == KIND:
         raise InvalidInputError(
-            f"{directory} has a store mounted already: `tierfs umount {directory}`", path=str(directory)
+            f"a store is already mounted on {directory}: run `tierfs umount {directory}` first", path=str(directory)
         )
 
 
@@ -133,7 +135,7 @@ def _by_system_call(url: str, directory: Path, *, read_only: bool, allow_other: 
     os.close(device)
     if number in (errno.EPERM, errno.EACCES):
         raise PermissionError(number, "mount")
-    raise StoreError(f"{directory} cannot be mounted on: {os.strerror(number)}", path=str(directory))
+    raise StoreError(f"cannot mount on {directory}: {os.strerror(number)}", path=str(directory))
 
 
 def _open_device() -> int:
@@ -149,7 +151,7 @@ def _helper() -> str:
     helper = shutil.which(HELPER)
     if helper is None:
         raise StoreError(
-            f"{HELPER} is missing, which mounts for whoever is not root: install the package fuse3, or mount as root"
+            f"{HELPER} is missing, and only root can mount without it: install the package fuse3, or mount as root"
         )
     return helper
 
@@ -177,7 +179,7 @@ def _by_helper(url: str, directory: Path, *, read_only: bool, allow_other: bool)
             check=False,
         )
         if done.returncode:
-            raise ReadOnlyError(f"{directory} cannot be mounted on: {done.stderr.strip()}", path=str(directory))
+            raise ReadOnlyError(f"cannot mount on {directory}: {done.stderr.strip()}", path=str(directory))
         _, ancillary, _, _ = ours.recvmsg(1, socket.CMSG_LEN(array.array("i", [0]).itemsize))
         descriptors = array.array("i")
         for _, kind, data in ancillary:

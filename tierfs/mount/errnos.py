@@ -33,7 +33,7 @@ def errno_of(error: BaseException, what: str) -> int:
         if isinstance(error, (TierfsError, OSError)):
             _logger.error("%s: %s (%s)", what, errno.errorcode.get(number, str(number)), error)
         else:
-            _logger.error("%s: an error that was not foreseen: %r", what, error, exc_info=error)
+            _logger.error("%s: unexpected error: %r", what, error, exc_info=error)
     return number
 
 

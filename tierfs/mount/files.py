@@ -138,7 +138,7 @@ class Files:
         if (wanted.valid & Valid.UID and wanted.uid != attributes.uid) or (
             wanted.valid & Valid.GID and wanted.gid != attributes.gid
         ):
-            raise refusal(errno.EPERM, "all files of a mount belong to whoever mounted it")
+            raise refusal(errno.EPERM, "all files of a mount belong to the user who mounted it")
         with node.lock:
             if wanted.valid & Valid.SIZE:
                 self._resize(node, wanted.size)
@@ -190,7 +190,7 @@ class Files:
             is_dirty = staged is not None and staged.is_dirty
             if node.path is None:
                 if node.is_replaced and is_dirty:
-                    raise ConflictError("the file was replaced by somebody else since it was opened: theirs stands")
+                    raise ConflictError("another writer replaced the file after it was opened: their version is kept")
                 return
             if is_dirty and staged is not None:
                 try:
@@ -258,7 +258,9 @@ class Files:
         writer.metadata = metadata
         try:
             if not replaces(writer, base):
-                raise ConflictError(f"{store.where(path)} was changed since it was opened: theirs stands", path=path)
+                raise ConflictError(
+                    f"another writer changed {store.where(path)} after it was opened: their version is kept", path=path
+                )
             if ahead is None:
                 staged.feed(writer, keep)
             writer.commit()

@@ -136,7 +136,7 @@ def start(url: str, directory: Path, options: MountOptions) -> subprocess.Popen[
         process.stdin.write(options.to_json() + "\n")
     if not _is_ready(process.stdout.fileno(), START_S):
         process.kill()
-        raise StoreError(f"{directory} was not mounted within {START_S:g} s: {logs / LOG_NAME} says more")
+        raise StoreError(f"{directory} was not mounted within {START_S:g} s: see {logs / LOG_NAME}")
     with process.stdout:
         line = process.stdout.readline()
     answer = json.loads(line) if line else {}
@@ -145,7 +145,7 @@ def start(url: str, directory: Path, options: MountOptions) -> subprocess.Popen[
     process.wait()
     if not answer:
         raise StoreError(
-            f"{directory} was not mounted, the process ended with {process.returncode}: {logs / LOG_NAME} says why"
+            f"{directory} was not mounted, its process ended with status {process.returncode}: see {logs / LOG_NAME}"
         )
     raise _error(answer)
 
@@ -204,9 +204,9 @@ def _flush(place: Path, timeout: float, *, force: bool) -> None:
         if error.errno == errno.EROFS:
             return
         names = os.getxattr(place, f"{PREFIX}pending").decode().split("\n")
-        what = ", ".join(name for name in names[:5] if name) or "what was written has not reached its level"
+        what = ", ".join(name for name in names[:5] if name) or "written files have not reached their level"
         raise TimeoutError(
-            f"{place} is still mounted, because not all of it is safe after {timeout:g} s: {what}"
+            f"{place} is still mounted, because some changes are not safe after {timeout:g} s: {what}"
         ) from error
 
 

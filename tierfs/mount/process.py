@@ -175,7 +175,7 @@ def _refuse_own_places(state: MountState, directory: Path) -> None:
         shared = os.path.commonpath([mounted, place])
         if shared == mounted or (shared == place and what == "the store"):
             raise InvalidInputError(
-                f"{directory} cannot be mounted on: {what} is {place}; mount on a directory outside of it",
+                f"cannot mount on {directory}: {what} is {place}; mount on a directory outside of it",
                 path=str(directory),
             )
 
@@ -205,7 +205,7 @@ def _publish_all(requests: Requests, timeout_s: float, *, with_open: bool) -> li
                 return
             try:
                 files.publish(node)
-            except Exception as error:  # noqa: BLE001 - said at the end, and the others go on
+            except Exception as error:  # noqa: BLE001 - reported at the end; the other files continue
                 left[node.id] = f"{node.path} is not published: {error}"
             else:
                 left.pop(node.id, None)

@@ -73,7 +73,7 @@ class _ReadPiece:
             self._pins += 1
         try:
             reader.read_into(self.start, self.view)
-        except BaseException as error:  # noqa: BLE001 - raised by whoever reads it
+        except BaseException as error:  # noqa: BLE001 - raised for each reader of the piece
             self.error = error
         finally:
             self.filled.set()

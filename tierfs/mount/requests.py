@@ -125,7 +125,7 @@ class Requests:
     def _mknod(self, header: RequestHeader, body: memoryview) -> Answer:
         mode = wire.U32X2.unpack_from(body)[0]
         if mode >> 12 not in (0, 0o10):
-            raise refusal(errno.EPERM, "a store has files and directories alone")
+            raise refusal(errno.EPERM, "a store has only files and directories")
         name, _ = _text(body, 16)
         node, handle = self.tree.make_file(self._node(header.node), name, mode & 0o777, flags=0o300)
         self.files.release(handle)

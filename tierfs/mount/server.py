@@ -115,7 +115,7 @@ class Server:
                     if error.errno in (errno.EINTR, errno.EAGAIN, errno.ENOENT):
                         continue  # ENOENT: the request was interrupted before this read
                     if error.errno != errno.ENODEV:
-                        _logger.error("requests cannot be taken any more: %s", error)  # noqa: TRY400 - says it all
+                        _logger.error("the mount can no longer receive requests: %s", error)  # noqa: TRY400 - needs no traceback
                     self.ended.set()
                     return
                 if not count:
@@ -141,7 +141,7 @@ class Server:
         number, answer = 0, None
         try:
             answer = self._serve(header, request[HEADER_BYTES:])
-        except BaseException as error:  # noqa: BLE001 - a handler's error is an errno
+        except BaseException as error:  # noqa: BLE001 - any error of a handler becomes an errno
             number = errno_of(error, f"{_name(header.opcode)} of node {header.node}")
         try:
             is_ours = header.opcode in NO_ANSWER or self._answer(underway, number, answer)

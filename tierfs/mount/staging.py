@@ -153,7 +153,7 @@ class StagedInode:
                 self._own.clear()
                 self._writer = writer
         except (TierfsError, OSError) as error:
-            _logger.debug("a file is not stored while it is written: %r", error)
+            _logger.debug("a file cannot be stored while it is being written: %r", error)
         finally:
             if self._writer is None:
                 _ahead_free.release()

@@ -78,7 +78,7 @@ class NameTree:
             found = nodes.show(entry, seen)
             if found is not None:
                 return found
-        raise BlockingIOError(f"{path} changes all the time")
+        raise BlockingIOError(f"{path} keeps changing while it is looked up")
 
     def list_directory(self, node: Node) -> list[tuple[str, Node]]:
         """Return names and inodes of a directory, sorted by name, without ``.`` and ``..``."""
@@ -342,7 +342,7 @@ class NameTree:
         if len(name.encode()) > NAME_MAX:
             raise refusal(errno.ENAMETOOLONG)
         if name == keys.PRIVATE:
-            raise refusal(errno.EPERM if is_new else errno.ENOENT, f"{name} is what the store keeps for itself")
+            raise refusal(errno.EPERM if is_new else errno.ENOENT, f"{name} is reserved for the store")
         self._alive(parent)
         path = child_path(parent, name)
         if len(path.encode()) > keys.PATH_BYTES_MAX:

@@ -252,7 +252,7 @@ def init_out(body: memoryview) -> bytes:
     major, minor, readahead, flags = _INIT_IN.unpack_from(body)
     if major != MAJOR or minor < MINOR:
         raise ValueError(
-            f"the kernel speaks FUSE {major}.{minor}, and tierfs needs {MAJOR}.{MINOR} (Linux 5.4) at least"
+            f"the kernel speaks FUSE {major}.{minor}, but tierfs needs at least {MAJOR}.{MINOR} (Linux 5.4)"
         )
     wanted = flags & INIT_FLAGS
     background = (BACKGROUND_MAX, BACKGROUND_MAX * 3 // 4)

@@ -200,7 +200,7 @@ def test_of_two_saves_over_there_each_is_heard_of_by_itself(url, child):
             thread.submit(child.conn.send, ("metadata", writer, f"{url}/{seed}")).result()
             del staged
         for ask in (writer.wait, writer.ack):
-            with pytest.raises(NotFoundError, match="has not come to its end here"):
+            with pytest.raises(NotFoundError, match="has not finished in this process"):
                 ask()
         for thread in (second, first):
             thread.submit(child.answer).result()

@@ -204,7 +204,7 @@ def test_damage_in_an_archive_names_tensor_and_file(url, store):
     content = bytearray(load(store, "run/__0_0.distcp"))
     content[len(content) // 4 :] = bytes(len(content) - len(content) // 4)
     save(store, "run/__0_0.distcp", content)
-    with pytest.raises(CheckpointException, match=r"'w' in shard file .*__0_0\.distcp: is no tensor"):
+    with pytest.raises(CheckpointException, match=r"'w' in shard file .*__0_0\.distcp is not a tensor"):
         dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
 
 
@@ -441,11 +441,11 @@ def test_integers_that_all_hash_to_the_same_are_no_keys():
 def test_a_pickle_that_names_one_list_many_times_takes_no_more_memory_than_it_is_long():
     chunks = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))] * 1000
     items = {str(number): TensorStorageMetadata(TensorProperties(), torch.Size((3,)), chunks) for number in range(1000)}
-    with pytest.raises(CorruptionError, match="more tensors"):
+    with pytest.raises(CorruptionError, match="more often"):
         decode_pickle(pickle.dumps(Metadata(items, None, {})), "x")
     path = ("a",) * 200
     found = Metadata({}, {str(number): path for number in range(1000)}, {})
-    with pytest.raises(CorruptionError, match="more tensors"):
+    with pytest.raises(CorruptionError, match="more often"):
         decode_pickle(pickle.dumps(found), "x")
 
 

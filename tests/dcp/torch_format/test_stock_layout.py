@@ -170,5 +170,5 @@ def test_without_collectives_each_rank_has_metadata_of_its_own(root):
 
 
 def test_there_is_no_third_layout(root):
-    with pytest.raises(InvalidInputError, match="layout is 'tierfs' or 'dcp', not 'stock'"):
+    with pytest.raises(InvalidInputError, match="layout must be 'tierfs' or 'dcp', not 'stock'"):
         TierWriter(root, layout="stock")

@@ -157,7 +157,7 @@ class BoxReader:
             length = math.prod(shard.sizes) * box.dtype.itemsize
             if length and self._files.reader(shard.place.file).length < length:
                 raise CorruptionError(
-                    f"{box.fqn!r}: {length} bytes cannot lie in shard file {self._files.where(shard.place.file)}",
+                    f"{box.fqn!r}: shard file {self._files.where(shard.place.file)} is too short for {length} bytes",
                     path=shard.place.file,
                 )
         whole = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))]
@@ -183,7 +183,7 @@ class _IntoBoxes:
         """
         if str(box.dtype).startswith(_QUANTIZED):
             raise CorruptionError(
-                f"{box.fqn!r}: {box.dtype} has more to it than its elements, and no checkpoint holds that"
+                f"{box.fqn!r}: {box.dtype} is quantized, and checkpoints do not hold its scale and zero point"
             )
         try:
             raw = torch.empty(box.length, dtype=torch.uint8, device="cpu")
@@ -191,7 +191,7 @@ class _IntoBoxes:
             made = raw.view(box.dtype).view(box.sizes) if box.length else empty
         except RuntimeError as error:
             raise CorruptionError(
-                f"{box.fqn!r}: {list(box.sizes)} elements of {box.dtype} are no tensor: {error}"
+                f"{box.fqn!r}: no tensor can have {list(box.sizes)} elements of {box.dtype}: {error}"
             ) from error
         self.targets[box.fqn, box.offsets] = made
 

@@ -102,7 +102,7 @@ def problem_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> str:
         for offsets, sizes in full
         for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     ):
-        return f"a shard does not lie in {list(shape)}"
+        return f"a shard lies outside of the shape {list(shape)}"
     # Sweep along the dimension with the most distinct offsets, so that few boxes are compared with each other.
     along = max(range(len(shape)), key=lambda axis: len({offsets[axis] for offsets, _ in full}), default=None)
     open_: list[Region] = []

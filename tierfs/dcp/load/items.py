@@ -160,13 +160,13 @@ class ItemReader:
             for offset, length, whole in zip(offsets, lengths, saved.shape, strict=True)
         ):
             raise InvalidInputError(
-                f"{fqn}: {list(lengths)} elements from {list(offsets)} on are asked for, and the chunk saved in {place.file} "
-                f"is {list(saved.shape)}"
+                f"{fqn}: the plan reads {list(lengths)} elements at {list(offsets)}, but the chunk saved in "
+                f"{place.file} has shape {list(saved.shape)}"
             )
         target = self._planner.resolve_tensor(item).detach()
         if tuple(target.shape) != lengths:
             raise InvalidInputError(
-                f"{fqn}: the destination is {list(target.shape)}, and what goes there {list(lengths)}"
+                f"{fqn}: the destination has shape {list(target.shape)}, but the part to load has {list(lengths)}"
             )
         _check_takes_elements(fqn, target)
         if not self._destinations.add(fqn, target):
@@ -258,7 +258,8 @@ def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
         return
     if lacks_quantizer(target):
         raise InvalidInputError(
-            f"the destination is a view as {target.dtype}, which torch cannot copy into: load into the integers that it is a view of"
+            f"the destination is a view with dtype {target.dtype}, which torch cannot copy into: load into the integer "
+            "tensor behind it"
         )
     with torch.no_grad():
         target.copy_(source)
@@ -271,11 +272,9 @@ def _check_takes_elements(fqn: str, target: Any) -> None:
         InvalidInputError: It has not.
     """
     if target.layout is not torch.strided:
-        raise InvalidInputError(
-            f"{fqn}: the destination is {target.layout}, and only a dense tensor can be loaded into"
-        )
+        raise InvalidInputError(f"{fqn}: the destination's layout is {target.layout}: load into a dense tensor")
     repeated = [size for size, stride in zip(target.shape, target.stride(), strict=True) if size > 1 and not stride]
     if repeated and target.numel():
         raise InvalidInputError(
-            f"{fqn}: the destination's elements share memory, as those of an expanded tensor do: load into a clone of it"
+            f"{fqn}: the destination's elements share memory, as in an expanded tensor: load into a clone of it"
         )

@@ -45,8 +45,8 @@ def roll_back(
                 copied += count
             else:
                 _logger.warning(
-                    "save %s lies in GPU memory, and cannot be verified there (CuPy is missing, or the memory was overwritten): it is "
-                    "loaded from the next tier",
+                    "save %s is in GPU memory but cannot be verified there (CuPy is missing, or the memory was "
+                    "overwritten): loading it from the next tier",
                     save_id,
                 )
         finally:

@@ -125,7 +125,7 @@ class ShardFiles:
         whole = self.reader(name).length
         if at + length > whole:
             raise CorruptionError(
-                f"{label}: bytes {at} to {at + length} of shard file {self.where(name)} are asked for, and it has {whole}",
+                f"{label}: needs bytes {at} to {at + length} of shard file {self.where(name)}, which has only {whole}",
                 path=self.path(name),
             )
 
@@ -160,7 +160,7 @@ class ShardFiles:
             reader = open_entry(self._store, entry, exact=True)
         except NotFoundError as error:
             raise CorruptionError(
-                f"shard file {self.where(name)} is missing, and the checkpoint's metadata names it: load another "
+                f"shard file {self.where(name)} is missing, but the checkpoint's metadata names it: load another "
                 "checkpoint, or restore the file",
                 path=self.path(name),
                 tier=error.tier or "object",
@@ -170,8 +170,8 @@ class ShardFiles:
         stated = self._lengths.get(name, reader.length)
         if reader.length != stated:
             raise CorruptionError(
-                f"shard file {self.where(name)} is {reader.length} bytes long, and {stated} by the checkpoint's metadata: "
-                "it was replaced; load another checkpoint",
+                f"shard file {self.where(name)} has {reader.length} bytes, but the checkpoint's metadata says "
+                f"{stated}: it was replaced; load another checkpoint",
                 path=self.path(name),
                 tier="object",
             )

@@ -33,9 +33,9 @@ def check_owners(url: str, owned: Iterable[MetadataIndex], delegated: Iterable[M
     lost = list(dict.fromkeys(index.fqn for index in delegated if index not in there))
     if lost:
         raise InvalidInputError(
-            f"{url}: no rank has {', '.join(lost[:NAMED_MAX])} to save ({len(lost)} tensors): one that saved "
-            "it before has it no more. Save again, which copies everything, and where plans are cached without that; give "
-            "stage='all' where ranks save on their own"
+            f"{url}: no rank saves {', '.join(lost[:NAMED_MAX])} ({len(lost)} tensors): the rank that saved it before "
+            "no longer has it. Save again, which copies everything, and without enable_plan_caching if it is set; if "
+            "ranks save on their own, use stage='all'"
         )
 
 
@@ -61,8 +61,8 @@ def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
     delegated = [item.index.fqn for item, data in items if isinstance(data, RemoteReplica)]
     if delegated:
         raise InvalidInputError(
-            f"this rank is to save {delegated[0]} and {len(delegated) - 1} more that it left to another one, as in the last save: "
-            "the ranks' states have changed. The next save copies everything again"
+            f"the plan gives this rank {delegated[0]} and {len(delegated) - 1} more that it left to another rank, as "
+            "in the last save: the ranks' states have changed. The next save copies everything again"
         )
     for item, data in items:
         if isinstance(data, Refused):
@@ -72,9 +72,9 @@ def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
         planned = item.tensor_data
         if (data.dtype, data.shape) != (planned.properties.dtype, planned.chunk.sizes):
             raise InvalidInputError(
-                f"{item.index.fqn} is {data.dtype} {list(data.shape)}, and {planned.properties.dtype} "
-                f"{list(planned.chunk.sizes)} by the plan, which says how it is read: a planner that keeps plans from save to "
-                "save does not see that a dtype has changed; save without enable_plan_caching"
+                f"{item.index.fqn} is {data.dtype} {list(data.shape)}, but {planned.properties.dtype} "
+                f"{list(planned.chunk.sizes)} in the plan, which a load follows: a planner that caches plans does not "
+                "notice that a dtype has changed; save without enable_plan_caching"
             )
 
 
@@ -102,8 +102,9 @@ def check_free(store: Store, url: str, path: str, metadata_path: str, *, overwri
         )
     if not together and kind_of(store, inside(path, metadata_file())) is not None:
         raise AlreadyExistsError(
-            f"Checkpoint already exists: {url} holds a checkpoint that ranks saved together, which would be loaded in place of what each saves "
-            f"with use_collectives=False: save to another directory, or remove {metadata_file()} there",
+            f"Checkpoint already exists: {url} holds a checkpoint that ranks saved together, which would be loaded "
+            f"instead of this save with use_collectives=False: save to another directory, or remove {metadata_file()} "
+            "there",
             path=path,
         )
 

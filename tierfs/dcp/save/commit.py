@@ -83,8 +83,9 @@ def _check_arrived(file: ShardFile) -> None:
             sealed = run.memory.digests()
             if any(there not in {b"", here} for here, there in zip(digests, sealed, strict=True)):
                 raise CorruptionError(
-                    f"bytes of {run.entries[0].name} changed between the GPU and host memory: this save is void, and training "
-                    "holds the right ones still: save again, and look for hardware errors (nvidia-smi -q, dmesg) if it recurs",
+                    f"bytes of {run.entries[0].name} changed between the GPU and host memory: this save is discarded, "
+                    "and the state on the GPU is intact: save again; if it recurs, look for hardware errors "
+                    "(nvidia-smi -q, dmesg)",
                     tier="device",
                 )
 
@@ -105,7 +106,7 @@ def _without_the_rest(file: ShardFile, wanted: Sequence[Placed]) -> dict[int, Pl
         if file.store.tiers is not None:
             file.store.tiers.counters.fall_back(
                 "kept_replicas",
-                "what another rank saves is stored once more, beside what this one saves: %s",
+                "this rank also stores tensors that another rank saves, for lack of room to leave them out: %s",
                 error,
             )
         return lies

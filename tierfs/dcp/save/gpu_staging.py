@@ -44,7 +44,7 @@ class GpuStaging:
 
     def __init__(self, stage: str, device: str | int | None) -> None:
         if stage not in STAGES:
-            raise InvalidInputError(f"stage={stage!r}: it is one of {', '.join(map(repr, STAGES))}")
+            raise InvalidInputError(f"stage must be one of {', '.join(map(repr, STAGES))}, not {stage!r}")
         self._stage = stage
         self._budget = None if device is None else parse_size(device)
         self._lock = PerProcess(threading.Lock)
@@ -82,11 +82,11 @@ class GpuStaging:
             return
         if self._stage in {"device", "lazy"} and not has_accelerator():
             raise InvalidInputError(
-                f"stage={self._stage!r} needs a GPU, and torch finds none here (torch.cuda.is_available() is False): give "
-                "stage='auto', which copies to host memory then"
+                f"stage={self._stage!r} needs a GPU, but torch finds none here (torch.cuda.is_available() is False): "
+                "use stage='auto', which then copies to host memory"
             )
         if self._stage in {"device", "lazy"} or budget:
-            fall_back_of(store)("no_gpu", "no tensor of the state lies on a GPU: it is copied to the ram tier")
+            fall_back_of(store)("no_gpu", "no tensor of the state is on a GPU: the state is copied to the ram tier")
 
     def transfer(self, accelerator: Accelerator, store: Store, pin: Callable[[], None], *, at_once: bool) -> Transfer:
         """Create a transfer for tensors of one GPU that go to one file.

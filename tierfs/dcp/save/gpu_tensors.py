@@ -206,7 +206,7 @@ def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: 
                 job.transfer.discard(error)
             file.abort()
         else:  # the file may be saved already
-            _logger.warning("a copy from a GPU is complete, but was not tidied up after: %s", error)
+            _logger.warning("a copy from a GPU is complete, but cleaning up after it failed: %s", error)
         later.ready.set()
     finally:
         for job in jobs:
@@ -223,7 +223,7 @@ def _tell(file: ShardFile, jobs: Iterable[_GpuPart]) -> None:
         for job in jobs:
             file.gpu.note_skipped(job.transfer.skipped_bytes)
         file.gpu.tell(file.store)
-    except Exception as error:  # noqa: BLE001 - not worth a save
+    except Exception as error:  # noqa: BLE001 - must not fail a save
         _logger.warning("`tierfs status` in other processes may not show the device tier: %s", error)
 
 

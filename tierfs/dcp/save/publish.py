@@ -108,7 +108,7 @@ def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) 
     """
     if checkpoint.spans_hosts(parts):
         raise InvalidInputError(
-            f"{checkpoint.url}: the ranks are on several hosts, and layout='dcp' cannot wait for their parts there: "
+            f"{checkpoint.url}: the ranks are on several hosts, and layout='dcp' cannot wait for parts of other hosts: "
             "save with ack='object'"
         )
     meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=checkpoint.mark.save_id)

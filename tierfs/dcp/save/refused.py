@@ -19,7 +19,7 @@ class Refused(torch.Tensor):  # type: ignore[misc]  # torch's classes are untype
         why: Names the original tensor, and says what to store instead. torch's copies of this tensor have the default.
     """
 
-    why = "a tensor of which there is no copy"
+    why = "a tensor that cannot be copied"
 
     def __create_write_items__(self, _fqn: str, _object: Any) -> NoReturn:
         """Raise, by DCP's protocol for tensors that create their own items."""

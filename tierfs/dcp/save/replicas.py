@@ -49,8 +49,8 @@ class RemoteReplica(torch.Tensor):  # type: ignore[misc]
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         """Raise: inside the bytes of an object, the missing tensor would go unnoticed."""
         raise InvalidInputError(
-            f"{', '.join(self.items)}: another rank is to save it, as in the last save, and this one has it in an object: the "
-            "planner has changed. The next save copies everything again"
+            f"{', '.join(self.items)}: this rank left it to another rank, as in the last save, but now saves it in an "
+            "object: the planner has changed. The next save copies everything again"
         )
 
 
@@ -92,8 +92,8 @@ class Replicas:
             failed = self._open - len(self._taken)
             if self._failures < FAILURES_MAX <= self._failures + failed:
                 _logger.warning(
-                    "%d saves failed in which replicas were left to the ranks that save them: each rank copies all that it has "
-                    "from now on, as with stage='all'",
+                    "%d saves failed in which ranks left replicas to the ranks that save them: from now on each rank "
+                    "copies its whole state, as with stage='all'",
                     FAILURES_MAX,
                 )
             self._failures += failed

@@ -209,8 +209,8 @@ class Saves:
         save = self.last
         if save is not None and save.mark is None:
             raise NotFoundError(
-                f"{where}: the save that began last has not come to its end here: `result()` of its future waits for that, and "
-                "says why if it failed",
+                f"{where}: the last save has not finished in this process: `result()` of its future waits for it, and "
+                "raises its error if it failed",
                 path=where,
             )
         return save

@@ -218,7 +218,7 @@ class ShardFile:
         self.wait_filled()
         if self.state is FileState.OVER:
             raise StoreError(
-                "what was staged was saved or discarded before, and may hold anything by now: stage it again"
+                "the staged state was saved or discarded before, and its memory may be reused: stage it again"
             )
 
     def abort(self) -> None:

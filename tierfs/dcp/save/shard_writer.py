@@ -73,7 +73,9 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
         if found is not None:
             found[0].check_is_held()
             if found[0].state is FileState.PRIVATE:
-                raise CapacityError("there was no room for the copy, and it is not waited for again", tier="ram")
+                raise CapacityError(
+                    "there was no room to stage the state, and the save does not wait for room again", tier="ram"
+                )
         if found is not None and found[0].store is store and file in {None, found[0]}:
             file, placed[number] = found
             file.save = None  # the save has begun, whichever way its state came here

@@ -84,5 +84,5 @@ def say_waves(store: Store, error: CapacityError) -> None:
     """Note that a part goes through the ram tier in waves, and why. Without local tiers nothing is noted."""
     if store.tiers is not None:
         store.tiers.counters.fall_back(
-            "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)
+            "waves", "a checkpoint's part does not fit into the ram tier and is stored in several waves: %s", str(error)
         )

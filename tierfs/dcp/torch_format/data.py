@@ -123,9 +123,9 @@ def _load(files: ShardFiles, place: BytesPlace, items: list[Any], stream: Any, p
     except TierfsError as error:
         raise_named(error, where)
     except Exception as error:  # a damaged archive may raise nearly anything
-        raise CorruptionError(f"{where}: is no tensor that torch.save wrote: {error}", path=place.file) from error
+        raise CorruptionError(f"{where} is not a tensor that torch.save wrote: {error}", path=place.file) from error
     if not isinstance(tensor, torch.Tensor):
-        raise CorruptionError(f"{where}: is no tensor, but a {type(tensor).__name__}", path=place.file)
+        raise CorruptionError(f"{where} is not a tensor, but a {type(tensor).__name__}", path=place.file)
     stream.seek(0)
     check_checksums(files, place, fqn, stream, writable_bytes(tensor))
     for item in items:
@@ -133,12 +133,14 @@ def _load(files: ShardFiles, place: BytesPlace, items: list[Any], stream: Any, p
         if len(offsets) != tensor.dim() or any(
             offset + length > whole for offset, length, whole in zip(offsets, lengths, tensor.shape, strict=True)
         ):
-            raise CorruptionError(f"{where}: is {list(tensor.shape)}, and was to hold more", path=place.file)
+            raise CorruptionError(
+                f"{where} has shape {list(tensor.shape)}, less than the metadata says", path=place.file
+            )
         part = narrowed(tensor, offsets, lengths)
         target = planner.resolve_tensor(item).detach()
         if target.shape != part.shape:
             raise InvalidInputError(
-                f"{fqn}: the destination is {list(target.shape)}, and what goes there {list(lengths)}"
+                f"{fqn}: the destination has shape {list(target.shape)}, but the part to load has {list(lengths)}"
             )
         put_in(target, part)
         planner.commit_tensor(item, target)
@@ -148,7 +150,8 @@ def _header(files: ShardFiles, file: str, at: int, length: int) -> tuple[Mapping
     """Return the table of a safetensors file that begins at an offset, and the offset of its data."""
     if not 0 < length <= min(HEADER_BYTES_MAX, files.reader(file).length - at - 8):
         raise CorruptionError(
-            f"shard file {files.where(file)}: neither torch.save nor safetensors wrote what lies at {at}", path=file
+            f"shard file {files.where(file)}: neither torch.save nor safetensors wrote the data at offset {at}",
+            path=file,
         )
     text = bytearray(length)
     files.read([FileRange(file, at + 8, memoryview(text), "a table of tensors")])
@@ -193,7 +196,7 @@ def _in_safetensors(
         or end != begin + length
     ):
         raise CorruptionError(
-            f"{where}: the file's table has {entry!r} for it, the metadata {expected}",
+            f"{where}: the file's table has {entry!r}, but the metadata has {expected}",
             path=saved.place.file,
         )
     return SavedItem(BytesPlace(saved.place.file, data_at + begin, length), saved.dtype, saved.shape)

@@ -53,7 +53,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
             transforms = info.get("transform_descriptors") if isinstance(info, Record) else None
             if transforms:
                 raise InvalidInputError(
-                    f"{where}: {fqn} was stored through {reprlib.repr(transforms)}, which tierfs does not undo: load it "
+                    f"{where}: {fqn} was stored through {reprlib.repr(transforms)}, which tierfs cannot undo: load it "
                     "with torch's FileSystemReader or FsspecReader",
                     path=where,
                 )
@@ -72,7 +72,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, TierfsError):
             raise
-        raise CorruptionError(f"{where}: the pickle in it is not as torch writes it: {error}", path=where) from error
+        raise CorruptionError(f"{where}: its pickle is not one that torch writes: {error}", path=where) from error
     version = root.get("version")
     metadata.version = version if isinstance(version, str) else None
     return metadata
@@ -91,12 +91,12 @@ class _Room:
     def take(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise ValueError("it says the same of more tensors than torch would")
+            raise ValueError("it refers to the same data more often than torch would")
 
 
 def _item(item: Any, room: _Room) -> Any:
     if not isinstance(item, Record) or item.kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
-        raise ValueError(f"{reprlib.repr(item)} describes nothing")
+        raise ValueError(f"{reprlib.repr(item)} describes neither a tensor nor an object")
     if item.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
     size = _sizes(item.get("size"), room)
@@ -109,7 +109,7 @@ def _item(item: Any, room: _Room) -> Any:
         if not len(offsets) == len(sizes) == len(size) or any(
             offset + length > whole for offset, length, whole in zip(offsets, sizes, size, strict=True)
         ):
-            raise ValueError(f"a chunk of {sizes} at {offsets} in a tensor of {size}")
+            raise ValueError(f"a chunk of {sizes} at {offsets} is not inside a tensor of {size}")
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     if not isinstance(dtype, torch.dtype) or not isinstance(layout, str) or type(memory_format) is not int:
         raise ValueError(f"a tensor's properties are {reprlib.repr(state)}")
@@ -127,7 +127,7 @@ def _place(info: Any, kind: type[BytesPlace]) -> BytesPlace:
     file = _text(_member(info, "_StorageInfo", "relative_path"))
     at, length = _sizes((info.get("offset"), info.get("length")), _Room(3))
     if not is_file_name(file):
-        raise ValueError(f"{file!r} is no name for a file of a checkpoint")
+        raise ValueError(f"{file!r} is not a valid file name in a checkpoint")
     return kind(file, at, length)
 
 
@@ -148,19 +148,19 @@ def _paths(planner_data: Any, room: _Room) -> dict[str, tuple[object, ...]] | No
 
 def _member(record: Any, kind: str, name: str) -> Any:
     if not isinstance(record, Record) or record.kind != kind:
-        raise ValueError(f"{reprlib.repr(record)} is no {kind}")
+        raise ValueError(f"{reprlib.repr(record)} is not a {kind}")
     return record.get(name)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{reprlib.repr(value)} is no table")
+        raise TypeError(f"{reprlib.repr(value)} is not a dict")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{reprlib.repr(value)} is no text")
+        raise TypeError(f"{reprlib.repr(value)} is not a string")
     return value
 
 
@@ -168,5 +168,5 @@ def _sizes(values: Any, room: _Room) -> tuple[int, ...]:
     if isinstance(values, tuple):
         room.take(1 + len(values))
     if not isinstance(values, tuple) or not all(type(value) is int and 0 <= value <= INTEGER_MAX for value in values):
-        raise ValueError(f"{reprlib.repr(values)} are no sizes")
+        raise ValueError(f"{reprlib.repr(values)} is not a tuple of sizes")
     return values

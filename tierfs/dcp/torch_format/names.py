@@ -31,5 +31,5 @@ def name_of(names: Mapping[str, Any], value: Any, fqn: str) -> str:
     """
     name = str(value).removeprefix("torch.")
     if names.get(name) is not value:
-        raise InvalidInputError(f"{fqn}: {value!r} has no name that could be stored")
+        raise InvalidInputError(f"{fqn}: {value!r} cannot be stored: it has no name in a checkpoint")
     return name

@@ -121,8 +121,8 @@ class _Unpickler(pickle._Unpickler):
 
     def _refused(self, what: str) -> InvalidInputError:
         return InvalidInputError(
-            f"{self._where}: this checkpoint's metadata is a pickle that wants {what}, which torch's own "
-            "checkpoints do not need: nothing was run; load it where you trust who wrote it, with torch's reader",
+            f"{self._where}: this checkpoint's metadata is a pickle that needs {what}, which torch's own checkpoints "
+            "do not need: nothing was run; if you trust its source, load it with torch's reader",
             path=self._where,
         )
 
@@ -174,18 +174,18 @@ def unpickle(data: bytes, where: str) -> Any:
     except InvalidInputError:
         raise
     except Exception as error:  # a damaged pickle may raise nearly anything
-        raise CorruptionError(f"{where}: the pickle in it cannot be read: {error!r}", path=where) from error
+        raise CorruptionError(f"{where}: its pickle cannot be read: {error!r}", path=where) from error
 
 
 def _check_keys(keys: list[Any]) -> None:
     for key in keys:
         if not _is_key(key):
-            raise ValueError(f"a {type(key).__name__} is a key that torch's metadata does not have")
+            raise ValueError(f"a key is a {type(key).__name__}, which torch's metadata does not use")
 
 
 def _check_arguments(arguments: Any) -> None:
     if not isinstance(arguments, tuple) or len(arguments) > _ARGUMENTS_MAX:
-        raise ValueError("something is called with what torch's metadata does not call it with")
+        raise ValueError("a call has arguments that torch's metadata does not use")
 
 
 def _is_key(value: Any) -> bool:
