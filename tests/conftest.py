@@ -1,4 +1,4 @@
-"""No test touches what this host keeps for its user."""
+"""Fixtures for all tests: state, memory and stores that are separate from those of this host's user."""
 
 import gc
 import os
@@ -10,38 +10,38 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
-# How long an example takes says more of the machine than of the code.
+# The time of an example depends on the machine more than on the code.
 settings.register_profile("tierfs", deadline=None)
 settings.load_profile("tierfs")
 
 
 def pytest_configure():
-    # A shell that starts the tests in the background has them ignore interrupts, which some of them send.
+    # A shell that starts the tests in the background makes them ignore interrupts, which some tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Of the hundreds of processes that tests start, each would compile tierfs anew.
+    # The tests start hundreds of processes. Without compiled files, each process would compile tierfs again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # The workers keep the memory that one test gives back for the next: first-touch memory is slow.
+    # Worker processes keep the memory that a test frees for the next test: touching new memory is slow.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 20))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(512 << 20))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    # Most of these tests wait for much of their time: for each other's threads and processes, and for the disk.
+    # Most of these tests spend much of their time waiting for threads, processes or the disk.
     return 2 * len(os.sched_getaffinity(0))
 
 
 def pytest_collection_finish():
-    # Some tests count what the collector leaves: it need not go through all that was imported each time.
+    # Some tests count the objects that the collector leaves. It need not examine everything imported each time.
     gc.collect()
     gc.freeze()
-    # Hypothesis measures each collection, in Python.
+    # Hypothesis measures each collection in Python.
     gc.set_threshold(10_000)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def state_of_its_own():
-    """Each module has its own, since a new store looks through all that the host keeps. Child processes inherit it."""
+    """A state directory for each module. Child processes inherit it. A new store scans all of it."""
     with (
         tempfile.TemporaryDirectory(prefix="tierfs-state-") as directory,
         tempfile.TemporaryDirectory(prefix="tierfs-test-", dir="/dev/shm") as shared,
@@ -52,7 +52,7 @@ def state_of_its_own():
         yield
         for name in ("TIERFS_STATE_DIR", "TIERFS_SHM_DIR"):
             os.environ.pop(name, None)
-    # Each listing of a store in memory looks at all objects of all of them.
+    # Each listing of a store in memory goes through the objects of all such stores.
     MemoryFileSystem.store.clear()
 
 
@@ -66,7 +66,7 @@ def warnings_are_logged_in_each_test():
 
 @pytest.fixture(autouse=True)
 def stores_are_closed(request):
-    """Before the state of those whose state is a test's own goes, and so that no test has the files of all before it open."""
+    """Close the stores that a test opened, before its `tmp_path` goes, so that its descriptors do not stay open."""
     if "tmp_path" in request.fixturenames:
         request.getfixturevalue("tmp_path")
     opened = sys.modules.get("tierfs.session.open")

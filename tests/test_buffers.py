@@ -1,4 +1,4 @@
-"""Buffers that are used again."""
+"""`tierfs.buffers`: pools that reuse buffers."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The documents say what is there: links lead somewhere, pages are reachable, environment names are real."""
+"""The documentation is correct: links resolve, every page is reachable, environment variables exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The public names. Adding one is free: add it here too. Removing or renaming one needs a decision record (DESIGN 8)."""
+"""The public names. Add a new name here too. Removing or renaming one needs a decision record (DESIGN 8)."""
 
 import importlib
 import inspect

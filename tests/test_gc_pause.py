@@ -1,4 +1,4 @@
-"""Garbage is collected later, and never not at all."""
+"""The pause of Python's garbage collector delays collections, but always ends."""
 
 import contextlib
 import errno
@@ -89,7 +89,8 @@ def test_where_starting_the_thread_fails_nothing_is_put_off(monkeypatch):
 @pytest.mark.parametrize("at", ["disable", "enable"])
 @pytest.mark.parametrize("what", ["a handler of signals", "a fork"])
 def test_whatever_comes_in_between_garbage_is_collected_in_the_end(monkeypatch, at, what):
-    """A handler that saves, or another thread's fork, while it is about to be turned off or on, and right after."""
+    # A signal handler pauses the collector, or another thread forks, just before and just after gc.disable or
+    # gc.enable.
     real, children = getattr(gc, at), []
 
     def between():
@@ -136,7 +137,7 @@ def test_a_forked_child_collects_whatever_its_parent_put_off():
     child = os.fork()
     if not child:
         found = gc.isenabled()
-        one.end()  # its parent's
+        one.end()  # this object belongs to the parent
         with Uncollected():
             found = found and not gc.isenabled()
         os._exit(0 if found and gc.isenabled() else 1)
@@ -145,7 +146,7 @@ def test_a_forked_child_collects_whatever_its_parent_put_off():
 
 
 class Lent(bytearray):
-    """A buffer that can be asked whether it is there still."""
+    """A bytearray that supports weak references, so that a test can see when it is freed."""
 
 
 def _fail(*_, **__):

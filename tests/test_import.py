@@ -1,4 +1,4 @@
-"""``import tierfs`` is cheap: it loads neither torch nor a cloud client, nor anything else that is heavy."""
+"""``import tierfs`` is cheap: it loads neither torch nor cloud clients nor any other heavy package."""
 
 import json
 import subprocess

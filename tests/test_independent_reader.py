@@ -1,4 +1,4 @@
-"""The specification is complete: a reader made from it alone reads what the package writes, and finds any damage."""
+"""FORMAT.md is complete: a reader written from it alone reads what the package writes, and detects damage."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def open_store(root: Path | str, digest: str = "xxh3-128") -> fsspec.AbstractFil
     return fs
 
 
-# -- what the package writes is what the specification says ------------------------------------------------------------
+# -- the package writes what the specification says --------------------------------------------------------------------
 
 odd_names = st.sampled_from(
     ["!", "!21", "a!", "~", "*", "a b", " ", "[x]", "{x}", "a?b", "#", "::", "file:", "%20", "\\", "...", "..a", "é",
@@ -86,7 +86,7 @@ operations = st.lists(
 
 @dataclass
 class Model:
-    """What should be in a store; its operations leave out what has no defined outcome."""
+    """The expected content of a store. Its operations skip those whose outcome is undefined."""
 
     fs: fsspec.AbstractFileSystem
     root: str
@@ -115,7 +115,7 @@ class Model:
         self.tombstones.add(path)
 
     def refuses(self, path: str) -> bool:
-        """Whether the path is a directory's, which no file is opened at."""
+        """Return whether the path is a directory's; if so, check that the package refuses to open a file there."""
         if path in self.files or not self.is_directory(path):
             return False
         with pytest.raises(IsADirectoryError):
@@ -149,7 +149,7 @@ class Model:
             self.put(target, *self.files[source])
 
     def source(self, target: str, place: int) -> list[str]:
-        """One file that may go to the target, or none."""
+        """Return one file that may be renamed or copied to the target, or an empty list."""
         sources = sorted(self.files.keys() - {target})
         return [] if not sources or self.is_directory(target) else [sources[place % len(sources)]]
 
@@ -262,7 +262,7 @@ def test_reader_refuses_the_damaged_golden_files_as_the_package_does(case: dict[
     assert caught.value.kind == case["error"]
 
 
-# -- chunks that are encoded, also against others ----------------------------------------------------------------------
+# -- encoded chunks, with and without bases ----------------------------------------------------------------------------
 
 WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "I16": 2, "I32": 4, "I64": 8, "U8": 1}
 tensors = st.tuples(
@@ -282,19 +282,19 @@ EVERYTHING = [
 
 
 def elements(count: int, width: int, kind: str, draw: np.random.Generator) -> np.ndarray:
-    """Elements as unsigned integers."""
+    """Return random elements as unsigned integers of `width` bytes."""
     if kind == "noise":
         return np.frombuffer(draw.bytes(width * count), f"<u{width}")
     if kind == "text":
         return np.frombuffer(PATTERN[: width * count], f"<u{width}")
-    # Numbers near one another: their upper bytes are the same.
+    # "alike": the numbers are close to each other, so that their upper bytes are equal.
     spread = 1 << max(3, 4 * width) if kind == "alike" else 1
     start = int(draw.integers(0, 1 << 8 * width - 2))
     return draw.integers(start, start + spread, count).astype(f"<u{width}")
 
 
 def changed(before: np.ndarray, change: str, draw: np.random.Generator) -> np.ndarray:
-    """Elements a step later."""
+    """Return the elements one training step later."""
     after = before.copy()
     if change == "near":
         after += draw.integers(0, 7, after.size).astype(after.dtype)
@@ -307,13 +307,13 @@ def changed(before: np.ndarray, change: str, draw: np.random.Generator) -> np.nd
 
 
 def bfloat16(numbers: np.ndarray) -> np.ndarray:
-    """float32, as unsigned integers, in less precision."""
+    """Convert float32 bit patterns to bfloat16 bit patterns, both as unsigned integers."""
     rounded = (numbers.astype("<u8") + 0x7FFF + (numbers >> 16 & 1)) >> 16
     return np.where(numbers & 0x7FFFFFFF > 0x7F800000, 0x7FFF, rounded).astype("<u2")
 
 
 def safetensors(named: dict[str, tuple[str, np.ndarray]]) -> bytes:
-    """A file of tensors, one behind the other."""
+    """Return a safetensors file of these tensors, one after the other."""
     head, at = {}, 0
     for name, (dtype, values) in named.items():
         head[name] = {"dtype": dtype, "shape": [values.size], "data_offsets": [at, at + values.nbytes]}
@@ -323,7 +323,7 @@ def safetensors(named: dict[str, tuple[str, np.ndarray]]) -> bytes:
 
 
 def steps_of(shapes: list[tuple[str, int, str, str, bool]], seed: int) -> list[bytes]:
-    """The files of two steps; some float32 tensors have a copy as bfloat16."""
+    """Return the files of two steps. Some float32 tensors have a copy in bfloat16."""
     draw = np.random.default_rng(seed)
     files: list[dict[str, tuple[str, np.ndarray]]] = [{}, {}]
     for number, (dtype, size, kind, change, has_copy) in enumerate(shapes):
@@ -338,7 +338,7 @@ def steps_of(shapes: list[tuple[str, int, str, str, bool]], seed: int) -> list[b
 
 @pytest.fixture
 def staged(tmp_path: Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-    """A store on a host of its own, whose flusher encodes wherever it saves bytes, and the store's directory."""
+    """A store with local tiers whose flusher encodes wherever that saves bytes, and the store's directory."""
     (tmp_path / "shm").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
@@ -355,7 +355,7 @@ def staged(tmp_path: Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
 
 
 def load_bare(root: Path | str, path: str) -> bytes:
-    """The content of a file as the package reads it from the object tier."""
+    """Return a file's content as the package reads it from the object tier."""
     tier = LocalObjects(Path(root))
     return bytes(load(Store(tier, read_descriptor(tier, "bare"), url="bare"), path))
 
@@ -424,7 +424,7 @@ def put(root: Path, key: str, kind: int, word: int, body: bytes, *, blocks: byte
 
 
 def chunk(root: Path, raw: bytes) -> bytes:
-    """Puts a chunk of one STORE block; returns its row."""
+    """Put a chunk of one STORE block. Return its row."""
     block = xxhash.xxh3_128_digest(raw)
     digest = xxhash.xxh3_128_digest(struct.pack("<Q", len(raw)) + block)
     body = struct.pack("<BxHHxxII8x16s16sB3xI", 1, 1, 0, len(raw), MIB, digest, block, 0, len(raw))
@@ -440,7 +440,7 @@ def manifest(root: Path, path: str, flags: int, length: int, digest: bytes, row_
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small store with every kind of object, that nobody has open."""
+    """A small store with every kind of object, which no process has open."""
     root = tmp_path_factory.mktemp("small")
     fs = open_store(root)
     with fs.open(f"{root}/short", "wb", metadata={"step": 7}) as file:
@@ -468,7 +468,7 @@ def copy(store: Path, tmp_path: Path) -> Path:
 
 
 def snapshot(root: Path) -> object:
-    """All that a reader gets out of a store."""
+    """Return everything that a reader can learn from a store."""
     reader = StoreReader(root)
     files = {path: (reader.read(path), reader.chunk_names(path)) for path in reader.files()}
     return reader.descriptor, reader.records(), files, reader.leases(), reader.condemned()

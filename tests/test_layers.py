@@ -1,4 +1,4 @@
-"""The direction of the layers: a lower one never imports a higher one, not even inside a function, and none imports in a circle."""
+"""Layers import in one direction: no module imports a higher layer, not even inside a function, or in a circle."""
 
 import ast
 from pathlib import Path
@@ -28,8 +28,9 @@ BELOW_STORE = FORMATS | {"objects", "host"}
 BELOW_SESSION = BELOW_STORE | {"store", "flusher"}
 BELOW_FACES = BELOW_SESSION | {"session"}
 
-# What each room may import, besides itself. Rooms in one line of the picture do not know each other:
-#     ground <- format | codec <- objects | host | device <- store <- flusher <- session <- fs | dcp <- checkpoint <- train <- demo <- cli
+# The layers that each layer may import besides itself. Layers joined by `|` do not know each other:
+#     ground <- format | codec <- objects | host | device <- store <- flusher <- session
+#     <- fs | dcp <- checkpoint <- train <- demo <- cli
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
@@ -59,7 +60,7 @@ ALLOWED = {
     "checkpoint": BELOW_FACES | {"dcp"},
     "demo": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount"},
-    "testing": None,  # anything; nothing imports it
+    "testing": None,  # may import anything; no other layer imports it
     "__init__": {
         "errors",
         "misplaced",
@@ -67,7 +68,7 @@ ALLOWED = {
         "fs",
         "dcp",
         "mount",
-    },  # lazily, but for the first two and the guard of torch
+    },  # lazily, except errors, misplaced and the guard of torch
 }
 TORCH_ALLOWED = {"device", "dcp", "train", "checkpoint", "demo"}
 
@@ -92,7 +93,7 @@ def imported(nodes, path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
-            # Of what a package offers, each may be one of its modules.
+            # Each imported name may be a module of the package.
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -111,7 +112,7 @@ def test_a_module_imports_only_from_layers_below(path):
 
 
 def at_import(body):
-    """The statements that run when a module is imported: not those of functions, nor what only mypy reads."""
+    """Yield the imports that run when a module is imported: not those in functions or under TYPE_CHECKING."""
     for node in body:
         if isinstance(node, ast.If):
             names = {name.id for name in ast.walk(node.test) if isinstance(name, ast.Name)}

@@ -1,4 +1,4 @@
-"""Folders that code for local paths makes of a URL are named when the process ends, and by ``tierfs status``."""
+"""A process reports at its end the folders that path code made of a URL. So does ``tierfs status``."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ URLS = {
 
 
 def ended(directory, code, **environment):
-    """What a process that begins in a directory says on stderr."""
+    """Return the stderr of a process that runs this code in a directory."""
     root = str(pathlib.Path(tierfs.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],

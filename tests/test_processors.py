@@ -1,4 +1,4 @@
-"""What is shared out among processors is done once, by no more threads than there are, and nobody waits for a free one."""
+"""`Processors` does each task once, with a bounded number of threads, and no caller waits for a free thread."""
 
 import gc
 import os
@@ -30,7 +30,7 @@ def test_everything_is_done_once_here_and_elsewhere(count):
     Processors(threads_max=2).share_out(task, range(count))
     assert sorted(done) == list(range(count))
     assert len(threads) <= 2
-    # Of two things the other thread may do both, while this one is held up.
+    # With two tasks the other thread may do both while this thread is delayed.
     assert threading.get_ident() in threads or count in {0, 2}
 
 
@@ -158,7 +158,7 @@ def test_nothing_refers_to_the_caller_s_memory_afterwards():
             buffer = bytearray(20)
             fill(buffer)
             assert all(buffer)
-            buffer.append(1)  # which cannot be done while a view of it is held
+            buffer.append(1)  # raises BufferError while a view of the buffer exists
             with pytest.raises(ValueError, match="7"):
                 fill(buffer, fails_at=7)
             buffer.append(1)

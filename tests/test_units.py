@@ -1,4 +1,4 @@
-"""Sizes and shares as people write them."""
+"""`tierfs.units`: parse sizes and shares as people write them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Blocks as training states hold them, and worse, and what the codec tests do with them."""
+"""Blocks like those of training states, and harder ones; helpers that encode and decode them for the codec tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RELATIONS = ("same", "near", "few", "unrelated")
 
 
 def block(content: str, size: int, width: int, seed: int) -> bytes:
-    """``size`` bytes of a kind of content."""
+    """Return ``size`` bytes of one kind of content."""
     rng = np.random.default_rng(seed)
     count = size // width + 1
     if content == "constant":
@@ -44,7 +44,7 @@ def block(content: str, size: int, width: int, seed: int) -> bytes:
 
 
 def base_of(raw: bytes, relation: str, width: int, seed: int) -> bytes:
-    """What ``raw`` may have been a few steps before."""
+    """Return a block that ``raw`` may have been a few steps earlier."""
     rng = np.random.default_rng(seed)
     if relation == "unrelated":
         return rng.bytes(len(raw))
@@ -57,7 +57,7 @@ def base_of(raw: bytes, relation: str, width: int, seed: int) -> bytes:
 
 
 def shifted(data: bytes, offset: int, *, read_only: bool = True) -> memoryview:
-    """The same bytes, ``offset`` bytes behind an aligned address."""
+    """Return a view of the same bytes, ``offset`` bytes behind an address that is a multiple of 8."""
     memory = np.zeros(len(data) + 16, np.uint8)
     start = -memory.ctypes.data % 8 + offset
     memory[start : start + len(data)] = np.frombuffer(data, np.uint8)
@@ -66,7 +66,7 @@ def shifted(data: bytes, offset: int, *, read_only: bool = True) -> memoryview:
 
 
 def encode(raw: bytes | memoryview, coding: Coding, base: bytes | memoryview | None = None) -> tuple[Codec, bytes]:
-    """Codec and encoded bytes."""
+    """Return the codec and the encoded bytes."""
     out = bytearray(len(raw))
     source = memoryview(raw)
     codec, length = encode_block(source, coding, None if base is None else memoryview(base), memoryview(out))
@@ -78,28 +78,27 @@ def encode(raw: bytes | memoryview, coding: Coding, base: bytes | memoryview | N
 
 
 def decode(codec: int, encoded: bytes, size: int, base: bytes | memoryview | None = None) -> bytes:
-    """The raw bytes."""
     out = bytearray(b"\xaa" * size)
     decode_block(codec, memoryview(encoded), memoryview(out), None if base is None else memoryview(base), "here")
     return bytes(out)
 
 
 def head(mode: int, length: int) -> bytes:
-    """Head of a plane."""
+    """Return the head of a plane."""
     return struct.pack("<BI", mode, length)
 
 
 def run_frame(count: int, value: int) -> bytes:
-    """A zstd frame of one byte again and again, made by hand from RFC 8878: one segment, one RLE block, the last."""
+    """Return a zstd frame that repeats one byte, built by hand from RFC 8878: one segment, one last RLE block."""
     size = bytes([0x20, count]) if count < 256 else bytes([0x60]) + struct.pack("<H", count - 256)
     return b"\x28\xb5\x2f\xfd" + size + (count << 3 | 1 << 1 | 1).to_bytes(3, "little") + bytes([value])
 
 
 def stored_frame(data: bytes) -> bytes:
-    """A zstd frame of fewer than 256 bytes as they are: one segment, one raw block, the last."""
+    """Return a zstd frame of fewer than 256 bytes, stored as they are: one segment, one last raw block."""
     return b"\x28\xb5\x2f\xfd\x20" + bytes([len(data)]) + (len(data) << 3 | 1).to_bytes(3, "little") + data
 
 
 def codes(first: int, outside: dict[int, int], pairs: bytes) -> bytes:
-    """Data of a plane of codes, whose frame is given; ``outside`` are those bytes at their positions."""
+    """Return the data of a plane of codes with a given frame. ``outside`` maps positions to bytes without a code."""
     return struct.pack(f"<BI{len(outside)}I", first, len(outside), *outside) + bytes(outside.values()) + pairs

@@ -1,21 +1,21 @@
 """Runs the CUDA kernels of tierfs on the host, so that tests compare them bit for bit without a GPU.
 
-A C++ compiler builds the kernel's own source through ``cuda_emulator.hpp``. The header supplies the built-in variables,
-shared memory, barriers, warp operations (``__shfl_*_sync``, ``__ballot_sync``, ``__reduce_*_sync`` and others), cache
-hints, atomics, integer and byte intrinsics. It supplies no inline assembler: a kernel that needs some writes plain C
-where ``CUDA_EMULATOR`` is defined.
+A C++ compiler builds the kernel's own source through ``cuda_emulator.hpp``. The header supplies the built-in
+variables, shared memory, barriers, cache hints, atomics, integer and byte intrinsics, and warp operations
+(``__shfl_*_sync``, ``__ballot_sync``, ``__reduce_*_sync`` and others). It supplies no inline assembler: a kernel that
+uses some must have a plain C version under ``CUDA_EMULATOR``.
 
 ::
 
     emulator = Emulator(KERNELS / "xxh3.cu")
     emulator.launch("xxh3_128_blocks", 4, 128, [addresses, lengths, np.uint32(4), out])
 
-A launch fails with ``EmulatorError`` where a GPU would trap, hang or compute something else than the host: a misaligned
-access, an index outside an array, a shift by the width of a type, a barrier that some threads never reach, lanes at
-different warp operations. An address outside its buffer is not found; it may end the process.
+A launch fails with ``EmulatorError`` where a GPU would trap, hang or compute another result than the host: a misaligned
+access, an index outside an array, a shift by the width of a type, a barrier that some threads never reach, or lanes at
+different warp operations. The emulator does not detect an address outside its buffer, which may crash the process.
 
-Thread blocks run one after another, by number. A thread runs until a barrier or a warp operation, so data races pass
-unseen; ``reverse=True`` runs warps and lanes from the last to the first and finds some of them.
+Thread blocks run one after another, by number. A thread runs until a barrier or a warp operation, so data races go
+undetected. ``reverse=True`` runs warps and lanes from the last to the first and exposes some of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EmulatorError(Exception):
 
 
 def compiler() -> str:
-    """Return the C++ compiler's path; skips the running test where there is none."""
+    """Return the C++ compiler's path. Skip the running test if there is none."""
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         if name and (path := shutil.which(name)):
             return path
@@ -60,7 +60,7 @@ class Emulator:
     """The kernels of one ``.cu`` file, compiled for this host. Thread-safe: launches take turns.
 
     Args:
-        path: The CUDA source. Its kernels are ``extern "C"``, without templates.
+        path: The CUDA source. Its kernels are ``extern "C"`` and no templates.
         defines: Macros to compile with.
 
     Attributes:
@@ -89,7 +89,8 @@ extern "C" unsigned cuda_emulator_describe_{name}(unsigned* bytes, unsigned* poi
             unit, compiled, library = (Path(directory, name) for name in ("kernel.cpp", "kernel.o", "kernel.so"))
             unit.write_text(f'#include "{SHIM}"\n#line 1 "{Path(path).name}"\n{source}\n{launchers}')
             macros = [f"-D{name}={value}" for name, value in (defines or {}).items()]
-            # Linked apart, without -fsanitize: the header has the few functions that the checks call.
+            # Linked in a separate step, without -fsanitize: the header defines the few functions that the checks
+            # call.
             flags = ["-std=c++17", "-O2", "-w", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-fno-exceptions"]
             checks = ["-U_FORTIFY_SOURCE", f"-fsanitize={CHECKS}"]
             _run([program, *flags, *checks, *macros, "-c", str(unit), "-o", str(compiled)])
@@ -106,15 +107,16 @@ extern "C" unsigned cuda_emulator_describe_{name}(unsigned* bytes, unsigned* poi
         shared_bytes: int = 0,
         reverse: bool = False,
     ) -> None:
-        """Run ``kernel`` and wait for its end.
+        """Run ``kernel`` and wait until it ends.
 
         Args:
             kernel: Its name.
             grid: Thread blocks: a number, or up to three.
             block: Threads in a block: a number, or up to three; at most 1024 in all.
-            args: One for each parameter. A C-contiguous array, or an object with ``data_ptr()``, is passed as the address
+            args: One for each parameter. A C-contiguous array, or an object with ``data_ptr()``, is passed as
+            the address
                 of its memory; a numpy or ctypes scalar as it is. Python's own numbers are refused, since their size
-                is not known. Sizes are compared with the kernel's parameters.
+                is unknown. Sizes are compared with the kernel's parameters.
             shared_bytes: Dynamic shared memory.
             reverse: Run the last warp and lane first.
 
@@ -153,7 +155,7 @@ def _three(dimensions: int | Sequence[int]) -> list[int]:
 
 
 def _packed(argument: object, size: int, pointer: bool, place: str) -> ctypes.Array[ctypes.c_char]:
-    """Return the argument's bytes as the kernel takes them."""
+    """Return the argument's bytes as the kernel expects them."""
     if isinstance(argument, np.ndarray):
         if not argument.flags.c_contiguous:
             raise EmulatorError(f"{place}: the array is not C-contiguous")
@@ -162,7 +164,7 @@ def _packed(argument: object, size: int, pointer: bool, place: str) -> ctypes.Ar
         raw, is_pointer = argument.data_ptr().to_bytes(8, "little"), True
     elif isinstance(argument, np.generic | ctypes._SimpleCData):
         raw = argument.tobytes() if isinstance(argument, np.generic) else bytes(argument)
-        # An address may also come as a number of 64 bits.
+        # An address may also be passed as a 64-bit number.
         is_pointer = pointer and len(raw) == 8
     else:
         raise EmulatorError(f"{place}: pass an array, or a numpy or ctypes scalar, not {type(argument).__name__}")

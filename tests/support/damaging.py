@@ -1,4 +1,4 @@
-"""Small stores with a clock of their own, what is damaged in them, and how they are repaired."""
+"""Small stores with a manual clock, and helpers that damage and repair them."""
 
 import random
 import uuid
@@ -32,7 +32,7 @@ def content(number, size=3000):
 
 
 def reopened(store, *plan, objects=None):
-    """The store as another process opens it, with planned faults of its object tier."""
+    """Return the store as another process opens it, with planned faults of its object tier."""
     objects = FaultyObjects(store.objects, plan) if plan else objects or store.objects
     return Store(objects, store.descriptor, url="again", clock=store.clock)
 

@@ -1,7 +1,7 @@
-"""What the tests of stock DCP share: states to save, ways to compare them, and what each of two spawned ranks does.
+"""Shared parts of the tests of stock DCP: states to save, comparisons, and the scenarios of two spawned ranks.
 
-Starting torch takes seconds, so one world of two ranks runs every scenario, one after the other; each is named like the
-sentence it shows. What a rank finds is written to a file, which the tests read.
+Starting torch takes seconds, so one world of two ranks runs every scenario in turn. Each scenario is named after the
+behaviour that it checks. Each rank writes its results to a file, which the tests read.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from tierfs.errors import CorruptionError, StoreNotFoundError
 
 WORLD = 2
 DEADLINE_S = 120
-NUMBERS = 3 << 20  # as float32 12 MiB; three of these fill two chunks and a part of a third
+NUMBERS = 3 << 20  # 12 MiB as float32; three of these fill two chunks and part of a third
 STORE_NAME = "lab"
 
 
 def refuse_sync() -> None:
-    """Stands in for ``os.sync``: flushing every filesystem of the machine is never ours to ask for."""
+    """Stand in for ``os.sync``: tierfs must never flush every filesystem of the machine."""
     raise AssertionError("os.sync was called")
 
 
 class Unsavable(torch.Tensor):
-    """A tensor that breaks off in the middle of the data file it is written to."""
+    """A tensor that raises in the middle of the data file that is being written."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError("this tensor cannot be serialised")
 
 
 class GuardedPlanner(DefaultSavePlanner):
-    """Refuses ``os.sync`` wherever the save runs, and leaves a note of the process it ran in."""
+    """Refuse ``os.sync`` wherever the save runs, and write that process's id to a file."""
 
     def __init__(self, note: Path) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class GuardedPlanner(DefaultSavePlanner):
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements in order; for a sharded one, of all of it (every rank has to ask)."""
+    """Return the bytes of a tensor's elements in order. For a sharded tensor, all ranks must call it."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -74,7 +74,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def fingerprint(state: Any, prefix: str = "") -> dict[str, str]:
-    """Every leaf of a nested state by its path: two states are bit-exact the same if these are equal."""
+    """Map the path of every leaf of a nested state to its content. Equal maps mean bit-exact equal states."""
     if isinstance(state, torch.Tensor):
         content = hashlib.sha256(raw_bytes(state)).hexdigest()
         return {prefix: f"{state.dtype} {tuple(state.shape)} {content}"}
@@ -87,11 +87,11 @@ def fingerprint(state: Any, prefix: str = "") -> dict[str, str]:
 
 
 class Trainer:
-    """A sharded model and its optimizer after two steps, everything in it derived from the seed."""
+    """A sharded model and its optimizer after two steps, all derived from the seed."""
 
     def __init__(self, mesh: DeviceMesh, seed: int) -> None:
         torch.manual_seed(seed)
-        # 1025 and 5 rows do not divide evenly between two ranks, and of one row the second rank holds nothing.
+        # Two ranks cannot divide 1025 or 5 rows evenly, and the second rank holds no part of a single row.
         self.model = torch.nn.Sequential(
             torch.nn.Linear(256, 1025), torch.nn.GELU(), torch.nn.Linear(1025, 5), torch.nn.Linear(5, 1)
         )
@@ -125,20 +125,20 @@ class Trainer:
 
 
 def stop_checkpoint_process() -> None:
-    """End the process that DCP's process mode leaves behind; it does so itself once nothing refers to it."""
+    """End the process that DCP's process mode leaves behind. It exits once nothing refers to it."""
     _async_process_executor._CHECKPOINT_PROCESS = None
 
 
-# -- the world of two ranks ----------------------------------------------------------------------------------------------
+# -- the world of two ranks --------------------------------------------------------------------------------------------
 
 
 class Lab(NamedTuple):
-    """Where a world works.
+    """Places that a world works in.
 
     Attributes:
-        directory: For notes.
-        root: The store's URL, behind ``tierfs::``; there is a store.
-        named: The same kind of place as a named store, which is made at the first write.
+        directory: Holds notes and results.
+        root: URL of an existing store, without ``tierfs::``.
+        named: The same kind of place as a named store, which the first write creates.
     """
 
     directory: Path
@@ -147,7 +147,7 @@ class Lab(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """One rank of a world at work."""
+    """One rank of a running world."""
 
     number: int
     mesh: DeviceMesh
@@ -155,7 +155,7 @@ class Rank(NamedTuple):
 
 
 def run_rank(number: int, lab: Lab) -> None:
-    """What a spawned process does: every scenario, up to the first that fails."""
+    """Run every scenario in a spawned process, and stop at the first that fails."""
     torch.set_num_threads(1)
     os.sync = refuse_sync
     dist.init_process_group(
@@ -181,7 +181,7 @@ def run_rank(number: int, lab: Lab) -> None:
 
 
 def read_outcomes(lab: Lab) -> list[dict[str, str]]:
-    """What each rank found."""
+    """Return the results that each rank wrote."""
     return [json.loads((lab.directory / f"outcomes-{number}.json").read_text()) for number in range(WORLD)]
 
 
@@ -232,7 +232,7 @@ def a_thread_saves_the_state_as_it_was_when_it_was_asked_to(rank: Rank) -> None:
     url = f"{rank.lab.root}/thread"
     trainer = Trainer(rank.mesh, seed=6)
     expected = trainer.fingerprint()
-    # Collectives of the thread and of this one must not mix, so nothing is trained or gathered until it is done.
+    # Collectives of the save's thread and of this thread must not mix. So do no training or gathering until it ends.
     future = dcp.async_save(trainer.state(), checkpoint_id=url, async_checkpointer_type=AsyncCheckpointerType.THREAD)
     with torch.no_grad():
         for parameter in trainer.model.parameters():

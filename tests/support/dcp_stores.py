@@ -1,4 +1,4 @@
-"""No store is left open: what it goes on with in the background would be counted as what another test left behind."""
+"""Fixtures for tests of `dcp`. They close every store, so that its background work does not count in another test."""
 
 import importlib
 import uuid
@@ -30,13 +30,13 @@ def close_all_stores():
 
 @pytest.fixture(autouse=True)
 def flushers_are_forked(monkeypatch):
-    """They are processes as ever. Those that other processes start are begun as ever, too."""
+    """Fork the flushers that this process starts. Other processes start theirs as usual."""
     monkeypatch.setattr(localtiers, "spawn", forked_flusher.spawn)
 
 
 @pytest.fixture(autouse=True)
 def plans_are_forgotten():
-    """DCP keeps plans on its planners' class, for whoever saves next in this process."""
+    """Drop the plans that DCP caches on its planners' class, so that the next test does not see them."""
     yield
     planner = pytest.importorskip("torch.distributed.checkpoint.planner").SavePlanner
     for name in vars(planner):
@@ -46,7 +46,7 @@ def plans_are_forgotten():
 
 @pytest.fixture
 def url():
-    """Of a store in memory."""
+    """The URL of a new store in memory."""
     url = f"memory://{uuid.uuid4().hex}"
     tierfs.init(url)
     yield url
@@ -60,7 +60,7 @@ def store(url):
 
 @pytest.fixture
 def without_checksums():
-    """Has ``torch.save`` leave the checksums out."""
+    """Make ``torch.save`` omit the checksums."""
     serialization = pytest.importorskip("torch").serialization
     before = serialization.get_crc32_options()
     serialization.set_crc32_options(False)

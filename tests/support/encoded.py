@@ -1,8 +1,8 @@
-"""What tests encode by themselves."""
+"""Encode chunks for tests."""
 
 from tierfs.store.encode.pipeline import encode_chunk
 
 
 def encoded_chunk(raw, plans, **options):
-    """The blocks of a chunk, in memory of their own."""
+    """Return the encoded blocks of a chunk, in new memory."""
     return encode_chunk(raw, plans, memoryview(bytearray(len(raw))), **options)

@@ -2,10 +2,10 @@
 
 A missing wait shows as wrong bytes under one of the two schedules:
 
-- "trainer first": work on the current stream runs when it is queued, the drain's when somebody waits for it. A tensor that
-  is read in place without a fence has changed by then.
-- "drain first": work on other streams runs when it is queued, the current stream's when somebody waits for it. A drain that
-  does not wait for the snapshot copies what was there before.
+- "trainer first": work on the current stream runs when it is queued. Work on the drain's stream runs when a caller
+  waits for it. If a tensor is read in place without a fence, it has changed by that time.
+- "drain first": work on other streams runs when it is queued. Work on the current stream runs when a caller waits
+  for it. A drain that does not wait for the snapshot copies the bytes from before it.
 """
 
 import copy
@@ -41,8 +41,8 @@ class FakeDevice:
     """See the module.
 
     Args:
-        schedule: One of the two.
-        memory: How many bytes `allocate` gives out in all.
+        schedule: `TRAINER_FIRST` or the other schedule.
+        memory: Total bytes that `allocate` gives out.
         can_pin: Whether host memory can be registered.
     """
 
@@ -58,18 +58,18 @@ class FakeDevice:
         self.capturing = False
         self.corrupt = False
         self.fetch_error = None
-        self.may_wait = threading.Event()  # cleared by tests, no thread but the trainer's gets anything done
+        self.may_wait = threading.Event()  # while a test has it cleared, only the trainer's thread makes progress
         self.may_wait.set()
 
     # -- for tests -----------------------------------------------------------------------------------------------------
 
     def own(self, tensor):
-        """Have a tensor of host memory lie on this device."""
+        """Treat the memory of this host tensor as device memory."""
         self.owned.append(tensor.untyped_storage())
         return tensor
 
     def launch(self, task):
-        """Queue work of the trainer."""
+        """Queue a task on the trainer's stream."""
         self._queue(self.trainer, task)
 
     def synchronize(self):

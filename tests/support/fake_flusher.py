@@ -1,4 +1,4 @@
-"""A flusher with nothing behind it: an engine that answers, waits, fails and dies as it is told.
+"""A flusher without tiers: its engine answers, waits, fails and dies on request.
 
 Also a program: ``fake_flusher.py DIRECTORY VERSION LINGER_S``.
 """
@@ -96,7 +96,7 @@ class FakeEngine:
         return {"answer": "x" * 100_000}
 
     def do_die_once(self, arguments, peer):
-        """Be killed at work, if nobody was before."""
+        """Kill this process during the request, unless an earlier one was killed."""
         try:
             os.close(os.open(self.directory / "died", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -115,7 +115,7 @@ def until(condition, timeout_s=10.0, every_s=0.002):
 
 
 class Running:
-    """A service on a thread."""
+    """A service that runs on a thread."""
 
     def __init__(self, directory, *, engine=None, version="1.0", linger_s=3600.0, clock=None, **more):
         self.engine = engine or FakeEngine()
@@ -129,7 +129,7 @@ class Running:
         self.thread.join()
 
     def status(self):
-        """As `Launched` has it."""
+        """See `Launched.status`."""
         return None if self.thread.is_alive() else 0
 
     def end(self):
@@ -146,7 +146,7 @@ def nobody_holds_the_lock(directory):
 
 
 def in_child(call):
-    """Run ``call`` in a forked child; what it returned must be true."""
+    """Run ``call`` in a forked child. Return whether its result was true."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -159,7 +159,7 @@ def in_child(call):
 
 
 def launcher(directory, version="1.0", linger_s=0.0):
-    """What starts this file as a process."""
+    """Return a function that starts this file as a process."""
     argv = [sys.executable, __file__, str(directory), version, str(linger_s)]
     return lambda: spawn(argv, directory / LOG_NAME)
 

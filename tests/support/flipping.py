@@ -1,4 +1,4 @@
-"""Damage to a checkpoint in a store on a directory."""
+"""Damage a checkpoint of a store in a directory."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tierfs.store import stat
 
 
 def flip_shard(root, step):
-    """Flip bytes of a chunk that a step's checkpoint lies in. It has to be in the object tier, and in no other."""
+    """Flip bytes of a chunk of a step's checkpoint. The chunk must be in the object tier only."""
     store, path = Address.of(f"{root}/step_{step}", {"ram": "0", "nvme": "0"}).open()
     checkpoint = open_checkpoint(store, path)
     file = max(checkpoint.files(), key=checkpoint.files().get)

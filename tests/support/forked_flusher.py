@@ -1,4 +1,7 @@
-"""Flushers forked from a process that has loaded what they need, and not torch: starting Python takes longer than all they do here."""
+"""Fork flushers from a server process that has imported their modules, but not torch.
+
+Starting Python takes longer than all the work of a flusher in these tests.
+"""
 
 import multiprocessing
 import os
@@ -20,7 +23,7 @@ _context.set_forkserver_preload(
 
 
 def spawn(argv, log):
-    """As `tierfs.host.rpc.launch.spawn`."""
+    """Start a flusher. Replaces `tierfs.host.rpc.launch.spawn`."""
     os.close(_open_log(log))
     process = _context.Process(target=_run, args=(argv[3:], str(log), dict(os.environ)), daemon=True)
     start = log.stat().st_size

@@ -1,4 +1,4 @@
-"""Checkpoints put together by hand: shard files that are valid safetensors files, and their metadata."""
+"""Checkpoints built by hand: shard files that are valid safetensors files, and their metadata."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pickled(value: Any) -> bytes:
 
 @dataclass
 class Handmade:
-    """A checkpoint in the making: what goes into which file, and what is said of it."""
+    """A checkpoint under construction: the tensors of each file, and the metadata."""
 
     store: Store
     directory: str
@@ -46,7 +46,7 @@ class Handmade:
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def tensor(self, fqn: str, tensor: torch.Tensor, boxes: Mapping[str, Sequence[Box]] | str) -> None:
-        """Save a tensor in boxes by file, or the whole of it in one."""
+        """Save a tensor: either boxes of it by file, or all of it in one file."""
         if isinstance(boxes, str):
             boxes = {boxes: [([0] * tensor.dim(), tensor.shape)]}
         chunks = []
@@ -98,7 +98,7 @@ class Handmade:
 
 
 class BoxPlanner:
-    """Loads boxes of tensors, each into a tensor of its own."""
+    """A load planner that loads boxes of tensors, each into its own tensor."""
 
     def __init__(self, wanted: Mapping[tuple[str, tuple[int, ...]], torch.Tensor]) -> None:
         self.wanted = dict(wanted)

@@ -1,4 +1,4 @@
-"""A planner that stops a save at one step, so that another one overtakes it."""
+"""A planner that stops a save at one step, so that another save overtakes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 
 class Held(DefaultSavePlanner):
-    """Waits at one step of a save until it is let go on, and may fail there."""
+    """Wait at one step of a save until the test sets `go_on`. Then raise `error` if the test set one."""
 
     def __init__(self, step: str) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Held(DefaultSavePlanner):
         self.error: Exception | None = None
         real = getattr(self, step)
 
-        @functools.wraps(real)  # DCP looks at the parameters
+        @functools.wraps(real)  # DCP inspects the parameters
         def held(*arguments: Any, **options: Any) -> Any:
             self.arrived.set()
             assert self.go_on.wait(60)

@@ -1,4 +1,4 @@
-"""A store whose object tier takes nothing, so that what is written stays in the host's own tiers."""
+"""A store whose object tier refuses every put, so that written data stays in the host's local tiers."""
 
 import contextlib
 import os

@@ -1,6 +1,6 @@
-"""A reader of tierfs stores, made from ``docs/reference/FORMAT.md`` alone: it shares no line of code with the package.
+"""A reader of tierfs stores, written from ``docs/reference/FORMAT.md`` alone. It shares no code with the package.
 
-It reads a store in a local directory and checks all that the specification lets a reader check.
+It reads a store in a local directory and checks everything that the specification lets a reader check.
 ``python independent_reader.py ROOT`` reads and verifies every file, and lists them with sizes and content digests.
 """
 
@@ -26,8 +26,8 @@ KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEAS
 KIND_COLLECTOR, KIND_SCRUB, KIND_REFERENCES = KINDS_OF_UPKEEP
 INLINE, INDIRECT = 1, 2
 STORE, ZSTD, CONST, PLANE, DPLANE, SPARSE, DERIVE = range(7)
-REFERENCES = {DPLANE: 1, SPARSE: 1, DERIVE: 2}  # codec: how many bytes of reference it needs for one of its block
-ELEMENTS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # width: how struct names it
+REFERENCES = {DPLANE: 1, SPARSE: 1, DERIVE: 2}  # codec: bytes of reference per byte of its block
+ELEMENTS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # width: its format character for struct
 DIGESTS = {"xxh3-128": (1, 16), "blake3": (2, 32)}  # name: number, size
 COMPONENT = re.compile(r"(?:[A-Za-z0-9_.=+,@-]|![0-9a-f]{2})+")
 RANGES = {"format": (1, 1), "created_ns": (-(1 << 63), (1 << 63) - 1), "block_bytes": (BLOCK, BLOCK),
@@ -37,7 +37,7 @@ PROMISES = ("conditional_create", "conditional_update", "list_after_write", "ato
 
 
 class ReaderError(Exception):
-    """An object breaks the specification; ``kind`` is ``corruption`` or ``format``, as in its table of errors."""
+    """An object violates the specification. ``kind`` is ``corruption`` or ``format``, as in the table of errors."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -45,7 +45,7 @@ class ReaderError(Exception):
 
 
 class ChunkName(NamedTuple):
-    """What names a chunk object."""
+    """The name of a chunk object."""
 
     digest: bytes
     generation: int
@@ -53,7 +53,7 @@ class ChunkName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its key below the store's root."""
+        """The object's key below the store's root."""
         text, recipe = self.digest.hex(), f"-{self.recipe.hex()}" if any(self.recipe) else ""
         return f".tierfs/chunks/{text[:2]}/{text}.{self.generation}{recipe}"
 
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 class Base(NamedTuple):
-    """What the reference of a chunk takes from another one."""
+    """A range of another chunk, which is part of a chunk's reference."""
 
     name: ChunkName
     raw_length: int
@@ -78,7 +78,7 @@ class Base(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block of a chunk, and where in the object it lies."""
+    """One block of a chunk, and its position in the object."""
 
     digest: bytes
     codec: int
@@ -88,7 +88,7 @@ class Block(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk object whose envelope is checked; ``scale`` is the length of its reference in its raw lengths."""
+    """A chunk object with a checked envelope. ``scale`` is the reference's length divided by the raw length."""
 
     key: str
     data: bytes
@@ -106,7 +106,7 @@ class Tombstone(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The record of a live path; ``rows`` as in the record, so those of an INDIRECT one are the chunks of its table."""
+    """The record of a live path. ``rows`` are the record's own: for an INDIRECT file, the chunks of its row table."""
 
     flags: int
     write_id: bytes
@@ -122,7 +122,7 @@ class Manifest(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """What a writer holds while it refers to chunks."""
+    """A writer's lease, which it holds while it refers to chunks."""
 
     holder: bytes
     sequence: int
@@ -132,7 +132,7 @@ class Lease(NamedTuple):
 
 
 class Condemned(NamedTuple):
-    """The chunks that a mark found unreached."""
+    """The chunks that one mark of the collector found unreachable."""
 
     epoch: int
     published_ns: int
@@ -140,7 +140,7 @@ class Condemned(NamedTuple):
 
 
 def encode_path(path: str) -> str:
-    """The key of a path below ``.tierfs/tree/``, without the ``!`` of its record; ValueError if it is no path."""
+    """Return a path's key below ``.tierfs/tree/``, without the ``!`` of its record. ValueError if it is invalid."""
     parts = path.split("/")
     if any(part in ("", ".", "..") or "\0" in part for part in parts) or parts[0] == ".tierfs":
         raise ValueError(f"no path: {path!r}")
@@ -151,7 +151,7 @@ def encode_path(path: str) -> str:
 
 
 def decode_key(key: str) -> str | None:
-    """The path of a record's key below ``.tierfs/tree/``, a marker's with a ``/`` behind it; None if it is none."""
+    """Return the path of a key below ``.tierfs/tree/``, for a directory's marker with ``/``. None if it is invalid."""
     slash = "/" if key.endswith("/!") else ""
     encoded = key.removesuffix(f"{slash}!")
     if encoded == key or not all(COMPONENT.fullmatch(part) for part in encoded.split("/")):
@@ -188,7 +188,7 @@ def _json(data: bytes, kind: str, what: str) -> dict[str, Any]:
 
 
 class _Fields:
-    """The fields of an object, in order. Those that go beyond its end are an error."""
+    """Read the fields of an object in order. A field beyond the object's end is an error."""
 
     check = staticmethod(_known)
 
@@ -216,7 +216,7 @@ class _Fields:
 
 
 class _Encoded(_Fields):
-    """The encoded bytes of a block: whatever is wrong in them is damage."""
+    """The encoded bytes of a block. Every error in them counts as damage."""
 
     check = staticmethod(_sound)
 
@@ -226,7 +226,7 @@ class _Encoded(_Fields):
         return int(width)
 
     def head(self, size: int) -> tuple[int, int, int]:
-        """Size, mode and length of the data of a plane."""
+        """Read the head of a plane. Return the plane's size, its mode and the length of its data."""
         mode, length = self.unpack("BI")
         part = 8 * (size // 64)
         fits = {
@@ -364,7 +364,7 @@ def _derive(fields: _Encoded, size: int, base: bytes) -> bytes:
 
 
 def _placed(fields: _Encoded, size: int, width: int) -> Iterator[tuple[int, int]]:
-    """Some elements of a block: where, and the number that is stored for each."""
+    """Yield the elements that a block gives explicitly: their positions and stored numbers."""
     count = size // width
     some = fields.number("I", 0, count, "how many elements are given")
     gap_bytes = fields.number("I", 0, some + (count - some) // 255, "the number of gap bytes")
@@ -375,7 +375,7 @@ def _placed(fields: _Encoded, size: int, width: int) -> Iterator[tuple[int, int]
 
 
 def _places(gaps: bytes, some: int, count: int, what: str) -> list[int]:
-    """Which of so many elements are meant."""
+    """Return the positions of ``some`` elements among ``count``, from the gaps between them."""
     ends = len(gaps) - gaps.count(255)
     _sound(ends == some and gaps[-1:] != b"\xff", f"{what}: {ends} gaps for {some} elements")
     _sound(sum(gaps) + some <= count, f"{what}: gaps beyond the last element")
@@ -389,7 +389,7 @@ def _places(gaps: bytes, some: int, count: int, what: str) -> list[int]:
 
 
 def _decode(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:
-    """The ``size`` raw bytes of a block."""
+    """Return the ``size`` raw bytes of a block."""
     data = fields.data
     if codec in (STORE, ZSTD):
         return data if codec == STORE else _frame(data, size, fields.what)
@@ -407,15 +407,15 @@ def _decode(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:
 class StoreReader:
     """A store in a local directory.
 
-    Every method raises ReaderError if an object it needs breaks the specification.
+    Every method raises ReaderError if an object it needs violates the specification.
 
     Args:
         root: The directory.
-        blake3: Gives the 32-byte BLAKE3 digest of some bytes; needed for a store with such digests only.
+        blake3: Returns the 32-byte BLAKE3 digest of some bytes. Only a store with such digests needs it.
 
     Attributes:
-        descriptor: The store's descriptor, checked.
-        codecs: How many blocks of each codec were decoded.
+        descriptor: The store's checked descriptor.
+        codecs: Number of decoded blocks by codec.
 
     Raises:
         FileNotFoundError: There is no store.
@@ -432,33 +432,32 @@ class StoreReader:
         self._digest, (self._number, self._size) = digest, DIGESTS[self.descriptor["digest"]]
 
     def records(self) -> dict[str, Manifest | Tombstone]:
-        """Every record by its path, that of a directory's marker with a ``/`` behind it; contents are not read."""
+        """Return every record by path, without reading contents. The path of a directory's marker ends with ``/``."""
         paths = (decode_key(key.removeprefix(".tierfs/tree/")) for key in self._keys(".tierfs/tree"))
         return {path: self.record(path) for path in sorted(path for path in paths if path is not None)}
 
     def files(self) -> list[str]:
-        """The paths of all files."""
         return [path for path, item in self.records().items() if isinstance(item, Manifest) and path[-1] != "/"]
 
     def directories(self) -> list[str]:
-        """The paths of all directories with a live marker."""
+        """Return the paths of all directories with a live marker."""
         return [path[:-1] for path, item in self.records().items() if isinstance(item, Manifest) and path[-1] == "/"]
 
     def tombstones(self) -> list[str]:
-        """The paths of all tombstones, that of a directory's marker with a ``/`` behind it."""
+        """Return the paths of all tombstones. The path of a directory's marker ends with ``/``."""
         return [path for path, item in self.records().items() if isinstance(item, Tombstone)]
 
     def leases(self) -> list[Lease]:
-        """All leases, whether they have run out or not."""
+        """Return all leases, expired ones included."""
         return [self._lease(key) for key in self._keys(".tierfs/leases")]
 
     def condemned(self) -> list[Condemned]:
-        """All condemned lists in the order of their epochs."""
+        """Return all condemned lists in the order of their epochs."""
         listed = [key for key in self._keys(".tierfs/gc") if re.fullmatch("[0-9a-f]{16}", key.rpartition("/")[2])]
         return [self._condemned(key) for key in listed]
 
     def collector(self) -> dict[str, Any]:
-        """What the collector's record says; FileNotFoundError if there is none."""
+        """Return the fields of the collector's record. Raises FileNotFoundError if there is none."""
         _, word, fields = self._open(".tierfs/gc/collector", (KIND_COLLECTOR,), (1 << 20) + 256)
         _known(word == 0, "collector: reserved bytes that are not zero")
         (holder,) = fields.unpack("16s")
@@ -470,7 +469,7 @@ class StoreReader:
         return {"holder": holder, "fence": fence, "sequence": sequence, "duration": duration, **notes}
 
     def scrub(self) -> dict[str, Any]:
-        """What the scrub record says; FileNotFoundError if there is none."""
+        """Return the notes of the scrub record. Raises FileNotFoundError if there is none."""
         _, word, fields = self._open(".tierfs/scrub/record", (KIND_SCRUB,), (4 << 20) + 256)
         _known(word == 0, "scrub record: reserved bytes that are not zero")
         notes = _json(fields.take(fields.number("I", 0, 4 << 20, "the length of the notes")), "format", "scrub record")
@@ -478,7 +477,7 @@ class StoreReader:
         return notes
 
     def references(self, path: str) -> tuple[list[bytes], list[bytes]]:
-        """Checks of records, and names of chunk objects, that a checkpoint's list has; FileNotFoundError if there is none."""
+        """Return record checks and chunk names from a checkpoint's list. FileNotFoundError if it has none."""
         key = f".tierfs/references/{_checksum(f'{path}/'.encode()).hex()}"
         _, word, fields = self._open(key, (KIND_REFERENCES,), 1 << 26)
         _known(word == 0, f"{key}: reserved bytes that are not zero")
@@ -498,7 +497,7 @@ class StoreReader:
         return checks, found
 
     def record(self, path: str) -> Manifest | Tombstone:
-        """The record of a path; with a ``/`` behind it, of the directory's marker. FileNotFoundError if it has none."""
+        """Return the record of a path, with ``/`` of a directory's marker. FileNotFoundError if it has none."""
         name = path.removesuffix("/")
         kind = KIND_FILE if name == path else KIND_DIRECTORY
         key = f".tierfs/tree/{encode_path(name)}{path[len(name) :]}!"
@@ -513,14 +512,14 @@ class StoreReader:
         return tombstone
 
     def manifest(self, path: str) -> Manifest:
-        """The record of a live path, see ``record``. FileNotFoundError if there is none, or a tombstone."""
+        """Return the record of a live path, see ``record``. FileNotFoundError if it has none, or a tombstone."""
         record = self.record(path)
         if isinstance(record, Tombstone):
             raise FileNotFoundError(path)
         return record
 
     def rows(self, manifest: Manifest) -> tuple[Row, ...]:
-        """The chunks of a file, those of an INDIRECT one from its table; length and content digest are checked."""
+        """Return the chunks of a file, for an INDIRECT file from its table. Check length and content digest."""
         rows = manifest.rows
         if manifest.flags & INDIRECT:
             table, found = _Fields(b"".join(map(self._chunk, rows)), "row table"), []
@@ -537,12 +536,12 @@ class StoreReader:
         return rows
 
     def read(self, path: str) -> bytes:
-        """The content of a file, every byte verified. FileNotFoundError if there is no such file."""
+        """Return the content of a file with every byte verified. Raises FileNotFoundError if there is no such file."""
         manifest = self.manifest(path)
         return b"".join(map(self._chunk, self.rows(manifest))) or manifest.inline
 
     def chunk_names(self, path: str) -> list[ChunkName]:
-        """Every chunk object that is needed to read a file: of its table, of its content, and their bases."""
+        """Return every chunk object that reading a file needs: those of its table and content, and their bases."""
         manifest = self.manifest(path)
         rows = dict.fromkeys(manifest.rows + self.rows(manifest))
         return list(dict.fromkeys(name for row in rows for name in (row.name, *row.bases)))
@@ -574,7 +573,7 @@ class StoreReader:
         return value
 
     def _open(self, key: str, kinds: tuple[int, ...], limit: int) -> tuple[int, int, _Fields]:
-        """The kind of an object, the word in its header, and the fields behind; header and checksum are checked."""
+        """Check an object's header and checksum. Return its kind, the word in its header, and the fields behind."""
         data = self._get(key, limit)
         _sound(len(data) >= 32 and data[:8] == MAGIC, f"{key}: too short, or wrong magic")
         version, kind, word = struct.unpack_from("<HHI", data, 8)
@@ -630,7 +629,7 @@ class StoreReader:
         return self._content(Base(*row[:3], 0, row.raw_length), row, self.descriptor["chain_max"] + 1)
 
     def _content(self, wanted: Base, row: Row, steps_left: int) -> bytes:
-        """A range of the raw bytes of a chunk of a file, or of a base of it, which its row has to name, too."""
+        """Return a range of raw bytes of a file's chunk or of one of its bases. The row must name that base, too."""
         _known(wanted.name in (row.name, *row.bases), f"{wanted.name.key}: a base that is not in the row")
         chunk = self._envelope(wanted)
         first, last = wanted.offset // BLOCK, (wanted.offset + wanted.length - 1) // BLOCK
@@ -652,7 +651,7 @@ class StoreReader:
         return b"".join(blocks)[offset : offset + wanted.length]
 
     def _reference(self, chunk: Chunk, index: int, row: Row, steps_left: int) -> bytes:
-        """What the bases of a chunk give to one of its blocks."""
+        """Return the part of a chunk's reference that belongs to one of its blocks."""
         start, found, at = chunk.scale * index * BLOCK, [], 0
         stop = start + chunk.scale * chunk.blocks[index].length
         for base in chunk.bases:
@@ -664,7 +663,7 @@ class StoreReader:
         return b"".join(found)
 
     def _envelope(self, wanted: Base) -> Chunk:
-        """The chunk object that a row or a base table names; what is encoded in it is not looked at."""
+        """Return the chunk object that a row or a base table names, without decoding it."""
         try:
             _, envelope, fields = self._open(wanted.name.key, (KIND_CHUNK,), STORED)
         except FileNotFoundError as error:
@@ -743,7 +742,7 @@ class StoreReader:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Reads and verifies all files of a store, and lists them with their sizes and content digests."""
+    """Read and verify all files of a store, and list them with their sizes and content digests."""
     (root,) = sys.argv[1:] if arguments is None else arguments
     reader = StoreReader(root)
     for path in reader.files():

@@ -1,7 +1,7 @@
-"""Trainers and flushers that kill themselves at a named step, and what a test needs to start them and to judge what is left.
+"""Trainers and flushers that kill themselves at a named step; helpers that start them and check the state they leave.
 
-Run as a program this is a process that forks others as it is told, one per line of standard input: they are processes
-like any other, without the time that an interpreter takes to start.
+As a program, this module reads requests from standard input, one a line, and forks a process for each. The forked
+processes are ordinary ones, without the time that an interpreter takes to start.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ OPENED = "opened"
 
 
 def content(number, size):
-    """What a file holds: to be told from what any other one holds, whole or in part, and quick to make and to pack."""
+    """Return the content of a file, quick to make and encode. No part of it equals a part of another file."""
     import numpy as np
 
     words = np.arange(-(-size // 8), dtype=np.uint64) // np.uint64(WORDS) * np.uint64(0x9E3779B97F4A7C15)
     return ((words + np.uint64(number)) ^ np.uint64(size << 20)).astype("<u8").tobytes()[:size]
 
 
-# -- what the processes do ---------------------------------------------------------------------------------------------
+# -- the processes' work -----------------------------------------------------------------------------------------------
 
 
 class Hook:
-    """Notes every step that is passed, and at one of them ends the process, or waits while a file is there."""
+    """Record every step that this process passes. At one step kill the process, or wait while a file exists."""
 
     def __init__(self, spec):
         self._notes = os.open(spec["points"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -76,7 +76,7 @@ def say(spec, **words):
 
 
 def use_boot(boot):
-    """Live in another run of the kernel."""
+    """Pretend that the kernel has another boot id."""
     import tierfs.host.slab.new_segment
     import tierfs.host.slab.segment_file
 
@@ -84,7 +84,7 @@ def use_boot(boot):
 
 
 def use_small_shared_memory(room):
-    """See to it that segments in shared memory take no more room than this, whatever there is."""
+    """Limit the segments in shared memory to ``room`` bytes, however much is free."""
     from tierfs.host.slab.budget import RamBudget
 
     free_bytes = RamBudget.free_bytes
@@ -104,7 +104,7 @@ def open_with_tiers(spec, ack="staged"):
     from tierfs.session.tiers import Launcher
 
     if not spec.get("launches"):
-        Launcher.launch = lambda self: None  # the test starts flushers
+        Launcher.launch = lambda self: None  # the test starts the flushers
     given = TierOptions(ack=ack, ram=spec["ram"], nvme=spec["nvme"], state_dir=spec["state"], timeout=PATIENCE_S)
     return open_store(replace(parse_url(spec["url"]), tiers=given))[0]
 
@@ -117,7 +117,7 @@ def open_bare(spec):
 
 
 def trainer(spec):
-    """Does one thing after the other, and says so before and after each."""
+    """Run the operations in turn. Report before and after each one."""
     from tierfs.host.pending.levels import Level
     from tierfs.store import Writer, delete, rename
 
@@ -156,7 +156,7 @@ def trainer(spec):
 
 
 def through_fsspec(spec, hook):
-    """The same through the fsspec door, where all levels are one."""
+    """Run the operations through fsspec, with one level for all of them."""
     import fsspec
 
     from tierfs.session.tiers import Launcher
@@ -197,7 +197,7 @@ def flusher(spec):
     options = TierOptions(ram=spec["ram"], nvme=spec["nvme"], state_dir=spec["state"])
     budgets = resolve(options, spec["uuid"], host_local=True, process_local=False)
     hook, open_nvme = Hook(spec), building._nvme_tier
-    flush_queue.LARGE_BYTES_MIN = 0  # small drafts, too, are uploaded while they are on their way to the nvme tier
+    flush_queue.LARGE_BYTES_MIN = 0  # small drafts are also uploaded while they move to the nvme tier
 
     def open_and_say(*arguments):
         tier = open_nvme(*arguments)
@@ -221,7 +221,7 @@ def flusher(spec):
 
 
 def reader(spec):
-    """Opens the store like the next trainer, waits for what is pending, and until nothing is dirty any more."""
+    """Open the store as the next trainer does. Wait until all drafts are published and no slot is dirty."""
     from tierfs.host.pending.levels import Level
     from tierfs.store import wait
 
@@ -236,7 +236,7 @@ def reader(spec):
 
 
 def asker(spec):
-    """Opens the store, perhaps gives a conflict up, and says which are kept and what is dirty."""
+    """Open the store, optionally discard a conflict, and report the remaining conflicts and dirty slots."""
     from tierfs.store import discard_conflict
 
     store = open_with_tiers(spec)
@@ -254,7 +254,7 @@ def asker(spec):
 
 
 def leaks(ram):
-    """What is neither free nor clean in the slabs of processes that are gone, once everything is published."""
+    """Return the slots that are neither free nor clean, and whether their owner lives. Expects all drafts published."""
     from tierfs.host.slab.segment import SlotState
 
     states = set(SlotState) - {SlotState.FREE, SlotState.CLEAN}
@@ -266,7 +266,7 @@ def leaks(ram):
 
 
 def auditor(spec):
-    """Looks at what is left without any flusher or local tier, at the nvme tier once its flusher is gone."""
+    """Check the store without any flusher or local tier. Check the nvme tier after its flusher has ended."""
     from tierfs.clock import SystemClock
     from tierfs.host.host import Host
     from tierfs.host.nvme.tier import NvmeTier
@@ -290,7 +290,7 @@ def auditor(spec):
 
 
 def look(store, spec):
-    """Which file holds what was written by which operation; -1 where it is not what any of them wrote."""
+    """Return which operation wrote each file's content, or -1 if no operation wrote it."""
     from tierfs.errors import NotFoundError
     from tierfs.store import find, load
 
@@ -302,7 +302,7 @@ def look(store, spec):
         try:
             data = load(store, entry.path)
         except NotFoundError:
-            continue  # published, or removed, since
+            continue  # renamed or deleted since it was listed
         matches = [number for number, size in writes if size == len(data) and content(number, size) == data]
         found[entry.path] = matches[0] if matches else -1
     return found
@@ -312,7 +312,7 @@ ROLES = {"trainer": trainer, "flusher": flusher, "reader": reader, "asker": aske
 
 
 def main():
-    # What they need is here when they are forked; nothing is opened, and no thread runs.
+    # Import here everything that the forked processes need. Nothing is opened, and no thread runs.
     import gc
     import sqlite3  # noqa: F401
 
@@ -348,7 +348,7 @@ def become(spec):
     os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"] = spec["state"], spec["shm"]
     if spec.get("shm_room") is not None:
         use_small_shared_memory(spec["shm_room"])
-    # Processes die here, and the kernel does not: so what is in memory is as durable as a disk, and much faster.
+    # Processes die here, but the kernel does not. So shared memory is as durable as a disk, and much faster.
     import tierfs.host.nvme.tier
     import tierfs.session.tiers
 
@@ -356,14 +356,14 @@ def become(spec):
     ROLES[spec["role"]](spec)
 
 
-# -- what tests start them with ----------------------------------------------------------------------------------------
+# -- how tests start them ----------------------------------------------------------------------------------------------
 
 
 class Zygote:
-    """Forks the processes of one case after the other.
+    """Fork the processes of one case after another.
 
     Args:
-        program: What forks them: this module, or one that adds roles to it and calls its `main`.
+        program: The forking program: this module, or one that adds roles to it and calls its `main`.
     """
 
     def __init__(self, program=__file__):
@@ -390,13 +390,13 @@ class Zygote:
 
 
 class Child:
-    """A process that was forked."""
+    """A forked process."""
 
     def __init__(self, zygote, spec):
         self._zygote = zygote
         self.pid = zygote.ask(**spec)["pid"]
         self._handle = os.pidfd_open(self.pid)
-        self._poll = select.poll()  # unlike select(2), it takes descriptors from 1024 on
+        self._poll = select.poll()  # unlike select(2), it supports descriptors of 1024 and above
         self._poll.register(self._handle, select.POLLIN)
         self.status = None
 
@@ -425,7 +425,7 @@ def write(path, size, level):
 
 @dataclass
 class Mode:
-    """How the tiers are set up, and what the trainer does."""
+    """The tiers' setup and the trainer's operations."""
 
     operations: list
     ram: int = 64 * MIB
@@ -436,7 +436,7 @@ class Mode:
     states: list = field(init=False)
 
     def __post_init__(self):
-        """What every path holds after each operation: the number of the operation that wrote it."""
+        """Compute the state after each operation: for every path, the number of the operation that wrote it."""
         self.states = [{}]
         for number, (what, *arguments) in enumerate(self.operations):
             state = dict(self.states[-1])
@@ -449,7 +449,7 @@ class Mode:
             self.states.append(state)
 
     def after_a_crash(self, done):
-        """The states that may be found when so many operations were acknowledged, and perhaps one more had begun."""
+        """Return the states allowed when ``done`` operations were acknowledged and one more may have begun."""
         allowed = [self.states[done]]
         if done < len(self.operations):
             allowed.append(self.states[done + 1])
@@ -459,24 +459,27 @@ class Mode:
         return allowed
 
     def after_a_loss(self, done):
-        """The same, when what was not in the nvme tier went, too: up to what was `local`, nothing is missing before it."""
+        """Return the states allowed if all data outside the nvme tier was lost.
+
+        Everything up to the last operation that was acknowledged as `local` must be there.
+        """
         return [state for number in range(self.local_after(done), done + 1) for state in self.after_a_crash(number)]
 
     def local_after(self, done):
-        """How many operations are safe from such a loss when so many were acknowledged."""
+        """Return how many of ``done`` acknowledged operations survive such a loss."""
         return max(
             (at + 1 for at, one in enumerate(self.operations[:done]) if one[-1] in {"local", "object"}), default=0
         )
 
     def is_at_least(self, path, value, number):
-        """Whether a path that holds ``value`` holds what it did after operation ``number``, or later."""
+        """Return whether a path's value is the one after operation ``number`` or a later one."""
         return any(state.get(path) == value for state in self.states[number + 1 :])
 
     def paths(self):
         return {path for state in self.states for path in state}
 
     def check_order(self, seen, acknowledged=()):
-        """What the object tier holds: whole files, none older than what is acknowledged, or than ``latest`` says."""
+        """Check the object tier: files are whole, and none is older than acknowledged or than ``latest`` says."""
         assert -1 not in seen.values(), f"a file that nobody wrote: {seen}"
         for path, value in seen.items():
             assert self.is_at_least(path, value, 0), f"{path} was never that"
@@ -542,7 +545,7 @@ class Case:
         return child
 
     def ask(self, role, **spec):
-        """Have a process look at something, and return what it says."""
+        """Run a process in a role and return its report."""
         child = self.start(role, **spec)
         assert child.wait() == 0, self.logs()
         return json.loads(child.said.read_text())
@@ -551,11 +554,11 @@ class Case:
         return [json.loads(line) for line in child.said.read_text().splitlines()] if child.said.exists() else []
 
     def done(self, trainer):
-        """How many operations a trainer was told are done."""
+        """Return how many operations a trainer reported as done."""
         return max((line["done"] + 1 for line in self.lines(trainer) if "done" in line), default=0)
 
     def await_done(self, trainer, count=None):
-        """Until a trainer has done so many operations, by default all."""
+        """Wait until a trainer has done ``count`` operations, or all of them."""
         ends = time.monotonic() + PATIENCE_S
         count = len(self.mode.operations) if count is None else count
         while self.done(trainer) < count:
@@ -563,7 +566,7 @@ class Case:
             assert time.monotonic() < ends, self.logs()
 
     def await_conflict(self, flusher):
-        """Until a flusher has said in its log that it keeps one."""
+        """Wait until a flusher has logged a conflict."""
         ends = time.monotonic() + PATIENCE_S
         while not (flusher.log.exists() and "conflict" in flusher.log.read_text()):
             assert not flusher.has_ended(0.005), self.logs()
@@ -577,14 +580,14 @@ class Case:
         return "\n".join(f"--- {name}\n{text}" for name, text in texts.items() if text)
 
     def check_right_now(self, trainer):
-        """With processes dead, or at work: what the object tier holds is in order."""
+        """Check that the object tier is consistent, whether processes are dead or running."""
         done = self.done(trainer) if trainer is not None else 0
         report = self.ask("auditor")
         assert not report["damage"], report["damage"]
         self.mode.check_order(report["seen"], self.object_acknowledged(done))
 
     def check_all_went_down(self, allowed, flusher):
-        """A flusher runs: have everything published, and look at what there is then, everywhere."""
+        """Let a running flusher publish everything, end it, and check the content of every tier."""
         said = self.ask("reader")
         assert said["seen"] in allowed, f"the host sees {said['seen']}, and should {allowed}\n{self.logs()}"
         assert said["settled"] == said["seen"]
@@ -603,13 +606,13 @@ class Case:
 
 
 def points_of(child):
-    """The steps that a process passed, in order: (name, how often by then)."""
+    """Return the steps that a process passed, in order, as (name, number of passes so far)."""
     lines = child.points.read_text().splitlines() if child.points.exists() else []
     return [(line.rpartition(" ")[0], int(line.rpartition(" ")[2])) for line in lines]
 
 
 def dry_run(case):
-    """Nothing is killed. Returns the steps that trainer and flusher pass."""
+    """Kill nothing. Return the steps that the trainer and the flusher pass."""
     flusher = case.start("flusher")
     trainer = case.start("trainer")
     assert trainer.wait() == 0, case.logs()
@@ -618,9 +621,9 @@ def dry_run(case):
 
 
 def kill_flusher(case, point):
-    """The flusher dies at this step; another one is started, and the trainer notices nothing.
+    """Kill the flusher at this step and start another. The trainer must not notice.
 
-    Returns whether it got there. If not, because its threads took another order, it was killed in the end.
+    Returns whether the flusher reached the step. Its threads may run in another order; then it is killed at the end.
     """
     first = case.start("flusher", kill=point)
     trainer = case.start("trainer", leave=str(case.file("leave")))
@@ -646,12 +649,14 @@ HOLD = ("before arena.write", "before settle.commit", "before upload.chunk", "be
 
 
 def kill_trainer(case, point, *, held=False):
-    """The trainer dies at this step; what it was told is safe goes down. Returns whether it got there.
+    """Kill the trainer at this step. All operations acknowledged to it must reach the object tier.
+
+    Returns whether the trainer reached the step.
 
     Args:
         case: The case.
-        point: Where.
-        held: Whether the flusher does nothing before.
+        point: The step.
+        held: Whether the flusher does nothing until the trainer is dead.
     """
     case.file("held").touch()
     flusher = case.start("flusher", hold=HOLD if held else (), held_while=str(case.file("held")))
@@ -665,7 +670,7 @@ def kill_trainer(case, point, *, held=False):
 
 
 def kill_both(case, point, *, first="flusher"):
-    """One of them dies at this step, and the other right then, whatever it does. Returns whether the first got there."""
+    """Kill one process at this step and the other right after it, at any step. Return whether the first got there."""
     flusher = case.start("flusher", kill=point if first == "flusher" else ())
     trainer = case.start("trainer", kill=point if first == "trainer" else ())
     while not flusher.has_ended(0.002) and not trainer.has_ended():
@@ -679,7 +684,7 @@ def kill_both(case, point, *, first="flusher"):
 
 
 def kill_trainer_sometime(case, after_s):
-    """The trainer dies so long after it has begun, wherever it is by then. Returns whether it was not done."""
+    """Kill the trainer ``after_s`` seconds after its start, at any step. Return whether that was before it finished."""
     flusher = case.start("flusher")
     trainer = case.start("trainer")
     while not case.lines(trainer):
@@ -712,7 +717,7 @@ UPLOADS = ("before upload.chunk", "before publish.record")
 
 @dataclass
 class Life:
-    """What a flusher finds when it begins, other than the one before it, and where it dies."""
+    """The conditions under which one flusher starts, and the step at which it dies."""
 
     damage: str = ""
     nvme: int = 0
@@ -720,12 +725,12 @@ class Life:
 
 
 def fill_nvme(case, *, kill=(), forget=True):
-    """Have a trainer do its work, and what comes after its ``await`` no further than to the nvme tier; end the flusher.
+    """Run a trainer's operations, then kill the flusher. Drafts after the ``await`` get no further than the nvme tier.
 
     Args:
         case: The case.
-        kill: Where the flusher dies; else it does when the trainer has done everything.
-        forget: Whether the trainer ends as well, and shared memory is lost, so that the nvme tier is all there is.
+        kill: The step at which the flusher dies. If empty, it is killed when the trainer has done everything.
+        forget: Whether to kill the trainer and delete shared memory as well, so that only the nvme tier is left.
 
     Returns:
         Flusher and trainer.
@@ -755,7 +760,7 @@ def await_done_or_end(case, trainer, count, flusher):
 
 
 def open_and_die(case, life):
-    """Start a flusher that dies while it opens the nvme tier. Returns it, and whether it got there."""
+    """Start a flusher that dies while it opens the nvme tier. Return it, and whether it reached the step."""
     if life.nvme:
         case.common["nvme"] = life.nvme
     for path in case.directory.glob("state/stores/*/nvme.db") if life.damage else ():
@@ -770,14 +775,14 @@ def open_and_die(case, life):
 
 
 def filling_points(case):
-    """The steps of a flusher that only fills the nvme tier. Nothing is killed then."""
+    """Return the steps of a flusher that only fills the nvme tier. No process dies at a step."""
     flusher, _ = fill_nvme(case)
     case.check_all_went_down([case.mode.states[-1]], case.start("flusher"))
     return points_of(flusher)
 
 
 def opening_points(case, *lives, filling=()):
-    """The steps that the last of these flushers passes until it has opened the nvme tier."""
+    """Return the steps that the last of these flushers passes until it has opened the nvme tier."""
     _, trainer = fill_nvme(case, kill=filling)
     for life in lives:
         flusher, _ = open_and_die(case, life)
@@ -787,16 +792,16 @@ def opening_points(case, *lives, filling=()):
 
 
 def kill_while_opening(case, lives, *, filling=(), forget=True):
-    """One flusher after the other dies while it opens the nvme tier; what was `local` goes down.
+    """Kill one flusher after another while it opens the nvme tier. Everything `local` must reach the object tier.
 
     Args:
         case: The case.
-        lives: Of the flushers.
-        filling: Where the one before them dies.
+        lives: One for each flusher.
+        filling: The step at which the first flusher dies, which fills the nvme tier.
         forget: See `fill_nvme`.
 
     Returns:
-        How many got to where they were to die.
+        How many flushers reached the step at which they were to die.
     """
     _, trainer = fill_nvme(case, kill=filling, forget=forget)
     reached = 0
@@ -815,7 +820,7 @@ def kill_while_opening(case, lives, *, filling=(), forget=True):
 
 
 def kill_while_making(case, points):
-    """One flusher after the other dies while it makes the nvme tier, and a trainer waits for it."""
+    """Kill one flusher after another while it creates the nvme tier and a trainer waits for it."""
     trainer = case.start("trainer", leave=str(case.file("leave")))
     reached = sum(open_and_die(case, Life(kill=point))[1] for point in points)
     case.check_right_now(trainer)

@@ -1,4 +1,4 @@
-"""Calls the operations of a mount as the kernel would, without FUSE."""
+"""Call the operations of a mount as the kernel would, without FUSE."""
 
 import os
 
@@ -7,7 +7,7 @@ from tierfs.mount.state import MountState
 
 
 class Hand:
-    """Calls the operations as the kernel would, without one."""
+    """The kernel's part of a mount: look up paths and call operations."""
 
     def __init__(self, store, staging, root=""):
         self.state = MountState(store, root, staging)
@@ -30,7 +30,7 @@ class Hand:
         return handle
 
     def open(self, path, flags=os.O_RDONLY):
-        """As the kernel does: what is stale is looked up again."""
+        """Open a file as the kernel does: look the path up again if the inode is stale."""
         for _ in range(3):
             node = self.node(path)
             self.state.nodes.told(node)

@@ -1,4 +1,4 @@
-"""What the tests of the nvme tier share: chunks that verify themselves, crashes at any step, and a look at what is left."""
+"""Shared parts of the tests of the nvme tier: chunks that verify themselves, crashes at any step, checks after them."""
 
 import hashlib
 import os
@@ -14,11 +14,11 @@ BUDGET = 2 << 20
 
 
 class Crash(BaseException):
-    """Not an error that anything may handle: what comes after a crash is nothing."""
+    """A crash. A BaseException, so that no handler of errors runs after it."""
 
 
 class Steps:
-    """Counts the ordered steps, and crashes at one of them; a crashed process takes no further step."""
+    """Count the ordered steps and crash at one of them. A crashed process takes no further step."""
 
     def __init__(self, crash_at=None):
         self.points = []
@@ -31,7 +31,7 @@ class Steps:
 
 
 def content_of(number, length=CHUNK):
-    """Bytes that no other chunk has, and their name."""
+    """Return a chunk's name and its bytes, which no other chunk has."""
     seed = hashlib.sha256(str(number).encode()).digest()
     data = (seed * (length // 32 + 1))[:length]
     return name_of(data), data
@@ -64,12 +64,12 @@ def draft(path, names, data=None):
 
 
 def save(tier, path, *numbers):
-    """What a flusher does with one file. Returns the seq."""
+    """Commit one file as a flusher does. Return its seq."""
     return tier.commit(drafts=[draft(path, write(tier, *numbers))])[0]
 
 
 def read(source, number, length=CHUNK):
-    """The chunk's bytes if they are there and right, None if absent; fails if they are wrong."""
+    """Return the chunk's bytes, or None if the chunk is absent. Fail if the bytes are wrong."""
     name, data = content_of(number, length)
     out = bytearray(length)
     if isinstance(source, NvmeReader):

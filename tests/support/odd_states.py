@@ -1,4 +1,4 @@
-"""States with a bit of everything, and whether two of them are the same bit for bit."""
+"""States with every kind of value, and a comparison bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from tierfs.dcp.tensorbytes import bytes_of, tensor_in
 
-# All that are one or more bytes wide and have nothing to them but their elements.
+# Excludes dtypes narrower than a byte, and those that need more than their elements (quantized ones).
 _ODD = re.compile(r"bits|quint|qint|u?int[1-7]$|fn_x2")
 DTYPES = sorted(
     {kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and not _ODD.search(str(kind))}, key=str
@@ -16,7 +16,6 @@ DTYPES = sorted(
 
 
 def noise(dtype, shape, seed=0):
-    """A tensor of random bytes."""
     length = torch.Size(shape).numel() * dtype.itemsize
     high = 2 if dtype == torch.bool else 256
     raw = torch.randint(0, high, (length,), dtype=torch.uint8, generator=torch.manual_seed(seed))
@@ -24,7 +23,7 @@ def noise(dtype, shape, seed=0):
 
 
 def same(one, other):
-    """Whether these are equal, tensors by their bytes."""
+    """Return whether two values are equal, with tensors compared by their bytes."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and (one.dtype, one.shape, bytes(bytes_of(one))) == (
             other.dtype,
@@ -39,7 +38,7 @@ def same(one, other):
 
 
 def odd_state(seed=0, *, dtypes=DTYPES):
-    """Every dtype, 0-d, empty and large tensors, lists, objects."""
+    """Return a state with tensors of every dtype, 0-d, empty and large tensors, lists and objects."""
     return {
         "model": {str(dtype).removeprefix("torch."): noise(dtype, (5, 3), seed) for dtype in dtypes},
         "scalar": torch.tensor(2.5 + seed),

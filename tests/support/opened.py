@@ -1,6 +1,7 @@
-"""What this process has open: descriptors, and stores. To compare: ``descriptors() <= before`` fails over what came.
+"""Descriptors, mappings and stores that this process has open.
 
-What other tests left, and what went meanwhile, does not matter.
+``descriptors() <= before`` fails if a new descriptor is open. Descriptors that earlier tests left open, and those
+closed in between, do not matter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 
 
 def descriptors() -> Counter[tuple[str, str]]:
-    """(number, target) of each descriptor, but for those of /proc: this very look is one of them."""
+    """Count each (number, target) of a descriptor. Those of /proc are left out, since listing them opens one."""
     found = Counter[tuple[str, str]]()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -26,14 +27,14 @@ def descriptors() -> Counter[tuple[str, str]]:
 
 
 def mappings(of: str) -> Counter[str]:
-    """How often each file is mapped whose path has ``of`` in it."""
+    """Count the mappings of each file whose path contains ``of``."""
     with open("/proc/self/maps", encoding="utf-8") as lines:
         return Counter(line.split(maxsplit=5)[5].strip().removesuffix(" (deleted)") for line in lines if of in line)
 
 
 @contextlib.contextmanager
 def no_descriptors_left() -> Iterator[None]:
-    """Nothing can be opened, whatever is closed meanwhile."""
+    """Let the process open no descriptor, even if it closes others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
@@ -43,6 +44,6 @@ def no_descriptors_left() -> Iterator[None]:
 
 
 def know_no_store(patch: pytest.MonkeyPatch) -> None:
-    """Have no store open, and no local tiers, as another process has."""
+    """Make this process know no open store and no local tiers, like a new process."""
     patch.setattr("tierfs.session.open._stores", {})
     patch.setattr("tierfs.session.compose.open_tiers", {})

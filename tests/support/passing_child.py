@@ -1,4 +1,7 @@
-"""The process that saves what another one staged, as DCP's does: it lives for many saves, and keeps the last state until the next."""
+"""A process that saves the state another one staged, as DCP's does.
+
+It lives for many saves, and keeps the last state until the next.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ COPIED: list[int] = []
 
 
 class Halving(DefaultSavePlanner):
-    """Saves other values than were staged."""
+    """Save other values than the staged ones."""
 
     def resolve_data(self, write_item: Any) -> Any:
         found = super().resolve_data(write_item)

@@ -1,4 +1,7 @@
-"""A memory filesystem whose files nobody else sees: fsspec's own ``global_store=False`` came later than the oldest supported."""
+"""A memory filesystem whose files no other instance sees.
+
+fsspec has ``global_store=False`` for that, but its oldest supported version does not.
+"""
 
 from __future__ import annotations
 

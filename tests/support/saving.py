@@ -1,4 +1,4 @@
-"""What a flusher does with files, step by step and without threads, and files that are worth encoding."""
+"""The steps of a flusher, one by one and without threads, and files that are worth encoding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WIDTHS = {"F32": 4, "BF16": 2, "U8": 1}
 
 
 def safetensors(tensors, metadata=None):
-    """A file of tensors: by name, the dtype and the bytes."""
+    """Return a safetensors file. ``tensors`` maps each name to dtype and bytes."""
     head, at = {}, 0
     if metadata is not None:
         head["__metadata__"] = metadata
@@ -47,7 +47,7 @@ def safetensors(tensors, metadata=None):
 
 
 def bfloat16(numbers):
-    """Rounded to the nearest, as an optimizer's working copy is."""
+    """Return float32 numbers as bfloat16, rounded to nearest like an optimizer's working copy."""
     bits = numbers.view("<u4")
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
 
@@ -65,11 +65,11 @@ class Training:
         return self
 
     def file(self, metadata=None):
-        """The weights alone."""
+        """Return a file of the weights alone."""
         return safetensors({"master": ("F32", self.master.tobytes())}, metadata)
 
     def pair(self):
-        """The weights, and their working copy."""
+        """Return a file of the weights and their working copy."""
         tensors = {"master": ("F32", self.master.tobytes()), "weight": ("BF16", bfloat16(self.master))}
         return safetensors(tensors)
 
@@ -79,10 +79,10 @@ def descriptor_for(objects, **fields):
 
 
 class Flushing:
-    """One flusher: a publisher, and what lies on its host.
+    """One flusher: a publisher, and the chunks on its host.
 
     Attributes:
-        local: The raw chunks that lie on this host, by digest.
+        local: The raw chunks on this host, by digest.
         store: The store as the publisher sees it.
     """
 
@@ -94,7 +94,7 @@ class Flushing:
         self.restart()
 
     def restart(self):
-        """Forget everything but the local tiers."""
+        """Drop everything except the local tiers."""
         self.store = Store(
             self.objects, self.descriptor, url="store", clock=self.clock, codecs=Codecs.parse(self.codecs)
         )
@@ -107,7 +107,7 @@ class Flushing:
         return raw is not None
 
     def draft(self, path, data, metadata=None):
-        """A file that was closed, its chunks in the local tiers."""
+        """Return the draft of a closed file, with its chunks in the local tiers."""
         cutter, view = Cutter(at_start=True), memoryview(data)
         ends = [0, *cutter.ends(view), len(data)]
         rows = []
@@ -124,7 +124,7 @@ class Flushing:
         return Draft(path, record, ObservedBase(there.version))
 
     def upload(self, draft):
-        """Plan it and put its chunks."""
+        """Plan a draft and put its chunks. Return their rows."""
         contexts = list(self.publisher.plan(draft, self.read))
         contexts += [ChunkContext()] * (len(draft.record.rows) - len(contexts))
         rows = [None] * len(contexts)
@@ -133,7 +133,6 @@ class Flushing:
         return rows
 
     def put(self, raw, context, rows=()):
-        """Put one chunk."""
 
         def fill(out):
             out[:] = raw
@@ -146,12 +145,12 @@ class Flushing:
         return observe(self.store, draft.path).manifest.rows
 
     def save(self, path, data, metadata=None):
-        """The whole way; the file's rows."""
+        """Draft, upload and publish a file. Return its rows."""
         draft = self.draft(path, data, metadata)
         return self.publish(draft, self.upload(draft))
 
     def codecs_of(self, rows):
-        """How many blocks of these chunks have which codec."""
+        """Count the blocks of these chunks by codec."""
         tables = [read_envelope(self.store, row, "file").blocks for row in rows]
         return Counter(Codec(block.codec).name for blocks in tables for block in blocks)
 
@@ -160,7 +159,7 @@ class Flushing:
         return Counter(block.reason for blocks in tables for block in blocks)
 
     def bare(self):
-        """What another host sees that has nothing."""
+        """Return the store as another host without local data sees it."""
         return Store(self.objects, self.descriptor, url="store", clock=self.clock)
 
 

@@ -1,4 +1,4 @@
-"""An object tier with a clock of its own, whose listings go on while others write; and the way of one gc to it."""
+"""An object tier with a manual clock, whose listings proceed while others write; and one gc's link to it."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tierfs.objects.wrappers.wrapper import WrappedObjects
 
 
 class ServedObjects(MemoryObjects):
-    """Times are those of a manual clock. A listing gives one object after another, each as it is then."""
+    """Objects with the times of a manual clock. A listing yields each object as it is at that moment."""
 
     def __init__(self, root, clock):
         super().__init__(root)
@@ -51,11 +51,14 @@ class ServedObjects(MemoryObjects):
 
 
 class KilledError(BaseException):
-    """The process ended here."""
+    """The process ended at a step."""
 
 
 class StepLink(WrappedObjects):
-    """The way of one gc: counts its steps, each request and each object that a listing gives, and lets something happen at some."""
+    """The link of one gc to the object tier.
+
+    Counts as a step each request, each answer and each listed object. It runs actions or dies at given steps.
+    """
 
     def __init__(self, inner, actions=None, kill_at=None):
         super().__init__(inner)

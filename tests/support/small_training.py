@@ -1,4 +1,4 @@
-"""A run of a few steps with all that can differ after a restart."""
+"""A run of a few steps with every state that can differ after a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierfs.train import TrainState
 
 
 class Shuffled:
-    """A data loader that shuffles, with a position of its own."""
+    """A data loader that shuffles and has a position."""
 
     def __init__(self):
         self.order, self.at = list(range(64)), 0
@@ -31,7 +31,7 @@ class Shuffled:
 
 
 class Training:
-    """A small run with all that can differ after a restart: dropout, a scheduler, a scaler, shuffling, NumPy, an average of weights."""
+    """A small run: dropout, a scheduler, a scaler, shuffling, NumPy, an average of weights."""
 
     def __init__(self, seed):
         for seeded in (random.seed, np.random.seed, torch.manual_seed):

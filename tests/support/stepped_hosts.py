@@ -1,11 +1,11 @@
 """Hosts whose trainers and flushers are driven step by step on one thread, so that a run repeats exactly.
 
-A *trainer* is what a process that uses a store has: a `Host` with a lock of its own, a `RamTier`, `Tiers` and a
-`Store`. It crashes when its lock is let go of and nothing of it is called any more. A *flusher* is the real one behind
-its real engine, but for its threads: `SteppedHost.work` does what they would do next. It crashes at one of its
-fault points, by an exception that nobody handles.
+A *trainer* has what a process that uses a store has: a `Host` with its own lock, a `RamTier`, `Tiers` and a `Store`.
+It crashes when its lock is released and no part of it is called any more. A *flusher* is the real one behind its real
+engine, except for its threads: `SteppedHost.work` does the next unit of their work. It crashes at one of its fault
+points, by an exception that no handler catches.
 
-Time passes only when somebody waits; then the flushers get to work, as they would in the meantime.
+Time passes only when a caller waits; meanwhile the flushers work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tierfs.store.transfers import Transfers
 from tierfs.testing import FaultyObjects
 
 CHUNK = 16 << 10
-"""What a chunk is in these tests, so that a file of several is small."""
+"""Size of a chunk in these tests, so that a file of several chunks is small."""
 
 TICK_S = 2e-6
 WAIT_S = 90.0
@@ -49,11 +49,11 @@ PEER = Peer(1, 0, "1.0")
 
 
 class FlusherDied(BaseException):
-    """The flusher's process ended here."""
+    """The flusher's process ended at a fault point."""
 
 
 class SteppedClock(ManualClock):
-    """A clock that never says the same twice, and lets others work while somebody sleeps."""
+    """A clock that never returns the same time twice, and lets others work while a caller sleeps."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class SteppedClock(ManualClock):
 
 
 class Inline:
-    """An executor without threads."""
+    """An executor that runs tasks on the calling thread."""
 
     def submit(self, task, *arguments, **options):
         future = Future()
@@ -90,14 +90,14 @@ class Inline:
 
 
 class InlineTransfers(Transfers):
-    """Transfers without threads."""
+    """Transfers on the calling thread."""
 
     def submit(self, task, argument):
         return Inline().submit(task, argument)
 
 
 class NoFlusher:
-    """For who only looks."""
+    """A client for observers, which need no flusher: every request fails."""
 
     def request(self, do, arguments, *, timeout_s=None):
         raise AssertionError(f"looking needs no flusher: {do} {arguments}")
@@ -107,7 +107,7 @@ class NoFlusher:
 
 
 class Applied(MemoryObjects):
-    """The object tier itself; tells of every record that takes effect."""
+    """The object tier itself. Reports every record that takes effect."""
 
     def __init__(self, root, on_record):
         super().__init__(root)
@@ -125,7 +125,7 @@ class Applied(MemoryObjects):
 
 
 class Link(WrappedObjects):
-    """One host's way to the object tier; tells of every record before it is sent, and may be down."""
+    """One host's link to the object tier. Reports every record before sending it, and may be down."""
 
     def __init__(self, inner, on_send):
         super().__init__(inner)
@@ -157,7 +157,7 @@ class Link(WrappedObjects):
 
 
 def forget(tiers):
-    """Let go of what tiers have open, and of the memory."""
+    """Close everything that the tiers have open, and drop their memory."""
     tiers.cache.close()
     tiers.nvme.close()
     for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer):
@@ -167,7 +167,7 @@ def forget(tiers):
 
 
 class ImpatientRam(RamTier):
-    """Where nobody waits for room for as long as for a level, which would be thousands of steps."""
+    """A ram tier that waits for room only briefly: the usual timeout would take thousands of steps."""
 
     def take_runs(self, kind, runs, *, timeout_s, **how):
         return super().take_runs(kind, runs, timeout_s=min(timeout_s, ROOM_S), **how)
@@ -207,17 +207,17 @@ class Trainer:
         self.place.world.sealed(self.place, draft)
 
     def add(self, slot):
-        """As a `Backfill`."""
+        """Queue a slot. Stands in for `Backfill.add`."""
         self.queue.append(slot)
 
     def keep(self):
-        """What a keeper's thread does."""
+        """Copy the queued slots to the nvme tier, as a backfill's thread does."""
         slots, self.queue = self.queue, []
         with contextlib.suppress(TierfsError, TimeoutError):
             self.tiers.cache.backfill(slots)
 
     def crash(self):
-        """End, as by SIGKILL: locks and descriptors go, and nothing is put in order."""
+        """End as by SIGKILL: locks and descriptors close, without any cleanup."""
         self.alive = False
         if self.host._own is not None:
             self.host._own.release()
@@ -229,7 +229,7 @@ class Trainer:
 
 
 class Observer:
-    """Somebody on a host who looks, and changes nothing."""
+    """A process on a host that reads the local tiers and changes nothing."""
 
     def __init__(self, host):
         world, setup = host.world, host.setup
@@ -263,7 +263,7 @@ class Observer:
         return [] if found is None else found[1]
 
     def look(self):
-        """Where this host has what."""
+        """Return which tiers of this host hold which drafts and chunks."""
         drafts, states = {}, {}
         for slot in self.ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
             data = bytearray(slot.length)
@@ -287,7 +287,7 @@ class Observer:
 
 
 class SteppedHost:
-    """A host: its directories, its trainers, its flusher. To trainers it is the flusher's client, too."""
+    """A host: its directories, trainers and flusher. To trainers it is also the flusher's client."""
 
     def __init__(self, world, number, setup, directory, shm):
         self.world, self.number, self.setup = world, number, setup
@@ -323,7 +323,7 @@ class SteppedHost:
                         life.alive = False
                         raise FlusherDied(point)
             for part in [part for part in self.meanwhile if part in point]:
-                if point.partition(" ")[2].partition(".")[0] not in {"arena", "index"}:  # locks are held there
+                if point.partition(" ")[2].partition(".")[0] not in {"arena", "index"}:  # the tier holds locks there
                     self.meanwhile.pop(part)()
                     if not life.alive:
                         raise FlusherDied(point)
@@ -359,7 +359,7 @@ class SteppedHost:
             raise
 
     def bury_flusher(self):
-        """Its process has ended: what it had open is closed."""
+        """Close everything that the ended flusher process had open."""
         self.deaths += 1
         flusher, self.flusher, self.engine, self.held, self.persisting = self.flusher, None, None, [], False
         self.life.alive = False
@@ -381,7 +381,7 @@ class SteppedHost:
     # -- the flusher's work --------------------------------------------------------------------------------------------
 
     def step(self, what, *arguments):
-        """Let a running flusher do something, which may be its end. Returns what it returned; None if it ended."""
+        """Let a running flusher take one step. Return the step's result, or None if the flusher died in it."""
         if self.engine is None:
             return None
         life = self.life
@@ -393,7 +393,7 @@ class SteppedHost:
             return None
 
     def work(self):
-        """Do the next unit of work there is. Returns whether there was one. Starts a flusher where none runs."""
+        """Do the next unit of work and start a flusher if none runs. Return whether there was work."""
         try:
             self.running()
         except (FlusherDied, TierfsError):
@@ -421,7 +421,7 @@ class SteppedHost:
         return True
 
     def _step_persist(self):
-        """The next drafts that are to go to the nvme tier."""
+        """Persist the next drafts that wait for the nvme tier."""
         if self.persisting:
             return False
         persister = self.flusher.persister
@@ -436,7 +436,7 @@ class SteppedHost:
                 self.persisting = False
 
     def _step_take(self):
-        """Give the next draft that something can be done for to a thread."""
+        """Begin the upload of the next draft that is ready, as a thread would."""
         entry = self.flusher.uploader.next()
         if entry is None:
             return False
@@ -445,13 +445,13 @@ class SteppedHost:
         return True
 
     def _step_advance(self, index):
-        """Have one of those threads go on."""
+        """Continue one of the uploads that were begun."""
         if not self.held:
             return False
         self.flusher.uploader.advance(self.held.pop(index % len(self.held)))
         return True
 
-    # -- as trainers reach it ------------------------------------------------------------------------------------------
+    # -- the client that trainers use ----------------------------------------------------------------------------------
 
     def is_running(self):
         return self.engine is not None
@@ -482,10 +482,10 @@ class SteppedHost:
                     self.bury_flusher()
         raise StoreError("the flusher ended before it answered", transient=True)
 
-    # -- what ends more than that --------------------------------------------------------------------------------------
+    # -- failures of the whole host ------------------------------------------------------------------------------------
 
     def reboot(self):
-        """All processes end, and memory is empty."""
+        """End all processes and clear memory."""
         if self.flusher is not None:
             self.bury_flusher()
         for trainer in self.trainers:

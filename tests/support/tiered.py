@@ -1,4 +1,4 @@
-"""A host with a store in memory behind local tiers of its own, and an object tier that can be down."""
+"""A host with a store in memory behind its own local tiers, and an object tier that can be down."""
 
 import contextlib
 
@@ -43,7 +43,7 @@ class Host:
 
     @property
     def flusher(self):
-        """A thread of this process, once something was written."""
+        """The flusher, which runs on a thread of this process after the first write."""
         return self.tiers.flusher._launcher._service._engine._flusher
 
     def plain(self):
@@ -54,7 +54,7 @@ class Host:
 
     @contextlib.contextmanager
     def held(self):
-        """While the object tier refuses everything, so that nothing gets past the local tiers."""
+        """Make the object tier refuse everything, so that data stays in the local tiers."""
         self.objects.down = True
         try:
             yield
@@ -63,7 +63,7 @@ class Host:
 
 
 class Gate(MemoryObjects):
-    """An object tier that is down when told to be."""
+    """An object tier that refuses requests while `down` is set."""
 
     down = False
 
@@ -78,7 +78,7 @@ class Gate(MemoryObjects):
 
 
 def content(size=BIG):
-    """Noise, which the kernel would take several times as long to make."""
+    """Return random bytes. The kernel would take several times as long to generate them."""
     return np.random.SFC64().random_raw(-(-size // 8)).tobytes()[:size]
 
 

@@ -1,4 +1,4 @@
-"""What each of two spawned ranks does in the tests of the manager: every scenario in one world, since torch starts slowly."""
+"""Scenarios of two spawned ranks for the tests of the manager. One world runs them all: torch starts slowly."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def both_ranks_save_and_restore(root: str, mesh: DeviceMesh) -> None:
         saved = [run.step(step, state(mesh, step)) for step in range(1, 6)]
     assert [handle.step for handle in saved if handle is not None] == [2, 4]
     found = state(mesh, -1)
-    with manager(root, ram="64MiB") as run:  # without local tiers, what is staged alone would not be seen
+    with manager(root, ram="64MiB") as run:  # with local tiers, this run also sees data that is only staged
         restored = run.restore(found)
         assert run.checkpoints[-1].is_complete
     assert restored is not None
@@ -110,7 +110,7 @@ def a_signal_during_an_evaluation_saves_and_stops_both(root: str, mesh: DeviceMe
 
 
 class Hurried:
-    """A policy of the user's that asks for a save on one rank alone."""
+    """A user's policy that asks for a save on one rank only."""
 
     def should_save(self, step: int, previous: Any, *, context: Any) -> bool:
         return dist.get_rank() == 1 and step >= 3 and not previous
@@ -239,7 +239,7 @@ def a_failure_that_one_rank_has_not_heard_of_is_saved_again_by_both(root: str, m
         failed.settle(30)
         run._saves._writer = run._writer = good
         if dist.get_rank() == 1:
-            failed._ended = Future()  # as it is until its thread gets there
+            failed._ended = Future()  # as before its thread has finished
         again = run.save(1, state(mesh, 1))
         assert everybody(again is failed) == [False] * WORLD
         again.wait(timeout=30)

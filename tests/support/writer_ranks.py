@@ -1,4 +1,4 @@
-"""What each of two spawned ranks does in the tests of TierWriter: every scenario in one world, since torch starts slowly."""
+"""Scenarios of two spawned ranks for the tests of TierWriter. One world runs them all: torch starts slowly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS = {"ram": "256MiB", "nvme": "0"}
 
 
 class Unlucky(TierWriter):
-    """Rank 1 cannot write its part."""
+    """A writer that fails on rank 1."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == 1:
@@ -88,14 +88,14 @@ def staged(url: str, mesh: DeviceMesh) -> None:
         futures.append(dcp.async_save(live, storage_writer=writer, checkpoint_id=f"{url}/{seed}"))
         for tensor in (live["rows"].to_local(), live["everywhere"].to_local(), live["plain"]):
             tensor.zero_()
-        # One at a time: both ranks use the same group for their collectives.
+        # One save at a time: both ranks use the same group for their collectives.
         futures[-1].result()
     for seed in (1, 2, 3):
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
 
 
 def training_goes_on(url: str, mesh: DeviceMesh) -> None:
-    """Two runs from one seed, one of which is saved after each step: they end the same, and so does what was saved."""
+    """Run two trainings from one seed, one of them with saves. Both end equal, and every save is correct."""
     plain, saved = Trainer(mesh, seed=3), Trainer(mesh, seed=3)
     writer, group = TierWriter(url, **OPTIONS), dist.new_group(backend="gloo")
     fingerprints = []
@@ -106,7 +106,7 @@ def training_goes_on(url: str, mesh: DeviceMesh) -> None:
             trainer.step()
         fingerprints.append(saved.fingerprint())
         if future is not None:
-            future.result()  # one save at a time uses the group
+            future.result()  # the saves share the group, so only one may run
         future = dcp.async_save(
             saved.state(), storage_writer=writer, checkpoint_id=f"{url}/{step}", process_group=group
         )
@@ -132,7 +132,7 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
         )
         live["rows"].to_local().zero_()
         future.result()
-        # This process hears where it went, and which save it was, on every rank.
+        # On every rank this process knows the target and the id of the save.
         assert writer.checkpoint_id == f"{url}/{seed}"
         writer.wait("object", timeout=60)
         assert writer.ack() == "object"
@@ -148,7 +148,7 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
 
 
 class Slow(DefaultSavePlanner):
-    """Is at it while the other process's trainer asks."""
+    """A planner that is still busy when the other process's trainer calls `wait`."""
 
     def finish_plan(self, *arguments: Any, **options: Any) -> Any:
         time.sleep(3)
@@ -156,7 +156,7 @@ class Slow(DefaultSavePlanner):
 
 
 def in_a_process_staged_by_torch(url: str, mesh: DeviceMesh) -> None:
-    """A save that the writer hears of when it is handed over, on a thread of DCP's, and not before."""
+    """The writer learns of a save when DCP hands it over on a thread, not before."""
     writer = TierWriter(url, **OPTIONS)
     for number in range(3):
         future = dcp.async_save(
@@ -182,10 +182,10 @@ def in_a_process_staged_by_torch(url: str, mesh: DeviceMesh) -> None:
 
 
 def stock_layout(url: str, mesh: DeviceMesh) -> None:
-    """What torch's own readers read is saved in every way, and loaded by them under another layout of ranks."""
+    """Save in torch's layout in every way, and load with torch's readers under another layout of ranks."""
     writer = TierWriter(url, layout="dcp", **OPTIONS)
     dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer, checkpoint_id=f"{url}/1")
-    for seed in (2, 3):  # the second of them stages replicas once
+    for seed in (2, 3):  # the second save stages replicas once
         live = sharded(mesh, seed, [Shard(0)])
         future = dcp.async_save(live, storage_writer=writer, checkpoint_id=f"{url}/{seed}")
         live["rows"].to_local().zero_()
@@ -226,7 +226,7 @@ def failure(url: str, mesh: DeviceMesh) -> None:
 
 
 class UnluckyAtTheEnd(TierWriter):
-    """Every rank has written its part, and the coordinator cannot publish them."""
+    """A writer whose coordinator cannot publish, although every rank has written its part."""
 
     is_unlucky = False
 
@@ -237,7 +237,7 @@ class UnluckyAtTheEnd(TierWriter):
 
 
 def failure_of_the_coordinator(url: str, mesh: DeviceMesh) -> None:
-    """Every rank hears of it, and says so whoever asks; and of what came to its end, each knows which save it was."""
+    """Every rank reports the coordinator's failure to any caller. After a save that ended, every rank knows its id."""
     writer = UnluckyAtTheEnd(url, **OPTIONS)
     metadata = dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer)
     for how in (dcp.save, dcp.async_save):
@@ -249,7 +249,7 @@ def failure_of_the_coordinator(url: str, mesh: DeviceMesh) -> None:
             assert "rank 0 lost its network" in str(error)  # noqa: PT017 - on every rank
         else:
             raise AssertionError("the save seemed to succeed")
-        pickle.loads(pickle.dumps(metadata))  # tells of another save
+        pickle.loads(pickle.dumps(metadata))  # a copy that names another save
         for ask in (writer.wait, writer.ack):
             try:
                 ask()
@@ -290,14 +290,14 @@ def unusual_on_one_rank(url: str, mesh: DeviceMesh) -> None:
 
 
 def on_two_hosts(url: str, mesh: DeviceMesh) -> None:
-    """Each rank on a host of its own: there is no checkpoint before both hosts' parts are in the object tier."""
+    """With each rank on its own host, there is no checkpoint before both hosts' parts are in the object tier."""
     rank, here = dist.get_rank(), {**OPTIONS, "state_dir": f"{os.environ['HOSTS']}/{dist.get_rank()}"}
     writer = TierWriter(url, **here)
     dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer)
     writer.wait("object", timeout=60)
     check(url, mesh, 1, [Shard(1)], here)
     dist.barrier()
-    # The second host's flusher stands still: what it holds keeps the save from being one.
+    # Stop the second host's flusher: the save is incomplete while that flusher holds data.
     flusher = writer.status()["flusher"].get("pid") if rank == 1 else None
     if flusher is None and rank == 1:
         dcp.save({"x": torch.ones(1)}, storage_writer=TierWriter(f"{url}-other", **here), no_dist=True)
@@ -326,7 +326,7 @@ def on_two_hosts(url: str, mesh: DeviceMesh) -> None:
 
 @contextlib.contextmanager
 def bytes_staged() -> Iterator[list[int]]:
-    """How many bytes each staging of this rank copies."""
+    """Record how many bytes each staging of this rank copies."""
     counted: list[int] = []
     real = ShardFile.add_from_host
 
@@ -342,7 +342,7 @@ def bytes_staged() -> Iterator[list[int]]:
 
 
 def replicated(mesh: DeviceMesh, seed: int, tensors: int = 9) -> dict[str, Any]:
-    """A state that every rank has all of, tied weights and names in lists included."""
+    """Return a state that every rank holds completely, with tied weights and names in lists."""
     state: dict[str, Any] = {
         f"layer{number}": {"weight": whole(seed + number), "moments": [whole(-number), torch.tensor(float(seed))]}
         for number in range(tensors)
@@ -371,14 +371,14 @@ def check_replicated(url: str, mesh: DeviceMesh, seed: int, tensors: int = 9) ->
 
 
 def replicas(url: str, mesh: DeviceMesh) -> None:
-    """From the second save on each is staged once."""
+    """From the second save on, one rank stages each replica."""
     for caching in (False, True):
         writer = TierWriter(url, **OPTIONS)
         with bytes_staged() as counted:
             for seed in range(1, 5):
                 options = {"planner": DefaultSavePlanner(enable_plan_caching=caching)}
                 save_replicated(writer, f"{url}/{caching}/{seed}", replicated(mesh, seed), **options)
-        # The last number of a save is that of what `write_data` had to add, which is nothing.
+        # The last count of each save is that of `write_data`, which adds nothing.
         mine = torch.tensor([counted[0], *counted[2::2]])
         dist.all_reduce(mine)
         once = whole(0).nbytes * 21
@@ -389,7 +389,7 @@ def replicas(url: str, mesh: DeviceMesh) -> None:
 
 
 def replicas_of_saves_that_overlap(url: str, mesh: DeviceMesh) -> None:
-    """One that is overtaken has not failed: when all have come to their end each replica is staged once again."""
+    """A save that another one overtakes does not fail. When all have ended, each replica is staged once again."""
     writer, groups = TierWriter(url, **OPTIONS), [dist.new_group(backend="gloo") for _ in range(3)]
     save_replicated(writer, f"{url}/0", replicated(mesh, 0))
     planners, slow = [Held("create_local_plan"), Held("create_local_plan")], []
@@ -415,7 +415,7 @@ def replicas_of_saves_that_overlap(url: str, mesh: DeviceMesh) -> None:
 
 
 def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
-    """Where the ranks' states change alike all goes on; where one rank lacks what it is to save, nothing is lost silently."""
+    """If all ranks' states change alike, saves succeed. If a rank lacks a tensor it must save, all ranks fail."""
     rank, writer = dist.get_rank(), TierWriter(url, **OPTIONS)
     save_replicated(writer, f"{url}/1", replicated(mesh, 1))
     save_replicated(writer, f"{url}/2", replicated(mesh, 2, tensors=12))
@@ -432,9 +432,9 @@ def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
     dcp.load(found, storage_reader=TierReader(f"{url}/4", **OPTIONS))
     assert torch.equal(found["layer1"]["weight"], state["layer1"]["weight"])
     assert torch.equal(found["mesh"].full_tensor(), state["mesh"].full_tensor())
-    # Rank 0 has nothing but its step any more, of what it is to save, too.
+    # Rank 0 now has only its step: it also lacks the tensors that it was to save.
     save_replicated(writer, f"{url}/5", replicated(mesh, 5))
-    one_sided = replicated(mesh, 6)  # on both, since it takes collectives
+    one_sided = replicated(mesh, 6)  # on both ranks, since it runs collectives
     if rank == 0:
         one_sided = {"step": 6}
     try:
@@ -449,18 +449,18 @@ def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
 
 @dataclass
 class Holder:
-    """Something that is pickled as a whole."""
+    """An object that is pickled as a whole."""
 
     tensor: torch.Tensor
 
 
 def replicas_in_objects(url: str, mesh: DeviceMesh) -> None:
-    """What an object refers to is in the object, whichever rank saves it and whichever saves the tensor by its name."""
+    """An object contains the tensors it refers to, whichever rank saves it or saves the tensor under its name."""
     writer = TierWriter(url, **OPTIONS)
     for seed in (1, 2, 3):
         first, second = whole(seed), whole(-seed)
         state = {"first": first, "second": second, "holders": [Holder(first), Holder(first), Holder(second)]}
-        # Lists at first, which DCP takes apart; then tuples, which it pickles.
+        # First lists, which DCP flattens; then tuples, which it pickles.
         state.update({name: [whole(seed), whole(seed)] if seed == 1 else (whole(seed), whole(seed)) for name in "abc"})
         save_replicated(writer, f"{url}/{seed}", state)
     found: dict[str, Any] = {"holders": None, **dict.fromkeys("abc")}
@@ -468,7 +468,7 @@ def replicas_in_objects(url: str, mesh: DeviceMesh) -> None:
     expected = [whole(3), whole(3), whole(-3)]
     assert all(torch.equal(holder.tensor, tensor) for holder, tensor in zip(found["holders"], expected, strict=True))
     assert all(torch.equal(tensor, whole(3)) for name in "abc" for tensor in found[name])
-    # A planner that does not take dicts apart, where the one before did.
+    # This planner does not flatten dicts, unlike the previous one.
     nested = {name: {"x": whole(4), "y": whole(4)} for name in "abc"}
     save_replicated(writer, f"{url}/4", nested)
     flat = {"planner": DefaultSavePlanner(flatten_state_dict=False)}
@@ -482,15 +482,15 @@ def replicas_in_objects(url: str, mesh: DeviceMesh) -> None:
 
 
 class Caching(DefaultSavePlanner):
-    """Plans are kept under the name of the class."""
+    """A planner class of its own, since DCP caches plans under the name of the class."""
 
 
 def replicas_of_cached_plans(url: str, mesh: DeviceMesh) -> None:
-    """A rank whose plan is the one kept from an earlier save still says what that leaves to others."""
+    """A rank that reuses a cached plan still reports the items that the plan leaves to other ranks."""
     rank, writer = dist.get_rank(), TierWriter(url, **OPTIONS)
     state = {f"tensor{number}": whole(number) for number in range(4)}
     for number in (1, 2, 3):
-        if number == 3:  # the plan changes, and what is kept from now on is what each rank saves itself
+        if number == 3:  # the plan changes; from now on the cached plan has only the items that the rank saves itself
             state["new"] = whole(9)
         save_replicated(writer, f"{url}/{number}", state, planner=Caching(enable_plan_caching=True))
     lost: list[Any] = [None] * WORLD
@@ -506,14 +506,14 @@ def replicas_of_cached_plans(url: str, mesh: DeviceMesh) -> None:
 
 
 class Cloning(DefaultSavePlanner):
-    """What it saves is made of the state's tensors, so that nothing can stand for those."""
+    """Save clones of the state's tensors, which placeholders cannot stand for."""
 
     def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         super().set_up_planner({name: value.clone() for name, value in state_dict.items()}, *args, **kwargs)
 
 
 def replicas_that_a_planner_cannot_do_without(url: str, mesh: DeviceMesh) -> None:
-    """It is found out in two saves, and not in every second one."""
+    """The writer detects such a planner within two failed saves, instead of failing every second save."""
     writer = TierWriter(url, **OPTIONS)
     failed = []
     for seed in range(1, 9):
@@ -526,7 +526,7 @@ def replicas_that_a_planner_cannot_do_without(url: str, mesh: DeviceMesh) -> Non
 
 
 def what_one_rank_cannot_stage(url: str, mesh: DeviceMesh) -> None:
-    """Nobody waits for it, and the writer goes on."""
+    """If one rank cannot stage a value, no rank waits for it, and the writer stays usable."""
     writer = TierWriter(url, **OPTIONS)
     for bad in (threading.Lock() if dist.get_rank() else 1, threading.Lock()):
         future = dcp.async_save({"a": whole(1), "mine": bad}, storage_writer=writer)
@@ -587,7 +587,7 @@ def main(rank: int, directory: Path, url: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
-    torch.set_num_threads(1)  # with more, the same step ends in other last bits when the machine is busy
+    torch.set_num_threads(1)  # with more threads, the same step ends in other last bits when the machine is busy
     mesh = init_device_mesh("cpu", (WORLD,))
     outcomes = {}
     for name, scenario in SCENARIOS.items():

@@ -1,4 +1,4 @@
-"""XXH3-128 in NumPy, written from the specification alone: the reference of the kernels.
+"""XXH3-128 in NumPy, written from the specification alone: the reference for the kernels.
 
 Specification: github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "XXH3 Algorithm Description".
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-# Each class of lengths has a formula of its own.
+# Each class of lengths has its own formula.
 _THREE_BYTES, _EIGHT_BYTES, _TINY_BYTES_MAX, _HALF_SHORT_BYTES_MAX, _SHORT_BYTES_MAX = 3, 8, 16, 128, 240
 
 _MASK = (1 << 64) - 1
@@ -28,7 +28,7 @@ _SECRET = bytes.fromhex(
 
 
 def hash_blocks_reference(blocks: Sequence[bytes]) -> bytes:
-    """Return the XXH3-128 digests of ``blocks``, end to end, computed without the xxhash library."""
+    """Return the XXH3-128 digests of ``blocks``, concatenated, computed without the xxhash library."""
     return b"".join(_digest(block) for block in blocks)
 
 
@@ -126,7 +126,7 @@ def _hash_240(data: bytes) -> tuple[int, int]:
 
 
 def _sums(stripes: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return what ``stripes`` [..., count, 8] add to the accumulators [..., 8]."""
+    """Return the terms that ``stripes`` [..., count, 8] add to the accumulators [..., 8]."""
     mixed = stripes ^ keys
     products = (mixed & np.uint64(0xFFFFFFFF)) * (mixed >> np.uint64(32))
     swapped = stripes.reshape(*stripes.shape[:-1], 4, 2)[..., ::-1].reshape(stripes.shape)
