@@ -1,4 +1,4 @@
-"""A file system of shared memory that fills up."""
+"""A small filesystem in place of shared memory, so that it fills up."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Extents never hand out a byte twice, lose none, and give out whatever fits."""
+"""`Extents` allocates no byte twice, loses none, and finds room for everything that fits."""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ ALIGN = 16
 
 
 class Model:
-    """A map of units: True where taken. Ten lines, and plainly right."""
+    """The simple model to compare with: one boolean for each unit, True if allocated."""
 
     def __init__(self, units):
         self.units = [False] * units
@@ -67,7 +67,7 @@ class ExtentsMachine(RuleBasedStateMachine):
         taken = sum(self.model.units) * ALIGN
         assert self.extents.size == len(self.model.units) * ALIGN
         assert self.extents.used_bytes == taken
-        # Two free parts that touch would be one part too few for what fits.
+        # Free extents that touch must be merged: two parts would hide a larger one.
         free = [end - start for start, end in zip(self.extents._starts, self.extents._ends, strict=True)]
         assert free == [run * ALIGN for run in self.model.runs() if run]
 

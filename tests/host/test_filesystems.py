@@ -1,4 +1,4 @@
-"""What lies where is read from the kernel's list of mounts."""
+"""The kernel's list of mounts says which filesystem holds a path."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A host is a state directory; a process of it is alive for as long as it runs, and not a moment longer."""
+"""A host is a state directory. A process of the host counts as alive exactly as long as it runs."""
 
 import contextlib
 import errno
@@ -48,7 +48,7 @@ def host(directory, shm):
 
 @pytest.fixture
 def start(directory, shm):
-    """Starts another process that makes its own ``host``, runs some code, prints a line, and waits for its end."""
+    """Start another process that creates its own ``host``, runs code, prints a line, and waits until its input ends."""
     with contextlib.ExitStack() as stack:
 
         def run(code):
@@ -68,7 +68,7 @@ def start(directory, shm):
 
 
 def in_child(call):
-    """What ``call`` returns in a forked child, as text."""
+    """Return the result of ``call`` in a forked child, as text."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -92,7 +92,7 @@ def eventually(condition):
         time.sleep(0.005)
 
 
-# -- who is alive --------------------------------------------------------------------------------------------------
+# -- liveness ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_has_one_id_and_is_alive(host):
@@ -232,7 +232,7 @@ def test_forks_on_one_thread_and_locks_on_another_do_not_get_in_each_other_s_way
         stop.set()
         for thread in threads:
             thread.join()
-        # The children live, and hold nothing of ours.
+        # The children live, and hold no lock of the parent.
         assert ExclusiveLock(directory / "ram.lock").acquire()
         assert host.is_alive(owner)
         del host
@@ -293,7 +293,7 @@ def test_lock_files_of_the_dead_do_not_pile_up(host, start):
     assert len(os.listdir(host.directory / "processes")) == 1
 
 
-# -- locks ---------------------------------------------------------------------------------------------------------
+# -- locks -------------------------------------------------------------------------------------------------------------
 
 
 def test_one_at_a_time_is_in_a_locked_section(host, start):
@@ -450,7 +450,7 @@ def test_lock_files_do_not_leak_descriptors(tmp_path):
     assert descriptors() <= before
 
 
-# -- directories ---------------------------------------------------------------------------------------------------
+# -- directories -------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_made_is_closed_to_others(host, directory):
@@ -550,7 +550,7 @@ def test_a_relative_state_directory_is_refused_by_name(monkeypatch, given):
         state_directory()
 
 
-# -- segments ------------------------------------------------------------------------------------------------------
+# -- segments ----------------------------------------------------------------------------------------------------------
 
 
 def test_processes_of_one_host_share_a_folder_in_shared_memory(host, start, shm):
@@ -570,7 +570,7 @@ def test_two_state_directories_have_two_folders(host, tmp_path, shm):
 
 
 def moved_away_and_made_anew(directory):
-    """As in two containers: another directory by the same name."""
+    """Leave the name free for another directory, as in two containers."""
     directory.rename(directory.with_name("elsewhere"))
 
 
@@ -684,7 +684,7 @@ def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(dir
 def test_somebody_else_who_takes_the_name_of_a_folder_that_was_removed_locks_nobody_out(directory, shm, tmp_path):
     name = Host(directory, shm).segments.name
     gc.collect()
-    shutil.rmtree(shm / name)  # as by systemd-logind, after a logout
+    shutil.rmtree(shm / name)  # as systemd-logind does after a logout
     make_unusable(shm, name, "foreign")
     assert Host(directory, shm).segments == directory / "segments"
     gc.collect()
@@ -720,7 +720,7 @@ def test_a_folder_of_segments_that_cannot_be_marked_is_held_by_nobody(tmp_path, 
 def test_a_state_directory_by_two_paths_has_one_folder(directory, shm):
     first = Host(directory, shm)
     other = directory.with_name("other")
-    directory.rename(other)  # as where it is mounted at two paths
+    directory.rename(other)  # as if it were mounted at two paths
     assert Host(other, shm).segments == first.segments
 
 
@@ -756,7 +756,7 @@ def test_segments_that_were_left_keep_their_folder(directory, shm, tmp_path, is_
 
 def test_who_cannot_see_the_segments_of_others_is_refused(directory, shm, tmp_path):
     host = Host(directory, shm)
-    shm.rename(tmp_path / "hidden")  # as in a container with shared memory of its own
+    shm.rename(tmp_path / "hidden")  # as in a container with its own shared memory
     (tmp_path / "elsewhere").mkdir()
     for there in (shm, tmp_path / "elsewhere"):
         with pytest.raises(StoreError, match=f"{directory} is in use by processes .* in {host.segments}, which this"):

@@ -1,4 +1,4 @@
-"""Of several that want a chunk one fetches it, and the others wait, but not for good."""
+"""One of the processes that want a chunk fetches it. The others wait, for a limited time."""
 
 import threading
 
@@ -22,7 +22,7 @@ def locks(tmp_path, clock):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """What another process has: the same file, opened anew."""
+    """The locks of another process: the same file, opened anew."""
     locks = NameLocks(tmp_path / "fetch.lock")
     yield locks
     locks.close()
@@ -48,7 +48,7 @@ def test_a_thread_is_not_waited_for_for_good_either(locks, clock):
         with locks.single_flight(b"a"):
             pass
         assert PATIENCE_S <= clock.monotonic() - begun < PATIENCE_S + 1
-        # What the second one did without is the first one's still.
+        # The second caller gave up waiting and held no lock, so the first one still holds it.
         with locks.single_flight(b"a"):
             pass
         assert clock.monotonic() - begun >= 2 * PATIENCE_S

@@ -1,4 +1,4 @@
-"""The arena: extents written and read straight, pages that are believed only where they belong."""
+"""The arena writes and reads extents with direct I/O, and accepts a page only at its own place."""
 
 import errno
 import mmap
@@ -44,7 +44,7 @@ def arena(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A filesystem of four megabytes."""
+    """A filesystem of 4 MiB."""
     directory = tmp_path / "small"
     directory.mkdir()
     mounted = subprocess.run(

@@ -1,4 +1,4 @@
-"""The index: commits that last, readers that never wait for long, and what they do about damage and replacement."""
+"""The index: commits persist, readers wait only briefly, and both survive damage and replacement of the file."""
 
 import gc
 import os
@@ -93,7 +93,7 @@ def test_a_reader_cannot_write(path):
 @pytest.mark.parametrize("made_anew", [True, False])
 def test_an_index_that_goes_away_under_a_query_is_no_error_of_the_one_that_is_there(path, made_anew, monkeypatch):
     index = Index(path)
-    with index.transaction() as database:  # leaves a journal, which SQLite looks at beside the database that it expects
+    with index.transaction() as database:  # leaves a journal; SQLite looks for it at the expected path
         database.execute(INSERT_CHUNK, chunk_row(1))
     index.close()
     reader = IndexReader(path, busy_s=1)
@@ -110,7 +110,7 @@ def test_an_index_that_goes_away_under_a_query_is_no_error_of_the_one_that_is_th
     monkeypatch.setattr(reader, "_opened", goes_away)
     found = reader.select(COUNT)
     assert away
-    # What the old one answers by itself, where SQLite does not notice, is as good as if it had been asked before.
+    # If SQLite does not notice the replacement, the old index may answer: the query could have run before it.
     assert found in ((EPOCH, [(1,)]), (EPOCH[::-1], [(0,)]) if made_anew else None)
     assert reader.select(COUNT) == ((EPOCH[::-1], [(0,)]) if made_anew else None)
     reader.close()
@@ -134,7 +134,7 @@ def test_a_forked_child_leaves_its_parents_connections_alone(path):
         database.execute(INSERT_CHUNK, chunk_row(1))
         child = os.fork()
         if not child:
-            # In the child the parent's transaction is neither seen nor undone, even when everything is torn down.
+            # The child neither sees nor rolls back the parent's transaction, even when it destroys the objects.
             del index, database
             gc.collect()
             os._exit(0 if IndexReader(path, busy_s=1).select(COUNT)[1] == [(0,)] else 1)
@@ -241,4 +241,4 @@ def test_an_index_of_100000_chunks_is_opened_and_answers_within_50_ms(path):
         took_s.append(time.monotonic() - start)
         reader.close()
         assert found[1] == [(b"m" * 600,)]
-    assert min(took_s) < 0.05  # a walk over all of them takes longer however often it is tried
+    assert min(took_s) < 0.05  # a scan of all rows would take longer in every attempt

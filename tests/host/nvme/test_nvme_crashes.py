@@ -1,4 +1,4 @@
-"""A crash before or after every ordered step: what was acknowledged is there byte for byte, and nothing is half there."""
+"""After a crash before or after any ordered step, acknowledged data is intact and no draft is incomplete."""
 
 import contextlib
 import os
@@ -31,15 +31,15 @@ NEEDS = {
 
 
 class Story:
-    """A day in the life of the tier, and what its callers were told."""
+    """A sequence of operations on the tier, and the results that its callers were given."""
 
     def __init__(self, directory, steps):
         self.directory = directory
         self.steps = steps
         self.tier = None
-        self.safe = set()  # acknowledged, and not asked to be published
-        self.gone = set()  # publish has returned
-        self.doubtful = set()  # somebody was about to be told something
+        self.safe = set()  # acknowledged, and not to be published yet
+        self.gone = set()  # publishing has returned
+        self.doubtful = set()  # an operation on the path was in flight
         self.seqs = {}
 
     def commit(self, *some):
@@ -75,7 +75,7 @@ class Story:
         self.open(budget=5 << 19)
         self.commit("d", "e1")
         self.publish("e1", "g")
-        self.commit("e2")  # room is made for it
+        self.commit("e2")  # makes room by eviction
         self.publish("c")
         write(self.tier, 30, 31, keep=False)
         self.tier.commit()
@@ -87,7 +87,7 @@ class Story:
         with contextlib.suppress(Crash):
             self.run()
         if self.tier is not None:
-            # What the kernel does with a dead process's locks and descriptors. The journal, too, is left as it is.
+            # As the kernel closes a dead process's locks and descriptors. The journal stays as it is, too.
             self.tier.close()
 
     def check(self, tier):
@@ -101,7 +101,7 @@ class Story:
             assert all(read(tier, number) for number in NEEDS[path]), path
         reader = NvmeReader(self.directory)
         for number in range(1, 34):
-            read(reader, number)  # absent or right
+            read(reader, number)  # absent or correct
         assert {item.path for item in reader.drafts_below("", conflicts=True)} == set(found)
         for path, item in found.items():
             assert [each.path for each in reader.drafts_below(path, conflicts=True)] == [path]
@@ -113,7 +113,7 @@ class Story:
 
 @pytest.fixture
 def memory(tmp_path):
-    """Where flushing costs nothing: a process that crashes loses nothing of what it wrote, flushed or not."""
+    """A directory in memory, where flushing costs nothing. A crash of the process keeps all writes, flushed or not."""
     shm = "/dev/shm"
     if not os.access(shm, os.W_OK) or os.statvfs(shm).f_bavail * os.statvfs(shm).f_frsize < 64 << 20:
         yield tmp_path
@@ -135,7 +135,7 @@ def total_steps(tmp_path):
 def test_a_crash_at_any_step_loses_nothing_and_leaves_nothing_half_there(memory, index):
     total = total_steps(memory)
     assert total > 100
-    # Before a step the disk is as after the one before it; only what the callers were told differs.
+    # Just before a step the disk is as just after the previous one. Only the acknowledgements differ.
     for crash_at in range(0, total, 1 if index == "kept" else 2):
         story = Story(memory / "n", Steps(crash_at))
         story.crash()
@@ -144,7 +144,7 @@ def test_a_crash_at_any_step_loses_nothing_and_leaves_nothing_half_there(memory,
         tier = open_tier(story.directory)
         try:
             story.check(tier)
-            # And life goes on.
+            # The tier works as usual.
             tier.forget_drafts(*(item.seq for item in tier.drafts()))
             save(tier, "after", 50, 1, 2)
             assert read(tier, 50)
@@ -154,7 +154,7 @@ def test_a_crash_at_any_step_loses_nothing_and_leaves_nothing_half_there(memory,
         finally:
             tier.close()
         if index == "kept":
-            # What was given up before the index was lost stays given up.
+            # Drafts removed before the index was lost do not return.
             drop_index(story.directory)
             tier = open_tier(story.directory)
             assert [item.path for item in tier.drafts()] == ["after"], (crash_at, story.steps.points[crash_at - 1])
@@ -164,7 +164,7 @@ def test_a_crash_at_any_step_loses_nothing_and_leaves_nothing_half_there(memory,
 
 
 class Flushed(Steps):
-    """Remembers what the arena held when it was flushed last, and puts that back: the host lost its power."""
+    """Keep the arena's content of its last flush, and restore it: the host lost its power."""
 
     def __init__(self, crash_at, directory):
         super().__init__(crash_at)

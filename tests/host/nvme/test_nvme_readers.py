@@ -1,4 +1,4 @@
-"""Readers in other processes: never an exception, never wrong bytes, whatever the writer does meanwhile."""
+"""Readers in other processes see no exception and no wrong bytes, whatever the writer does at the same time."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""An index that is gone, damaged or another arena's is made anew from the arena; what cannot be had again is said."""
+"""An index that is missing, damaged or of another arena is rebuilt from the arena. Any loss is reported."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def stored(directory):
-    """Three drafts of which the second was published, and a clean chunk."""
+    """A tier with three drafts, the second of them published, and a clean chunk."""
     tier = open_tier(directory)
     save(tier, "a", 1, 2)
     gone = save(tier, "gone", 2, 3)
@@ -48,7 +48,7 @@ def stored(directory):
 
 
 def places(directory):
-    """Where chunks lie, by name, and drafts, by path."""
+    """Return the offsets of chunks by name, and of drafts by path."""
     database = sqlite3.connect(directory / "nvme.db")
     found = dict(database.execute("SELECT name, offset FROM chunks"))
     found.update(database.execute("SELECT path, offset FROM drafts"))
@@ -146,7 +146,7 @@ def test_everything_that_is_pending_comes_back_with_its_chunks(stored, damage, c
 
 
 def test_a_journal_whose_database_is_gone_is_not_played_back_into_the_next(stored):
-    # A hot journal, as a crash within a commit leaves it.
+    # A hot journal, as a crash during a commit leaves it.
     tier = open_tier(stored)
     state = tier._state
     with pytest.raises(ZeroDivisionError), state.index.transaction() as database:
@@ -199,7 +199,7 @@ def test_an_old_page_within_newer_data_is_not_believed(directory):
     write(tier, *range(12), length=1000, keep=False)
     tier.commit()
     tier.evict()
-    # Its data leaves the page of an older extent as it was, at the place where it was.
+    # This chunk's data contains the page of an older extent, unchanged and at the old place.
     offset, length = GRANULE, 6 * GRANULE
     state = tier._state
     with open(directory / "nvme.arena", "rb") as file:
@@ -391,7 +391,7 @@ def test_a_failure_of_the_index_is_survived_by_the_running_tier(directory, monke
 
     tier = open_tier(directory, faults=fail)
     first = save(tier, "a", 1)
-    # The commit took effect, but the writer was told that it failed.
+    # The commit took effect, but the writer received an error.
     failing[:] = ["after index.commit"]
     with pytest.raises(OSError):
         save(tier, "b", 2)
@@ -446,11 +446,11 @@ def test_a_tier_is_needed_where_it_has_a_draft_or_a_hold_or_cannot_say(directory
 
 
 class Died(BaseException):
-    """The process ended there."""
+    """The process ended at a fault point."""
 
 
 def died_at(point, directory, left):
-    """Dies there the first time; what it left is then in another directory, whatever is put in order here."""
+    """Return a fault that raises at the point once. First it copies the directory, since cleanup may change it."""
 
     def fault(at):
         if at == point and not left.exists():
@@ -461,7 +461,7 @@ def died_at(point, directory, left):
 
 
 def test_what_is_taken_back_of_a_commit_by_one_that_dies_is_its_end(tmp_path):
-    """And then the index is lost: what was closed later is not there without what was closed before it."""
+    # Then the index is lost as well. The rebuilt tier must keep closing order: no draft without the earlier ones.
     first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
     tier = open_tier(first)
     save(tier, "a", 1)

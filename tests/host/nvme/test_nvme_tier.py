@@ -1,4 +1,4 @@
-"""The nvme tier in fair weather: what is committed, who needs it, what goes when room is short."""
+"""The nvme tier without failures: commits, dirty and clean chunks, and eviction when room is short."""
 
 import contextlib
 import errno
@@ -209,7 +209,7 @@ def test_clean_chunks_go_when_room_is_short_the_least_recently_used_first(direct
 
 
 def chunks(count):
-    """Names and lengths of chunks that nobody wrote yet."""
+    """Return names and lengths of chunks that were not written yet."""
     return {content_of(number)[0]: CHUNK for number in range(1000, 1000 + count)}
 
 
@@ -284,7 +284,7 @@ def test_chunks_are_put_in_order_once_for_many_evictions_and_without_the_tables_
         return found
 
     monkeypatch.setattr("tierfs.host.nvme.state.candidates", watched)
-    monkeypatch.setattr("tierfs.host.nvme.ledger.LOW_WATERMARK", 0.95)  # so that each evicts hardly anything
+    monkeypatch.setattr("tierfs.host.nvme.ledger.LOW_WATERMARK", 0.95)  # so that each eviction frees almost nothing
     number = 0
     while not tier.usage().evicted_bytes:
         write(tier, number, keep=False)
@@ -292,7 +292,7 @@ def test_chunks_are_put_in_order_once_for_many_evictions_and_without_the_tables_
         clock.sleep(100)
         number += 1
     assert orders == [number - 1]
-    assert read(tier, 2)  # it was the next but one
+    assert read(tier, 2)  # marks it as used: it was the next but one to be evicted
     clock.sleep(100)
     for more in range(number, number + 3):
         write(tier, more, keep=False)
@@ -335,7 +335,7 @@ def test_threads_that_find_no_room_at_once_evict_once_for_all(directory):
     tier = filled(directory, steps)
     waiting, number = threading.Barrier(3), 300
     while not steps.points.count("before index.release"):
-        # Each that sees no room waits for the others to see it as well.
+        # A thread that finds no room waits until the others have found none either.
         threads = [
             threading.Thread(target=lambda at=at: (waiting.wait(), write(tier, at, keep=False)))
             for at in range(number, number + 3)
@@ -385,7 +385,7 @@ def test_an_extent_freed_by_eviction_holds_the_new_chunk_and_not_the_old(tier):
         tier.commit()
         assert read(tier, number)
         for old in range(max(0, number - 15), number):
-            read(tier, old)  # absent or right, never wrong
+            read(tier, old)  # absent or correct, never wrong
 
 
 def test_a_budget_that_grew_grows_the_arena_and_one_that_shrank_shrinks_it_as_far_as_it_is_free(directory):
@@ -475,7 +475,7 @@ def test_what_turns_out_to_be_wrong_once_it_is_written_was_never_there(tier, dir
 
 
 def test_a_sound_copy_is_not_taken_back_because_another_one_would_have_been_wrong(tier):
-    """Of a slot that was used again meanwhile, of a chunk that was there already."""
+    # The slot was reused in the meantime, but the tier already had the chunk.
     save(tier, "a", 1)
     name, data = content_of(1)
     tier.write(name, meta_of(data), memoryview(bytearray(len(data))), is_sound=lambda: False)
@@ -488,7 +488,8 @@ def test_many_threads_write_commit_read_and_evict_at_once(directory):
     failures = []
 
     def save_again(*what):
-        # What another thread had written and published may be evicted before the commit: a flusher writes it again.
+        # Chunks that another thread wrote and published may be evicted before the commit. A flusher writes them
+        # again.
         while True:
             with contextlib.suppress(ChunksGoneError):
                 return save(tier, *what)
@@ -571,7 +572,7 @@ def test_writes_go_on_while_a_commit_waits_for_the_disk(directory):
     thread.join()
     reader = NvmeReader(directory)
     assert reader.find(content_of(1)[0])
-    assert reader.find(late) is None  # the flush may not have covered it
+    assert reader.find(late) is None  # the flush may not have included it
     tier.commit()
     assert reader.find(late)
     tier.close()
@@ -631,14 +632,14 @@ def test_a_disk_that_is_full_leaves_everything_committed_intact(tmp_path, spare)
         pytest.skip("may not mount a tmpfs here")
     try:
         tier = open_tier(small / "n")
-        assert not tier.usage().gives_local  # a tmpfs outlives no crash of the host
+        assert not tier.usage().gives_local  # a tmpfs does not survive a crash of the host
         stored = [save(tier, "a", 1)]
         statistics = os.statvfs(small)
         (small / "ballast").write_bytes(bytes(max(0, (statistics.f_bavail - spare) * statistics.f_frsize)))
         outcome = []
         for number in range(2, 40):
             try:
-                # Manifests of this size need pages of the database that are not there yet.
+                # Manifests of this size need new pages in the database.
                 names = write(tier, number, length=1000)
                 stored += tier.commit(drafts=[draft(f"b{number}", names, os.urandom(20_000))])
             except (CapacityError, StoreError) as error:

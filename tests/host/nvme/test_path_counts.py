@@ -1,4 +1,4 @@
-"""The counts that spare readers a query of the index."""
+"""Counts by path let readers skip queries of the index."""
 
 from __future__ import annotations
 

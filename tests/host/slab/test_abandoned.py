@@ -29,14 +29,14 @@ def shm(tmp_path):
 
 @pytest.fixture
 def own(tmp_path, shm):
-    """The folder of who looks."""
+    """The folder of the process that looks for abandoned ones."""
     host = Host(tmp_path / "own", shm)
     yield host.segments
     del host
 
 
 def leave(directory, shm):
-    """A process with a folder in which something is staged; it is killed. Returns the folder."""
+    """Stage a chunk in a process with its own folder, and kill the process. Return the folder."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -120,9 +120,9 @@ def test_where_it_is_not_certain_that_the_state_directory_is_gone_the_folder_sta
     said = json.loads((folder / "state").read_text())
     match what:
         case "empty mount point":
-            mounted.mkdir()  # another directory by that name
+            mounted.mkdir()  # another directory with that name
         case "removed mount point":
-            said["is"] = "1:2"  # on a filesystem that is not the one of what is above
+            said["is"] = "1:2"  # the recorded filesystem is not the one of the parent directory
         case "another container":
             said["host"] = "another"
     (folder / "state").write_text(json.dumps(said))

@@ -1,4 +1,4 @@
-"""Memory of a segment: reserved as a whole or not at all, and mapped."""
+"""Memory of a segment is reserved as a whole or not at all, and then mapped."""
 
 import errno
 import mmap
@@ -38,7 +38,7 @@ def reserved(fd):
 
 
 def mapped(memory, what="Rss"):
-    """How many bytes of a mapping have pages, or pages of a kind, as the kernel says."""
+    """Return how many bytes of a mapping have pages of a kind, from the kernel's ``smaps``."""
     address = np.frombuffer(memory, np.uint8).ctypes.data
     _, found = re.split(rf"^{address:x}-.*$", Path("/proc/self/smaps").read_text(), maxsplit=1, flags=re.MULTILINE)
     return int(re.search(rf"^{what}: +(\d+) kB", found, re.MULTILINE)[1]) << 10
@@ -152,7 +152,7 @@ def test_at_the_end_of_the_interpreter_one_thread_does_it(fd, monkeypatch):
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_a_mapping_is_of_the_file_and_keeps_no_descriptor(writable):
-    name = f"mapped-{writable}"  # of which no other test has left a mapping
+    name = f"mapped-{writable}"  # no other test has mapped this name
     fd = anonymous(name)
     os.pwrite(fd, b"before", SIZE - 6)
     before = descriptors()

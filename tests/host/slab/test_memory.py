@@ -1,4 +1,4 @@
-"""The least of all limits on memory counts."""
+"""The lowest of all memory limits applies."""
 
 import pytest
 
@@ -10,7 +10,7 @@ TOTAL = 64 * GIB
 
 @pytest.fixture
 def limit(tmp_path):
-    """Writes the kernel's files, and reads the limit from them."""
+    """A function that writes the kernel's files and returns the limit found in them."""
 
     def read(membership, limits, meminfo=f"MemFree: 1 kB\nMemTotal:       {TOTAL // 1024} kB\nSwapTotal: 0 kB\n"):
         (tmp_path / "meminfo").write_text(meminfo)
@@ -82,12 +82,12 @@ def test_this_machine_has_a_limit():
     assert memory_limit() > 16 << 20
 
 
-# -- what is left of it ------------------------------------------------------------------------------------------------
+# -- available memory --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def available(tmp_path):
-    """Writes the kernel's files, and reads from them what may be taken."""
+    """A function that writes the kernel's files and returns the available memory found in them."""
 
     def read(files, meminfo="MemTotal: 8388608 kB\nMemAvailable:  4194304 kB\n"):
         (tmp_path / "meminfo").write_text(meminfo)

@@ -1,4 +1,4 @@
-"""The ram tier of a host: what is found, how it stays within its budget, and what happens when it is full."""
+"""The ram tier of a host: lookups, the budget, eviction, and waiting for room."""
 
 import contextlib
 import errno
@@ -95,7 +95,7 @@ def in_child(work):
 
 
 def killed(host, work, *, store=STORE, budget=BUDGET, segment=MIB):
-    """A process with a tier of its own that does ``work`` and is killed."""
+    """Run ``work`` on a tier in another process and kill that process."""
 
     def child():
         work(RamTier(host, store, budget_bytes=budget, clock=SystemClock(), segment_bytes_max=segment))
@@ -105,7 +105,7 @@ def killed(host, work, *, store=STORE, budget=BUDGET, segment=MIB):
 
 
 def fill(tier, *, clean=False):
-    """Slots of 256 KiB until there is room for no more."""
+    """Fill the tier with slots of 256 KiB until no more fit. Return them."""
     slots = []
     with contextlib.suppress(CapacityError):
         while True:
@@ -123,7 +123,7 @@ def suffixes(host):
     return sorted(path.suffixes[-1] for path in host.segments.iterdir() if path.suffix)
 
 
-# -- found -------------------------------------------------------------------------------------------------------------
+# -- lookups -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_chunk_is_found_by_its_writer_and_by_other_processes(tier, open_tier):
@@ -203,7 +203,7 @@ def test_what_a_killed_process_sealed_is_found_and_what_it_did_not_seal_is_not(t
     (draft,) = tier.drafts()
     draft.segment.mark(draft, SlotState.CLEAN)
     assert tier.reclaim(lambda segment: set()) == 0
-    assert suffixes(host) == [".slab"]  # clean still: a cache, until somebody needs the room
+    assert suffixes(host) == [".slab"]  # still clean: it serves as a cache until a process needs the room
 
 
 def test_an_empty_segment_of_a_dead_process_is_removed(tier, host):
@@ -265,7 +265,7 @@ def test_segments_double_the_memory_up_to_the_longest_and_leave_half_of_the_rest
     while (layout := layout_of(16 * MIB, held=sum(sizes) * MIB, room=room)) is not None:
         sizes.append(layout.data_bytes // MIB)
         room -= layout.size
-    # Whole chunks, and a mebibyte for what comes with them.
+    # Whole chunks, and 1 MiB for small slots.
     assert sizes[:5] == [65, 65, 129, 257, 513]
     assert max(sizes) <= 1025
     assert room < 17 * MIB
@@ -293,7 +293,7 @@ def test_where_it_is_known_how_much_is_wanted_that_much_is_made():
 
 
 def test_memory_that_grows_little_by_little_comes_in_few_segments(open_tier):
-    """Each has its descriptors, in every process of the host that reads the store."""
+    # Each segment needs descriptors in every process of the host that reads the store.
     tier = open_tier(budget=1 << 30, segment=1 << 30)
     for number in range(64):
         put(tier, b"%d" % number, length=MIB)
@@ -327,7 +327,7 @@ def test_room_for_what_is_small_costs_a_small_budget_no_chunk(open_tier, budget,
 
 
 def test_what_is_small_leaves_room_for_whole_chunks(open_tier):
-    """Whatever is freed in whichever order: a chunk needs its bytes in one piece."""
+    # A chunk needs contiguous bytes, in whatever order slots are released.
     tier = open_tier(budget=160 * MIB, segment=64 * MIB)
     chunks, small = [], []
     for _ in range(4):
@@ -450,7 +450,7 @@ def test_the_budget_holds_when_processes_start_at_once(host, shm):
     def watch():
         nonlocal most
         while not done.is_set():
-            with host.locked("ram"):  # who lists a folder while files are renamed may see one twice
+            with host.locked("ram"):  # while files are renamed, a listing without the lock may show one twice
                 taken = sum(path.stat().st_size for path in host.segments.iterdir())
             most = max(most, taken)
 
@@ -468,7 +468,7 @@ def test_the_budget_holds_when_processes_start_at_once(host, shm):
         watcher.join()
         for writer in writers:
             writer.communicate("\n")
-    assert 20 * MIB < most <= (24 << 20) + 100  # a file there says whose folder it is
+    assert 20 * MIB < most <= (24 << 20) + 100  # the folder has a small file that names its owner
     assert sum(counts) * 100_000 > 15 * MIB
     assert [writer.returncode for writer in writers] == [0] * 4
 
@@ -533,7 +533,7 @@ def test_copies_of_single_files_take_a_bounded_part_of_the_budget(open_tier, mon
 
 
 def save_of(tier, number, clock, parts=4):
-    """Slots of one save, taken at once, and clean soon."""
+    """Take the slots of one save at once, and mark them clean soon after."""
     slots = [run[0] for run in tier.take_runs(SlotKind.CHUNK, [[256 * KIB]] * parts, timeout_s=0)]
     clock.sleep(0.125)
     for part, slot in enumerate(slots):
@@ -709,7 +709,7 @@ def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_s
 
 
 def test_a_writer_that_has_more_than_its_share_gives_some_to_those_who_wait(open_tier, host):
-    """Also where what it has is clean, and it has no reason of its own to let go of it."""
+    # Its slots are clean here, and it has no reason of its own to release them.
     first = open_tier(budget=8 * MIB)
     fill(first, clean=True)
     time.sleep(0.06)
@@ -744,21 +744,21 @@ def test_dirty_segments_that_others_wait_for_take_nothing_more_and_go_when_they_
         slot.segment.give(slot)
         slots.remove(slot)
     another_claims(host, 4 * MIB, 0)
-    # Only what was not taken: two of them are beyond its share.
+    # It releases only unused memory: two free slots are beyond its share.
     assert 2 * 256 * KIB <= first.give_back_claimed() < 3 * 256 * KIB
     assert all(content(slot)[:4] == b"data" for slot in slots)
     used = {put(first, b"x%d" % number, length=4 * KIB, clean=True).segment for number in range(64)}
     assert sum(segment.size for segment in used) <= 2 * MIB
     for slot in slots:
         slot.segment.mark(slot, SlotState.CLEAN)
-    # Back to its share: half of the budget.
+    # Now it goes back to its share, half of the budget.
     assert first.give_back_claimed() > 0
     assert sum(segment.size for segment in first.own_segments()) <= 2 * MIB
     put(first, b"a")
 
 
 def another_claims(host, budget, now_s):
-    """What another process does while it waits for room."""
+    """Claim room as another process that waits for it."""
     other = Host(host.directory, host.segments.parent)
     assert other.owner() != host.owner()
     RamBudget(other).claim(budget, now_s)
@@ -774,7 +774,7 @@ def test_who_has_been_idle_gives_back_all_but_what_is_dirty(open_tier, host):
     assert idle.give_back_claimed() == 0  # it took a slot just now, and is within its share
     kept.segment.give(filling)
     another_claims(host, 64 * MIB, 1)
-    assert idle.give_back_claimed() == 0  # it sealed something just now
+    assert idle.give_back_claimed() == 0  # it sealed a slot just now
     idle.take(SlotKind.CHUNK, 100, timeout_s=0)
     another_claims(host, 64 * MIB, time.monotonic() + 10)
     assert idle.give_back_claimed() > MIB
@@ -799,7 +799,7 @@ def test_a_segment_that_was_given_back_but_for_what_is_dirty_goes_when_that_is_c
 
 
 class SharedClock(ManualClock):
-    """What time passes for one tier passes for all, which then look after the rest."""
+    """A clock that all tiers share. When time passes, each tier releases claimed memory."""
 
     def __init__(self):
         super().__init__()
@@ -890,7 +890,7 @@ def test_a_conflict_in_a_small_segment_is_no_obstacle_to_a_large_slot(open_tier)
 
 
 def test_nobody_waits_for_what_they_hold_themselves(open_tier):
-    """A save that is hardly smaller than the budget blocked training for the timeout."""
+    # Regression: a save almost as large as the budget blocked training until the timeout.
     clock = ManualClock()
     tier = open_tier(budget=6 * MIB, segment=6 * MIB, clock=clock)
     runs, before = [[2 * MIB]] * 3, clock.monotonic()
@@ -938,7 +938,7 @@ def test_what_others_have_is_waited_for(open_tier, host):
     assert clock.monotonic() - before == pytest.approx(5)
 
 
-# -- what the dead left ------------------------------------------------------------------------------------------------
+# -- memory of dead processes ------------------------------------------------------------------------------------------
 
 
 def test_a_new_process_takes_the_warm_memory_of_a_dead_one_when_the_budget_is_used_up(open_tier, host):
@@ -1009,7 +1009,7 @@ def test_what_is_dirty_at_close_stays_until_it_is_flushed_and_copies_are_given_b
 def test_a_tier_never_takes_the_last_of_the_machine_s_memory(open_tier, monkeypatch):
     tier = open_tier()
     monkeypatch.setattr(pool, "memory_available", lambda: 10 * MIB)
-    monkeypatch.setattr(pool, "memory_limit", lambda: 320 * MIB)  # of which 20 are spared
+    monkeypatch.setattr(pool, "memory_limit", lambda: 320 * MIB)  # 20 MiB of it are kept free
     with pytest.raises(CapacityError):
         tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
     monkeypatch.setattr(pool, "memory_available", lambda: 1 << 40)
@@ -1051,7 +1051,7 @@ def test_memory_for_a_second_save_is_made_ahead_and_for_no_third(open_tier):
     for number in range(2):
         for slots in tier.take_runs(SlotKind.CHUNK, [[MIB]] * 8, timeout_s=0):
             slots[0].segment.seal(slots[0], b"%d" % slots[0].index, b"", stamp_ns=number)
-        tier._pool.eviction.last_save_s -= 10  # or they would be of one save
+        tier._pool.eviction.last_save_s -= 10  # otherwise both count as one save
         tier.grow_ahead()
         tier._pool._ahead.join()
         assert 16 * MIB <= tier.usage().host_bytes < 20 * MIB
@@ -1102,7 +1102,7 @@ def test_where_shared_memory_is_too_small_segments_are_in_the_state_directory(op
     assert (usage.segments, usage.disk_segments) == (3, 2)
     assert usage.host_bytes == usage.store_bytes > 144 * MIB
     assert caplog.text.count("Shared memory is too small") == 1
-    assert suffixes(host) == [".slab"]  # the last one fits
+    assert suffixes(host) == [".slab"]  # the last segment fits into shared memory
     other = open_tier(budget=256 * MIB, on=Host(host.directory, small_shm))
     assert [content(other.find(b"%d" % number))[:5] for number in range(9)] == [b"bytes"] * 9
     assert other.usage().disk_segments == 2
@@ -1186,7 +1186,7 @@ def test_copies_that_a_dead_process_left_under_another_state_directory_make_way(
         def child():
             killed(Host(tmp_path / name, shm), work)
 
-        assert not in_child(child)  # none of ours holds the folder
+        assert not in_child(child)  # a forked child, so that this process holds no lock on the folder
 
     leave("copies", lambda tier: put(tier, b"a", clean=True))
     leave("dirty", lambda tier: put(tier, b"b"))
@@ -1196,7 +1196,7 @@ def test_copies_that_a_dead_process_left_under_another_state_directory_make_way(
     count = {folder: len(list(folder.glob("*.slab"))) for folder in folders}
     assert sorted(count.values()) == [1, 1]
     tier = open_tier()
-    fill(tier)  # to the budget, so that it looks for room everywhere
+    fill(tier)  # up to the budget, so that it looks for room everywhere
     assert sorted(len(list(folder.glob("*.slab"))) for folder in folders) == [0, 1]
     assert other.segments is not None
     assert list(other.segments.glob("*.slab"))
@@ -1224,7 +1224,7 @@ def test_who_was_told_of_a_larger_budget_makes_room_for_one_with_a_smaller(open_
 
 
 def test_threads_that_take_what_others_give_back_wait_for_it(open_tier):
-    """At any moment all of it may be free, and taken by somebody else in the next."""
+    # All of the memory may be free at one moment, and taken by another thread at the next.
     tier = open_tier(segment=8 * MIB)
     sealed, errors, ends = queue.SimpleQueue(), [], time.monotonic() + 2
 

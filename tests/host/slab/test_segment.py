@@ -1,4 +1,4 @@
-"""One segment: what is whole, what is found, what is reused, and what a killed process leaves."""
+"""One segment: sealed slots are whole and found, released slots are reused, a killed process leaves no damage."""
 
 import fcntl
 import gc
@@ -78,7 +78,7 @@ def content(slot):
 
 
 def in_child(work):
-    """Run ``work`` in a forked child; returns its wait status."""
+    """Run ``work`` in a forked child. Return its wait status."""
     child = os.fork()
     if not child:
         try:
@@ -93,7 +93,7 @@ def opened():
     return descriptors() + mappings("tierfs-test-")
 
 
-# -- found and read ----------------------------------------------------------------------------------------------------
+# -- lookups and reads -------------------------------------------------------------------------------------------------
 
 
 def test_what_was_sealed_is_found_by_others_with_its_bytes_and_metadata(segment, reader):
@@ -196,7 +196,7 @@ def test_a_run_of_slots_lies_side_by_side_and_is_taken_as_a_whole(segment):
     refused, taken = segment.take_runs(SlotKind.CHUNK, [too_much, too_much[1:]])
     assert refused is None
     assert taken is not None
-    # Each is given back by itself, and what it leaves is room for another.
+    # Each slot is released by itself, and another one fits in its place.
     assert segment.give(run[1])
     ((first, *_),) = segment.take_runs(SlotKind.CHUNK, [[PAGE, PAGE, PAGE]])
     assert first.offset == run[1].offset
@@ -314,7 +314,7 @@ def test_sums_are_of_whole_pages(segment):
 
 
 def killed_after(path, lines):
-    """A process that writes one slot and is killed after so many lines of our code; whether it came to its end."""
+    """Write one slot in a process that dies after ``lines`` lines of tierfs. Return whether it finished first."""
 
     def work():
         segment = adopt(path, "00000000000000bb")
@@ -337,14 +337,14 @@ def killed_after(path, lines):
 
 
 def kill_at_each_line(folder):
-    """Write a slot in a child, as often as it has lines, and kill it there."""
+    """Write a slot in a child and kill the child at a line, once for each line."""
     outcomes = []
     ended, lines = False, 0
     while not ended:
         segment = make(folder, data=1 << 16, slots=4)
         put(segment, b"before", b"before")
         segment.disown()
-        # One that has looked before, one that comes to it afterwards.
+        # One reader attaches before the write, another one after it.
         reader = Segment.attach(segment.path)
         assert content(reader.find(b"before")) == b"before"
         ended = killed_after(segment.path, lines)
@@ -356,7 +356,7 @@ def kill_at_each_line(folder):
             assert content(found) == DATA
             assert reader.meta(found) == b"meta"
         assert content(reader.find(b"before")) == b"before"
-        # Whoever comes next can use all the rest, and readers see what it does.
+        # The next owner can use everything else, and readers see its changes.
         mine = adopt(segment.path, "00000000000000cc")
         new = put(mine, b"new", b"new")
         assert new.serial not in {slot.serial for slot in reader.slots() if slot.name != b"new"}
@@ -368,12 +368,12 @@ def kill_at_each_line(folder):
         segment.unlink()
         lines += 1
     assert len(outcomes) > 50
-    assert outcomes == sorted(outcomes)  # once it is there it stays
-    assert True in outcomes[:-1]  # also where the process was killed between the state and the end
+    assert outcomes == sorted(outcomes)  # once the slot is found it stays
+    assert True in outcomes[:-1]  # also after a kill between the change of state and the end
 
 
 def test_a_process_killed_at_any_line_leaves_a_whole_slot_or_none(folder):
-    # In a process of its own: this one may have grown by then, so that a child takes it long to make.
+    # In a process of its own: forking this one may be slow if it has grown large.
     code = f"import pathlib, sys; sys.path[:0] = {sys.path!r}; import test_segment; test_segment.kill_at_each_line(pathlib.Path({str(folder)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -410,7 +410,7 @@ def test_a_look_that_was_cached_before_the_writer_was_killed_is_not_trusted(segm
     slot = put(segment, b"a")
     segment.give(slot)
     assert reader.find(b"a") is None
-    # The state is written, the counter is odd: as a writer leaves it that is killed in between.
+    # The state is written and the counter is odd, as if the writer had been killed in between.
     segment._table.changes[0] += 1
     segment._table.state[slot.index] = SlotState.SEALED
     assert reader.find(b"a") is not None
@@ -467,7 +467,7 @@ def test_a_table_that_contradicts_itself_is_not_adopted(folder):
 
 
 def test_readers_racing_with_reuse_never_take_others_bytes_for_those_that_are_still_there(folder):
-    """One process reuses slots as fast as it can; what passes `is_still` is what the name says."""
+    # One process reuses slots as fast as it can. Bytes that pass `is_still` must belong to the name.
     segment = make(folder, data=1 << 18, slots=8)
     reader = Segment.attach(segment.path)
     stop = folder / "stop"
@@ -495,7 +495,7 @@ def test_readers_racing_with_reuse_never_take_others_bytes_for_those_that_are_st
         good = races = 0
         raced, given_up = time.monotonic() + 1.0, time.monotonic() + 60
         out = bytearray(65536)
-        # On a busy machine it takes a while until the two processes run at once.
+        # On a busy machine it takes a while until both processes run at the same time.
         while time.monotonic() < raced or (good <= 10 and time.monotonic() < given_up):
             for slot in reader.slots(states={SlotState.SEALED}):
                 reader.read(slot, 0, memoryview(out))
@@ -749,7 +749,7 @@ def test_a_size_is_known_to_be_refused_until_something_is_freed(folder):
         assert not segment.is_known_full([[512 << 10]])
         assert take(segment, 512 << 10) is None
         assert segment.is_known_full([[512 << 10], [1 << 20]])
-        assert not segment.is_known_full([[1 << 20], [4096]])  # the least of them may fit
+        assert not segment.is_known_full([[1 << 20], [4096]])  # the smaller run may fit
         segment.give(slot)
         assert not segment.is_known_full([[512 << 10]])
     finally:
