@@ -1,4 +1,4 @@
-"""Flushers on threads of this process, and what must not be left of any."""
+"""Flushers on threads of this process, and a check that each test leaves nothing behind."""
 
 import contextlib
 import gc
@@ -22,7 +22,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def public_directory():
-    """One that other users get to."""
+    """A directory that other users can reach."""
     with tempfile.TemporaryDirectory(prefix="tierfs-", dir="/tmp") as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
@@ -30,7 +30,7 @@ def public_directory():
 
 @pytest.fixture
 def start(directory):
-    """Start flushers in ``directory``; all are stopped in the end."""
+    """A function that starts flushers, by default in ``directory``. The fixture stops them all at the end."""
     with contextlib.ExitStack() as stack:
 
         def begin(**options):
@@ -59,10 +59,10 @@ def client(running, directory):
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """No descriptor, no thread, no child, not even a dead one, stays behind."""
+    """Check that no descriptor, thread or child process stays behind, zombies included."""
     before = descriptors(), children()
     yield
-    # What lies in a cycle of references is let go of by the collector alone.
+    # Only the garbage collector frees objects in a reference cycle.
     until(lambda: not threads(), every_s=0.01)
     until(lambda: gc.collect() >= 0 and descriptors() <= before[0] and children() <= before[1], every_s=0.02)
 

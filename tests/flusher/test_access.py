@@ -1,4 +1,4 @@
-"""Which way to the object tier a flusher uses, of those that clients hand over."""
+"""Among the ways to the object tier that clients hand over, the flusher picks a working one."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tierfs.flusher.access import Access, Way
 
 
 class Publisher:
-    """What every request ends with, if it is an error; and how many there were."""
+    """Raise one error at every request, or none. Count the requests."""
 
     def __init__(self, error=None):
         self.error, self.count = error, 0
@@ -20,7 +20,7 @@ class Publisher:
 
 
 class Clients:
-    """Hand over a key each; what each key leads to."""
+    """Clients that hand over one key each, and the publisher that each key leads to."""
 
     def __init__(self):
         self.publishers = {}

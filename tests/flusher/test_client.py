@@ -1,4 +1,4 @@
-"""The way to the flusher, whatever becomes of it."""
+"""A client reaches the flusher whenever flushers start, retire, die or are replaced."""
 
 import contextlib
 import gc
@@ -32,7 +32,7 @@ from tierfs.host.rpc.protocol import LOCK_NAME
 
 
 class Threads:
-    """Launches flushers on threads, and remembers them."""
+    """A launcher that starts flushers on threads and keeps them."""
 
     def __init__(self, directory, **options):
         self.directory = directory
@@ -238,7 +238,7 @@ def test_a_socket_that_may_not_be_opened_is_an_error_of_rights(public_directory)
 
 
 def test_no_request_is_lost_when_flushers_retire_as_soon_as_they_can(directory, threads):
-    """A few threads ask and hang up at once, all the time, and each time the last has gone the flusher retires."""
+    # Four threads send a request and disconnect at once, in a loop. The flusher retires whenever no client is left.
     problems, counts = [], []
 
     def hammer(number):
@@ -375,7 +375,7 @@ def test_what_an_older_flusher_had_under_way_goes_on_in_the_newer(directory):
         engine.release()
         waiter.join()
     assert len(answers) == 1
-    # The older client, though it asks again at once, does not start another like the one that was replaced.
+    # The older client asks again at once, but does not start another flusher like the replaced one.
     assert (len(old_threads.all), len(new_threads.all)) == (1, 1)
     old_threads.stop()
     new_threads.stop()

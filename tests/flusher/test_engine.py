@@ -1,4 +1,4 @@
-"""A flusher's answers: a client's mistakes are told from the flusher's own."""
+"""The engine's answers distinguish a client's mistakes from the flusher's own."""
 
 import threading
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from tierfs.flusher.engine import FlushEngine
 
 
 class BrokenFlusher:
-    """One whose every part has a bug."""
+    """A flusher with a bug in every part."""
 
     nvme = None
 

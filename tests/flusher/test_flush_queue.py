@@ -1,4 +1,4 @@
-"""The queue of the flusher: what it says of many drafts is what looking at each of them says, without looking at each."""
+"""The flush queue gives the answers of a search through all drafts, without one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def item(number, path, *, after=None, base=None, length=10, **what):
 
 
 def before(entries, entry):
-    """The drafts that have to be published before this one, looking at each."""
+    """Yield the drafts that must be published before this one, by a search through all of them."""
     directory = entry.path.rpartition("/")[0]
     for other in entries:
         inside = not directory or other.path.startswith(f"{directory}/") or other.draft.write_id == entry.draft.after
@@ -137,7 +137,7 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_draft_is_looked_at_when_the_one_it_builds_on_is_found_to_be_in_conflict(is_first):
-    """An earlier flusher left them like this: the one it builds on may be found after it."""
+    # As an earlier flusher left them: this one may find the base after the draft that builds on it.
     drafts = FlushQueue()
     base = item(1, "d/a", slot=None, past_nvme=True)
     base.fail(ConflictError("theirs stands"), float("inf"))
@@ -154,7 +154,7 @@ def test_a_draft_is_looked_at_when_the_one_it_builds_on_is_found_to_be_in_confli
 
 
 def test_a_draft_that_is_found_late_goes_on_when_a_later_one_is_taken_back():
-    """Both change one path. The later one's record stands, and its local copies cannot be released."""
+    # Both drafts change one path. The record of the later one is published, but its local copies cannot be released.
     drafts = FlushQueue()
     later, early = (item(number, "d/b", slot=None, past_nvme=True, uploaded=True) for number in (2, 1))
     drafts.add(later)
@@ -169,7 +169,7 @@ def test_a_draft_that_is_found_late_goes_on_when_a_later_one_is_taken_back():
 
 
 class Counted(FlushItem):
-    """Counts how often it is looked at."""
+    """Count every access to an attribute of a draft."""
 
     __slots__ = ()
     looks = 0
@@ -203,7 +203,7 @@ def test_a_step_looks_at_as_few_drafts_of_many_as_of_few(what):
     found = []
     for count in (200, 2000):
         drafts = fill(count, **what)
-        drafts.next_ready(0.0)  # those that have to wait are found once
+        drafts.next_ready(0.0)  # finds the drafts that have to wait, once
 
         def step(drafts=drafts, number=count):
             entry = item(number, "run/d3/new")
@@ -221,7 +221,7 @@ def test_a_step_looks_at_as_few_drafts_of_many_as_of_few(what):
 
         found.append(looks_of(step))
     few, many = found
-    assert many <= few + 60  # a search by halves goes some steps further
+    assert many <= few + 60  # a binary search takes some more steps
 
 
 def test_large_drafts_that_are_not_past_the_nvme_tier_are_known(monkeypatch):
@@ -235,6 +235,6 @@ def test_large_drafts_that_are_not_past_the_nvme_tier_are_known(monkeypatch):
     assert large.ahead
     assert list(drafts.large.values()) == [other]
     drafts.pass_nvme(large)
-    assert drafts.next_ready(0.0) is None  # a thread is at work on it
+    assert drafts.next_ready(0.0) is None  # a thread works on it
     drafts.end(large)
     assert drafts.next_ready(0.0) is large

@@ -1,4 +1,4 @@
-"""What other threads hold when a process forks: the child has none of them, and goes on."""
+"""A process forks while its other threads hold locks. The child has none of these threads and must not hang."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def flown(locks):
 
 
 def child_of(task):
-    """The exit status of a forked child that does this; killed by SIGALRM if it waits without end."""
+    """Run a task in a forked child and return its wait status. SIGALRM kills the child if the task hangs."""
     pid = os.fork()
     if pid == 0:
         failed = 1

@@ -1,4 +1,4 @@
-"""What the thread of a process that writes does between its writes."""
+"""The background thread of a process that writes."""
 
 import threading
 
@@ -7,7 +7,7 @@ from tierfs.host.write.housekeeping import Housekeeping
 
 
 class Ram:
-    """Takes note of what it is asked for; has the thread end at the second round."""
+    """Record the calls, and let the thread end after the second round."""
 
     def __init__(self):
         self.asked = []

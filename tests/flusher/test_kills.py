@@ -1,4 +1,4 @@
-"""SIGKILL at some of the steps of a trainer and a flusher; all of them are in ``integration/test_tier_kills.py``."""
+"""SIGKILL at some of the steps of a trainer and a flusher. ``integration/test_tier_kills.py`` covers all of them."""
 
 import os
 import signal
@@ -33,9 +33,9 @@ SMALL = [
     write("latest", 10, "local"),
 ]
 WITH_NVME = Mode(SMALL, ram=40 * MIB, nvme=8 * MIB)
-# Without an nvme tier the writer itself publishes what is to be safer than `staged`.
+# Without an nvme tier the writer itself publishes everything that must be safer than `staged`.
 WITHOUT = Mode([[*one[:-1], "staged"] for one in SMALL], ram=40 * MIB, nvme=0)
-# The first is in the object tier by the time of the rest, which gets to the nvme tier.
+# The first file is in the object tier before the others are written, which get to the nvme tier.
 FILLED = Mode(
     [
         write("run/1/a", 70_000, "object"),
@@ -67,7 +67,7 @@ def zygote():
 
 @pytest.fixture
 def case(zygote):
-    """Makes one in memory."""
+    """A function that creates cases in memory."""
     cases = []
 
     def make(mode):
@@ -171,7 +171,7 @@ def test_a_flusher_that_dies_while_chunks_of_an_open_file_go_to_the_object_tier_
 
 @pytest.mark.parametrize("lost", ["the flusher", "shared memory"])
 def test_nothing_is_published_before_a_file_that_is_too_large_for_the_nvme_tier_and_was_closed_earlier(case, lost):
-    """That file stays in memory while those behind it could reach the nvme tier, and would be taken for older then."""
+    # The large file stays in memory. Later files could reach the nvme tier and would then count as older.
     operations = [write("run/a", MIB, "staged"), write("run/large", 5 * MIB, "staged"), write("latest", 10, "staged")]
     case = case(Mode(operations, ram=120 * MIB, nvme=8 * MIB))
     case.file("held").touch()

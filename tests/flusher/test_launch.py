@@ -1,4 +1,4 @@
-"""Starting a process that outlives its starter."""
+"""Start a process that outlives its starter."""
 
 import os
 import signal
@@ -125,7 +125,7 @@ def test_a_signal_that_ended_it_is_its_status(tmp_path):
 def test_its_end_is_noticed_where_the_program_ignores_its_children(tmp_path):
     previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        assert ended(spawn(shell("exit 7"), tmp_path / "log")) == 0  # nobody knows
+        assert ended(spawn(shell("exit 7"), tmp_path / "log")) == 0  # the kernel keeps no exit status then
     finally:
         signal.signal(signal.SIGCHLD, previous)
 

@@ -1,4 +1,4 @@
-"""Which drafts go to the nvme tier together."""
+"""Drafts that the flusher persists together in the nvme tier."""
 
 import threading
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 class Drafts:
-    """Drafts in closing order, of made-up files, and who persists them."""
+    """Drafts of made-up files in closing order, and the object that persists them."""
 
     def __init__(self):
         self.state = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""How a flusher's process shares the processors."""
+"""A flusher's process yields processors to training."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ except FileNotFoundError:
 
 
 class Session:
-    """What stands for ``/proc/self/autogroup``, with the errors that come before it takes something."""
+    """Stands in for ``/proc/self/autogroup``. Raises the given errors first, then accepts a write."""
 
     def __init__(self, *errors):
         self.errors = list(errors)

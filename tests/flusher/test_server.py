@@ -1,4 +1,4 @@
-"""The flusher's face to its clients: who is served, who is not, and when it retires."""
+"""The flusher's service: which clients it serves or rejects, and when it retires."""
 
 import array
 import contextlib
@@ -40,7 +40,7 @@ def dial(directory):
 
 def nobody_listens(directory):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(0)  # where a backlog is full, too, somebody listens
+        connection.settimeout(0)  # a full backlog means that a process listens
         try:
             connection.connect(str(directory / wire.SOCKET_NAME))
         except (FileNotFoundError, ConnectionRefusedError):
@@ -104,7 +104,7 @@ def test_the_engine_learns_who_asks(client, running):
     assert (peer.pid, peer.version) == (os.getpid(), "1.0")
 
 
-# -- those who do not behave -------------------------------------------------------------------------------------------
+# -- clients that break the protocol -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_client_that_goes_away_ends_what_it_waits_for(running, directory):
         until(lambda: running.engine.waiting)
         assert not running.engine.told_gone
     until(lambda: not running.engine.waiting)
-    until(lambda: len(running.engine.told_gone) == 2)  # while it waits, and when that has returned
+    until(lambda: len(running.engine.told_gone) == 2)  # once during the wait, once after it returned
     assert running.engine.hellos[0][1].gone.is_set()
 
 
@@ -443,7 +443,7 @@ def test_a_child_of_a_flusher_that_was_killed_leaves_no_socket_that_nobody_answe
     try:
         assert wire.identity_of(directory)
         until(lambda: nobody_listens(directory))
-        until(lambda: nobody_holds_the_lock(directory))  # the child closes one after the other
+        until(lambda: nobody_holds_the_lock(directory))  # the child closes socket and lock one after the other
     finally:
         os.close(writing)
 
@@ -493,9 +493,9 @@ def test_hundreds_of_connections_leave_nothing_behind(directory):
                 connection.send(b"rubbish")
     try:
         until(lambda: not running.service._connections)
-        # Threads of other tests that are about to end may open something for a moment.
+        # Threads of other tests that are about to end may open a descriptor briefly.
         until(lambda: gc.collect() >= 0 and descriptors() <= before)
-        # Those that ended since the last connection began are forgotten with the next one.
+        # The service drops finished threads when the next connection begins.
         assert len(running.service._threads) < 10
     finally:
         running.stop()

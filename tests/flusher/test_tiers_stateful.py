@@ -1,10 +1,10 @@
-"""Two hosts with local tiers share one store, and everything that can end or fail does.
+"""Two hosts with local tiers share one store, with every kind of crash and failure.
 
-A state machine interleaves what trainers do with what flushers do, step by step, and after each step compares what is where
-with a model: the changes that were made, each with what it replaces, and how far it has come. What is checked is
-DESIGN, "What it promises, per level".
+A state machine interleaves the steps of trainers and flushers. After each step it compares the tiers with a model:
+the changes that were made, the change that each one replaces, and the level that it has reached. The checks are those
+of DESIGN, "What it promises, per level".
 
-The run is the same each time. For a long one on other seeds::
+The run is the same each time. For a long run with other seeds::
 
     TIERFS_STATEFUL_EXAMPLES=5000 TIERFS_STATEFUL_SEED=7 pytest tests/flusher/test_tiers_stateful.py --timeout=0
 """
@@ -117,7 +117,7 @@ sizes = st.sampled_from(SIZES)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a host's tiers are set up."""
+    """The setup of a host's tiers."""
 
     ram: int = 16 << 20
     nvme: int = 0
@@ -138,7 +138,7 @@ SETUPS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def small_and_repeatable():
-    """Chunks of a few pages, no threads, and nothing random that is not drawn."""
+    """Use chunks of a few pages and no threads. Hypothesis draws everything random."""
     with pytest.MonkeyPatch.context() as patch:
         for name in CUT_IN_CHUNKS:
             patch.setattr(importlib.import_module(f"tierfs.{name}"), "CHUNK_BYTES", CHUNK)
@@ -155,14 +155,14 @@ def small_and_repeatable():
         patch.setattr(buffers, "POOLED_PART", 1 << 30)
         logger = logging.getLogger("tierfs")
         level = logger.level
-        logger.setLevel(logging.CRITICAL)  # errors that are logged keep alive what they met, and what that had open
+        logger.setLevel(logging.CRITICAL)  # a logged error keeps its frames alive, and their open files
         yield
         logger.setLevel(level)
 
 
 @dataclass(eq=False)
 class Change:
-    """A change of one path, as the model knows it."""
+    """A change of one path in the model."""
 
     write_id: bytes
     path: str
@@ -183,7 +183,7 @@ class Change:
 
 @pytest.fixture(autouse=True)
 def closed(nothing_left):
-    """Whoever counts what is left does so after this."""
+    """Collect garbage after each test, before `nothing_left` checks."""
     yield
     gc.collect()
 
@@ -192,7 +192,7 @@ class TieredHosts(RuleBasedStateMachine):
     writers = Bundle("writers")
     examples = 0
 
-    # -- the world -------------------------------------------------------------------------------------------------
+    # -- the world -----------------------------------------------------------------------------------------------------
 
     @initialize(
         number=st.integers(0, 2**32), first=st.sampled_from(sorted(SETUPS)), second=st.sampled_from(sorted(SETUPS))
@@ -248,10 +248,10 @@ class TieredHosts(RuleBasedStateMachine):
             self.patch.undo()
             shutil.rmtree(self.directory)
             TieredHosts.examples += 1
-            if TieredHosts.examples % 20 == 0:  # what is open closes with it
+            if TieredHosts.examples % 20 == 0:  # closes the descriptors in reference cycles
                 gc.collect()
 
-    # -- what happens, as the model is told ---------------------------------------------------------------------------
+    # -- callbacks that keep the model up to date ----------------------------------------------------------------------
 
     def sealed(self, host, draft):
         base = draft.base.write_id
@@ -293,12 +293,12 @@ class TieredHosts(RuleBasedStateMachine):
         assert self.content_of(self.oracle, path) == change.content, f"{change} was published with other bytes"
 
     def standing(self, path):
-        """Write id of what stands at a path in the object tier."""
+        """Return the write id of a path's record in the object tier, or None."""
         told = self.history.get(path)
         return told[-1] if told else None
 
     def is_behind(self, change, other):
-        """Whether a change must wait for another one."""
+        """Return whether a change must wait for another one."""
         if not change.staged or not other.staged or other.host != change.host or other.number >= change.number:
             return False
         directory = change.path.rpartition("/")[0]
@@ -313,7 +313,7 @@ class TieredHosts(RuleBasedStateMachine):
             return None
 
     def seen(self, host, path, states=None):
-        """What a host is to see at a path: the write id, and the content."""
+        """Return the write id and the content that a host must see at a path."""
         states = states or self.hosts[host].observer.look().states
         mine = [
             change
@@ -327,7 +327,7 @@ class TieredHosts(RuleBasedStateMachine):
         return write_id, None if write_id is None else self.changes[write_id].content
 
     def doing(self, host, trainer, contents, seen=None):
-        """Note what is being done: by whom, and what the paths are to hold."""
+        """Return a note of an operation: its host and trainer, and the content that each path is to get."""
         blind = trainer.tiers.counters["blind_writes"]
         return SimpleNamespace(
             host=host,
@@ -341,7 +341,7 @@ class TieredHosts(RuleBasedStateMachine):
         )
 
     def troubles(self, host):
-        """Counts of what may have gone wrong on a host's way."""
+        """Return counts of everything that may have failed between a host and the object tier."""
         here = self.hosts[host]
         return (here.link.refused, len(here.faulty.fired), here.deaths, here.unreachable, here.nvme_trouble)
 
@@ -354,7 +354,7 @@ class TieredHosts(RuleBasedStateMachine):
         return any("conflict" in states for states in self.hosts[host].observer.look().states.values())
 
     def attempt(self, doing, operation, level):
-        """Run an operation. Returns whether it went well."""
+        """Run an operation. Return whether it succeeded."""
         failure = None
         self.doings.append(doing)
         try:
@@ -374,7 +374,7 @@ class TieredHosts(RuleBasedStateMachine):
         return True
 
     def is_excused(self, doing, failure):
-        """Whether something happened for which an operation may fail like that."""
+        """Return whether an injected fault or a conflict explains this failure of an operation."""
         if isinstance(failure, (ConflictError, TimeoutError)) and self.has_conflict(doing.host):
             return True
         if isinstance(failure, ConflictError) and doing.is_stale:
@@ -384,7 +384,7 @@ class TieredHosts(RuleBasedStateMachine):
         expected = (ConflictError, TimeoutError, CapacityError, ReadOnlyError, StoreError)
         return isinstance(failure, expected) and self.was_troubled(doing)
 
-    # -- what must hold -------------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     def in_object_tier(self, name):
         with contextlib.suppress(NotFoundError):
@@ -393,7 +393,7 @@ class TieredHosts(RuleBasedStateMachine):
         return False
 
     def check_reached(self, change, level):
-        """A level is not reported that was not reached."""
+        """Check that a change has reached the level that was reported."""
         if change.state == "published":
             return
         assert level < Level.OBJECT, f"{change} is not in the object tier"
@@ -407,7 +407,7 @@ class TieredHosts(RuleBasedStateMachine):
         change.reached = max(change.reached, level)
 
     def is_conflict_due(self, change):
-        """Whether what a change was made on top of, or what it follows, is not there, or not any more."""
+        """Return whether the base of a change, or the change it follows, is missing or gone."""
         after = self.changes.get(change.after)
         if after is not None and after.state in {"conflict", "lost", "discarded"}:
             return True
@@ -442,7 +442,7 @@ class TieredHosts(RuleBasedStateMachine):
             assert self.content_of(self.oracle, path) == content, f"{path} in the object tier"
 
     def settle_down(self):
-        """Once nothing fails any more, everything gets where it was to go, and no room is left taken."""
+        """After the last failure, check that every change reaches its target and that all room is released."""
         for host in self.hosts:
             self.heal(host)
         for opened in self.opened:
@@ -483,7 +483,8 @@ class TieredHosts(RuleBasedStateMachine):
         self.nothing_is_lost_or_wrong()
         for change in self.changes.values():
             if change.host == host.number and change.staged and change.state == "pending":
-                # After a new start of the flusher, what is in a slab waits for what was closed later and is in the nvme tier.
+                # After a restart of the flusher, a draft in a slab waits for those in the nvme tier, even for
+                # later ones.
                 assert self.has_conflict(host.number), f"{change} is stuck"
         host.flusher.scan.sweep()
         look = host.observer.look()
@@ -498,7 +499,7 @@ class TieredHosts(RuleBasedStateMachine):
         host.faulty.deliver_late()
         host.meanwhile.clear()
 
-    # -- what trainers do -----------------------------------------------------------------------------------------------
+    # -- trainers ------------------------------------------------------------------------------------------------------
 
     def content(self, size, *, unique=True):
         self.made += 1
@@ -586,7 +587,7 @@ class TieredHosts(RuleBasedStateMachine):
             with pytest.raises((ConflictError, StoreError)):
                 self.attempt_raw(opened.doing, do)
             return
-        # Where the object tier is on this host, staging asks it what stands, if it answers.
+        # If the object tier is on this host, staging reads the current record, provided that the tier answers.
         opened.doing.is_stale = stale and opened.trainer.store.descriptor.endpoint.host_local
         self.attempt(opened.doing, do, opened.level)
 
@@ -651,7 +652,7 @@ class TieredHosts(RuleBasedStateMachine):
     @rule(host=hosts, process=processes, path=st.sampled_from(["", *PATHS]), tier=st.sampled_from(["ram", "nvme"]))
     def make_room(self, host, process, path, tier):
         if tier == "nvme":
-            self.clock._now_s += 61  # what was written lately is kept for whoever is about to name it
+            self.clock._now_s += 61  # recently written chunks are kept, since a draft may be about to name them
         with contextlib.suppress(TierfsError, TimeoutError):
             evict(self.hosts[host].trainers[process].store, path, tier)
 
@@ -713,11 +714,11 @@ class TieredHosts(RuleBasedStateMachine):
     @rule(host=hosts, process=processes)
     def crash(self, host, process):
         trainer = self.hosts[host].trainers[process]
-        if all(doing.trainer is not trainer for doing in self.doings):  # one that is in the middle of something goes on
+        if all(doing.trainer is not trainer for doing in self.doings):  # a busy trainer goes on
             trainer.crash()
             self.hosts[host].trainers[process] = Trainer(self.hosts[host])
 
-    # -- what flushers do -----------------------------------------------------------------------------------------------
+    # -- flushers ------------------------------------------------------------------------------------------------------
 
     @rule(host=hosts, count=st.integers(1, 8))
     def work(self, host, count):
@@ -775,7 +776,7 @@ class TieredHosts(RuleBasedStateMachine):
         what=st.sampled_from(["write", "append", "remove", "move", "evict", "sweep", "persist", "advance", "crash"]),
     )
     def meanwhile(self, host, point, other, process, path, what):
-        """Have something happen while a flusher is in the middle of something."""
+        """Make something happen while a flusher is in the middle of a step."""
         actions = {
             "write": lambda: self.write(other, process, path, 2 * CHUNK, True, Level.STAGED, WriteMode.OVERWRITE),
             "append": lambda: self.write(other, process, path, 5000, True, Level.STAGED, WriteMode.APPEND),
@@ -789,7 +790,7 @@ class TieredHosts(RuleBasedStateMachine):
         }
         self.hosts[host].meanwhile[point] = actions[what]
 
-    # -- what goes wrong -------------------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------------------------
 
     @rule(
         host=hosts,
@@ -840,8 +841,8 @@ _settings = settings(
 )
 TestTieredHosts = TieredHosts.TestCase
 TestTieredHosts.settings = _settings
-# On busy processors it takes minutes. A timeout in an example looks to Hypothesis like data that depends on something outside: it then
-# reports a FlakyStrategyDefinition.
+# On a busy machine the run takes minutes. Hypothesis would take a timeout in an example for data that depends on
+# something outside, and report a FlakyStrategyDefinition.
 TestTieredHosts.pytestmark = [pytest.mark.timeout(1800)]
 if SEED is not None:
     TestTieredHosts = seed(int(SEED))(TestTieredHosts)
@@ -849,7 +850,7 @@ if SEED is not None:
 
 @contextlib.contextmanager
 def played(setup):
-    """The machine without Hypothesis: for what it once found."""
+    """The machine without Hypothesis, to replay the failures that it found."""
     machine = TieredHosts()
     machine.start(number=0, first=setup, second=setup)
     yield machine
@@ -933,7 +934,7 @@ def test_a_removal_does_not_outlive_what_was_to_be_there_instead(little):
 
 
 def test_what_was_held_for_a_large_file_is_given_up_when_the_file_is_published(little, monkeypatch):
-    monkeypatch.setattr(slab.Segment, "shed", lambda _: None)  # what the dead left is in the way
+    monkeypatch.setattr(slab.Segment, "shed", lambda _: None)  # so that memory of dead processes stays in the way
     little.stage(host=0, process=0, path="b", size=10)
     little.crash(host=0, process=0)
     little.stage(host=0, process=0, path="b", size=10)

@@ -1,4 +1,4 @@
-"""A draft whose chunk lies in a segment that the flusher cannot open for now."""
+"""Publish a draft whose chunk is in a segment that the flusher cannot open for a while."""
 
 import gc
 import uuid
@@ -41,7 +41,7 @@ def make_tier(tmp_path):
     yield make
     for tier in made:
         tier.close()
-    made.clear()  # a host lets go of its locks when nobody refers to it
+    made.clear()  # a host releases its locks when nothing refers to it
     gc.collect()
 
 
@@ -50,7 +50,7 @@ def named(data):
 
 
 class Pending:
-    """A draft whose one chunk lies in a segment that the flusher cannot open yet; its publisher, too."""
+    """A draft with one chunk, in a segment that the flusher cannot open yet. It also serves as the publisher."""
 
     def __init__(self, make, monkeypatch, stored=b"trained"):
         self.writer, self.own = make(), make()
@@ -109,7 +109,7 @@ def pending(make_tier, monkeypatch, caplog):
     for one in made:
         one.uploader.stop()
         vars(one).clear()
-    caplog.get_records("call").clear()  # a logged error keeps what it met
+    caplog.get_records("call").clear()  # a logged error keeps its frames alive, and the objects in them
 
 
 def test_a_chunk_in_a_segment_that_cannot_be_opened_is_waited_for(pending):

@@ -1,4 +1,4 @@
-"""gc and scrub as policies of a flusher: when they run, what they count, and that they end with it."""
+"""The flusher's policies for gc and scrub: when they run, what they count, and how they stop with the flusher."""
 
 import threading
 import time
