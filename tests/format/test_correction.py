@@ -1,4 +1,4 @@
-"""An object of which one bit flipped is found again, whichever bit it was; one with more damage is not."""
+"""An object with one flipped bit is corrected, whichever bit it is. An object with more damage is not."""
 
 import json
 import random

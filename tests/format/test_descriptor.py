@@ -1,4 +1,4 @@
-"""A store's descriptor that is hostile: an error of tierfs's, whatever is in it."""
+"""A hostile store descriptor raises an error of tierfs, whatever it contains."""
 
 import pytest
 

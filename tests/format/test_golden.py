@@ -1,4 +1,4 @@
-"""Every later version reads what version 1 wrote, and refuses what is damaged the way FORMAT.md says."""
+"""Every later version reads the files of version 1, and rejects damaged ones as FORMAT.md says."""
 
 import hashlib
 import json
@@ -82,7 +82,7 @@ def test_the_golden_files_have_every_codec_at_every_width_and_a_chain_of_two_ste
 
 
 def dump(data: bytes) -> str:
-    """A hex dump as FORMAT.md shows it."""
+    """Return a hex dump in FORMAT.md's layout."""
     lines = []
     for at in range(0, len(data), 16):
         piece = data[at : at + 16]

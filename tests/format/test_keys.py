@@ -1,4 +1,4 @@
-"""Keys of chunks and records: each name has one, and nothing else is one."""
+"""Keys of chunks and records: each name has exactly one key, and other keys are rejected."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_a_path_is_read_back_from_its_key(path: str) -> None:
 @pytest.mark.parametrize(
     "inside",
     [
-        "a",  # no record
+        "a",  # not a record
         "a/b",
-        "a!b!",  # no escape
-        "!61!",  # an escape of what needs none
-        "a!2F!",  # not as it is written
+        "a!b!",  # not an escape
+        "!61!",  # an escape of a character that needs none
+        "a!2F!",  # not in the canonical case
         "a!2fb!",  # a slash in a name
         "a!00!",
-        "!ff!",  # no UTF-8
+        "!ff!",  # not UTF-8
         ".!",
         "../a!",
         ".tierfs!",

@@ -1,4 +1,4 @@
-"""What is wanted of a file by its chunks, and of a chunk by its blocks: every byte comes to all who want it, and nothing else is needed."""
+"""Parts of a file are filled from its chunks, and parts of a chunk from its blocks, with no other reads."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from tierfs.format.ranges import BlockTargets, block_runs, by_chunk, runs_of
 
 @st.composite
 def files(draw):
-    """Bytes, where chunks of them begin, and parts, which may overlap and be empty."""
+    """Return the boundaries of a file's chunks, and parts of it, which may overlap and be empty."""
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
     starts = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
     pairs = draw(st.lists(st.tuples(st.integers(0, starts[-1]), st.integers(0, starts[-1])), max_size=8))
@@ -44,7 +44,7 @@ EDGES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, 3
 CONTENT = random.Random(7).randbytes(EDGES[-1])
 
 
-@settings(deadline=None)  # some take a while on a busy machine
+@settings(deadline=None)  # some examples take a while on a busy machine
 @given(st.lists(st.tuples(st.sampled_from(EDGES), st.sampled_from(EDGES)), min_size=1, max_size=6))
 def test_every_part_is_filled_from_the_blocks_it_lies_in(pairs):
     parts = [(min(pair), memoryview(bytearray(max(pair) - min(pair)))) for pair in pairs]
@@ -72,7 +72,7 @@ def test_every_part_is_filled_from_the_blocks_it_lies_in(pairs):
         (
             [(0, 100), (100, 2 * BLOCK_BYTES)],
             BLOCK_BYTES,
-        ),  # the first block has two who want it; the second goes straight
+        ),  # two parts share the first block; the second block goes straight into its part
         ([(0, BLOCK_BYTES), (7, 9)], 0),
         ([(3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 1)], 5),
     ],
