@@ -1,4 +1,4 @@
-"""Hosts with local tiers."""
+"""Fixtures for hosts with local tiers."""
 
 import os
 
@@ -13,7 +13,7 @@ from tierfs.store.create import create_store
 
 @pytest.fixture
 def root():
-    """A path in fsspec's memory filesystem that is emptied afterwards: what these tests save comes to gigabytes."""
+    """A path in fsspec's memory filesystem, emptied after each test: the files that these tests save take gigabytes."""
     root = f"/tiered-{os.urandom(8).hex()}"
     yield root
     for path in [path for path in list(MemoryFileSystem.store) if path.startswith(f"{root}/")]:

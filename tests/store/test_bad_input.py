@@ -1,4 +1,4 @@
-"""What is wrong gets the error that says what, where and what to do next, and nothing that was published is lost."""
+"""An invalid input or object raises an error that names it and the next step. No published file is lost."""
 
 import multiprocessing
 import os
@@ -58,7 +58,7 @@ def chunk_of(store, path):
 
 
 def expect_damage(store, path, key, kind=CorruptionError):
-    """Reading says what is damaged, `verify` finds just that, and everything else is still there."""
+    """Check that reading names the damage, `verify` finds it alone, and every other file is intact."""
     reader = fresh(store)
     with pytest.raises(kind) as raised:
         load(reader, path)
@@ -251,7 +251,7 @@ def test_an_object_tier_that_fails_in_the_middle_of_a_save(store, tier, fault, p
     assert place in str(raised.value)
     faulty.clear()
     if fault is Fault.TORN and place == "/tree/":
-        # This endpoint breaks the promise of atomic puts, so the old file is lost; but that is never silent.
+        # This endpoint breaks the promise of atomic puts and loses the old file, but a reader notices.
         with pytest.raises(CorruptionError):
             load(fresh(store), "run/one.bin")
     else:
@@ -275,7 +275,7 @@ def test_a_bit_that_flips_on_the_way_is_never_handed_out(store, tier, method):
 
 
 def write_as_nobody(directory):
-    """What a user without rights gets; run in a process of its own."""
+    """Check the errors that a user without rights gets. Runs in its own process."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(65534)
@@ -288,7 +288,7 @@ def write_as_nobody(directory):
 
 
 def test_no_permission_is_said_and_loses_nothing():
-    """Runs as another user, since nothing is forbidden to root."""
+    # Runs as another user, since root may do everything.
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         store = tierfs.init(f"file://{directory}/store")

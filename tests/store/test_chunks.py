@@ -1,4 +1,4 @@
-"""What is acknowledged as stored is there and right, whatever became of the put."""
+"""A chunk that was acknowledged as stored is stored and correct, even if the answer to its put was lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNCHECKED = replace(MemoryObjects("/").capabilities, checksums=(), host_local=Fa
 
 
 class FlipsAndForgets(WrappedObjects):
-    """An endpoint that verifies no checksum: it stores the next chunk with a bit flipped, and its answer gets lost."""
+    """An endpoint without checksums. It stores the next chunk with a flipped bit, and loses the answer."""
 
     armed = True
 

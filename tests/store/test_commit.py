@@ -1,4 +1,4 @@
-"""A checkpoint whose files come from several hosts is published when all are there, by whoever sees it, once and in turn."""
+"""A checkpoint of several hosts is published once, in order, by the first process that sees all of its files."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ ALL = pytest.mark.parametrize("directory", ["run/step_1", ""])
 
 
 def put(host, path, data=b"x" * 100_000, level=Level.STAGED, metadata=PART, staged=False):
-    """A part, as a rank writes it."""
+    """Save a part as a rank does."""
     writer = Writer(host.store, path, metadata=metadata, level=level, staged=staged)
     writer.write(data)
     writer.commit()
@@ -87,7 +87,7 @@ def test_the_last_part_that_arrives_publishes_it(hosts, directory):
         with pytest.raises(TimeoutError, match="rank-1"):
             Commits(first.store).wait(directory, 0.1)
     second.tiers.wait(directory, Level.OBJECT, 20)
-    # Nobody but the second host's flusher has looked since.
+    # Only the second host's flusher has looked since then.
     plain = first.plain()
     assert content(plain, at(directory, ROOT)) == document("rank-0", "rank-1")
     assert SaveMark.of(stat(plain, at(directory, ROOT)).manifest.metadata) == mark(1)
@@ -200,7 +200,7 @@ def test_a_metadata_file_of_no_save_is_not_replaced_by_a_save_that_began_before(
 
 
 def test_a_save_of_one_host_takes_the_place_of_one_that_began_before(hosts):
-    """Also where that was completed by another host between the time it was closed and the time it is flushed."""
+    # Another host completes the earlier save after the later one was closed and before it is flushed.
     first, second = hosts
     with second.held():
         put(second, "run/rank-1")
@@ -243,7 +243,7 @@ def test_a_save_that_was_removed_before_it_was_flushed_does_not_come_back(hosts)
 
 def test_a_complete_save_is_kept_until_the_one_that_replaces_it_is_safe(hosts, root):
     first, second = hosts
-    objects = MemoryObjects(root)  # reaches the object tier when the flusher does not
+    objects = MemoryObjects(root)  # reaches the object tier even when the flusher does not
     looking = Commits(Store(objects, first.descriptor, url="memory://store", tiers=first.tiers, ack=Level.STAGED))
     looking.announce("run", document("rank-1"), mark(1))
     with first.held():
@@ -336,7 +336,7 @@ def test_what_is_no_document_is_an_error_of_the_save_and_not_of_the_part(hosts, 
     (waiting,) = Commits(first.store).advance("run")
     assert "cannot be published" in str(waiting)
     assert "not the metadata of a checkpoint" in str(waiting)
-    # It keeps nobody from saving, and is gone with the next save.
+    # It blocks no other save, and disappears with the next one.
     put(first, "run/rank-2", level=Level.OBJECT)
     Commits(first.store).announce("run", document("rank-2"), mark(3))
     assert content(first.plain(), f"run/{ROOT}") == document("rank-2")
@@ -398,7 +398,7 @@ def test_a_look_that_fails_for_a_moment_is_repeated_with_the_part(hosts, monkeyp
 
 
 def test_a_flusher_that_ended_between_part_and_commit_leaves_it_to_the_next(hosts, monkeypatch):
-    """The draft is published again, which finds its record there, and then looks again for saves."""
+    # The next flusher publishes the draft again, finds its record, and then looks for saves again.
     first, second = hosts
     calls = []
 
@@ -420,7 +420,7 @@ def test_a_flusher_that_ended_between_part_and_commit_leaves_it_to_the_next(host
 
 @pytest.fixture(params=["memory", "directory", "fsspec memory", "fsspec directory"])
 def counted(request, root, tmp_path):
-    """A store without local tiers, on each kind of object tier; its requests are counted."""
+    """A store without local tiers on each kind of object tier, with counted requests."""
     inner = {
         "memory": lambda: MemoryObjects(root),
         "directory": lambda: LocalObjects(tmp_path / "store"),
@@ -433,7 +433,7 @@ def counted(request, root, tmp_path):
 
 
 def asked(store, action):
-    """What an action comes to, and the requests that it took."""
+    """Return the result of an action, and the requests that it sent."""
     before = {method: counters["requests"] for method, counters in store.objects.snapshot().items()}
     result = action()
     after = {method: counters["requests"] for method, counters in store.objects.snapshot().items()}
@@ -518,7 +518,7 @@ def test_metadata_that_somebody_else_wrote_is_refused_before_the_save_begins(cou
 
 @pytest.mark.parametrize("what", ["saved", "removed", "damaged"])
 def test_what_came_after_the_look_is_not_passed_over(make_host, what):
-    """The put is on condition: where it fails the save looks after all."""
+    # The put is conditional. If it fails, the save reads the current record.
     first, second = (make_host(name, ack=Level.OBJECT) for name in ("first", "second"))
     path = f"run/{ROOT}"
     began, is_new = Commits(first.store).begin(path, "b" * 32)
@@ -541,7 +541,7 @@ def put_none(*_args, **_kwargs):
 
 
 def far_away(host):
-    """The same host, whose object tier is somewhere else: what others change there is found out when a change is flushed."""
+    """Put a host's object tier beyond a network. Then only a flush notices the changes of other hosts."""
     descriptor = host.store.descriptor
     host.store.descriptor = replace(descriptor, endpoint=replace(descriptor.endpoint, host_local=False))
     return host
@@ -549,7 +549,7 @@ def far_away(host):
 
 @pytest.mark.parametrize("what", ["saved", "removed"])
 def test_what_the_flusher_publishes_is_looked_at_when_it_is_closed(make_host, what):
-    """For a change that is pending a conflict is one for good."""
+    # Once a change is pending, a conflict is final.
     host, other = far_away(make_host("host")), make_host("other", ack=Level.OBJECT)
     path = f"run/{ROOT}"
     began, is_new = Commits(host.store).begin(path, "b" * 32)
@@ -568,7 +568,7 @@ def test_a_save_behind_what_is_pending_is_looked_at_when_it_is_closed(make_host,
     began, is_new = Commits(host.store).begin(path, "b" * 32)
     Commits(other.store).publish(path, document(note="before"), mark(1))
     delete(other.store, path)
-    monkeypatch.setattr(host.objects, "put", put_none)  # it can be asked all the same
+    monkeypatch.setattr(host.objects, "put", put_none)  # reads still work
     put(host, "run/rank-0", level=Level.STAGED)
     behind, write = [], Writer.write
 
@@ -585,7 +585,7 @@ def test_a_save_behind_what_is_pending_is_looked_at_when_it_is_closed(make_host,
 
 
 def test_a_save_that_the_flusher_keeps_as_a_conflict_is_not_written_again(make_host):
-    """It was closed without a look, as the object tier had not answered a moment ago; what it holds stands."""
+    # It was closed without a check, since the object tier had just failed to answer. The kept conflict stays.
     host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
     path = f"run/{ROOT}"
     began, is_new = Commits(host.store).begin(path, "b" * 32)
@@ -605,7 +605,7 @@ def test_a_save_that_the_flusher_keeps_as_a_conflict_is_not_written_again(make_h
 
 
 def test_a_save_behind_what_is_closed_while_it_is_written_is_looked_at_once_more(make_host, monkeypatch):
-    """It is left to the flusher then, for which a conflict is one for good; what was seen before may be old."""
+    # The save is then left to the flusher, for which a conflict is final. The earlier check may be out of date.
     host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
     path, write = f"run/{ROOT}", Writer.write
     began, is_new = Commits(host.store).begin(path, "b" * 32)

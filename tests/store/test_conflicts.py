@@ -1,4 +1,4 @@
-"""What becomes of a change that another host was faster with: it is kept on this host, and holds up nothing beside it."""
+"""A change that conflicts with another host's is kept on this host and blocks no other file."""
 
 import contextlib
 import threading
@@ -18,7 +18,7 @@ from tierfs.store import discard_conflict, load, save, status, wait
 
 def test_a_conflict_that_cannot_be_noted_holds_up_no_other_file(make_host, monkeypatch):
     here, there = make_host("here"), make_host("there")
-    paths = [f"run-{number}/a" for number in range(5)]  # more than are uploaded at once
+    paths = [f"run-{number}/a" for number in range(5)]  # more than the flusher uploads at once
     failures = []
 
     def fail(_tier, *_about):
@@ -54,7 +54,7 @@ def test_a_large_file_whose_memory_cannot_be_seen_at_first_is_uploaded(make_host
             raise StoreError("/dev/shm cannot be listed: Too many open files", tier="ram")
         return chunk(state, reference)
 
-    data = content(80 << 20)  # uploaded while it goes to the nvme tier
+    data = content(80 << 20)  # large enough to be uploaded while it moves to the nvme tier
     with host.held():
         monkeypatch.setattr(NvmePersister, "persist", lambda *_: False)
         monkeypatch.setattr(FlushState, "chunk", fail_once)
@@ -71,7 +71,7 @@ def test_a_conflict_that_is_in_memory_alone_does_not_keep_the_flusher(make_host,
     with here.held():
         save(here.store, "a", b"late")
         wait(here.store, "a", Level.LOCAL, 20)
-        monkeypatch.setattr(NvmePersister, "persist", lambda *_: False)  # as where the nvme tier is full
+        monkeypatch.setattr(NvmePersister, "persist", lambda *_: False)  # as if the nvme tier were full
         save(here.store, "a", b"built on it")
         save_at(there.store, "a", b"theirs", Level.OBJECT)
     until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
@@ -84,7 +84,7 @@ def test_a_conflict_that_is_in_memory_alone_does_not_keep_the_flusher(make_host,
 
 
 def conflict_of(here, there, *, until_kept=2):
-    """Have another host change ``a`` first, and wait until that comes out."""
+    """Let another host change ``a`` first, and wait until this host reports the conflict."""
     save_at(there.store, "a", b"theirs", Level.OBJECT)
     here.objects.down = False
     with pytest.raises(ConflictError):
@@ -93,7 +93,7 @@ def conflict_of(here, there, *, until_kept=2):
 
 
 def check_kept(here, *, count=2):
-    """All are kept, none is to be seen, a flusher that begins anew says the same, and a person can give them up."""
+    """Check that all conflicts are kept, hidden and still reported by a new flusher, and that they can be discarded."""
     for _ in range(2):
         assert load(here.store, "a") == b"theirs"
         assert [draft.state for draft in here.flusher.nvme.drafts()] == ["conflict"] * len(here.flusher.nvme.drafts())
@@ -118,7 +118,7 @@ def test_a_change_that_reaches_the_nvme_tier_while_its_base_is_marked_is_kept_as
 
     def mark_late(nvme, number, note):
         goes.set()
-        with contextlib.suppress(AssertionError):  # it does not get there before this returns
+        with contextlib.suppress(AssertionError):  # the change cannot get there before this function returns
             until(lambda: all(entry.number is not None for entry in here.flusher._state.entries), 1)
         mark(nvme, number, note)
 
@@ -264,7 +264,7 @@ def test_the_memory_of_a_change_that_was_marked_there_and_moved_on_is_given_up(m
         monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
         monkeypatch.setattr(NvmePersister, "_copy_chunks", copy_late)
         monkeypatch.setattr(NvmeTier, "keep_as_conflict", fail)
-        monkeypatch.setattr(FlushState, "release", lambda *_: None)  # as where the flusher is killed before it
+        monkeypatch.setattr(FlushState, "release", lambda *_: None)  # as if the flusher were killed before it
         save(here.store, "a", b"built on it")
         save_at(there.store, "a", b"theirs", Level.OBJECT)
         here.objects.down = False

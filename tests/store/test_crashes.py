@@ -1,6 +1,6 @@
 """A crash at every ordered step: before and after each request, and within a put of the directory backend.
 
-Afterwards there is the old file or the new one, whole, and everything else is as it was.
+Afterwards either the old file or the new one is there, whole, and everything else is unchanged.
 """
 
 import itertools
@@ -22,11 +22,11 @@ OTHER = b"other" * 30000
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """The process ended at this request."""
 
 
 class Crashing(WrappedObjects):
-    """Ends the process before or after the n-th request."""
+    """End the process before or after the n-th request."""
 
     def __init__(self, inner, step):
         super().__init__(inner)
@@ -92,7 +92,7 @@ def append(store):
     writer.commit()
 
 
-# What is done, and which pairs of (file, target) may be there afterwards.
+# Each operation, and the pairs of (file, target) that may be there after a crash.
 OPERATIONS = {
     "overwrite": (lambda store: save(store, "file", NEW), {(OLD, None), (NEW, None)}),
     "overwrite with a small file": (lambda store: save(store, "file", b"small"), {(OLD, None), (b"small", None)}),
@@ -135,7 +135,7 @@ def test_a_crash_at_any_request_leaves_the_old_file_or_the_new_one(name):
 
 
 def operation_again(objects, name):
-    """After a crash the same operation goes through, unless it had."""
+    """After a crash the same operation succeeds, unless it had already taken effect."""
     store = open_on(objects)
     operation, _ = OPERATIONS[name]
     if name == "overwrite":

@@ -1,4 +1,4 @@
-"""Whose credentials the flusher uses, and how renewed ones get to it."""
+"""The credentials that the flusher uses, and how renewed ones reach it."""
 
 import os
 import threading
@@ -28,7 +28,7 @@ DATA = os.urandom(300_000)
 
 
 class Cloud:
-    """An object tier that refuses some keys, and flushers on threads that are told a key by option or by environment."""
+    """An object tier that refuses some keys, and flushers on threads that get a key by option or by environment."""
 
     def __init__(self, tmp_path):
         self.url = f"file://{tmp_path}/store"
@@ -40,7 +40,7 @@ class Cloud:
         tierfs.init(self.url)
 
     def client(self, **options):
-        """The store as a process with these options sees it."""
+        """Open the store as a process with these options."""
         tiers = TierOptions(ram="64MiB", nvme=self.nvme, state_dir=str(self.path / "state"), ack="local", timeout=20)
         return open_store(replace(parse_url(self.url), options=options, tiers=tiers))[0]
 
@@ -59,7 +59,7 @@ class Cloud:
         self.started.append((service, thread))
 
     def end(self, client):
-        """Of a process; the next one is another."""
+        """End the client's process. The next client counts as another process."""
         client.tiers.close()
         until(lambda: not self.started[-1][0]._connections)
         opening._renew()

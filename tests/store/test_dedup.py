@@ -1,4 +1,4 @@
-"""What is in a store already is neither stored nor, as far as that can be told, sent again: counted in puts and bytes."""
+"""Bytes that a store has are not stored again and, where possible, not sent again. Tests count puts and bytes."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Counted(WrappedObjects):
-    """Notes what is put, by key and size, whether it is taken or not."""
+    """Record the key and size of every put, accepted or not."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -29,7 +29,7 @@ class Counted(WrappedObjects):
         return send()
 
     def take(self):
-        """Puts of chunks, and of records, since the last time."""
+        """Return the puts of chunks and those of records since the last call."""
         puts, self.puts = self.puts, []
         chunks = [put for put in puts if put[0].startswith(keys.CHUNKS)]
         return chunks, [put for put in puts if put not in chunks]
@@ -42,7 +42,7 @@ def tier(root):
 
 @pytest.fixture
 def opened(tier):
-    """Opens the same store anew, as another process does, over an object tier that counts."""
+    """A function that opens the store as another process does, over an object tier that counts."""
     descriptor, _ = create_store(tier, "memory://s", digest=DigestKind.XXH3_128, random_bytes=os.urandom(16))
     return lambda: Store(Counted(tier), descriptor, url="memory://s")
 
@@ -62,7 +62,7 @@ def rows_of(store, path):
 
 def test_the_same_bytes_twice_in_a_file_are_stored_once(store, tier):
     again = os.urandom(CHUNK_BYTES)
-    # Behind one another they may be on their way at once: then both are sent, and one is refused.
+    # Equal chunks in a row may be in flight at once. Then both are sent, and the tier refuses one.
     writer = Writer(store, "file")
     for piece in (again, os.urandom(CHUNK_BYTES), again, again, bytes(reversed(again)), again):
         writer.write(piece)
@@ -119,7 +119,7 @@ def test_copies_and_renames_cost_no_chunk(store):
     rename(store, "copy", "moved")
     chunks, records = store.objects.take()
     assert chunks == []
-    assert len(records) == 3  # two manifests, and what says that "copy" is gone
+    assert len(records) == 3  # two manifests, and the tombstone of "copy"
 
 
 def test_ranks_that_write_the_same_at_the_same_time_store_it_once(opened, tier):
@@ -138,7 +138,7 @@ def test_ranks_that_write_the_same_at_the_same_time_store_it_once(opened, tier):
         thread.join()
     assert len(content) < stored_bytes(tier) < len(content) * 1.01
     assert len({rows_of(ranks[0], f"run/rank-{number}") for number in range(len(ranks))}) == 1
-    # Each chunk was sent by each of them at most.
+    # Each rank sent each chunk at most once.
     assert sum(len(rank.objects.take()[0]) for rank in ranks) <= 4 * len(ranks)
 
 

@@ -1,4 +1,4 @@
-"""A process that ends: saves that run then are finished, nobody waits for each other, and what is left is said."""
+"""A process that ends finishes its running saves without deadlock, and reports the files that are still pending."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def run(tmp_path, level, script):
     (tmp_path / "script.py").write_text(f"{BEGIN}\n{textwrap.dedent(script)}")
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "store"), level]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    # That something is not in the object tier yet may be said, where the machine is slow.
+    # On a slow machine a message may say that files are not in the object tier yet.
     lines = [line for line in done.stderr.splitlines() if "files are not in" not in line]
     assert (done.returncode, lines) == (0, [])
     return done.stdout

@@ -1,4 +1,4 @@
-"""What the flusher does with what is pending: in which order, how much at once, and when something keeps it from it."""
+"""The flusher's order of pending changes, its limits, and the failures that stop it."""
 
 import contextlib
 import dataclasses
@@ -142,7 +142,7 @@ def test_a_file_larger_than_the_ram_tier_goes_through_it_in_waves(make_host):
 
 def test_waves_without_an_nvme_tier_send_each_byte_once_and_fetch_few(make_host):
     host = make_host(ram=64 * MIB, nvme=0)
-    # What the flusher opens, as if it were beyond a network.
+    # The flusher opens this store, as if it were beyond a network.
     host.objects = MeasuredObjects(host.objects)
     host.descriptor = dataclasses.replace(
         host.descriptor, endpoint=dataclasses.replace(host.descriptor.endpoint, host_local=False)
@@ -185,7 +185,7 @@ def test_the_least_ram_tier_for_chunks_holds_one(make_host):
 
 
 def test_who_only_reads_or_writes_small_files_gives_others_room_as_well(make_host):
-    """Whatever has taken a segment is looked after."""
+    # Housekeeping runs in every process that has a segment.
     host, other = make_host("host"), make_host("other")
     save(host.store, "a", b"few bytes")
     assert host.tiers.writer._housekeeping._is_running
@@ -204,7 +204,7 @@ def test_the_flusher_keeps_to_its_bandwidth(make_host):
     save(host.store, "a", content(BIG))
     wait(host.store, "a", Level.LOCAL, 20)
     wait(host.store, "a", Level.OBJECT, 20)
-    assert time.monotonic() - begin > (40 - 16) / 50  # the first goes at once, and a large one may be the last
+    assert time.monotonic() - begin > (40 - 16) / 50  # the first chunk is sent at once, and a large one may be the last
     assert load(host.plain(), "a") == load(host.store, "a")
 
 
@@ -254,7 +254,7 @@ def test_a_reopened_host_goes_on_with_what_is_pending(host):
 
 
 class Commits:
-    """Counts commits of the index by what they were for."""
+    """Count the index's commits by purpose."""
 
     def __init__(self, monkeypatch):
         self.counts = Counter()
@@ -277,7 +277,7 @@ def test_files_that_follow_each_other_share_commits(host, monkeypatch):
             save(host.store, f"run/{number}", content(1000))
         held.undo()
         wait(host.store, "run", Level.LOCAL, 20)
-    assert commits.counts["index.commit"] <= 3  # the first may be found before the others
+    assert commits.counts["index.commit"] <= 3  # the flusher may find the first draft before the others
     wait(host.store, "run", Level.OBJECT, 60)
     assert commits.counts["index.release"] < 50
     assert all(len(load(host.plain(), f"run/{number}")) == 1000 for number in range(50))
@@ -286,7 +286,7 @@ def test_files_that_follow_each_other_share_commits(host, monkeypatch):
 
 @pytest.fixture
 def pending_run(host, monkeypatch):
-    """Saves files that the flusher finds together; no earlier than the block ends."""
+    """A function that returns a context manager. When its block ends, the flusher finds all its files together."""
 
     @contextlib.contextmanager
     def start():
@@ -391,7 +391,7 @@ def test_one_file_that_cannot_be_stored_keeps_the_others_from_nothing(host, monk
         bad.extend(host.tiers.drafts.pending("run/a").draft.names)
         held.undo()
         wait(host.store, "other/c", Level.LOCAL, 20)
-        # What has to be published after a file that is in memory alone stays there as well.
+        # A file that must be published after one in memory stays in memory as well.
         assert host.tiers.drafts.level("run/a") is host.tiers.drafts.level("run/b") is Level.STAGED
     wait(host.store, "", Level.OBJECT, 60)
     assert status(host.store)["counters"]["flusher_nvme_failures"] == 1
@@ -417,7 +417,7 @@ def test_a_published_file_makes_way_for_the_next_before_its_row_is_gone(host, mo
         while not {"run/0", "run/1", "run/2"} <= {entry.path for entry in find(host.plain(), "run")}:
             assert time.monotonic() < until
             time.sleep(0.01)
-        # Of the same path the next one waits, or a flusher that begins anew would take the first for somebody else's.
+        # The next draft of this path waits. Otherwise a new flusher would attribute the first record to another host.
         assert len(load(host.plain(), "run/0")) == MIB
         with pytest.raises(TimeoutError):
             wait(host.store, "run/1", Level.OBJECT, 0.2)
@@ -633,7 +633,7 @@ def test_a_bit_that_flips_on_the_way_to_the_object_tier_is_read_again(make_host,
 
 @pytest.mark.parametrize("fails", [False, True], ids=["uploaded", "not uploaded"])
 def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
-    """Whatever becomes of the attempt to upload it that is under way."""
+    # The result of the upload in flight does not matter.
     here, there = make_host("here"), make_host("there")
     uploading, go = threading.Event(), threading.Event()
 
@@ -669,7 +669,7 @@ def test_what_was_written_to_a_store_never_gets_into_another_one(anew):
     flushing = Flushing(objects)
     data = content(300_000)
     flushing.save("one", data)
-    late = flushing.draft("two", data)  # its chunk is known to be there
+    late = flushing.draft("two", data)  # the store is known to have its chunk
     rows = flushing.upload(late)
     whole = {item.key: objects.read(item.key, MIB)[0] for item in objects.list("")}
     objects.delete(list(whole))
@@ -681,7 +681,7 @@ def test_what_was_written_to_a_store_never_gets_into_another_one(anew):
         with pytest.raises(StoreNotFoundError, match="no longer at store"):
             step()
     assert {item.key for item in objects.list("")} == before
-    # It is put back.
+    # The store is put back.
     for key, stored in whole.items():
         objects.put(key, [stored])
     flushing.publish(late, flushing.upload(late))
@@ -694,7 +694,7 @@ def test_a_wait_for_a_flusher_that_hangs_ends_in_time_and_says_so(host, monkeypa
     with host.held():
         for name in ("run/a", "run/b"):
             save(host.store, name, content(MIB))
-        with pytest.raises(TimeoutError, match="2 files"):  # a connection is open then
+        with pytest.raises(TimeoutError, match="2 files"):  # opens a connection
             wait(host.store, "run", Level.OBJECT, 0)
 
         def hang(*_):
@@ -717,10 +717,10 @@ def test_a_wait_for_a_flusher_that_hangs_ends_in_time_and_says_so(host, monkeypa
 
 
 def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, monkeypatch):
-    """While the flusher looks into one segment after the other, a file is saved in the first of them, and then one in the last."""
+    # While the flusher scans the segments, a file is saved in the first segment, and then one in the last.
     host, other = make_host(), make_host()
     save_at(host.store, "before", b"x", Level.STAGED)
-    wait(host.store, "", Level.OBJECT, 20)  # so there is a flusher
+    wait(host.store, "", Level.OBJECT, 20)  # so that a flusher runs
     this, real, discover, seen = threading.current_thread(), Segment.take_changed_drafts, PendingScan.discover, []
     monkeypatch.setattr(
         PendingScan, "discover", lambda self: discover(self) if threading.current_thread() is this else None
@@ -760,7 +760,7 @@ def test_what_the_flusher_could_not_take_note_of_is_found_by_the_next_look(host,
         add(self, entry)
 
     with host.held():
-        save_at(host.store, "before", b"x", Level.LOCAL)  # so there is a flusher
+        save_at(host.store, "before", b"x", Level.LOCAL)  # so that a flusher runs
         flusher, state = host.flusher, host.flusher._state
         monkeypatch.setattr(FlushQueue, "add", fail)
         monkeypatch.setattr(
@@ -777,7 +777,7 @@ def test_what_the_flusher_could_not_take_note_of_is_found_by_the_next_look(host,
 
 
 def test_files_that_could_not_be_marked_clean_are_found_by_a_later_walk(host, monkeypatch):
-    """The first of three that were committed together fails, so the others were not tried."""
+    # The first of three files that were committed together fails, so the flusher does not try the others.
     mark, persist_all, failed = Segment.mark, NvmePersister.persist_all, []
 
     def fail_once(self, slot, state):
@@ -788,7 +788,7 @@ def test_files_that_could_not_be_marked_clean_are_found_by_a_later_walk(host, mo
 
     monkeypatch.setattr(scan, "WALK_S", 0.5)
     with host.held():
-        save_at(host.store, "before", b"x", Level.LOCAL)  # so there is a flusher
+        save_at(host.store, "before", b"x", Level.LOCAL)  # so that a flusher runs
         flusher = host.flusher
         monkeypatch.setattr(NvmePersister, "persist_all", lambda _: None)
         for name in "abc":
@@ -811,7 +811,7 @@ def test_who_looks_for_files_meanwhile_waits_for_what_another_thread_found(host,
         take(self, slot)
 
     with host.held():
-        save_at(host.store, "before", b"x", Level.LOCAL)  # so there is a flusher
+        save_at(host.store, "before", b"x", Level.LOCAL)  # so that a flusher runs
         monkeypatch.setattr(PendingScan, "_take", slowly)
         save_at(host.store, "a", b"x", Level.STAGED)
         assert taking.wait(20)

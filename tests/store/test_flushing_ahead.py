@@ -1,4 +1,4 @@
-"""Chunks of large drafts go to the object tier while they are on their way to the nvme tier."""
+"""The flusher uploads chunks of large drafts while it moves the drafts to the nvme tier."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def commits(monkeypatch):
-    """Commits of drafts to the nvme tier go on only when this is set."""
+    """An event. Commits of drafts to the nvme tier wait until it is set."""
     go_on, commit = threading.Event(), NvmeTier.commit
 
     def wait_and_commit(tier, drafts=(), **options):

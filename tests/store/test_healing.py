@@ -1,4 +1,4 @@
-"""What is saved again over damage is stored again: what is acknowledged at `object` can be read by other hosts."""
+"""Saving content again over damage stores it again. Other hosts can then read files acknowledged at `object`."""
 
 import os
 import uuid

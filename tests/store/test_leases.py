@@ -1,4 +1,4 @@
-"""The rules that keep garbage collection and writers apart, one by one."""
+"""Each of the rules that keep garbage collection and writers apart."""
 
 import sys
 import uuid
@@ -64,7 +64,7 @@ def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier
     name = rows_of(store, "a")[0].name
     delete(store, "a")
     condemn(tier, name)
-    clock.sleep(40)  # past half the lease: it is renewed, and the list read
+    clock.sleep(40)  # past half the lease: the writer renews it and reads the condemned list
     save(store, "b", CONTENT)
     assert rows_of(store, "b")[0].name == name._replace(generation=1)
     remove_chunk(tier, name)
@@ -377,7 +377,7 @@ def test_a_file_held_in_its_manifest_takes_no_lease(store, tier):
 
 
 def chunk_requests(measured, action):
-    """How often chunks were got and put; what is not a chunk in these tests is neither got nor put in a batch."""
+    """Return the numbers of get and put requests. Here only chunks are read by get. Puts include other objects."""
     before = measured.snapshot()
     action()
     after = measured.snapshot()
@@ -390,7 +390,7 @@ def one_at_a_time(monkeypatch):
 
 
 def chunks(number, kind):
-    """The content of so many chunks."""
+    """Return the content of ``number`` chunks."""
     return b"".join(bytes([kind, index]) * (8 << 20) for index in range(number))
 
 
@@ -400,7 +400,7 @@ def test_chunks_are_looked_for_only_while_some_are_found(tier, clock):
     first, other = open_on(measured, clock), open_on(measured, clock)
     looks, puts = chunk_requests(measured, lambda: save(first, "a", chunks(6, 0)))
     assert looks == 2, "nothing was there, so nobody went on looking"
-    assert puts == 6 + 2  # the record, and the lease
+    assert puts == 6 + 2  # plus the record and the lease
     looks, puts = chunk_requests(measured, lambda: save(other, "b", chunks(6, 0)))
     assert (looks, puts) == (6 * 2, 2), "each find pays for the next look, so nothing is sent that is there"
 
@@ -412,7 +412,7 @@ def test_a_chunk_that_was_sent_in_vain_has_the_next_ones_looked_for(tier, clock)
     save(first, "a", chunks(4, 1))
     save(other, "b", chunks(4, 2))  # uses up the looks
     looks, puts = chunk_requests(measured, lambda: save(other, "a2", chunks(4, 1)))
-    # At the one that was sent and refused, and for the others; each is then read back.
+    # One look at the chunk that was sent and refused, and three at the others. Each found chunk is also read back.
     assert looks == (1 + 3) * 2
     assert puts == 1 + 1
     assert load(other, "a2") == chunks(4, 1)
@@ -433,7 +433,7 @@ def test_most_of_an_encoded_chunk_comes_in_one_request(tier, clock, length, gets
 @pytest.mark.usefixtures("one_at_a_time")
 @pytest.mark.parametrize(("length", "expected"), [(LOOK_BYTES_MIN - 1, 0), (LOOK_BYTES_MIN, 1)])
 def test_little_is_sent_without_a_look(tier, clock, length, expected):
-    """It would cost as much."""
+    # A look would cost as much as sending.
     measured, content = MeasuredObjects(tier), chunks(1, 3)[:length]
     first, again = open_on(measured, clock), open_on(measured, clock)
     assert chunk_requests(measured, lambda: save(first, "a", content)) == (expected, 1 + 2)

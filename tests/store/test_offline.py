@@ -1,4 +1,4 @@
-"""An object tier that does not answer is not waited for by those who can do without."""
+"""Operations that do not need the object tier do not wait for one that is unreachable."""
 
 import errno
 import socket
@@ -96,7 +96,7 @@ def test_a_store_is_known_by_its_url_until_its_note_is_damaged(tmp_path, caplog)
     assert "is unusable" in caplog.text
 
 
-# -- stores that are opened, or made, while their object tier is away ------------------------------------------------------
+# -- stores that are opened or created while their object tier is unreachable ------------------------------------------
 
 
 def refused():
@@ -125,7 +125,7 @@ def denied():
 
 
 class FarFileSystem(MemoryFileSystem):
-    """An object tier beyond a network, which can be away."""
+    """An object tier beyond a network, which can be unreachable."""
 
     protocol = "far"
     store: ClassVar[dict] = {}
@@ -166,7 +166,7 @@ class FarFileSystem(MemoryFileSystem):
 
 @pytest.fixture
 def far(monkeypatch, tmp_path):
-    """A URL there. ``forget()`` is what a new process knows: nothing."""
+    """A URL in `FarFileSystem`. Its ``forget()`` makes this process start without any knowledge, like a new one."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("tierfs.session.open.LOOK_S", 0.2)
     monkeypatch.setattr("tierfs.store.offline.LOOK_S", 0.2)
@@ -317,7 +317,7 @@ def test_another_store_that_came_back_in_its_place_gets_nothing_of_this_one(far)
 
 def test_the_job_of_the_guide_goes_on_while_its_store_is_away(far):
     url = f"tierfs::{far.url}"
-    # No JSON holds it, so the flusher is a thread of this process, which knows this protocol.
+    # The option is not JSON, so the flusher is a thread of this process, which knows the protocol.
     options = {"ack": "staged", "ram": "64MiB", "nvme": "0", "far": {"marker": FarFileSystem}}
     tierfs.init(far.url, options={"marker": FarFileSystem})
     fs, root = fsspec.url_to_fs(url, **options)

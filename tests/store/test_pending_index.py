@@ -1,4 +1,4 @@
-"""Looking for a pending file takes what is pending of its path, and forgets and hides nothing."""
+"""A lookup of a pending file returns the drafts of its path, and drops or hides none."""
 
 import pytest
 

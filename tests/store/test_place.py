@@ -1,4 +1,4 @@
-"""A copy of a store has its id, and gets nothing that was saved to the store, which gets nothing that was saved to the copy."""
+"""A copy of a store has the same id. Saves to the store never reach the copy, nor the other way round."""
 
 import errno
 import importlib
@@ -231,7 +231,7 @@ def test_what_may_be_pending_where_nobody_can_look_has_reached_no_level(store, o
     fs, path = open_at(store, ack="local")
     fs.pipe(f"{path}/a", b"saved")
     fs.wait(path, "object", timeout=30)
-    os.chmod(options["state_dir"], 0o755)  # as cp -r makes it
+    os.chmod(options["state_dir"], 0o755)  # as `cp -r` creates it
     know_no_store(monkeypatch)
     fs, path = open_at(store)
     assert fs.cat(f"{path}/a") == b"saved"
@@ -306,7 +306,7 @@ def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(st
 
 @pytest.fixture
 def left(store, options, monkeypatch):
-    """A store that is gone, whose changes nobody has flushed."""
+    """A store that is gone, with changes that no flusher has flushed."""
     fs, path = open_at(store, ack="staged", **options)
     with monkeypatch.context() as patch:
         patch.setattr("tierfs.host.write.writer.SlabWriter._tell", lambda _: None)
@@ -376,7 +376,7 @@ DAMAGED = {
 
 
 def opened_anew(root, **options):
-    """As by another process."""
+    """Open a store as another process does."""
     for store in opening._stores.values():
         if store.tiers is not None:
             store.tiers.close()
@@ -439,7 +439,7 @@ def test_what_is_pending_where_it_is_not_known_for_which_store_waits(left, optio
 
 
 def test_many_instances_and_threads_say_the_same_thing_once(store, options, monkeypatch, caplog):
-    monkeypatch.setenv("TIERFS_STATE_DIR", "/proc/self/no")  # no local tiers can be there
+    monkeypatch.setenv("TIERFS_STATE_DIR", "/proc/self/no")  # local tiers are impossible there
     opened = [open_at(store, timeout=number) for number in range(1, 6)]
     threads = [threading.Thread(target=fs.ls, args=(path,)) for fs, path in opened]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Shard files of a save that another save to the same directory replaced go one grace later, and nobody else's do."""
+"""Shard files of a replaced save in the same directory are deleted one grace later. All other files stay."""
 
 import json
 import time
@@ -19,7 +19,7 @@ from tierfs.store.store import Store
 from tierfs.store.write.writer import Writer
 from tierfs.testing import Fault, FaultyObjects
 
-GRACE_S = 3600  # of `descriptor_for`
+GRACE_S = 3600  # as in `descriptor_for`
 
 
 def put(store, path, metadata=PART):
@@ -33,7 +33,7 @@ def document(*names):
 
 
 class Trainer:
-    """Saves to the directory ``last``, straight to the object tier."""
+    """Save to the directory ``last``, straight to the object tier."""
 
     def __init__(self, objects):
         self.clock = ManualClock()
@@ -153,7 +153,7 @@ def test_a_save_stands_where_what_it_replaced_cannot_be_removed(objects, method)
 
 
 def test_overwriting_a_directory_by_torch_keeps_what_two_graces_take(tmp_path, monkeypatch):
-    """Through the flusher, with the shortest grace there is; two seconds of sleep."""
+    # Through the flusher, with the shortest grace; sleeps for two seconds.
     torch = pytest.importorskip("torch", reason="torch is not installed")
     import torch.distributed.checkpoint as dcp
 

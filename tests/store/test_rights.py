@@ -1,4 +1,4 @@
-"""Whom files are open to: what lies in the object tier by the umask, what lies on the host to its owner alone."""
+"""File modes follow the umask in the object tier. Files on the host are accessible to their owner only."""
 
 import os
 import stat
@@ -43,7 +43,7 @@ def modes_below(directory):
             continue
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode):
-            continue  # whose own mode says nothing
+            continue
         kind = "directory" if stat.S_ISDIR(status.st_mode) else "socket" if stat.S_ISSOCK(status.st_mode) else "file"
         found[str(path.relative_to(directory))] = kind, stat.S_IMODE(status.st_mode)
     return found

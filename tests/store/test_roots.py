@@ -1,4 +1,4 @@
-"""Where a store is, whether it is still there, and what lies beside its own objects."""
+"""A store's location, its identity after it was removed or created again, and foreign objects in it."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Several writers of one host change one path at the same moment: one of them does, and the others hear of it at once."""
+"""When several writers of one host change one path at once, one succeeds and the others get an error at once."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from tierfs.store.write import staging
 
 
 def outcomes_of(*changes):
-    """What each of these came to, begun at once on a thread of its own."""
+    """Start each change on its own thread at once. Return their errors, None for a success."""
     outcomes = [None] * len(changes)
     begin = threading.Barrier(len(changes))
 
@@ -38,7 +38,7 @@ def outcomes_of(*changes):
 
 @pytest.fixture
 def slow_looks(monkeypatch):
-    """There is time between the look at what is to be replaced and the seal."""
+    """Delay the seal after the check of the version that it replaces."""
     look = staging._check_unchanged
 
     def look_slowly(*arguments):

@@ -1,4 +1,4 @@
-"""Segments that cannot be found where they should be: not opened for want of descriptors or memory, or removed by somebody."""
+"""Segments that cannot be opened for lack of descriptors or memory, or that another process removed."""
 
 import contextlib
 import errno
@@ -34,7 +34,7 @@ def eventually(condition, timeout_s=20.0):
 
 @contextlib.contextmanager
 def out_of(error, refused, monkeypatch):
-    """A segment cannot be opened."""
+    """Let the opening of one segment fail with this error."""
     attach = Segment.attach.__func__
 
     def refuse(cls, path):
@@ -49,7 +49,7 @@ def out_of(error, refused, monkeypatch):
 
 @pytest.fixture
 def left(tmp_path, root, descriptor):
-    """What a process that died had saved at ``staged`` in two segments; the object tier was away."""
+    """Files that a dead process saved as ``staged`` in two segments while the object tier was unreachable."""
     files = {f"f{number}": content(BIG) for number in range(FILES)}
     child = os.fork()
     if not child:
@@ -118,7 +118,7 @@ def test_nobody_takes_what_a_damaged_segment_held_for_safe_until_it_is_given_up(
 
 @pytest.fixture
 def flushing(make_host):
-    """A host whose flusher has its own look at the segments, as another process does, and one file in the object tier."""
+    """A host whose flusher scans segments by itself, as in another process, and one file in the object tier."""
     host = make_host(nvme=0)
     save(host.store, "before", content(MIB))
     wait(host.store, "", Level.OBJECT, 30)
@@ -183,20 +183,20 @@ def test_what_a_flusher_has_open_of_a_dead_process_outlives_the_files(left, make
         eventually(lambda: status(host.store)["queue_files"] == len(files))
         for path in host.tiers.ram.host.segments.glob("*.slab"):
             path.unlink()
-        time.sleep(1.5)  # in which the flusher looks again
+        time.sleep(1.5)  # time for the flusher to look again
     host.flusher.wait(lambda _: True, Level.OBJECT, 30)
     assert {path: load(host.plain(), path) for path in files} == files
 
 
 @pytest.fixture
 def spilled(tmp_path, root, descriptor):
-    """A file larger than the ram tier of a process that died: most of it is in the nvme tier, its draft in a segment."""
+    """A dead process's file larger than the ram tier: most of it is in the nvme tier, its draft in a segment."""
     data = content(2 * BIG)
     child = os.fork()
     if not child:
         failed = 1
         try:
-            NvmePersister.persist_all = lambda _: None  # no further than what a writer waits for
+            NvmePersister.persist_all = lambda _: None  # no further than a writer waits for
             host = Host(tmp_path, Gate(root), descriptor, ram=48 * MIB, nvme=128 * MIB)
             host.objects.down = True
             save(host.store, "f", data)
@@ -212,12 +212,12 @@ def spilled(tmp_path, root, descriptor):
 def test_what_a_dead_process_spilled_is_kept_while_its_draft_cannot_be_seen(spilled, make_host, monkeypatch):
     data, name = spilled
     with out_of(MemoryError(), name, monkeypatch):
-        # Beside both segments of the dead process, either of which may hold what its draft needs, there is room for another one.
+        # Room for one segment beside the dead process's two, either of which may hold chunks of its draft.
         host = make_host(ram=64 * MIB, nvme=128 * MIB)
         host.tiers.writer.announce()
         eventually(lambda: status(host.store)["unread_segments"] == 1)
         save(host.store, "g", content(100 * MIB))
-        time.sleep(3)  # in which the flusher sweeps
+        time.sleep(3)  # time for the flusher to sweep
     wait(host.store, "", Level.OBJECT, 60)
     assert load(host.plain(), "f") == data
 
@@ -233,7 +233,6 @@ def test_a_flusher_that_cannot_see_all_says_so_in_the_end(left, make_host, monke
 
 
 def test_a_wait_does_not_end_before_the_flusher_knows_what_is_pending(flushing, monkeypatch):
-    """Whatever keeps it from that."""
     asked = []
 
     def answer(do, arguments, **_):

@@ -1,4 +1,4 @@
-"""What a store's status says of its object tier: what was asked of it, by whom, and where it fell back."""
+"""A store's status of its object tier: requests, the processes that sent them, and fallbacks."""
 
 import re
 import shutil
@@ -21,11 +21,11 @@ from tierfs.store.store import Store
 
 
 class Endpoint(MemoryObjects):
-    """Asks for fewer requests at the first puts, and stores the next ones with another last byte.
+    """Throttle the first puts, and store the next ones with a wrong last byte.
 
     Attributes:
-        throttles: How many puts it does not answer.
-        spoils: How many it stores wrong after these.
+        throttles: Number of puts to refuse.
+        spoils: Number of puts after these to store wrong.
     """
 
     throttles = spoils = 0
@@ -36,7 +36,7 @@ class Endpoint(MemoryObjects):
             raise StoreError("slow down", transient=True, throttled=True)
         if self.spoils:
             self.spoils -= 1
-            options.pop("checksum", None)  # it goes wrong behind that
+            options.pop("checksum", None)  # the damage happens after the checksum was verified
             raw = bytearray(b"".join(data))
             raw[-1] ^= 1
             data = [raw]
@@ -44,16 +44,16 @@ class Endpoint(MemoryObjects):
 
 
 def connected(endpoint):
-    """As `tierfs.objects.registry` and `as_promised` make it, with writes read back."""
+    """Wrap an endpoint as `tierfs.objects.registry` and `as_promised` do, with writes read back."""
     measured = MeasuredObjects(RetryingObjects(LimitedObjects(endpoint), clock=ManualClock()))
     return PromisedObjects(measured, endpoint.capabilities, reads_back=True)
 
 
 class ApartHost(Host):
-    """One whose flusher has its own way to the object tier, as one in another process has.
+    """A host whose flusher has its own connection to the object tier, as a flusher in another process has.
 
     Attributes:
-        endpoint: Where the flusher's leads.
+        endpoint: The endpoint of the flusher's connection.
     """
 
     def __init__(self, tmp_path, root, descriptor):
@@ -73,7 +73,7 @@ def apart(tmp_path, root, descriptor):
 
 @pytest.fixture
 def bare(root, descriptor):
-    """A store without local tiers: its endpoint, and itself."""
+    """An endpoint, and a store on it without local tiers."""
     endpoint = Endpoint(root)
     return endpoint, Store(connected(endpoint), descriptor, url="memory://store")
 
@@ -96,7 +96,7 @@ def test_what_was_throttled_is_counted_and_so_is_what_was_sent_again(bare):
     save(store, "a", b"x")
     report = status(store)["tiers"]["object"]
     assert report["fallbacks"] == {"process_throttled": 2, "process_retried": 2, "process_stored_wrong": 0}
-    assert report["requests"]["process_put"]["errors"] == 0  # they were answered in the end
+    assert report["requests"]["process_put"]["errors"] == 0  # the retries succeeded
 
 
 def test_what_was_stored_wrong_is_counted_and_reading_back_is_said(bare):
@@ -128,7 +128,7 @@ def test_what_the_flusher_asked_is_told_apart_from_what_this_process_asked(apart
 
 
 def test_a_flusher_that_has_no_way_to_the_object_tier_yet_counts_nothing(apart):
-    apart.tiers.flusher.request("status")  # which starts it
+    apart.tiers.flusher.request("status")  # starts the flusher
     report = status(apart.store)
     assert report["flusher"]["running"]
     assert not any(name.startswith("flusher_") for name in report["tiers"]["object"]["fallbacks"])
@@ -158,7 +158,7 @@ def settings_of(tmp_path, **options):
 
 @pytest.fixture
 def disk(monkeypatch, tmp_path):
-    """A disk with so many bytes free, shared memory of so many, and a filesystem of this kind."""
+    """A function that fakes the free bytes of the disk, the size of shared memory, and the kind of filesystem."""
     usage = shutil.disk_usage(tmp_path)
 
     def make(*, free=1 << 40, shared=1 << 40, kind="ext4"):

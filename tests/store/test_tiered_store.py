@@ -1,4 +1,4 @@
-"""A store behind local tiers: what was written is seen at once, read from the nearest good copy, and gets down in order."""
+"""A store with local tiers: writes are visible at once, reads take the nearest sound copy, changes go down in order."""
 
 import contextlib
 import gc
@@ -153,7 +153,7 @@ def test_a_damaged_object_that_is_removed_late_is_stored_again_for_all_that_name
         if is_removed:
             host.objects.delete([chunk_key(row.name)])
         assert verify(host.store).damage
-        save(host.store, "run/a", data)  # first beside the damaged one, then in its place
+        save(host.store, "run/a", data)  # first beside the damaged chunk, then in its place
         wait(host.store, "run/a", Level.OBJECT, 20)
     assert load(host.plain(), "run/b") == data
     assert verify(host.plain()).damage == []
@@ -162,7 +162,7 @@ def test_a_damaged_object_that_is_removed_late_is_stored_again_for_all_that_name
 def test_a_staged_file_is_listed_at_once(host):
     with host.held():
         save(host.store, "run/sub/a", content(100))
-        host.objects.down = False  # what is not pending has to be looked up there
+        host.objects.down = False  # entries that are not pending come from there
         assert [entry.path for entry in list_directory(host.store, "run")] == ["run/sub"]
         assert [entry.path for entry in find(host.store, "run")] == ["run/sub", "run/sub/a"]
         assert stat(host.store, "run").is_directory
@@ -193,7 +193,7 @@ def test_what_other_ranks_want_as_well_is_kept_until_the_budget_is_used_up(host,
     reader = make_host("reader", nvme=0)
     reader.tiers.cache.keeps_reads = True
     whole = open_entry(reader.store, stat(reader.store, "a"))
-    for at in range(0, len(data), 16 * MIB):  # one chunk after the other: those before it could be evicted
+    for at in range(0, len(data), 16 * MIB):  # chunk by chunk: earlier ones could be evicted
         out = bytearray(16 * MIB)
         whole.read_into(at, memoryview(out))
         assert out == data[at : at + 16 * MIB]
@@ -242,7 +242,7 @@ def test_pending_files_are_renamed_copied_and_deleted_without_the_object_tier(ho
 
 
 def rename_while_down(host, source, target):
-    # The target is looked up in the object tier, so it has to be there for that.
+    # The target is looked up in the object tier, so the tier must answer.
     host.objects.down = False
     rename(host.store, source, target)
 
@@ -378,10 +378,10 @@ def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_
         save_at(host.store, "a", data, Level.LOCAL)
         segment = host.tiers.ram.own_segments()[0]
         while not (slots := segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))):
-            time.sleep(0.001)  # it is marked right after the level is told
+            time.sleep(0.001)  # it is marked just after the level is reported
         (slot,) = slots
         assert slot.segment.give(slot, only_clean=True)
-        # As if it was looked up before the draft was committed.
+        # As if the lookup had run before the draft was committed.
         with monkeypatch.context() as patch:
             patch.setattr(NvmeTier, "has", lambda _tier, _name: False)
             patch.setattr(FlushState, "chunks", lambda _state, _references: [slot])
@@ -447,7 +447,7 @@ def test_threads_that_want_the_same_chunk_fetch_it_once(make_host):
     for thread in threads:
         thread.join()
     chunks = [key for key in gets if "/chunks/" in key]
-    assert len(chunks) <= 2  # the envelope's and the blocks'
+    assert len(chunks) <= 2  # one for the envelope, one for the blocks
 
 
 def test_a_tier_that_is_off_cannot_be_asked_for(make_host):
@@ -486,14 +486,14 @@ def test_a_store_that_was_opened_and_closed_keeps_no_descriptors(tmp_path, root,
 
 
 def stop_looking(host, patch):
-    """Have the flusher find no more drafts. A look that had begun is over afterwards."""
+    """Make the flusher find no more drafts. Wait for a scan that had begun."""
     patch.setattr(host.flusher.scan, "discover", lambda: None)
     with host.flusher.scan._looking:
         pass
 
 
 def damage_draft(host, *, with_path):
-    """Flip a bit of the one draft in slabs."""
+    """Flip a bit of the one draft in the ram tier."""
     (slot,) = host.tiers.ram.drafts()
     memory = slot.segment._fd.number
     (byte,) = os.pread(memory, 1, slot.offset + 40)
@@ -532,7 +532,7 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
 
 
 def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host):
-    """The index of the nvme tier was closed while a change of it was committed, which could end the process."""
+    # Regression: the index of the nvme tier was closed during a commit, which could crash the process.
     with host.held():
         save_at(host.store, "a", content(MIB), Level.LOCAL)
         slots = [slot for segment in host.tiers.ram.own_segments() for slot in segment.slots(kind=SlotKind.CHUNK)]
@@ -542,7 +542,7 @@ def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host
 
         def slow():
             asked.set()
-            closed.wait(0.5)  # it must not be, however long this takes
+            closed.wait(0.5)  # must not be closed, however long this takes
             events.append("commit")
             commit()
 
@@ -576,7 +576,7 @@ def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_
             damage_draft(host, with_path=with_path)
         drafts = host.tiers.drafts
         drafts._decoded._decoded.clear()
-        drafts._by_path = StagedIndex(host.tiers.ram, drafts._decoded)  # what a process that begins now would find
+        drafts._by_path = StagedIndex(host.tiers.ram, drafts._decoded)  # as a new process would find them
         for slot in host.tiers.ram.drafts():
             slot.segment.put_back_changed_drafts([slot.index])
         assert load(host.store, "a") == b"second"

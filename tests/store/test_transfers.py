@@ -1,4 +1,4 @@
-"""What moves chunks has bounds, and never waits for itself."""
+"""The threads that move chunks are bounded, and never wait for themselves."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def test_no_more_buffers_are_on_their_way_than_there_are_threads():
     sender = threading.Thread(target=send_all)
     sender.start()
     sender.join(0.2)
-    assert sender.is_alive()  # the fourth waits
+    assert sender.is_alive()  # the fourth transfer waits
     gate.set()
     sender.join(10)
     assert [future.result(10) for future in sent] == [None] * 10
@@ -74,7 +74,7 @@ def test_an_interrupt_waits_for_what_has_begun_and_lets_nothing_else_begin():
         ended.append(number)
 
     def interrupt():
-        for _ in range(3):  # whoever is impatient does not cut the wait short
+        for _ in range(3):  # repeated interrupts do not cut the wait short
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
@@ -87,7 +87,7 @@ def test_an_interrupt_waits_for_what_has_begun_and_lets_nothing_else_begin():
             transfers.map(task, range(20))
         finally:
             ended_by_then = sorted(ended)
-            while not gate.is_set():  # the interrupts are meant for nobody else
+            while not gate.is_set():  # the interrupts must not hit later code
                 with contextlib.suppress(KeyboardInterrupt):
                     gate.wait()
     thread.join()

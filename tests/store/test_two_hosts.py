@@ -1,10 +1,10 @@
 """Two hosts write the same store while answers get lost, requests arrive late, and chunks are collected.
 
-A state machine interleaves them and compares, after each step, what anybody can read with a small model: path to
-content, and a count of changes that says whether an operation saw the newest one. The assumption it makes is
-FORMAT.md's own: a request takes effect within one grace of being sent, or never.
+A state machine interleaves them. After each step it compares everything that a reader can see with a small model: the
+content of each path, and a count of changes, which shows whether an operation saw the newest one. It assumes, as
+FORMAT.md does, that a request takes effect within a grace minus a lease of being sent, or never.
 
-It tries fifteen sequences of 40 steps, a second each. Before a change of what hosts do to each other's files, try more:
+It runs fifteen sequences of 40 steps, a second each. Before changing how hosts treat each other's files, run more:
 
     TIERFS_STATEFUL_EXAMPLES=500 pytest tests/store/test_two_hosts.py --timeout=0
 """
@@ -41,7 +41,7 @@ GRACE_S = 60
 
 
 class HostClock(ManualClock):
-    """A host's own clock: it says another time than the object tier's, and goes as fast."""
+    """A host's own clock. It shows another time than the object tier's, at the same speed."""
 
     def __init__(self, clock, offset_s):
         self._clock, self._offset_ns = clock, offset_s * 1_000_000_000
@@ -65,7 +65,7 @@ class TwoHosts(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.clock = ManualClock()
         self.tier = ServedObjects(f"/two-hosts-{uuid.uuid4().hex}", self.clock)
-        # Nothing but the empty file is held in a manifest, so that every file has a chunk.
+        # Only the empty file is inline in its manifest, so that every other file has a chunk.
         self.descriptor = Descriptor(
             "0" * 32, 0, DigestKind.XXH3_128, self.tier.capabilities, inline_bytes=0, lease_s=LEASE_S, grace_s=GRACE_S
         )
@@ -87,11 +87,11 @@ class TwoHosts(RuleBasedStateMachine):
 
     def open_host(self, host):
         objects = self.faulty[host]
-        if host:  # one host retries, the other sees every fault itself
+        if host:  # one host retries, the other sees every fault
             objects = RetryingObjects(objects, attempts=2, clock=self.clock, random=self.random)
         return self.open_on(objects, offset_s=3600 * host)
 
-    # -- the model ---------------------------------------------------------------------------------------------
+    # -- the model -----------------------------------------------------------------------------------------------------
 
     def count(self, path):
         return self.changes.get(path, 0)
@@ -110,14 +110,14 @@ class TwoHosts(RuleBasedStateMachine):
             return None
 
     def attempt(self, operation, effects, *, stale=False, sources=()):
-        """Run an operation whose ``effects`` (path to new content) take place whole, in order, in part, or not."""
+        """Run an operation. Its ``effects`` (path to new content) may take place whole, in order, in part, or not."""
         seen = {path: self.count(path) for path in effects}
         before = {path: self.contents.get(path) for path in effects}
         late = [len(faulty._late) for faulty in self.faulty]
         try:
             operation()
         except ConflictError:
-            # Only a change that somebody else made, or our own put whose answer was lost, may stand in the way.
+            # Only another host's change, or this host's own put whose answer was lost, may conflict.
             assert stale or any(self.was_ambiguous(path) for path in effects), "a conflict with nobody"
         except StoreError:
             pass  # in doubt: settled below
@@ -126,7 +126,7 @@ class TwoHosts(RuleBasedStateMachine):
             for path, content in effects.items():
                 self.set(path, content)
             return
-        # In doubt. Each effect took place or did not; what was lost on the way may still arrive.
+        # In doubt: each effect took place or did not. A lost request may still arrive.
         for path, content in effects.items():
             real = self.real(path)
             if stale:
@@ -149,7 +149,7 @@ class TwoHosts(RuleBasedStateMachine):
     def was_ambiguous(self, path):
         return self.ambiguous.get(path, False)
 
-    # -- what hosts do -----------------------------------------------------------------------------------------
+    # -- operations of hosts -------------------------------------------------------------------------------------------
 
     @rule(host=HOSTS, path=PATHS, content=CONTENTS)
     def overwrite(self, host, path, content):
@@ -161,7 +161,7 @@ class TwoHosts(RuleBasedStateMachine):
         try:
             self.attempt(lambda: save(self.hosts[host], path, content, mode=WriteMode.CREATE), {path: content})
         except AlreadyExistsError:
-            # Or it is our own create whose answer was lost: exclusive, so it cannot be told from somebody else's.
+            # Or the path has this host's own create, whose answer was lost. It looks like another host's create.
             assert there or self.real(path) is not None
             if not there:
                 assert self.real(path) == content
@@ -174,7 +174,7 @@ class TwoHosts(RuleBasedStateMachine):
         try:
             writer = Writer(self.hosts[host], path)
             writer.write(content)
-            writer._finish_rows()  # the chunks are on their way long before the commit
+            writer._finish_rows()  # sends the chunks long before the commit
         except StoreError:
             return None
         return writer, path, content, self.count(path)
@@ -184,7 +184,7 @@ class TwoHosts(RuleBasedStateMachine):
         if opened is None:
             return
         writer, path, content, seen = opened
-        # If its chunks were collected, that is a StoreError: `attempt` finds then that nothing was published.
+        # If its chunks were collected, it raises StoreError. Then `attempt` finds that nothing was published.
         self.attempt(writer.commit, {path: content}, stale=self.count(path) != seen)
 
     @rule(host=HOSTS, path=PATHS)
@@ -231,7 +231,7 @@ class TwoHosts(RuleBasedStateMachine):
     def crash(self, host):
         self.hosts[host] = self.open_host(host)
 
-    # -- what goes wrong ---------------------------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------------------------------
 
     @rule(
         host=HOSTS,
@@ -253,7 +253,7 @@ class TwoHosts(RuleBasedStateMachine):
                 self.land(outcome.key)
 
     def land(self, key):
-        """A late put took effect: it must be one that was asked for when the path was as it is in the model."""
+        """Check a late put that took effect: the model must still be as it was when the put was sent."""
         for effects, seen in self.late:
             for path, content in effects.items():
                 if keys.record_key(path) == key and seen[path] == self.count(path) and self.real(path) == content:
@@ -263,7 +263,7 @@ class TwoHosts(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([5, 15, 30]))
     def time_passes(self, seconds):
-        # A request takes effect within a grace but for a lease of being sent, or never.
+        # A request takes effect within a grace minus a lease of being sent, or never.
         now = self.clock.monotonic()
         for number, faulty in enumerate([*self.faulty, *self.gc_links]):
             if not faulty.late:
@@ -277,17 +277,17 @@ class TwoHosts(RuleBasedStateMachine):
 
     @rule(host=HOSTS)
     def write_the_list_of_the_checkpoint(self, host):
-        """Of what this host sees there now; a put that is late may come when all of that is something else."""
+        # The list names the files that this host sees now. A late put of it may arrive when these have changed.
         write_references(self.hosts[host], "d")
 
     @rule(host=HOSTS)
     def stay_busy_for_a_grace(self, host):
-        """Renew the lease without a gap, so that what was learned long ago still counts."""
+        """Renew the lease without a gap, so that knowledge from long ago still counts."""
         for number in range(5):
             self.time_passes(9)
             self.overwrite(host, "busy", b"busy %d" % number)
 
-    # -- garbage collection, the real one ----------------------------------------------------------------------
+    # -- garbage collection, the real one ------------------------------------------------------------------------------
 
     def collector_link(self, actions=None, kill_at=None):
         self.gc_faulty = FaultyObjects(self.tier, seed=self.random.randrange(1 << 30))
@@ -295,12 +295,12 @@ class TwoHosts(RuleBasedStateMachine):
         return StepLink(self.gc_faulty, actions, kill_at)
 
     def collect(self, link):
-        """One run of gc from a third host, whose clock is another one's, too."""
+        """Run gc once from a third host, which has yet another clock."""
         store = self.open_on(link, offset_s=-3600)
         try:
             return collect(store, GcOptions(concurrency=1, batch=2))
         except (ConflictError, StoreError, KilledError):
-            return None  # another one is at work, or it failed, or was killed
+            return None  # another gc runs, or this one failed or was killed
 
     @rule()
     def collect_garbage(self):
@@ -332,7 +332,7 @@ class TwoHosts(RuleBasedStateMachine):
         content=CONTENTS,
     )
     def collect_while_others_work(self, steps, does, content):
-        """A rename behind the cursor of the listing, for example; or another gc, whose turn it is by then."""
+        """Run other operations at steps of a gc: for example a rename behind the listing's cursor, or another gc."""
         if self.is_collecting:
             return
         self.is_collecting = True
@@ -365,7 +365,7 @@ class TwoHosts(RuleBasedStateMachine):
         self.collect_garbage()
 
     def teardown(self):
-        """After quiet graces nothing is left that nothing reaches, and everything else is there."""
+        """After quiet graces, check that no unreachable object is left and that everything else is there."""
         if not hasattr(self, "contents"):
             return
         for faulty in [*self.faulty, *self.gc_links]:
@@ -387,7 +387,7 @@ class TwoHosts(RuleBasedStateMachine):
         lists = {keys.references_key("d")} if "d/.metadata" in self.contents else set()
         assert {item.key for item in self.tier.list(keys.REFERENCES)} == lists
 
-    # -- what must hold ----------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
     def everybody_can_read_what_the_model_holds(self):

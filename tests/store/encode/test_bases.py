@@ -1,4 +1,4 @@
-"""How chunks are encoded: nothing is stored that no reader can read."""
+"""Choices of bases: a chunk is encoded only against chunks that readers can read."""
 
 import struct
 
@@ -24,7 +24,7 @@ def named(number):
 
 
 def delta(number, raw):
-    """A chunk that is encoded against one of its own."""
+    """Return the row of a chunk that is encoded against another one."""
     name = digest.combine(KIND, len(raw), [digest.hash_bytes(KIND, raw)])
     return Row(ChunkName(name, 0, b"recipe.."), len(raw), 200, (named(number),))
 

@@ -1,4 +1,4 @@
-"""How chunks come to be encoded as they are: tried once, remembered, and not at all under pressure."""
+"""The encoder tries out a tensor's codec once, remembers the result, and tries nothing while the host is busy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASTER = Tensor("run:master:float4", "float", 4)
 
 
 class Host:
-    """Where an encoder's chunks lie."""
+    """The chunks that an encoder can read: on this host, and in the object tier."""
 
     def __init__(self):
         self.local, self.remote = {}, {}
@@ -65,7 +65,7 @@ def host():
 
 @pytest.fixture
 def tried(monkeypatch):
-    """What was tried out, in order."""
+    """The trials so far, in order: whether each one had a base."""
     found, choose = [], encoder_module.choose
 
     def counted(sample, **about):
@@ -91,7 +91,7 @@ def encode_as(encoder, host, raw, context, sources=()):
 
 
 def decoded(encoded, raw, reference=b""):
-    """What a reader makes of it."""
+    """Return the raw bytes that a reader decodes."""
     out, factor, at = bytearray(len(raw)), len(reference) // len(raw), 0
     for block, target in zip(encoded.blocks, blocks_of(memoryview(out)), strict=True):
         base = memoryview(reference)[at * factor : (at + len(target)) * factor] if factor else None
@@ -201,7 +201,7 @@ def test_a_base_that_is_damaged_on_this_host_is_fetched(host):
 
 @pytest.mark.parametrize("ends", ["amid a block", "before the last block"])
 def test_a_base_that_goes_while_it_is_read_leaves_nothing_behind(host, tried, ends):
-    """What is encoded against bytes that no reader will get can never be decoded, and what was learnt from them is wrong."""
+    # A delta against these bytes could never be decoded, and results learned from them would be wrong.
     encoder, master = encoder_for(), numbers()
     base = host.chunk(master.tobytes(), host.local)
     read, raw = host.read, near(master).tobytes()
@@ -227,7 +227,7 @@ def test_a_base_that_goes_while_it_is_read_leaves_nothing_behind(host, tried, en
 
 
 def sizes_read(host):
-    """How much is read at a time from now on."""
+    """Return a list of the sizes of all reads from now on."""
     sizes, read = [], host.read
 
     def noted(row, start, out):
@@ -239,7 +239,7 @@ def sizes_read(host):
 
 
 def test_of_a_base_that_nothing_follows_from_samples_are_read(host):
-    """Of what has no name nothing is remembered, so nobody has to know whether they were sound."""
+    # Nothing is remembered for a tensor without a name, so the encoder need not verify the samples.
     base, raw = os.urandom(3 * MIB), os.urandom(3 * MIB)
     row, sizes = host.chunk(base, host.local), sizes_read(host)
     encoded = encode(encoder_for(), host, raw, base=row, tensor=Tensor())
@@ -249,7 +249,7 @@ def test_of_a_base_that_nothing_follows_from_samples_are_read(host):
 
 @pytest.mark.parametrize("how", ["damaged", "read wrong once"])
 def test_what_is_remembered_of_a_tensor_comes_from_bytes_that_were_verified(host, how):
-    """Else it would be taken for one whose difference is large, for many saves."""
+    # Otherwise the encoder would take the tensor's differences for large during many saves.
     encoder, master = encoder_for(), numbers()
     raw, base = near(master).tobytes(), host.chunk(master.tobytes(), host.local)
     read, reads = host.read, []
@@ -300,7 +300,7 @@ def test_chunks_that_are_tried_at_the_same_time_count_once(host):
 
 
 def test_what_has_a_keyframe_nearby_again_has_differences_again(host):
-    """The sample is too far from its base, once; the next save has another one."""
+    # The sample differs too much from its base once. The next save has a closer base.
     encoder, far, raw = encoder_for(), os.urandom(4 * MIB), numbers().tobytes()
     encode(encoder, host, raw, base=host.chunk(far[: len(raw)], host.local))
     base = host.chunk(raw, host.local)
@@ -309,7 +309,7 @@ def test_what_has_a_keyframe_nearby_again_has_differences_again(host):
 
 
 def test_a_sample_that_says_too_much_good_of_the_rest_is_not_believed_for_long(host):
-    """The first block of a tensor stays as it is, the others are noise."""
+    # The first block of the tensor does not change, the others are noise.
     encoder, still, saves = encoder_for(), numbers()[: MIB // 4].tobytes(), 4 * REPROBE_SAVES
     alone = total = 0
     base = host.chunk(still + numbers(99).tobytes()[: 3 * MIB], host.local)
@@ -392,7 +392,7 @@ def test_whether_a_base_saves_something_is_found_out_again_after_some_that_were_
 
 @pytest.mark.parametrize(("known", "fetched"), [(3, True), (1, False)])
 def test_what_a_base_saves_is_counted_by_blocks(host, known, fetched):
-    """Here those of a tensor that it saves most of, beside some of which nothing comes."""
+    # The base saves most of the known tensor's blocks. The other blocks save nothing.
     encoder, tensor = encoder_for("auto"), Tensor("w", "float", 4)
     encode(encoder, host, os.urandom(MIB), base=host.chunk(os.urandom(MIB), host.remote), tensor=Tensor())
     master = numbers(count=MIB // 4)
@@ -429,7 +429,7 @@ def test_only_a_base_says_what_one_saves(host):
 def test_a_base_is_fetched_where_it_saves_enough(host, stored, fetches):
     encoder, master = encoder_for("auto"), numbers()
     base = replace(host.chunk(master.tobytes(), host.remote), stored_length=stored)
-    for save in range(3):  # the first time that has to be found out
+    for save in range(3):  # the first save has to find that out
         encode(encoder, host, near(master).tobytes(), save=save, base=base)
     assert host.fetches == fetches
 
@@ -452,7 +452,7 @@ def test_where_it_is_a_base_that_saves_nothing_is_not_fetched_all_the_same(host)
 
 
 def test_few_bases_are_fetched_at_a_time(host, monkeypatch):
-    """On four processors or fewer one at a time."""
+    # With four processors or fewer, one at a time.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     encoder, fetch = encoder_for("auto"), host.fetch
     begun, go_on, at_once = threading.Event(), threading.Event(), []
@@ -496,7 +496,7 @@ def test_a_base_is_not_read_where_nothing_is_to_be_encoded_against_one(host, tri
 
 @contextlib.contextmanager
 def encoding_as_many_as_processors(encoder, monkeypatch, host):
-    """While somebody else of two processors' threads encodes each a chunk."""
+    """Keep two threads busy with encoding one chunk each, as many as there are processors."""
     begun, go_on = threading.Barrier(3), threading.Event()
     choose = encoder_module.choose
 
@@ -579,13 +579,13 @@ def test_a_source_that_is_damaged_on_this_host_is_none(host):
     host.local[source.name.digest] = bytes(len(sound))
     other = host.chunk(numbers(seed=9).tobytes() + b"else", host.local)
     encode(encoder, host, raw, sources=[SourcePiece(other, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
-    # Where its zeros happen to be what a copy has, the copy would be derived from what no reader will get.
+    # If this chunk's zeros equal the rounded copy of the bad bytes, a derivation would use bytes that no reader gets.
     assert not encode(encoder, host, bytes(len(raw) - 2) + b"ab", sources=pieces, tensor=Tensor("z", "float", 2)).bases
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged", "fails"])
 def test_a_source_that_goes_is_not_taken_for_the_one_before(host, how):
-    """Its memory holds other bytes by then."""
+    # The failed read has overwritten the buffer that held the previous source.
     encoder, masters = encoder_for(), [numbers(seed, MIB // 4) for seed in range(2)]
     rows = [host.chunk(master.tobytes(), host.local) for master in masters]
     half = len(host.local[rows[0].name.digest]) // 2
@@ -673,7 +673,7 @@ def test_many_threads_encode_in_the_memory_of_as_many_as_there_are_processors(ho
 
 
 def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_same(host):
-    """Also in the memory that it lies in."""
+    # Also if the chunk is encoded in place, into its own memory.
     master = numbers(count=2 * MIB)
     whole = near(master).tobytes()
     reads, read = [], host.read

@@ -1,4 +1,4 @@
-"""What a save is encoded against: found or given, and never anything that might not be there for a reader."""
+"""Bases of a save: found or given, and never a chunk that a reader might lack."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_store_without_chains_has_no_deltas(objects, training):
 
 
 def test_what_was_encoded_and_then_refused_goes_another_way(flushing, training, monkeypatch):
-    """The chunk's memory does not hold it any more."""
+    # The buffer no longer holds the encoded bytes.
     put, refused = chunks._put, []
 
     def refuse_once(store, row, payload, sending):
@@ -109,7 +109,7 @@ def test_a_delta_is_no_base_where_the_descriptor_allows_one_step(objects, traini
     flushing.save(path_of(1), training.file())
     delta = next(row for row in flushing.save(path_of(2), training.step().file()) if row.bases)
     raw = bytearray(flushing.local[delta.name.digest])
-    raw[:4] = bytes(4)  # next to all of it is the same
+    raw[:4] = bytes(4)  # almost everything else is equal
     context = ChunkContext((Tensor("w", "float", 4),), 2, base=delta)
     row = flushing.put(raw, context, ())
     assert (delta.name in row.bases) == (chain_max > 1)
@@ -127,7 +127,7 @@ def test_what_is_derived_is_derived_from_what_is_a_delta(flushing, training):
 
 def test_what_would_need_more_chunks_than_a_row_may_name_is_not_derived(flushing):
     def tensors(training):
-        # Each of the weights makes a chunk of its own, and the working copies of 35 of them together make one.
+        # Each master weight makes its own chunk. The working copies of 35 of them make one chunk together.
         pieces, at = [], 0
         for count in [20_000, 262_144] * 4 + [262_144] * 27:
             pieces.append(training.master[at : at + count])
@@ -147,7 +147,7 @@ def test_what_would_need_more_chunks_than_a_row_may_name_is_not_derived(flushing
 @pytest.mark.parametrize(("frozen", "derived"), [(300, True), (9000, False)], ids=["a little", "too much"])
 def test_a_chunk_with_a_little_else_in_it_is_derived(flushing, training, frozen, derived):
     def adapters(training):
-        # Of each layer the adapter's working copy, and a norm that nobody trains and that is a copy of nothing.
+        # Each layer has the adapter's working copy and a frozen norm, which is derived from nothing.
         tensors = {"model.head": ("BF16", bytes(range(256)) * 8192)}
         for number in range(10):
             piece = training.master[20_000 * number : 20_000 * (number + 1)]
@@ -202,7 +202,7 @@ def test_a_flusher_that_begins_anew_finds_the_save_before_and_fetches_it_once(ob
     data = training.step().file()
     before = measured.snapshot()["get"]["requests"]
     second = flushing.save(path_of(2), data)
-    # Once to see how the file is laid out, which its header tells, once for each block of the base.
+    # One read for the file's layout, which is in its header, and one for each block of the base.
     blocks = sum(block_count(row.raw_length) for row in first)
     assert measured.snapshot()["get"]["requests"] - before <= 3 + blocks
     assert needs(second)
@@ -217,13 +217,13 @@ def test_a_flusher_that_begins_anew_goes_on_with_what_the_save_before_is_encoded
     flushing.save(path_of(2), training.step().file())
     for step in (3, 4):
         flushing.restart()
-        delete(flushing.store, path_of(step - 2))  # the chunks stay: what is left names them
+        delete(flushing.store, path_of(step - 2))  # the chunks stay, since later saves name them
         before = measured.snapshot()["get"]["requests"]
         data = training.step().file()
         rows = flushing.save(path_of(step), data)
         assert needs(rows)
         assert needs(rows) <= names(first)
-        # An envelope for each chunk that is a difference, beside what it takes to see how the file is laid out, and leases.
+        # One envelope for each delta, plus the reads for the file's layout, and leases.
         assert measured.snapshot()["get"]["requests"] - before <= 8
         assert load(flushing.bare(), path_of(step)) == data
     assert not verify(flushing.bare()).damage
@@ -270,7 +270,7 @@ def test_a_directory_that_is_called_as_its_likes_have_in_common_is_none_of_them(
 
 
 def torch_file(training, tensors):
-    """The weights as `torch.save` stores them, in so many tensors."""
+    """Return the weights as `torch.save` stores them, in ``tensors`` tensors."""
     torch = pytest.importorskip("torch")
     parts = torch.from_numpy(training.master.copy()).tensor_split(tensors)
     out = io.BytesIO()
@@ -279,7 +279,10 @@ def torch_file(training, tensors):
 
 
 def begin_anew(objects, training, tensors):
-    """A file of many tensors, and a flusher that knows nothing of it; what the first look at it asks for."""
+    """Save a file of many tensors and restart the flusher.
+
+    Returns the flusher, the rows, the contexts of the next plan, and the requests and bytes that the plan read.
+    """
     measured = MeasuredObjects(objects)
     flushing = Flushing(measured)
     rows = flushing.save(path_of(1), torch_file(training, tensors))
@@ -313,7 +316,7 @@ def test_a_save_before_whose_tensors_lie_in_too_many_places_is_passed_over(objec
 
 
 def test_a_flusher_that_knows_the_save_before_asks_for_nothing_of_it(objects, training, monkeypatch):
-    monkeypatch.setattr(Store, "is_current", lambda _: True)  # which is another question
+    monkeypatch.setattr(Store, "is_current", lambda _: True)  # its request does not count here
     measured = MeasuredObjects(objects)
     flushing = Flushing(measured)
     first = flushing.save(path_of(1), training.file())
@@ -334,7 +337,7 @@ def test_a_flusher_that_begins_anew_lists_the_saves_and_not_what_is_in_each(obje
     flushing.restart()
     before = measured.snapshot()["list"]["requests"]
     second = flushing.save(path_of(9), training.step().file())
-    # The directories, the files of the newest; leases and condemned chunks.
+    # The directories, the files of the newest save, leases, and condemned chunks.
     assert measured.snapshot()["list"]["requests"] - before == 4
     assert needs(second) <= names(rows)
 
@@ -400,7 +403,7 @@ def test_a_header_that_grows_and_a_tensor_that_comes_by_shift_no_base(flushing, 
 
 
 class ChangesWhileItIsLookedAt:
-    """An anchor at whose side another one appears, unless the lineages are locked."""
+    """A keyframe that adds another one to its series when it is read, unless the index is locked."""
 
     def __init__(self, row, keyframes, series):
         self._row, self._keyframes, self._series = row, keyframes, series
@@ -435,7 +438,7 @@ def test_saves_that_are_under_way_at_once_are_encoded_against_what_is_published(
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_of_saves_that_are_under_way_at_once_one_is_the_new_keyframe(flushing, training, is_lost):
-    """All others that come before it is published take the old one, which serves twice as long where that never happens."""
+    # Saves that come before the new keyframe is published use the old one, for twice as long if that never happens.
     for step in range(KEYFRAME_SAVES + 1):
         old = flushing.save(path_of(step), training.step().file())
     contents = [training.step().file() for _ in range(4)]
@@ -461,7 +464,7 @@ def test_two_flushers_that_know_different_things_share_a_store(objects, training
         there.save(f"there/step_{2 * step}/s", data)
         unknown = training.step().file()
         here.save(f"here/step_{step}0/s", unknown)
-        there.save(f"alone_{step}", unknown)  # stands alone, or is what stands there already
+        there.save(f"alone_{step}", unknown)  # stands alone, or is a chunk that is there already
         for path in (f"here/step_{step}0/s", f"alone_{step}"):
             assert load(here.bare(), path) == unknown
     assert not verify(here.bare()).damage
@@ -473,7 +476,7 @@ def test_bytes_that_did_not_change_are_not_encoded_against_themselves(flushing, 
     draft = flushing.draft(path_of(2), data)
     contexts = flushing.publisher.plan(draft, flushing.read)
     assert contexts[-1].base == first[-1]
-    flushing.clock.sleep(61)  # what was known is forgotten, and looks are used up
+    flushing.clock.sleep(61)  # the known chunks are forgotten, and the looks are used up
     while flushing.store.lease_cache.spend_look():
         pass
     raw = memoryview(flushing.local[first[-1].name.digest])
@@ -542,8 +545,8 @@ def test_a_file_that_did_not_change_is_read_back_and_none_of_it_is_put(objects, 
     assert flushing.save(path_of(1), data) == rows
     after = measured.snapshot()
     asked = {name: after[name]["requests"] - before[name]["requests"] for name in ("get", "put")}
-    # The header is read to see how the file is laid out. Each of the two chunks is then read back; of the other one the envelope
-    # is looked at first.
+    # One read of the header, for the layout. Each of the two chunks is read back, the second one after a look at
+    # its envelope.
     assert asked == {"get": 1 + 2 + 1, "put": 2}
     flushing.clock.sleep(61)
     before = measured.snapshot()
@@ -755,7 +758,7 @@ def test_what_is_stored_without_its_table_or_the_save_before_is_counted_and_said
 
 
 def lists_of(measured, save, count):
-    """Listings for so many files of one directory, beside those that open the store."""
+    """Return how many listings ``count`` files of one directory need, without those that open the store."""
     save(count)
     before = measured.snapshot()["list"]["requests"]
     for number in range(count):

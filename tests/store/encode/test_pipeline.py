@@ -1,4 +1,4 @@
-"""The blocks of a chunk, some of them encoded together."""
+"""Encode the blocks of a chunk, several at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of chunk objects, by a listing that is kept."""
+"""Names of chunk objects, from a cached listing."""
 
 from support.damaging import make_store
 

@@ -1,4 +1,4 @@
-"""What a run of gc does, one thing after another: reasons, kills at each step, damage, other gcs, stale answers."""
+"""The steps of a gc run: reasons to keep, kills at each step, damage, concurrent gcs, stale answers."""
 
 import json
 import random
@@ -61,7 +61,7 @@ def three_files(world):
 
 
 class Retained(WrappedObjects):
-    """A bucket with a retention of its own: it takes nothing without a checksum."""
+    """A bucket with its own retention: every put needs a checksum."""
 
     def put(self, key, data, *, mode=OVERWRITE, checksum=None):
         assert checksum is not None, key
@@ -180,7 +180,7 @@ def test_a_killed_gc_is_followed_by_the_next_one_when_its_turn_is_over(world):
 
 
 def steps_of(world):
-    """A store of which everything can be done: lists to remove, chunks to delete and to condemn, tombstones, leases."""
+    """Fill a store so that gc has every kind of work: lists, chunks to delete and condemn, tombstones, leases."""
     three_files(world)
     save(world.store, "d", ONE + TWO)
     save(world.store, "e", TWO + THREE)
@@ -282,7 +282,7 @@ def test_a_damaged_record_of_the_collector_is_made_anew(world):
 
 
 class StaleHeads(WrappedObjects):
-    """A cache before the object tier, which answers HEADs with what it saw first."""
+    """A cache in front of the object tier, which answers every HEAD with the first result."""
 
     def __init__(self, inner):
         super().__init__(inner)

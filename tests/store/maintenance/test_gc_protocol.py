@@ -1,4 +1,4 @@
-"""Each rule of the gc protocol by an interleaving that needs it: with the rule everything can be read, without it a chunk is gone."""
+"""Each rule of the gc protocol, with an interleaving that needs it: without the rule, a needed chunk is deleted."""
 
 import random
 import uuid
@@ -47,7 +47,7 @@ def world():
         clock.sleep(seconds)
 
     def collect_all():
-        """Condemn, delete, and be done with the lists."""
+        """Condemn, delete, and remove the condemned lists."""
         for _ in range(4):
             run_gc()
             pass_time()
@@ -68,13 +68,13 @@ def world():
 
 
 def check(world, *paths):
-    """Whoever looks can read what these paths hold."""
+    """Check that a new reader can read these paths."""
     for path in paths:
         assert load(world.open_on(world.tier), path) == CONTENT
 
 
 def make_garbage(world):
-    """A chunk that nothing needs, old enough to be condemned, which the writer saw just now."""
+    """Create a chunk that no file needs and that is old enough to be condemned. The writer has just seen it."""
     save(world.writer, "old", CONTENT)
     world.pass_time()
     save(world.writer, "again", CONTENT)
@@ -82,7 +82,7 @@ def make_garbage(world):
     delete(world.writer, "again")
 
 
-# -- interleavings ---------------------------------------------------------------------------------------------------------
+# -- interleavings -----------------------------------------------------------------------------------------------------
 
 
 def a_writer_refers_to_what_was_condemned_just_now(world):
@@ -97,7 +97,7 @@ def a_writer_refers_to_what_was_condemned_just_now(world):
 
 
 def begin(world):
-    """A file whose chunks the writer has seen in the store, and which is committed later."""
+    """Begin a file whose chunks the writer has seen in the store. It is committed later."""
     writer = Writer(world.writer, "new")
     writer.write(CONTENT)
     writer._finish_rows()
@@ -114,7 +114,7 @@ def a_writer_keeps_its_lease_for_longer_than_a_grace(world):
 
 
 def commit(world, writer):
-    """Commit a file whose chunks were collected meanwhile: it is refused, since nobody has the bytes."""
+    """Commit a file whose chunks were collected. The commit fails, since the writer no longer has the bytes."""
     try:
         writer.commit()
     except StoreError as error:
@@ -155,7 +155,7 @@ def a_file_is_renamed_behind_the_cursor_of_each_mark(world):
     save(world.writer, "z", CONTENT)
     world.pass_time()
     for target in ("a", "b"):
-        # When the listing has passed where the file goes to, and has not come to where it lies.
+        # The listing has passed the target's key, but not yet the source's.
         world.gc(
             Steps(
                 StepLink(world.tier), "listed .tierfs/tree/m!", lambda target=target: rename(world.writer, "z", target)
@@ -219,7 +219,7 @@ def a_gc_stands_still_while_another_one_does_all(world):
         world.collect_all()
         save(world.writer, "new", CONTENT)
 
-    # It has listed what it is going to delete by then.
+    # By now the collector has listed the chunks that it is going to delete.
     stalled = Steps(StepLink(world.tier), "listed .tierfs/chunks/", meanwhile)
     with pytest.raises(ConflictError):
         world.gc(stalled)
@@ -241,7 +241,7 @@ def a_deletion_arrives_late(world):
 
 
 class Steps(StepLink):
-    """Lets something happen at the first step that is called like this."""
+    """Run an action at the first step whose name begins like this."""
 
     def __init__(self, link, at, action):
         super().__init__(link.inner)
@@ -261,7 +261,7 @@ def load_or_nothing(world, path):
         return None
 
 
-# -- rules, each taken away ------------------------------------------------------------------------------------------------
+# -- rules, each disabled ----------------------------------------------------------------------------------------------
 
 
 def no_grace(patch):

@@ -1,4 +1,4 @@
-"""Reference lists: when they are written, when a mark goes by them, and when it must not."""
+"""Reference lists: when they are written, when a mark may use them, and when it must not."""
 
 import random
 import uuid
@@ -58,7 +58,7 @@ def store():
 
 
 class Reads(WrappedObjects):
-    """Counts what is read."""
+    """Record the keys of all reads."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -192,7 +192,7 @@ def test_a_checkpoint_inside_of_another_has_a_list_of_its_own(store):
 
 
 def test_a_checkpoint_that_appears_inside_of_another_during_a_mark_loses_nothing(store):
-    """What was in the outer one's listing is in no list of the inner one."""
+    # The list of the inner checkpoint lacks files that the outer one's listing had.
     save(store, "run/1/inner/data", content(70))
     write_references(store, "run/1")
     removed(store)

@@ -1,4 +1,4 @@
-"""What a repair makes whole, what it moves aside, and what it says is lost."""
+"""Repair heals objects, moves some aside, and reports the lost ones."""
 
 import importlib
 import json
@@ -306,7 +306,7 @@ def unreadable(store, key):
 def test_no_chunk_is_moved_while_a_record_is_of_a_newer_tierfs(store):
     key = chunk_of(store, "a")
     body = bytearray(store.objects.read(record(store), 1 << 20)[0][:-CHECKSUM_BYTES])
-    body[8] += 1  # the version of its format
+    body[8] += 1  # its format version
     store.objects.put(record(store), [seal(bytes(body))])
     unreadable(store, key)
     scrub(store, LOOK)

@@ -1,4 +1,4 @@
-"""How repair treats chunks that others are encoded against."""
+"""Repair of chunks that serve as bases."""
 
 import uuid
 
@@ -15,7 +15,7 @@ from tierfs.testing.damage import flip_bit, remove, truncate
 
 
 class Steps:
-    """A file that was saved twice, so that its chunks are encoded against chunks that no file names."""
+    """A file that was saved twice. Its chunks are encoded against chunks that no file names."""
 
     def __init__(self, seed):
         self.objects = MemoryObjects(f"/bases-{uuid.uuid4().hex}")
@@ -32,13 +32,13 @@ class Steps:
         self.key, self.base = keys.chunk_key(self.row.name), keys.chunk_key(self.row.bases[0])
 
     def replica(self):
-        """A copy of the store from before the second save."""
+        """Return a copy of the store from before the second save."""
         return Store(self.copy, self.flushing.descriptor, url="replica", clock=self.flushing.clock)
 
 
 @pytest.fixture(params=[0, 3])
 def steps(request):
-    """Steps of which the base is, in the order of keys, before or after the chunk that is encoded against it."""
+    """Two saves whose base key sorts before the delta's key or, for the other parameter, after it."""
     found = Steps(request.param)
     assert (found.base < found.key) == (request.param == 3)
     return found

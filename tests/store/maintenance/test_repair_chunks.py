@@ -1,4 +1,4 @@
-"""How repair and scrub treat single chunk objects."""
+"""Repair and scrub of single chunk objects."""
 
 from collections import Counter
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_a_chunk_with_a_codec_of_a_newer_tierfs_is_left():
 
 
 class CountedLists(WrappedObjects):
-    """Counts the listings of each prefix."""
+    """Count the listings of each prefix."""
 
     def __init__(self, inner):
         super().__init__(inner)

@@ -92,7 +92,7 @@ def test_an_object_is_reported_as_moved_if_an_answer_is_lost(store):
 
 
 class Elsewhere(WrappedObjects):
-    """Another process takes an object away right after it was read."""
+    """Let another process delete an object right after it was read."""
 
     gone = ""
 
@@ -119,7 +119,7 @@ def test_a_condemned_list_that_gc_removes_meanwhile_ends_no_repair(store):
 
 
 class Untouched(WrappedObjects):
-    """Nothing is put or deleted."""
+    """Fail at every put or delete."""
 
     def put(self, key, data, *, mode=OVERWRITE, checksum=None):
         raise AssertionError(f"put {key}")

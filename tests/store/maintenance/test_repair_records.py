@@ -1,4 +1,4 @@
-"""How repair treats single records, and other objects that end with a checksum."""
+"""Repair of single records, and of other objects that end with a checksum."""
 
 import pytest
 from support.damaging import content, lost_keys, make_store, reopened, run
@@ -34,7 +34,7 @@ def test_lists_of_a_newer_tierfs_are_left(store):
     found = [item.key for prefix in (keys.LEASES, keys.GC) for item in store.objects.list(prefix)]
     for key in found:
         body = bytearray(store.objects.read(key, 1 << 20)[0][:-CHECKSUM_BYTES])
-        body[8] += 1  # the version of its format
+        body[8] += 1  # its format version
         store.objects.put(key, [seal(bytes(body))])
     versions = [store.objects.head(key).version for key in found]
     report = run(reopened(store))

@@ -1,4 +1,4 @@
-"""What scrubbing finds, heals and notes, and where it goes on."""
+"""Scrubbing finds, heals and records damage, and resumes where it stopped."""
 
 import json
 import random
@@ -29,7 +29,7 @@ ALONE = ScrubOptions(concurrency=1)
 
 
 class SlowObjects(WrappedObjects):
-    """Each read of a chunk takes a second, and is noted."""
+    """Record each read of a chunk, and let it take a second."""
 
     def __init__(self, inner, clock):
         super().__init__(inner)

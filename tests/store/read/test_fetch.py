@@ -1,4 +1,4 @@
-"""Reading chunks that are encoded against others: any range, from anywhere, by many at once."""
+"""Read encoded chunks with bases: any range, from any tier, by many threads at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flushing(objects):
 
 @pytest.fixture
 def saved(flushing):
-    """A keyframe, and a save with deltas and what is derived from them."""
+    """A keyframe, and a save with deltas and chunks derived from them."""
     training = Training(3 * MIB // 4 + 1)
     contents = dict(zip(PATHS, (training.pair(), training.step().pair()), strict=True))
     for path, data in contents.items():
@@ -63,7 +63,7 @@ class Untimed:
 
 
 class Against(Untimed):
-    """Encodes a chunk as the difference to one that is given, whatever that is."""
+    """Encode a chunk as the difference to a given one, whatever its content."""
 
     def __init__(self, row, reference, codec=Codec.DPLANE):
         self.row, self.reference, self.codec = row, reference, codec
@@ -78,7 +78,7 @@ class Against(Untimed):
 
 
 def store_against(store, raw, row, reference):
-    """Store a chunk as a delta even where its bytes are known to the store."""
+    """Store a chunk as a delta, even if the store knows its bytes."""
     store.lease_cache._known.clear()
     store.lease_cache._looks = 0
     return store_chunk(store, memoryview(raw), Against(row, reference))
@@ -91,7 +91,7 @@ def data_like(data):
 
 
 def deadline(action, seconds=20):
-    """Its result; a test that hangs would say nothing."""
+    """Return an action's result, or fail if the action hangs."""
     found = []
     thread = threading.Thread(target=lambda: found.append(action()), daemon=True)
     thread.start()
@@ -138,7 +138,7 @@ def test_any_range_of_what_is_encoded_against_others_can_be_read(saved, objects,
 
 
 def with_deltas(objects):
-    """A save of 16 MiB, and one against it; returns what that holds."""
+    """Save 16 MiB, and then a save against it. Return the flusher and the second save's content."""
     flushing = Flushing(objects)
     training = Training(4 * MIB)
     flushing.save(PATHS[0], training.file())
@@ -190,7 +190,7 @@ def test_what_shares_blocks_with_all_of_a_chunk_is_fetched_and_kept_whole(object
         for shift in (
             0,
             MIB // 2,
-        ):  # an eighth of each block, as of tensors on another mesh: another eighth is in ram then
+        ):  # an eighth of each block, as of tensors on another mesh; then ram already has another eighth
             parts = [(at + shift, memoryview(bytearray(MIB // 8))) for at in range(0, 8 * MIB, MIB)]
             fetch(host.store, row, parts, "file", exact=exact)
             assert all(out == raw[at : at + len(out)] for at, out in parts)
@@ -203,7 +203,7 @@ def test_what_shares_blocks_with_all_of_a_chunk_is_fetched_and_kept_whole(object
 @pytest.mark.parametrize(("wanted", "whole"), [(2 * MIB, True), (1000, False)])
 @pytest.mark.parametrize("blocks", [3, 12])
 def test_what_a_whole_chunk_is_encoded_against_is_kept_whole(objects, flushing, tmp_path, blocks, wanted, whole):
-    """The chunk after it is encoded against the rest of its base, however much that is."""
+    # The next chunk is encoded against the rest of the base, however large the rest is.
     base, data = chunk_of(flushing, blocks)
     raw = data_like(data[: 2 * MIB])
     row = store_against(flushing.store, raw, base, data[: 2 * MIB])
@@ -256,7 +256,7 @@ def test_blocks_between_those_that_are_wanted_are_not_fetched(objects, flushing)
     assert measured.snapshot()["get"]["bytes"] < 3 * MIB
 
 
-# -- one of the same content -------------------------------------------------------------------------------------------
+# -- a base with the same content --------------------------------------------------------------------------------------
 
 
 def test_a_chunk_encoded_against_one_of_the_same_bytes_can_be_read(objects, flushing, tmp_path):
@@ -315,13 +315,13 @@ def test_a_chunk_that_stands_in_two_ways_is_read_by_the_one_that_is_named(flushi
 
 @pytest.fixture(params=[1, 2, 5])
 def threads(request, monkeypatch):
-    """So many processors."""
+    """The number of processors."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(request.param)))
     return request.param
 
 
 def chunk_of(flushing, blocks):
-    """A chunk of so many blocks of numbers, and one more of noise; its row and its bytes."""
+    """Store a chunk of ``blocks`` blocks of numbers and one of noise. Return its row and its bytes."""
     raw = Training(blocks * MIB // 4).master.tobytes() + os.urandom(MIB)
 
     class Planes(Untimed):
@@ -346,7 +346,7 @@ def test_any_range_comes_out_the_same_on_however_many_threads(saved, flushing, t
 
 @pytest.fixture
 def streaming(tmp_path):
-    """A store whose object tier gives bytes as they come, a chunk there, and its bytes."""
+    """A store whose object tier streams bytes, the row of a chunk in it, and the chunk's bytes."""
     flushing = Flushing(LocalObjects(tmp_path / "store"))
     return flushing, *chunk_of(flushing, 8)
 
@@ -400,7 +400,7 @@ def test_a_bit_that_flips_in_a_chunk_that_comes_is_found(streaming):
         store = Store(faulty, flushing.descriptor, url="store")
         faulty.inject(Fault.BIT_FLIP, method="get")
         out = bytearray(len(raw))
-        fetch(store, row, [(0, memoryview(out))], "file")  # read once more
+        fetch(store, row, [(0, memoryview(out))], "file")  # reads it a second time
         assert out == raw
         faulty.inject(Fault.BIT_FLIP, method="get")
         faulty.inject(Fault.BIT_FLIP, method="get")
@@ -497,7 +497,7 @@ def test_deltas_are_read_at_once_with_few_helpers(saved, flushing, threads):
     assert deadline(read_all, 60) == [saved[path] for path in PATHS * 4]
 
 
-# -- what is missing or damaged ----------------------------------------------------------------------------------------
+# -- missing and damaged chunks ----------------------------------------------------------------------------------------
 
 
 def damage(objects, name, *places):
@@ -527,7 +527,7 @@ def test_a_base_that_is_not_sound_is_named_and_not_used_again(saved, flushing, o
 
 @pytest.fixture
 def patchwork(flushing):
-    """A chunk of which each second block is a delta and the others are as they are: itself, its bytes, and its base."""
+    """Return a chunk whose odd blocks are deltas and whose other blocks are stored raw, with its bytes and its base."""
     raw = os.urandom(6 * MIB)
     base = store_chunk(flushing.store, memoryview(raw))
     changed = b"".join(
@@ -587,7 +587,7 @@ def test_a_chain_that_is_too_long_is_refused(flushing):
     for raw, before in zip(pieces[1:], pieces, strict=False):
         rows.append(store_against(flushing.store, raw, rows[-1], before))
     out = memoryview(bytearray(MIB))
-    fetch(flushing.bare(), rows[2], [(0, out)], "file")  # chain_max + 1 steps: as one that is derived from a delta
+    fetch(flushing.bare(), rows[2], [(0, out)], "file")  # chain_max + 1 steps, as if derived from a delta
     with pytest.raises(FormatError, match="each encoded against the next"):
         fetch(flushing.bare(), rows[3], [(0, out)], "file")
 
@@ -643,7 +643,7 @@ def test_sound_deltas_are_no_damage_and_orphans_neither(saved, flushing):
     assert (report.files, report.damage) == (1, [])
 
 
-# -- manifests move, with what their chunks need -----------------------------------------------------------------------
+# -- manifests move with the chunks they need --------------------------------------------------------------------------
 
 
 def requests(measured, action):

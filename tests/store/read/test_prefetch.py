@@ -1,4 +1,4 @@
-"""What is prefetched lies in the tier that was asked for, all of it, and stays there."""
+"""Prefetched files are complete in the requested tier, and stay there."""
 
 import threading
 
@@ -18,14 +18,14 @@ MORE = KEPT_BYTES + 2 * CHUNK_BYTES
 
 @pytest.fixture
 def stored(make_host):
-    """What a file "a" consists of, in the object tier: more than the first segment of a ram tier holds."""
+    """The content of a file "a" in the object tier, larger than the first segment of a ram tier."""
     data = content(MORE)
     save_at(make_host("writer", ram=0, nvme=0).store, "a", data, Level.OBJECT)
     return data
 
 
 def read_held(host):
-    """The file "a", while no byte of it can come from the object tier."""
+    """Read the file "a" while the object tier is down."""
     out = bytearray(MORE)
     entry = stat(host.store, "a")
     with host.held():
@@ -85,7 +85,7 @@ def test_what_is_there_already_stays_and_what_nobody_asked_for_goes(make_host, s
     assert prefetch(host.store, "b", "ram") == 5 * CHUNK_BYTES
     for segment in host.tiers.ram.segments():
         for slot in segment.slots(states=(SlotState.CLEAN,)):
-            segment._table.used_s[slot.index] -= 60  # those of "a" were made first
+            segment._table.used_s[slot.index] -= 60  # as if those of "a" were older
     assert prefetch(host.store, "a", "ram") == MORE
 
 
@@ -114,7 +114,7 @@ def two_processors(monkeypatch):
 def test_threads_that_wait_to_keep_what_they_read_do_not_make_the_ram_tier_grow(make_host, stored):
     host = make_host(ram=1024 * MIB)
     assert load(host.store, "a") == stored
-    # A chunk that another thread is just filling cannot make room, so one more may be kept.
+    # A chunk that another thread is filling cannot be evicted, so one chunk more may be kept.
     assert host.tiers.ram.usage().used_bytes <= KEPT_BYTES + CHUNK_BYTES < MORE
 
 

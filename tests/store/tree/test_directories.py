@@ -1,4 +1,4 @@
-"""Names of directories are found by two listings, whoever wrote what is in them."""
+"""Two listings find the names of directories, including those with foreign files only."""
 
 import uuid
 

@@ -1,4 +1,4 @@
-"""What one process of a host has seen, another one lists without fetching it."""
+"""A process lists the records that another process of the host has seen, without fetching them."""
 
 import os
 import sqlite3
@@ -18,7 +18,7 @@ from tierfs.store.tree.host_records import HostRecords
 
 
 class RemoteReplica(WrappedObjects):
-    """An object tier that is not this host's own."""
+    """An object tier that is not on this host."""
 
     @property
     def capabilities(self):
@@ -38,7 +38,7 @@ def tier():
 
 @pytest.fixture
 def open_store(state, tier):
-    """Opens the store as another process would."""
+    """A function that opens the store as another process does."""
     descriptor, _ = create_store(tier, "store", random_bytes=os.urandom(16))
     return lambda: Store(tier, descriptor, url="store")
 
@@ -130,7 +130,7 @@ def test_the_file_has_a_bound(state, monkeypatch):
     assert 100_000 < records.status()["bytes"] <= 200_000
     assert records.status()["bytes_max"] == 200_000
     assert (state / "records.sqlite").stat().st_size < 300_000
-    assert records.newest("key4999") == ("1", b"x" * 100)  # those that came first are dropped
+    assert records.newest("key4999") == ("1", b"x" * 100)  # the oldest ones are dropped
     assert records.newest("key0") is None
     assert len(records._pending) == 0
 

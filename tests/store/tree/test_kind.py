@@ -1,4 +1,4 @@
-"""What kind of thing is at a path, while the object tier is there and while it is away."""
+"""The kind of a path, with the object tier reachable and unreachable."""
 
 import pytest
 from support.tiered import MIB, content

@@ -1,4 +1,4 @@
-"""A directory of very many directories is listed in a few requests, with just the entries that looking into each one gives."""
+"""A directory of very many directories takes a few requests to list, with the same entries as one request for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tierfs.store.tree.directory import new_marker
 
 
 class FarObjects(WrappedObjects):
-    """An object tier that is not this host's own, and lists in the order of keys as a bucket does."""
+    """An object tier that is not on this host and, like a bucket, lists in the order of keys."""
 
     @property
     def capabilities(self):
@@ -68,7 +68,7 @@ def test_a_large_directory_among_many_does_not_have_all_its_names_listed(store):
         save(store, f"run/b{number}/x", b"x")
     before = lists(store)
     assert len(names(store, "run")) == 51
-    assert lists(store) - before == 3 + 50  # the names that were gone through are all of the first one
+    assert lists(store) - before == 3 + 50  # all listed names are below the first directory
 
 
 def test_few_directories_are_looked_into(store):
@@ -88,7 +88,7 @@ def test_the_marker_of_the_root_is_no_directory_in_it(store, count):
 
 
 def grow(store, seed):
-    """Directories with files, markers, tombstones, what tierfs did not write, and mixtures."""
+    """Create directories with files, markers, tombstones, foreign objects, and mixtures of these."""
     rng = Random(seed)
     for number in range(60):
         name = f"run/d{number} !{'ö' * (number % 2)}"

@@ -1,4 +1,4 @@
-"""Records that are published while answers are lost, and others change them."""
+"""Publish records while answers are lost and other writers change them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A path that was deleted or moved away cannot be brought back by whoever saw it before."""
+"""A writer that saw a path before it was deleted or moved cannot bring it back."""
 
 import os
 import uuid

@@ -1,4 +1,4 @@
-"""What files hold, what they share with others, and what deleting them frees; and how little is asked to know it."""
+"""The bytes that files hold, share and free on deletion, and the few requests that it takes to count them."""
 
 import importlib
 import logging
@@ -30,7 +30,7 @@ def tier():
 
 @pytest.fixture
 def opened(tier, tmp_path):
-    """Opens the same store anew, which knows nothing of it then, over an object tier that counts."""
+    """A function that opens the store anew, without any knowledge, over an object tier that counts."""
     descriptor, _ = create_store(tier, "memory://s", digest=DigestKind.XXH3_128, random_bytes=os.urandom(16))
     numbers = iter(range(100))
     return lambda: Store(
@@ -44,12 +44,12 @@ def store(opened):
 
 
 def asked(store):
-    """How many requests, by method, of those that were used."""
+    """Return the number of requests by method, without unused methods."""
     return {method: counts["requests"] for method, counts in store.objects.snapshot().items() if counts["requests"]}
 
 
 def chunk(store, size=100 * KIB):
-    """A chunk that is in the store, as a row; no file names it."""
+    """Return the row of a chunk in the store that no file names."""
     path = f"tmp-{uuid.uuid4().hex}"
     (row,) = save(store, path, os.urandom(size)).rows
     delete(store, path)
@@ -57,7 +57,7 @@ def chunk(store, size=100 * KIB):
 
 
 def put(store, path, *rows):
-    """A file of just these chunks."""
+    """Publish a file of exactly these chunks."""
     length = sum(row.raw_length for row in rows)
     kind = store.descriptor.digest_kind
     manifest = Manifest(
@@ -95,10 +95,10 @@ def test_what_two_directories_share_is_freed_by_neither(store, tier):
     )
     assert found["run/step_2"].shared_bytes == both.stored_length
     assert usage(store, "run/step_2") == found["run/step_2"]
-    # Together they share with nobody.
+    # Together the two steps share nothing with other files.
     assert usage(store, "run").shared_bytes == usage(store, "").shared_bytes == 0
     assert usage(store, "run").freed_bytes == usage(store, "run").stored_bytes
-    # Of a file, what its neighbour needs is shared.
+    # For a single file, chunks that its neighbour needs count as shared.
     assert usage(store, "run/step_1/b").shared_bytes == first.stored_length
 
 
@@ -199,7 +199,7 @@ def test_what_is_told_to_be_freed_is_what_nobody_needs_any_more(store, tier, see
         put(store, path, *held)
 
     def needed():
-        """Bytes of all objects that files need, counted from the manifests and the objects themselves."""
+        """Return the bytes of all objects that files need, counted from the manifests and the objects."""
         held = [path for path in based if path in left]
         names = {name for path in held for row in based[path] for name in (row.name, *row.bases)}
         return sum(tier.head(keys.chunk_key(name)).size for name in names) + record_bytes(tier, *held)
@@ -217,7 +217,7 @@ def test_what_is_told_to_be_freed_is_what_nobody_needs_any_more(store, tier, see
             delete(store, path)
 
 
-# -- bases ---------------------------------------------------------------------------------------------------------------
+# -- bases -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_base_is_needed_by_what_is_stored_against_it(store, tier):
@@ -251,7 +251,7 @@ def test_a_base_that_no_file_is_made_of_any_more_is_asked_for_its_size(store, op
     assert found.freed_bytes == (size if shared else None)
     asked_chunks = asked(fresh)
     assert asked_chunks["read"] == (3 if shared else 2)
-    # The last of the listings is that of the chunks with the base's first digits.
+    # The last listing is that of the chunks with the base's first digits.
     assert asked_chunks["list"] == (2 if one_by_one else 3)
     assert asked_chunks.get("head", 0) - 1 == (1 if one_by_one else 0) + (0 if shared else 1)
 
@@ -267,7 +267,7 @@ def test_a_base_that_is_lost_is_warned_of(store, tier, monkeypatch, caplog, head
     assert f"1 chunks that files need are missing, for example memory://s/{keys.chunk_key(base.name)}" in caplog.text
 
 
-# -- what it costs -------------------------------------------------------------------------------------------------------
+# -- cost --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_whole_store_is_one_listing_and_a_request_for_each_record(store, opened):
@@ -322,7 +322,7 @@ def test_looking_at_the_root_lists_no_chunks(store, monkeypatch):
     assert not [key for key in listed if key.startswith(keys.CHUNKS)]
 
 
-# -- damage --------------------------------------------------------------------------------------------------------------
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_record_elsewhere_is_passed_over_and_one_here_is_an_error(store, tier, opened, caplog):

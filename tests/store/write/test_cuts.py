@@ -1,4 +1,4 @@
-"""Where chunks of a file end while it is being written."""
+"""Ends of chunks in a file that is being written."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ SMALL_CHUNK, SMALL_LARGE = 4096, 512
 
 
 def ends_of(data, pieces=None, **options):
-    """Ends of chunks in the file, the last one excepted."""
+    """Return the ends of a file's chunks, without the last one."""
     cutter, view, found, at = Cutter(**options), memoryview(data), [], 0
     for length in pieces or [len(data)]:
         piece = view[at : at + length]
@@ -60,7 +60,7 @@ def starts_in(data):
 
 @contextlib.contextmanager
 def small_chunks():
-    """Chunks so small that every place of a file can be tried."""
+    """Chunks so small that a test can try every position in a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "CHUNK_BYTES", SMALL_CHUNK)
         patch.setattr(cuts, "LARGE_BYTES", SMALL_LARGE)
@@ -151,7 +151,7 @@ def test_a_torch_file_is_cut_where_the_data_of_large_storages_begin():
     at = starts_in(data)
     ends = ends_of(data)
     assert ends[:5] == [at["data/0"], at["data/2"], at["data/3"], at["data/4"], at["data/4"] + 16 * MIB]
-    # 16 MiB leave no room for the next record's header, which is then on its own.
+    # 16 MiB of data leave no room for the next record's header, which makes a chunk of its own.
     assert ends[5:8] == [at["data/5"], at["data/5"] + 16 * MIB, at["data/6"]]
     assert data[ends[8] :].startswith(b"3\n")
     assert len(ends) == 9
@@ -195,7 +195,7 @@ def test_an_archive_that_is_none_behind_a_storage_is_cut_each_16_mib_from_there_
     assert ends_of(data) == [start, start + 16 * MIB, start + 32 * MIB]
 
 
-# -- through the sinks -----------------------------------------------------------------------------------------------------
+# -- through the sinks -------------------------------------------------------------------------------------------------
 
 MODELS = {
     "safetensors": safetensors.torch.save({"a": tensor(18 * MIB), "b": tensor(9000, 7), "c": tensor(MIB, 9)}),

@@ -23,7 +23,7 @@ def states(host):
 
 
 def becomes_empty(host):
-    """Give the thread that gives back what was dropped its time."""
+    """Wait until the thread that releases discarded slots has done so."""
     ends = time.monotonic() + 20
     while states(host) and time.monotonic() < ends:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""An interrupt, or a thread that cannot be started, leaves a write whole or not there, and nothing behind."""
+"""An interrupt, or a thread that cannot start, leaves a write complete or absent, and leaks nothing."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def test_an_interrupt_while_other_threads_copy_leaves_nothing(host, monkeypatch)
 
     def interrupt():
         going.wait(10)
-        time.sleep(0.3)  # this thread waits for the others by then
+        time.sleep(0.3)  # by now this thread waits for the others
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
         held.set()

@@ -1,4 +1,4 @@
-"""Chunks of large files go to the nvme tier while the rest of them is being written."""
+"""Chunks of large files go to the nvme tier while the rest of the file is still being written."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ def soon(monkeypatch):
 
 @pytest.fixture
 def written(monkeypatch):
-    """Names of the chunks that the arena was given."""
+    """Names of the chunks that were written to the arena."""
     names, write = [], Arena.write
 
     def note_and_write(arena, page, data):
@@ -120,7 +120,7 @@ def test_a_chunk_that_is_given_back_while_it_is_written_is_not_there(host, monke
     save(host.store, "b", content(100))
     wait(host.store, "b", Level.OBJECT, 20)
     assert not any(map(host.flusher.nvme.has, names))
-    assert until(lambda: not host.flusher.nvme.usage().dirty_bytes)  # a second write may be under way
+    assert until(lambda: not host.flusher.nvme.usage().dirty_bytes)  # a second write may be in flight
 
 
 def test_what_will_not_fit_is_not_begun(make_host, written):
@@ -128,7 +128,7 @@ def test_what_will_not_fit_is_not_begun(make_host, written):
     data = content(4 * CHUNK)
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT, 20)
-    # Of the file's first chunks nobody knows yet that there will be more than half of the tier's size.
+    # At the first chunks it is not known that the file will exceed half of the tier's size.
     assert len(chunks_in(written)) <= 1
     assert load(host.plain(), "a") == data
 
