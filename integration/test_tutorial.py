@@ -54,7 +54,7 @@ def test_the_tutorial_of_ranks_goes_on_with_another_number(tmp_path):
     with begun(tmp_path, second) as training:
         resumed = wait_for_line(training, "resumed from step")
         assert int(re.search(r"from step (\d+), read from (ram|nvme|object)", resumed)[1]) >= 20
-        assert "2 ranks saved it, and 1 go on" in wait_for_line(training, "random generators")
+        assert "2 ranks saved it, but 1 restored it" in wait_for_line(training, "random generators")
         wait_for_line(training, "saved, blocked for")
         os.kill(training.pid, signal.SIGTERM)
         training.communicate(timeout=PATIENCE_S)

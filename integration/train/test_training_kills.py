@@ -161,9 +161,11 @@ def test_other_numbers_of_ranks_go_on_within_tolerance_and_say_what_is_lost(proc
         notes.append(said)
     assert found == pytest.approx(expected, rel=1e-4)
     assert notes[0] == []
-    for said, counts in zip(notes[1:], ("2 ranks saved it, and 1 go on", "1 ranks saved it, and 2 go on"), strict=True):
+    for said, counts in zip(
+        notes[1:], ("2 ranks saved it, but 1 restored it", "1 ranks saved it, but 2 restored it"), strict=True
+    ):
         assert counts in said[0]
-        assert "data loader's position cannot be carried" in said[1]
+        assert "data loader's position cannot be restored" in said[1]
 
 
 def reshard_losses(directory, begin, size):

@@ -185,7 +185,7 @@ def test_a_rank_that_saved_on_its_own_and_has_no_metadata_makes_it_incomplete(st
     save(store, "run/5/rank-00001-0badcafe.safetensors", b"shard")
     found = look(store)["run/5"]
     assert found.state == "incomplete"
-    assert found.missing == ["__1.metadata is not there: rank 1 did not come to its end"]
+    assert found.missing == ["__1.metadata is not there: rank 1 did not finish its save"]
 
 
 def test_what_is_not_in_the_object_tier_yet_is_listed_with_its_level(tmp_path):
@@ -211,7 +211,7 @@ def test_a_save_that_waits_for_its_parts_is_incomplete_and_says_so(store):
     announce(store, directory, 5)
     found = look(store)[directory]
     assert (found.state, found.tensors, found.step) == ("incomplete", 1, 7)
-    assert found.waiting == [f"save {5:032x} is complete, and waits to be published"]
+    assert found.waiting == [f"save {5:032x} is complete, but not published yet"]
     delete(store, f"{directory}/{FILE}")
     found = look(store)[directory]
     assert found.level is None

@@ -148,7 +148,7 @@ def moved(metadata, fqn, by, length=None):
 def test_a_tensor_that_is_said_to_lie_where_another_one_begins_is_found(store):
     (damage,) = saying(store, lambda metadata: moved(metadata, "small", 4))
     assert damage.names == ("small",)
-    assert "no tensor of the shard file" in damage.problem
+    assert "not in any tensor of the shard file" in damage.problem
 
 
 def test_a_tensor_that_is_said_to_lie_in_the_header_is_found(store):
@@ -163,7 +163,7 @@ def test_another_dtype_than_that_of_the_shard_file_is_found(store):
 
     (damage,) = saying(store, change)
     assert damage.names == ("small",)
-    assert "F32 by the shard file" in damage.problem
+    assert "table says F32" in damage.problem
 
 
 def test_another_shape_than_that_of_the_shard_file_is_found(store):
@@ -180,7 +180,7 @@ def test_another_shape_than_that_of_the_shard_file_is_found(store):
 
     (damage,) = saying(store, change)
     assert damage.names == ("small",)
-    assert "[6] by the shard file" in damage.problem
+    assert "table says [6]" in damage.problem
 
 
 def test_shards_that_overlap_are_found(store):

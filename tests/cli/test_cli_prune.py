@@ -81,7 +81,7 @@ def test_without_torch_prune_names_the_extra(run, capsys, monkeypatch):
 def test_a_pin_that_names_no_checkpoint_is_refused(run, capsys):
     assert main(["prune", run, "--keep", "latest:1", "--pin", "step_20"]) == 3
     shown = capsys.readouterr().err
-    assert "run/step_20 is pinned, and no checkpoint is there" in shown
+    assert "run/step_20 is to be pinned, but holds no checkpoint" in shown
     assert "run/step_200" in shown
     store = open_store(parse_url(run))[0]
     assert sum(entry.path.endswith("/.metadata") for entry in find(store, "run", detail=False)) == 4

@@ -51,7 +51,7 @@ def test_a_failed_save_is_counted_and_the_run_goes_on(root, failing, caplog):
         assert [each.step for each in run.errors] == [2, 3]
         assert "the disk is full" in str(run.errors[0].error)
         assert run.latest() == 4
-    assert "step_2 could not be saved, training goes on" in caplog.text
+    assert "step_2 could not be saved; training continues" in caplog.text
 
 
 def test_good_steps_stay_known_when_a_save_fails(root, failing):
@@ -127,10 +127,10 @@ def test_a_step_that_was_not_trained_is_told(root, caplog):
     with manager(root) as run, caplog.at_level(logging.WARNING, "tierfs.train"):
         make(run, 1)
         assert run.errors == []
-        assert "every tensor is as it was" not in caplog.text
+        assert "every tensor is the same" not in caplog.text
         run.step(2, {**state(1), "step": 2})
         run.wait(timeout=30)
-        assert "step_2: every tensor is as it was at step 1" in caplog.text
+        assert "step_2: every tensor is the same as at step 1" in caplog.text
         assert run.latest() == 2
 
 
@@ -158,7 +158,7 @@ class Broken:
     [
         (ZeroDivisionError("no loss yet"), "with ZeroDivisionError: no loss yet"),
         (NotFoundError("no loss yet"), "a keep policy failed: no loss yet"),
-        (SystemExit(3), "it was interrupted"),
+        (SystemExit(3), "with TierfsError: interrupted by SystemExit(3)"),
     ],
 )
 def test_a_keep_policy_that_raises_does_not_end_the_saves(root, caplog, error, text):
@@ -168,7 +168,7 @@ def test_a_keep_policy_that_raises_does_not_end_the_saves(root, caplog, error, t
         assert "retention failed after the save" in str(run.errors[0].error)
         assert text in str(run.errors[0].error)
         assert [each.step for each in run.checkpoints] == [1, 2, 3, 4]
-    assert "step_4: retention failed after the save, training goes on" in caplog.text
+    assert "step_4: retention failed after the save; training continues" in caplog.text
 
 
 def test_a_keep_policy_that_raises_ends_the_run_if_that_is_wished(root):
@@ -183,7 +183,7 @@ def test_a_save_for_which_no_thread_starts_fails(root, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(saving, "start_daemon", lambda *_, **__: None)
             handle = run.step(1, state(1))
-            with pytest.raises(TierfsError, match="no thread can be started"):
+            with pytest.raises(TierfsError, match="cannot start a thread"):
                 handle.wait(timeout=5)
             run.wait(timeout=5)
         make(run, 2)

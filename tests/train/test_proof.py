@@ -58,7 +58,7 @@ def test_a_resume_is_proven_part_by_part(trained):
             "extra",
             "losses",
         ]
-        assert str(report).startswith("step 10: PROVEN, 3 steps were made again\n  step: same\n")
+        assert str(report).startswith("step 10: PROVEN, 3 steps were replayed\n  step: same\n")
     # It goes on from the newest step, as if nothing had been made again.
     assert [second.step() for _ in range(3)] == expected[11:]
 

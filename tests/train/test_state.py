@@ -84,7 +84,7 @@ def test_a_loader_without_a_position_is_an_error(root):
 def test_a_scheduler_that_the_optimizer_knows_of_is_missed(root):
     given = Training(1).state
     given.scheduler = None
-    with Manager(root, **OPTIONS) as run, pytest.raises(InvalidInputError, match="a scheduler was made"):
+    with Manager(root, **OPTIONS) as run, pytest.raises(InvalidInputError, match="the optimizer has a scheduler"):
         run.save(1, given)
 
 

@@ -146,9 +146,9 @@ def standing(store: Store, candidate: Candidate) -> Standing:
     saves = [save for path in candidate.announced if (save := _open_announced(store, path, found)) is not None]
     if not candidate.ranks:
         parts = sorted(saves, key=lambda save: save.note.sequence if save.note is not None else -1)[-1:]
-        found.missing.append(f"{ROOT} is not there: a save that has not come to its end, or was replaced")
+        found.missing.append(f"{ROOT} is not there: the save has not finished, or another save replaced it")
     found.missing += [
-        f"{metadata_file(rank)} is not there: rank {rank} did not come to its end" for rank in candidate.unsaid
+        f"{metadata_file(rank)} is not there: rank {rank} did not finish its save" for rank in candidate.unsaid
     ]
     if parts and not found.damage:
         _describe(found, parts)
@@ -162,13 +162,11 @@ def _open_announced(store: Store, path: str, found: Standing) -> Checkpoint | No
     except NotFoundError:
         return None  # published since the listing, or superseded
     except (CorruptionError, FormatError, InvalidInputError) as error:
-        found.waiting.append(f"a save is announced, and cannot be read: {error}")
+        found.waiting.append(f"an announced save cannot be read: {error}")
         return None
     missing = [name for name in sorted(save.files()) if not _is_published(store, inside(save.directory, name))]
     waits = (
-        f"waits for {len(missing)} of {len(save.files())} files"
-        if missing
-        else "is complete, and waits to be published"
+        f"waits for {len(missing)} of {len(save.files())} files" if missing else "is complete, but not published yet"
     )
     found.waiting.append(
         f"save {path.rpartition('/')[2]} {waits}{': ' if missing else ''}{', '.join(missing[:NAMED_MAX])}"

@@ -67,13 +67,12 @@ def safetensors_pieces(
         listed = _listed([f"{fqn!r} ({str(dtype).removeprefix('torch.')})" for fqn, dtype in odd.items()])
         raise InvalidInputError(f"the safetensors format has no dtype for {listed}: export to dcp or torch")
     if "__metadata__" in tensors:
-        raise InvalidInputError(
-            "'__metadata__' is no name for a tensor in the safetensors format: export to dcp or torch"
-        )
+        raise InvalidInputError("the safetensors format allows no tensor named '__metadata__': export to dcp or torch")
     if checkpoint.objects and not skip_objects:
         raise InvalidInputError(
-            f"the safetensors format holds tensors alone, and there is {_listed(list(map(repr, checkpoint.objects)))}: leave "
-            "what is no tensor out with --skip-objects, or export to dcp or torch"
+            "the safetensors format holds only tensors, but this checkpoint also has "
+            f"{_listed(list(map(repr, checkpoint.objects)))}: omit such values with --skip-objects, "
+            "or export to dcp or torch"
         )
     checkpoint.check_whole()
     # The widest elements come first, so that each tensor is aligned to its element size.
@@ -99,7 +98,7 @@ def _entries(tensors: Mapping[str, Any], names: list[str]) -> Iterator[HeaderEnt
         dtype, size = tensors[fqn].properties.dtype, tensors[fqn].size
         length = math.prod(size) * dtype.itemsize
         described = in_safetensors(dtype, size)
-        assert described is not None, "refused before"
+        assert described is not None, "the caller rejects such tensors"
         yield HeaderEntry(fqn, *described, at, length)
         at += length
 
@@ -128,7 +127,7 @@ def state_of(
             repr(fqn),
             io.BytesIO(reader.object(fqn)),
             allow=(),  # a reader of the export with ``weights_only=True`` allows no more
-            hint="leave what is no tensor out with --skip-objects, or export to dcp",
+            hint="omit values that are not tensors with --skip-objects, or export to dcp",
             map_location="cpu",
         )
     tensors = checkpoint.tensors
@@ -274,9 +273,11 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Sequence[object]] | No
         for part in path[:-1]:
             node = node.setdefault(part, _Node())
             if not isinstance(node, _Node):
-                raise InvalidInputError(f"{name!r} lies at {list(path)}, inside of another value of the checkpoint")
+                raise InvalidInputError(
+                    f"{name!r} has the path {list(path)}, which is inside another value of the checkpoint"
+                )
         if path[-1] in node:
-            raise InvalidInputError(f"{name!r} lies at {list(path)}, where another value of the checkpoint is")
+            raise InvalidInputError(f"{name!r} has the path {list(path)}, as another value of the checkpoint does")
         node[path[-1]] = value
     return {key: _finished(value) for key, value in root.items()}
 

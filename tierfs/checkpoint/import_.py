@@ -201,7 +201,7 @@ def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -
     state = unpickle_safely(where, stream, map_location="cpu", mmap=is_archive and isinstance(source, str))
     if not isinstance(state, Mapping):
         raise InvalidInputError(
-            f"{where} holds no state dict, but a {type(state).__name__}: put it into a dict", path=where
+            f"{where} holds a {type(state).__name__}, not a state dict: put it into a dict", path=where
         )
     _save(dict(state), url, _WithEmptyMappings(), overwrite=overwrite)
 
@@ -262,7 +262,7 @@ def _as_import() -> Iterator[None]:
         (cause, _), *_ = error.failures.values()
         if isinstance(cause, (TierfsError, OSError)):
             raise cause from error
-        raise InvalidInputError(f"it cannot be saved as a checkpoint: {cause}") from error
+        raise InvalidInputError(f"the state cannot be saved as a checkpoint: {cause}") from error
 
 
 def _mapped(path: str) -> Any:
@@ -286,8 +286,8 @@ def _tensors_in(data: Any, where: str) -> dict[str, torch.Tensor]:
         described = in_torch(entry.dtype, entry.shape)
         if described is None:
             raise FormatError(
-                f"{where}: {name!r} is {entry.dtype} of shape {list(entry.shape)}, and torch has no such tensor: convert it with what "
-                "wrote the file",
+                f"{where}: {name!r} is {entry.dtype} of shape {list(entry.shape)}, which torch does not support: "
+                "convert it with the program that wrote the file",
                 path=where,
             )
         found[name] = described
@@ -304,6 +304,7 @@ def _tensors_in(data: Any, where: str) -> dict[str, torch.Tensor]:
             tensors[name] = tensor_in(content, dtype, shape)
         except RuntimeError as error:
             raise CorruptionError(
-                f"{where}: {name!r}: {list(entry.shape)} elements of {entry.dtype} are no tensor: {error}", path=where
+                f"{where}: {name!r}: torch cannot make {list(entry.shape)} elements of {entry.dtype}: {error}",
+                path=where,
             ) from error
     return tensors

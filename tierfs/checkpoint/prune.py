@@ -88,8 +88,8 @@ def _check_pins(store: Store, path: str, pinned: Collection[str], found: Sequenc
     for pin in sorted(set(pinned) - set(found)):
         names = ", ".join(found[-NAMED_MAX:]) or "none"
         raise NotFoundError(
-            f"{store.where(pin)} is pinned, and no checkpoint is there, so none was removed; "
-            f"at or below {store.where(path)} there are {len(found)}, the last of them: {names}",
+            f"{store.where(pin)} is to be pinned, but holds no checkpoint: nothing was removed; "
+            f"at or below {store.where(path)} there are {len(found)} checkpoints, the last ones: {names}",
             path=pin,
         )
 
@@ -135,12 +135,12 @@ def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
     for path, write_id in seen.items():
         observed = observe(store, path)
         if observed.record is None or observed.record.write_id != write_id:
-            raise ConflictError(f"{store.where(path)} was saved anew in the meantime: it is kept", path=path)
+            raise ConflictError(f"{store.where(path)} was saved again in the meantime: it is kept", path=path)
         roots.append(observed)
     for observed in roots:
         bury(store, observed)
     for name in (*sorted(names), *NOTES):
         try:
             delete(store, inside(candidate.directory, name))
-        except NotFoundError:  # noqa: PERF203 - one that is missing keeps no other
+        except NotFoundError:  # noqa: PERF203 - a missing file must not stop the loop
             continue

@@ -113,11 +113,11 @@ class Every:
 
     def __post_init__(self) -> None:
         if self.steps is None and self.minutes is None:
-            raise InvalidInputError("Every(): say steps or minutes")
+            raise InvalidInputError("Every(): give steps, minutes or both")
         if self.steps is not None:
             _at_least(self.steps, 1, "Every")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise InvalidInputError(f"Every(minutes={self.minutes}): more than 0")
+            raise InvalidInputError(f"Every(minutes={self.minutes}): must be more than 0")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """Return the first checkpoint of each interval."""
@@ -183,7 +183,7 @@ class Best:
     def __post_init__(self) -> None:
         _at_least(self.count, 1, "Best")
         if self.mode not in {"min", "max"}:
-            raise InvalidInputError(f"Best(mode={self.mode!r}): min or max")
+            raise InvalidInputError(f"Best(mode={self.mode!r}): must be min or max")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """Return the best ``count`` checkpoints. Among equal values, the newest wins."""
@@ -206,7 +206,7 @@ class Within:
     time: str
 
     def __post_init__(self) -> None:
-        self.seconds  # noqa: B018 - raises
+        self.seconds  # noqa: B018 - raises if it is invalid
 
     @property
     def seconds(self) -> float:
@@ -252,7 +252,7 @@ def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) 
     complete = [each for each in ordered if each.is_complete]
     for each in ordered:
         if not each.is_complete:
-            reasons[each.path].append("not complete: under way, or to be looked at")
+            reasons[each.path].append("not complete: being saved, failed or damaged")
         if each.is_pinned:
             reasons[each.path].append("pinned")
     named: set[str] = set()  # a checkpoint that is the newest at several levels is reported for the highest
@@ -299,7 +299,7 @@ def parse_rule(text: str) -> Rule:
     except ValueError:
         pass
     raise InvalidInputError(
-        f"--keep {text}: one of latest:N, every:STEPS, best:K:METRIC[:max], within:2d, geometric[:BASE]"
+        f"--keep {text}: must be one of latest:N, every:STEPS, best:K:METRIC[:max], within:2d, geometric[:BASE]"
     )
 
 
@@ -315,10 +315,10 @@ def parse_time(text: str, name: str) -> float:
     """
     match = _TIME.fullmatch(text)
     if match is None:
-        raise InvalidInputError(f"{name}({text!r}): a number with s, m, h, d or w behind it, like 2d")
+        raise InvalidInputError(f"{name}({text!r}): must be a number and a unit (s, m, h, d or w), like 2d")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def _at_least(value: int, least: int, name: str) -> None:
     if value < least:
-        raise InvalidInputError(f"{name}({value}): at least {least}")
+        raise InvalidInputError(f"{name}({value}): must be at least {least}")

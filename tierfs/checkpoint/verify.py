@@ -155,10 +155,10 @@ def _open(checkpoint: Checkpoint, name: str, length: int, report: CheckpointRepo
         is_published = level is Level.OBJECT and entry.manifest is not None
         reader = open_entry(store.without_local_tiers() if is_published else store, entry)
     except NotFoundError as error:
-        raise CorruptionError(f"{where} is missing, and the checkpoint's metadata names it", path=path) from error
+        raise CorruptionError(f"{where} is missing, but the checkpoint's metadata names it", path=path) from error
     if reader.length < length or (checkpoint.note is not None and reader.length != length):
         raise CorruptionError(
-            f"{where} has {reader.length} bytes, and {length} by the checkpoint's metadata", path=path
+            f"{where} has {reader.length} bytes, but the checkpoint's metadata says {length}", path=path
         )
     borders: Iterable[int] = range(CHUNK_BYTES, reader.length + CHUNK_BYTES, CHUNK_BYTES)
     if entry.foreign is not None:
@@ -239,12 +239,12 @@ class _Table:
         number = bisect.bisect_right(self._starts, at - self._begin) - 1
         entry = self._entries[number] if number >= 0 else None
         if entry is None or at - self._begin + length > entry.at + entry.length:
-            return f"bytes {at} to {at + length} are no tensor of the shard file, nor a part of one"
+            return f"bytes {at} to {at + length} are not in any tensor of the shard file"
         known = "U8" if dtype is None else SAFETENSORS_NAMES.get(dtype, "U8")
         if entry.dtype not in {known, "U8"}:
-            return f"it is {dtype or 'an object'}, and {entry.dtype} by the shard file's own table"
+            return f"the metadata says {dtype or 'an object'}, but the shard file's own table says {entry.dtype}"
         if entry.length == length and entry.dtype == SAFETENSORS_NAMES.get(dtype) and entry.shape != sizes:
-            return f"it is {list(sizes)}, and {list(entry.shape)} by the shard file's own table"
+            return f"the metadata says {list(sizes)}, but the shard file's own table says {list(entry.shape)}"
         return ""
 
 

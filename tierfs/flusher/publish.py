@@ -243,7 +243,7 @@ def _commit(store: Store, commits: Commits, directory: str) -> None:
         if getattr(error, "transient", False):
             raise
         # The published file itself is fine.
-        _logger.error("%s: the checkpoint cannot be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
+        _logger.error("%s: the checkpoint cannot be committed: %s", store.where(directory), error)  # noqa: TRY400 - a trace adds nothing
 
 
 class _Sending(ChunkSend):

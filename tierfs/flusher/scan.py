@@ -53,7 +53,7 @@ class PendingScan:
                     self._unreadable.add(stored.write_id)
                     self._lost[stored.seq] = stored.path
                     lost = stored.path or "a file"
-                    _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
+                    _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - a trace adds nothing
                     continue
                 turn = draft.turn(self._boot, stored.seq)
                 entry = FlushItem(draft, turn, number=stored.seq, level=state.local_level, past_nvme=True)
@@ -116,7 +116,7 @@ class PendingScan:
             if slot.name not in self._unreadable:
                 self._unreadable.add(slot.name)
                 self._lost[slot] = where
-                _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - says it all
+                _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - a trace adds nothing
             return
         with state.changed:
             known = state.entries.get(draft.write_id)

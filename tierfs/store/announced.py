@@ -79,7 +79,7 @@ class AnnouncedSaves:
             except NotFoundError:
                 continue  # published since
             except (CorruptionError, FormatError) as error:
-                _logger.error("%s: the announced save is lost: %s", self._store.where(path), error)  # noqa: TRY400 - the text says it all
+                _logger.error("%s: the announced save is lost: %s", self._store.where(path), error)  # noqa: TRY400 - a trace adds nothing
                 continue
             mark = SaveMark.of(observed.manifest.metadata) if observed.manifest is not None else None
             if mark is not None and mark.save_id == path.rpartition("/")[2]:

@@ -149,8 +149,9 @@ class Agreement:
         self.every = numbers[5]
         if numbers[6] != -numbers[7]:
             raise ConflictError(
-                f"ranks are not at the same place: this one was at step {step}, and they were from step {-numbers[7] // 2} to "
-                f"{numbers[6] // 2}; every rank has to call step() and check() the same number of times"
+                f"ranks are at different places: this rank was at step {step}, the ranks from step "
+                f"{-numbers[7] // 2} to {numbers[6] // 2}: every rank must call step() and check() the same number of "
+                "times"
             )
         return Agreed(numbers[0], numbers[1], bool(numbers[2]), numbers[3], bool(numbers[4]))
 

@@ -53,7 +53,7 @@ def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mappin
         second: The digests of the other state.
     """
     if len(first) != len(second):
-        return f"{len(first)} ranks, and {len(second)}"
+        return f"{len(first)} ranks in one, {len(second)} in the other"
     for rank, (mine, other) in enumerate(zip(first, second, strict=True)):
         for name, digest in mine.items():
             if name in other and other[name] != digest:
@@ -61,7 +61,7 @@ def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mappin
     names = [dict.fromkeys(name for digests in side for name in digests) for side in (first, second)]
     for name in (*names[0], *names[1]):
         if not all(name in side for side in names):
-            return f"{name!r}, which one of them lacks"
+            return f"{name!r}, which only one of them has"
     return ""
 
 

@@ -81,7 +81,7 @@ class SaveHandle:
     def error(self) -> Exception | None:
         """The reason why the save failed; ``None`` while it is in flight and if it succeeded."""
         error = self._ended.exception() if self._ended.done() else None
-        assert error is None or isinstance(error, Exception), "the save thread passes no others on"
+        assert error is None or isinstance(error, Exception), "the save thread reports only these"
         return error
 
     @property
@@ -104,7 +104,7 @@ class SaveHandle:
         try:
             self._ended.result(timeout)
         except FutureTimeoutError:
-            raise TimeoutError(f"{self.url}: the save has not come to its end within {timeout} s") from None
+            raise TimeoutError(f"{self.url}: the save did not finish within {timeout} s; it continues") from None
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
         store, path = self._run.path_of(self.step)
         wait_for(store, path, inside(path, ROOT), self._mark, Level.parse(level), left)

@@ -49,9 +49,9 @@ class Health:
 
     def __init__(self, on_error: str, max_failures: int, max_age: str | None) -> None:
         if on_error not in {"warn", "raise"}:
-            raise InvalidInputError(f"on_error is 'warn' or 'raise', not {on_error!r}")
+            raise InvalidInputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
         if max_failures < 1:
-            raise InvalidInputError(f"max_failures={max_failures}: at least 1")
+            raise InvalidInputError(f"max_failures={max_failures}: must be at least 1")
         self._max_failures = max_failures if on_error == "warn" else 1
         self._max_age_s = None if max_age is None else parse_time(max_age, "max_age")
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Health:
                 return
             self._in_a_row += 1
             self._errors.append(FailedSave(handle.step, error))
-        _logger.error("%s could not be saved, training goes on: %s", handle.url, error)
+        _logger.error("%s could not be saved; training continues: %s", handle.url, error)
 
     def note_after(self, handle: SaveHandle, error: Exception) -> None:
         """Record that retention failed after a save, for example in a user's policy. It counts as a failure."""
@@ -92,7 +92,7 @@ class Health:
         with self._lock:
             self._in_a_row = max(1, self._in_a_row)  # a failure of the save itself is already counted
             self._errors.append(FailedSave(handle.step, problem))
-        _logger.error("%s: retention failed after the save, training goes on", handle.url, exc_info=error)
+        _logger.error("%s: retention failed after the save; training continues", handle.url, exc_info=error)
 
     def is_old(self) -> bool:
         """Return whether the newest durable step is older than allowed. It is checked every few seconds."""
@@ -132,5 +132,6 @@ class Health:
             )
         if agreed.is_old:
             raise TierfsError(
-                f"no step reached the object tier within the last {self._max_age_s:g} s (max_age): `tierfs status` says what is pending"
+                f"no step reached the object tier within the last {self._max_age_s:g} s (max_age): "
+                "`tierfs status` shows what is pending"
             )

@@ -93,9 +93,9 @@ class Manager:
         **options: Any,
     ) -> None:
         if on_corrupt not in {"previous", "raise"}:
-            raise InvalidInputError(f"on_corrupt is 'previous' or 'raise', not {on_corrupt!r}")
+            raise InvalidInputError(f"on_corrupt must be 'previous' or 'raise', not {on_corrupt!r}")
         if on_stale not in {"warn", "raise", "ignore"}:
-            raise InvalidInputError(f"on_stale is 'warn', 'raise' or 'ignore', not {on_stale!r}")
+            raise InvalidInputError(f"on_stale must be 'warn', 'raise' or 'ignore', not {on_stale!r}")
         Level.parse(ack)
         self._health = Health(on_error, max_failures, max_age)
         full_policies, light_policies = as_save_policies(save), as_save_policies(light)
@@ -220,8 +220,8 @@ class Manager:
         """Wait until a save has reached the level ``local``, for as long as the grace period allows."""
         try:
             saved.wait("local", timeout=self._decider.left_s)
-        except Exception as error:  # noqa: BLE001 - there is nothing left to do but to say so
-            _logger.error("%s is not safe on this host: %s", saved.url, error)  # noqa: TRY400 - a trace says no more
+        except Exception as error:  # noqa: BLE001 - it can only be reported
+            _logger.error("%s did not reach the level local: %s", saved.url, error)  # noqa: TRY400 - a trace is noise
 
     def should_save(self, step: int) -> bool:
         """Return whether a policy of this rank asks for a save at this step."""
@@ -263,7 +263,7 @@ class Manager:
             InvalidInputError: The state or an argument is invalid.
         """
         if kind not in KINDS:
-            raise InvalidInputError(f"kind is 'full' or 'light', not {kind!r}")
+            raise InvalidInputError(f"kind must be 'full' or 'light', not {kind!r}")
         last = self._handles[-1] if self._handles else None
         if last is not None and last.step == step and last.kind == kind and not force and not self._has_failed(last):
             return last
@@ -280,7 +280,7 @@ class Manager:
             about = About(step, kind, self._world.size, self._run_id, timer.blocked_s, timer.save_s, said)
             staged: Any = self._writer.stage(about.added_to(values))
             order.staged = staged
-        except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
+        except Exception as error:  # noqa: BLE001 - reported to the other ranks
             order.problem = error
         self._handles.append(handle)
         self._saves.submit(handle, order)
@@ -311,7 +311,7 @@ class Manager:
         try:
             self._keep.apply(self._decider.context())
         except TierfsError as error:
-            _logger.warning("%s: retention has to wait: %s", self._run.url, error)
+            _logger.warning("%s: retention failed, and is tried again after the next save: %s", self._run.url, error)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until this rank has no save in flight and has applied retention.
@@ -323,7 +323,9 @@ class Manager:
             TimeoutError: A save is still in flight after ``timeout``.
         """
         if not self._saves.wait(timeout):
-            raise TimeoutError(f"{self._run.url}: a save has not come to its end within {timeout} s")
+            raise TimeoutError(
+                f"{self._run.url}: a save or its retention did not finish within {timeout} s; it continues"
+            )
 
     @property
     def errors(self) -> list[FailedSave]:
@@ -432,7 +434,7 @@ class Manager:
             checks.append(prover.replay(train, replayed, recorded, tolerance))
             self.restore(state, step=restored.step)
         else:
-            why = f"no earlier checkpoint has steps after it of which {metric!r} was noted"
+            why = f"no earlier checkpoint is followed by steps with a recorded {metric!r}"
             checks.append(PartCheck("losses", UNKNOWN, why))
         return ResumeReport(restored.step, replayed, tuple(checks))
 
@@ -476,5 +478,5 @@ class Manager:
         """Restore the previous signal handlers, and wait for the saves in flight, at most ``timeout``."""
         self._decider.close()
         if not self._saves.close(self._timeout_s):
-            _logger.error("%s: a save did not come to its end within %g s", self._run.url, self._timeout_s)
+            _logger.error("%s: a save did not finish within %g s", self._run.url, self._timeout_s)
         self._world.close()

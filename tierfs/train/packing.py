@@ -121,7 +121,7 @@ def _decode(value: Any, where: str) -> Any:
 def _tensor(name: str, shape: list[int], text: str) -> torch.Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise FormatError(f"there is no dtype {name!r}")
+        raise FormatError(f"torch has no dtype {name!r}")
     raw = bytearray(base64.b64decode(text, validate=True))
     found = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     return found.view(dtype).reshape(shape)

@@ -127,7 +127,7 @@ class Preemption:
     is_uniform = False
 
     def __post_init__(self) -> None:
-        self.grace_s  # noqa: B018 - raises
+        self.grace_s  # noqa: B018 - raises if it is invalid
 
     @property
     def grace_s(self) -> float:
@@ -184,7 +184,7 @@ class YoungDaly:
     is_uniform = False
 
     def __post_init__(self) -> None:
-        self.mtbf_s  # noqa: B018 - raises
+        self.mtbf_s  # noqa: B018 - raises if it is invalid
 
     @property
     def mtbf_s(self) -> float:
@@ -233,7 +233,7 @@ def deadline_of(environment: Mapping[str, str]) -> float | None:
         try:
             value = float(text)
         except ValueError:
-            raise InvalidInputError(f"{name}={text!r} is no time in seconds since the epoch") from None
+            raise InvalidInputError(f"{name}={text!r} is not a time in seconds since the epoch") from None
         found.append(value / 1000 if value >= MILLISECONDS_FROM else value)
     found += _ray_deadline_s()
     return min(found, default=None)
@@ -261,7 +261,9 @@ def as_save_policies(policies: Iterable[Any]) -> list[SavePolicy]:
         elif isinstance(policy, SavePolicy):
             found.append(policy)
         else:
-            raise InvalidInputError(f"save=[{policy!r}]: a policy has should_save(step, previous, *, context)")
+            raise InvalidInputError(
+                f"save=[{policy!r}]: a save policy must have should_save(step, previous, *, context)"
+            )
     return found
 
 
@@ -275,7 +277,7 @@ class _Preserving:
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         kept = self.policy.preserve(saved, context=self.context)
         if len(kept) != len(saved):
-            raise InvalidInputError(f"{self.policy!r} was asked for {len(saved)} checkpoints, and spoke of {len(kept)}")
+            raise InvalidInputError(f"{self.policy!r} got {len(saved)} checkpoints, but returned {len(kept)} answers")
         return [each for each, is_kept in zip(saved, kept, strict=True) if is_kept]
 
     def __str__(self) -> str:
@@ -295,5 +297,5 @@ def as_rules(policies: Iterable[Any], context: Context) -> list[Rule]:
         elif hasattr(policy, "select"):
             found.append(policy)
         else:
-            raise InvalidInputError(f"keep=[{policy!r}]: a policy has preserve(checkpoints, *, context)")
+            raise InvalidInputError(f"keep=[{policy!r}]: a keep policy must have preserve(checkpoints, *, context)")
     return found

@@ -64,7 +64,7 @@ class ResumeReport:
 
     def __str__(self) -> str:
         head = f"step {self.step}: {'PROVEN' if self.is_proven else 'NOT PROVEN'}"
-        replayed = f", {len(self.replayed)} steps were made again" if self.replayed else ""
+        replayed = f", {len(self.replayed)} steps were replayed" if self.replayed else ""
         return "\n".join([head + replayed, *(f"  {check}" for check in self.checks)])
 
 
@@ -96,7 +96,7 @@ class Prover:
         saved: Sequence[Mapping[str, str]] = self._record.get("ranks") or []
         told: list[dict[str, str]] = [each for each, _, _ in all_told]
         if len(saved) != len(told):
-            why = f"{len(saved)} ranks saved it, and {len(told)} have it now" if saved else "nothing was noted with it"
+            why = f"{len(saved)} ranks saved it, but {len(told)} restored it" if saved else "the save has no record"
             return [*checks, PartCheck("model", UNKNOWN, why)]
         for part in sorted({_part_of(name) for each in saved for name in each}, key=_place):
             mine = [_of_part(each, part) for each in saved]
@@ -151,7 +151,7 @@ class Prover:
                 is_same = loss.hex() == expected.hex()
             if not is_same and not problem:
                 where = f"step {step} on rank {self._world.rank}"
-                problem = f"{where}: {loss!r} ({loss.hex()}), and {expected!r} ({expected.hex()}) was noted"
+                problem = f"{where}: {loss!r} ({loss.hex()}), but {expected!r} ({expected.hex()}) was recorded"
         found = [each for each in self._world.gather(problem, self._world.training) if each]
         return PartCheck("losses", DIFFERENT if found else SAME, found[0] if found else "")
 

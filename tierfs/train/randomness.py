@@ -35,7 +35,7 @@ def set_generators(states: dict[str, Any]) -> list[str]:
     if saved and here:
         torch.cuda.set_rng_state_all(saved[:here])
     if len(saved) != here:
-        return [f"random generators of {len(saved)} GPUs were saved, and there are {here}"]
+        return [f"random generators of {len(saved)} GPUs were saved, but this process sees {here} GPUs"]
     return []
 
 

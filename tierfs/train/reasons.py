@@ -16,7 +16,7 @@ def reason_of(error: BaseException) -> Exception:
     failure of each rank. An interruption also becomes a `TierfsError`. Any other exception is returned unchanged.
     """
     if not isinstance(error, CheckpointException):
-        return error if isinstance(error, Exception) else TierfsError(f"it was interrupted: {error!r}")
+        return error if isinstance(error, Exception) else TierfsError(f"interrupted by {error!r}")
     failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
     own = {str(failure): failure for failure in failures.values() if isinstance(failure, TierfsError)}
     if len(own) == 1 and all(isinstance(failure, TierfsError) for failure in failures.values()):

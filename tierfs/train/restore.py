@@ -126,7 +126,7 @@ class Restorer:
                         self._mark(found, problem)
             if step is not None or on_corrupt == "raise":
                 raise CorruptionError(f"{self._run.url_of(found)} cannot be loaded: {problem}")
-            _logger.error("%s is passed over: %s", self._run.url_of(found), problem)
+            _logger.error("%s is skipped: %s", self._run.url_of(found), problem)
             passed_over[found] = problem
             bound = found - 1
 
@@ -143,12 +143,12 @@ class Restorer:
             for _, others in told:
                 for step, problem in others.items():
                     if step not in passed_over:
-                        _logger.error("%s is passed over: %s", self._run.url_of(step), problem)
+                        _logger.error("%s is skipped: %s", self._run.url_of(step), problem)
                     passed_over.setdefault(step, problem)
             # One rank may not see the newest step of another rank. All go down until they find a common step.
             found, newest = min(step for step, _ in told), max(step for step, _ in told)
             if newest != found:
-                passed_over.setdefault(newest, "not every rank sees it whole")
+                passed_over.setdefault(newest, "not every rank finds it complete")
             if found == NONE:
                 return NONE, ""
             problems = [text for text in world.gather(self._problem_of(found), world.training) if text]
@@ -198,7 +198,7 @@ class Restorer:
         )
         notes = parts.loaded(values, about)
         if kind == "light":
-            notes.insert(0, "a light checkpoint: optimizer and data loader begin anew")
+            notes.insert(0, "a light checkpoint: optimizer and data loader are not restored")
         read = {tier for tier, count in self._read_bytes().items() if count > before[tier]}
         tiers = set().union(*world.gather(read, world.training))
         standing = run.standing(step)
@@ -237,8 +237,8 @@ class Restorer:
     def _nothing(self, passed_over: Mapping[int, str]) -> CorruptionError:
         listed = "; ".join(f"step {step}: {why}" for step, why in sorted(passed_over.items()))
         return CorruptionError(
-            f"{self._run.url}: no checkpoint can be loaded, and there are some: {listed}; `tierfs checkpoint verify` says more, and "
-            "`tierfs repair` may help. Training does not begin anew by itself"
+            f"{self._run.url}: checkpoints exist, but none can be loaded: {listed}; `tierfs checkpoint verify` "
+            "says more, and `tierfs repair` may help. Training does not start from scratch by itself"
         )
 
 

@@ -44,7 +44,7 @@ class Retention:
     ) -> None:
         by_tier = keep if isinstance(keep, Mapping) else {OBJECT: keep}
         if unknown := set(by_tier) - {OBJECT, *LOCAL_TIERS}:
-            raise InvalidInputError(f"keep={{{min(unknown)!r}: ...}}: there are 'object', 'nvme' and 'ram'")
+            raise InvalidInputError(f"keep={{{min(unknown)!r}: ...}}: the tiers are 'object', 'nvme' and 'ram'")
         self._policies = {tier: list(policies) for tier, policies in by_tier.items()}
         for policies in self._policies.values():
             as_rules(policies, Context(now_s=0.0, since_s=0.0))
@@ -75,7 +75,7 @@ class Retention:
             for each in record.get("known", ()):
                 self.add(int(each["step"]), int(each["created_ns"]), dict(each["metrics"]))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            _logger.warning("%s: which checkpoints it follows cannot be read: %s", self._run.url_of(step), error)
+            _logger.warning("%s: its record of earlier checkpoints cannot be read: %s", self._run.url_of(step), error)
         self.add(step, self._run.standing(step).created_ns, self._run.metrics_of(step))
         self._protected = {step}
 
@@ -112,7 +112,7 @@ class Retention:
         removed = []
         for decision in self._decided(saved, policies, context):
             step = decision.saved.step
-            assert step is not None, "every one of a run has a step"
+            assert step is not None, "every checkpoint of a run has a step"
             if decision.is_kept:
                 _logger.debug("%s is kept: %s", self._run.url_of(step), ", ".join(decision.reasons))
             elif not self._run.is_pinned(step) and self._remove(step):

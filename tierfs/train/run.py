@@ -66,7 +66,7 @@ class About:
         """
         section, _, name = ABOUT.partition(".")
         if section in values:
-            raise InvalidInputError(f"the state has an entry called {section!r}, which is the manager's")
+            raise InvalidInputError(f"the state has an entry {section!r}, which is reserved for the manager: rename it")
         return {**values, section: {name: self.encode()}}
 
     @classmethod
@@ -88,7 +88,7 @@ class About:
                 state=dict(values["state"]),
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise FormatError(f"{where}: {ABOUT} says nothing that this version understands: {error}") from error
+            raise FormatError(f"{where}: {ABOUT} is invalid, or a newer tierfs wrote it: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class RunDirectory:
             try:
                 Commits(store).advance(path)
             except TierfsError as error:
-                _logger.warning("%s: a save that is complete by now may go unseen: %s", self.url_of(step), error)
+                _logger.warning("%s: cannot check for a complete save to publish: %s", self.url_of(step), error)
             else:
                 found = standing(store, candidate)
         return found

@@ -113,7 +113,7 @@ class SaveThread:
         if self._thread is None:
             self._thread = start_daemon(self._work, name="train-save")
         if self._thread is None:
-            order.problem = order.problem or TierfsError(f"{handle.url}: no thread can be started to save it")
+            order.problem = order.problem or TierfsError(f"{handle.url}: this process cannot start a thread to save it")
             self._work_on(handle, order)  # the other ranks wait for this rank's report
             return
         with self._idle:
@@ -148,7 +148,7 @@ class SaveThread:
         error: Exception | None = None
         try:
             mark = self._make(handle, order)
-        except BaseException as failure:  # noqa: BLE001 - whoever waits for the save has to hear of it
+        except BaseException as failure:  # noqa: BLE001 - the handle reports it
             error = reason_of(failure)
         self._tell(handle, self._on_end, order, error)
         handle.end(error, mark)
@@ -158,7 +158,7 @@ class SaveThread:
         """Call a listener. It may run the user's code, and an error there must not end the save thread."""
         try:
             listener(handle, *arguments)
-        except BaseException as error:  # noqa: BLE001 - passed on
+        except BaseException as error:  # noqa: BLE001 - reported as a failure
             self._on_failure(handle, reason_of(error))
 
     def _make(self, handle: SaveHandle, order: SaveOrder) -> SaveMark | None:
@@ -179,7 +179,8 @@ class SaveThread:
         found = world.from_first(self._look(order, record) if world.is_first else None, group)
         if found == "other":
             raise AlreadyExistsError(
-                f"{handle.url} is there, with another content: save with overwrite=True to replace it", path=handle.url
+                f"{handle.url} already exists with other content: save with overwrite=True to replace it",
+                path=handle.url,
             )
         if found == "same":
             handle.was_there = True
@@ -202,7 +203,9 @@ class SaveThread:
         if self._checks.reads_back:
             damage = world.from_first(self._damage_in(handle) if world.is_first else "", group)
             if damage:
-                raise CorruptionError(f"{handle.url} is not what was saved, it is marked as damaged: {damage}")
+                raise CorruptionError(
+                    f"{handle.url} does not read back as it was saved, and is marked as damaged: {damage}"
+                )
         self._before = order.step, digests
         return SaveMark(meta.sequence, meta.save_id)
 
@@ -215,7 +218,10 @@ class SaveThread:
         return step != order.step and bool(both) and all(digests[name] == before[name] for name in both)
 
     def _say_stale(self, handle: SaveHandle) -> None:
-        text = f"{handle.url}: every tensor is as it was at step {self._before[0]}: is what is saved what is trained?"
+        text = (
+            f"{handle.url}: every tensor is the same as at step {self._before[0]}: "
+            "check that the saved state is the one being trained"
+        )
         if self._checks.on_stale == "raise":
             raise InvalidInputError(text)
         if self._checks.on_stale == "warn" and self._world.is_first:
@@ -239,7 +245,9 @@ class SaveThread:
                 return ""
             there = self._run.record_of(order.step)
         except TierfsError as error:
-            _logger.warning("%s: whether it is there already is not known: %s", self._run.url_of(order.step), error)
+            _logger.warning(
+                "%s: cannot check for an earlier save, so it is saved: %s", self._run.url_of(order.step), error
+            )
             return ""
         ranks = there.get("ranks") if there is not None else None
         return "other" if not ranks or first_difference(ranks, record["ranks"]) else "same"

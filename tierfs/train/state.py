@@ -99,17 +99,17 @@ class TrainState:
         for name in ("optimizer", "scheduler", "dataloader"):
             part = getattr(self, name)
             if isinstance(part, _Missing):
-                raise InvalidInputError(
-                    f"TrainState has no {name}: give it, or {name}=None if nothing of it has to be carried on"
-                )
+                raise InvalidInputError(f"TrainState has no {name}: pass it, or {name}=None to leave it out")
             for each in _listed(part):
                 if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                     hint = ": use torchdata's StatefulDataLoader" if name == "dataloader" else ""
-                    raise InvalidInputError(f"the {name}, a {type(each).__name__}, has no state to save{hint}")
+                    raise InvalidInputError(
+                        f"the {name}, a {type(each).__name__}, lacks state_dict() or load_state_dict(){hint}"
+                    )
         is_scheduled = any("initial_lr" in group for each in self._optimizers for group in each.param_groups)
         if is_scheduled and self.scheduler is None:
             raise InvalidInputError(
-                "a scheduler was made for the optimizer, and TrainState has scheduler=None: give it"
+                "the optimizer has a scheduler, but TrainState has scheduler=None: pass the scheduler"
             )
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -188,13 +188,13 @@ class TrainState:
         """Apply the values that each rank has for itself, or reseed if another number of ranks saved them."""
         own = values.get(f"rank_{_rank()}")
         if own is None:
-            assert about is not None, "who saved nothing says how many ranks there were"
+            assert about is not None, "only a description with another world size omits them"
             seed = reseed(about.run, about.step, _rank())
-            ranks = f"{about.world_size} ranks saved it, and {_world_size()} go on"
-            seeded = f"seeded anew from the run, the step and the rank ({seed} on this one)"
-            notes = [f"{ranks}: random generators cannot be carried, and are {seeded}"]
+            ranks = f"{about.world_size} ranks saved it, but {_world_size()} restored it"
+            seeded = f"seeded from the run, the step and the rank ({seed} on this one)"
+            notes = [f"{ranks}: random generators cannot be restored, and are {seeded}"]
             if self.dataloader is not None:
-                notes.append("the data loader's position cannot be carried, it begins where it was made to")
+                notes.append("the data loader's position cannot be restored: it keeps the one it was created with")
             return notes
         notes = []
         if own.get("loader"):

@@ -147,7 +147,7 @@ class Draft:
         magic, version, _, head_length, record_length, slot_count = _HEAD.unpack_from(view)
         if magic == _MAGIC and version != DRAFT_VERSION:
             raise FormatError(
-                f"{where}: a draft of version {version}, and this tierfs reads {DRAFT_VERSION}: let the tierfs that "
+                f"{where}: a draft of version {version}, but this tierfs reads {DRAFT_VERSION}: let the tierfs that "
                 "wrote it finish (`tierfs wait URL`)",
                 path=where,
             )
