@@ -1,4 +1,4 @@
-"""Which checkpoints are found below a path, and what is said of each one."""
+"""List the checkpoints below a path, with the state of each one."""
 
 import pickle
 
@@ -196,7 +196,7 @@ def test_what_is_not_in_the_object_tier_yet_is_listed_with_its_level(tmp_path):
 
 
 def announce(store, directory, sequence):
-    """Make the checkpoint that is there one that is announced."""
+    """Replace a checkpoint's `.metadata` by an announcement of the same save."""
     data = load(store, f"{directory}/.metadata")
     delete(store, f"{directory}/.metadata")
     mark = SaveMark(sequence, f"{sequence:032x}")

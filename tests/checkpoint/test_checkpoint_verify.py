@@ -1,4 +1,4 @@
-"""A checkpoint is read back entirely: what is damaged is found, and its tensors, file and tier are named."""
+"""Verify reads a whole checkpoint, and names the tensors, file and tier of each damage."""
 
 import pickle
 
@@ -124,11 +124,11 @@ def test_what_is_on_this_host_alone_is_read_from_there(tmp_path):
         assert (report.damage, report.files) == ([], 1)
 
 
-# -- metadata that says what is not so -----------------------------------------------------------------------------------
+# -- metadata that contradicts the shard files -------------------------------------------------------------------------
 
 
 def saying(store, change):
-    """A checkpoint whose metadata has been changed, and is valid in itself."""
+    """Save a checkpoint whose metadata `change` alters but keeps well-formed. Return the damage found."""
     checkpoint = made(store)
     honest = checkpoint.metadata
     checkpoint.metadata = lambda starts: change(honest(starts))
@@ -206,7 +206,7 @@ def test_a_file_that_is_no_safetensors_file_is_found(store, content):
     assert "not a safetensors file" in damage.problem
 
 
-# -- what torch's own writers left in a plain directory ------------------------------------------------------------------
+# -- plain directories written by torch's own writers ------------------------------------------------------------------
 
 
 def plain(directory):

@@ -1,4 +1,4 @@
-"""How two checkpoints differ: which tensors, by how much, whatever the shards they lie in."""
+"""Which tensors of two checkpoints differ, and by how much, even if their shards differ."""
 
 import math
 
@@ -33,7 +33,7 @@ def saved(store, directory, **tensors):
     return open_checkpoint(store, directory)
 
 
-# -- tensors -------------------------------------------------------------------------------------------------------------
+# -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,7 +88,7 @@ def test_empty_tensors_and_scalars_are_compared():
     assert compare_tensors(torch.tensor(1.0), torch.tensor(3.0)).max_abs == 2
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_everything_equals_itself_whoever_wrote_it(url, store):

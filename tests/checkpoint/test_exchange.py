@@ -1,4 +1,4 @@
-"""Checkpoints go to what others read and come back, bit for bit; what cannot go is refused before anything is written."""
+"""An export and import give the same bits. State that a format cannot hold is refused before the first write."""
 
 import errno
 import io
@@ -48,7 +48,7 @@ KNOWN = [dtype for dtype in DTYPES if dtype in SAFETENSORS_NAMES]
 
 @pytest.fixture(params=["tierfs", "dcp"])
 def checkpoint(request, url, store):
-    """A checkpoint of everything, by either writer."""
+    """A checkpoint of `odd_state`, once by each writer."""
     return write(url, store, request.param, odd_state())
 
 
@@ -77,7 +77,7 @@ def loaded(url, like):
     return found
 
 
-# -- dcp -----------------------------------------------------------------------------------------------------------------
+# -- dcp ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_dcp_directory_is_loaded_by_torchs_own_reader(checkpoint, tmp_path):
@@ -197,7 +197,7 @@ def test_skipped_objects_are_not_in_the_directory(checkpoint, tmp_path):
     assert found["scalar"] == 2.5
 
 
-# -- safetensors ---------------------------------------------------------------------------------------------------------
+# -- safetensors -------------------------------------------------------------------------------------------------------
 
 
 def test_one_safetensors_file_holds_every_tensor_whole(url, store, tmp_path):
@@ -259,7 +259,7 @@ def test_objects_are_refused_by_name(url, store):
         safetensors_pieces(checkpoint)
 
 
-# -- torch.save ----------------------------------------------------------------------------------------------------------
+# -- torch.save --------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_of_torch_save_is_the_nested_state(checkpoint, tmp_path):
@@ -322,7 +322,7 @@ def test_a_pickle_with_code_is_refused_and_runs_nothing(url, store, tmp_path):
 
 
 class _Full(io.BytesIO):
-    """A stream that has no room for more than it is made with."""
+    """A stream that raises ENOSPC after `room` bytes."""
 
     def __init__(self, room):
         super().__init__()
@@ -344,7 +344,7 @@ def test_a_full_disk_is_told_as_what_it_is(room):
     assert caught.value.errno == errno.ENOSPC
 
 
-# -- what is no good -----------------------------------------------------------------------------------------------------
+# -- invalid files -----------------------------------------------------------------------------------------------------
 
 
 def table(entries, data=b"\0" * 16):

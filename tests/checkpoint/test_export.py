@@ -1,4 +1,4 @@
-"""Export: names and paths become the nested state they were taken from, and nothing that a bad path asks for."""
+"""Export rebuilds the nested state from names and paths, and withstands bad paths."""
 
 import pytest
 

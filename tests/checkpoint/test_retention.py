@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: what each rule keeps, and what no rule can drop."""
+"""Which checkpoints each retention rule keeps, and which ones no rule drops."""
 
 import math
 
@@ -165,7 +165,7 @@ def test_whatever_the_rules_are(saved, rules):
             assert max(reached, key=lambda each: each.order) in left, "the newest at a level"
     if complete:
         assert any(each.is_complete for each in left), "something can be loaded"
-    # Doing it again drops nothing more, and one rule more keeps no less.
+    # A second pass drops nothing more, and an additional rule keeps at least as much.
     assert all(each.is_kept for each in decide(left, rules, NOW_NS))
     more = {each.saved.path for each in decide(saved, [*rules, Latest(2)], NOW_NS) if each.is_kept}
     assert {each.path for each in left} <= more
