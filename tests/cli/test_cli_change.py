@@ -29,7 +29,7 @@ def url(tmp_path):
 
 
 def names(url):
-    """Every path in the store, directories with a / at the end."""
+    """Return every path in the store; directories end with a /."""
     fs, path = fsspec.url_to_fs(url)
     found = fs.find(path, withdirs=True, detail=True)
     return {name[len(path) + 1 :] + "/" * (info["type"] == "directory") for name, info in found.items()} - {"/", ""}

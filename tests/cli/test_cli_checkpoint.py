@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def host(tmp_path, monkeypatch):
-    """A host of its own, without local tiers."""
+    """A host without local tiers."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("TIERFS_RAM", "0")
     monkeypatch.setenv("TIERFS_NVME", "0")
@@ -72,7 +72,7 @@ def step_10(url):
 
 
 def told(capsys, *words, code=0):
-    """What a command says as JSON."""
+    """Return the parsed JSON output of a command."""
     assert main(["checkpoint", *words, "--json"]) == code
     shown = capsys.readouterr()
     document = json.loads(shown.out)
@@ -85,7 +85,7 @@ def shown(capsys, *words, code=0):
     return capsys.readouterr().out
 
 
-# -- ls ------------------------------------------------------------------------------------------------------------------
+# -- ls ----------------------------------------------------------------------------------------------------------------
 
 
 def test_checkpoints_are_listed_in_the_order_of_their_steps(url, step_10, store, capsys):
@@ -140,13 +140,13 @@ def test_what_checkpoints_cost_and_share_is_told(url, store, capsys):
     assert document["requests"]["list"] >= 2
     first, second = document["checkpoints"]
     assert first["stored"] == first["shared"] + first["freed"]
-    # All tensors lie in the other run, too.
+    # The other run has all of these tensors, too.
     assert first["freed"] < 20_000 < first["shared"]
     assert second["freed"] > 200_000
     lines = shown(capsys, "ls", f"{url}/run", "--usage").splitlines()
     assert lines[0].split()[3:7] == ["size", "stored", "shared", "freed"]
     assert len({line.rindex("  step_") for line in lines[1:]} | {lines[0].rindex("  name")}) == 1
-    # What is left of a checkpoint that others share is what they need.
+    # Without the other run, less of this checkpoint is shared.
     delete(store, "elsewhere/step_1/.metadata")
     for item in find(store, "elsewhere/step_1"):
         delete(store, item.path)
@@ -182,7 +182,7 @@ def test_where_nothing_is_the_list_is_empty_or_an_error(url, store, capsys):
     assert told(capsys, "ls", f"{url}/nothing", code=3)["error"]["kind"] == "not-found"
 
 
-# -- show ----------------------------------------------------------------------------------------------------------------
+# -- show --------------------------------------------------------------------------------------------------------------
 
 
 def test_show_names_tensors_and_where_they_lie(step_10, capsys):
@@ -251,7 +251,7 @@ def test_show_tells_how_tensors_are_encoded_and_why(url, capsys, monkeypatch, tm
         "moment": ({"plane": 4}, {"delta too large": 4}),
         "weight": ({"dplane": 4}, {"delta": 4}),
         "working": ({"derive": 2}, {"derived": 2}),
-        "zeros": ({"const": 4}, {"no base": 4}),  # the same chunk
+        "zeros": ({"const": 4}, {"no base": 4}),  # the same chunk in both steps
     }
     sizes = {item["name"]: item["stored"] for item in tensors}
     assert sizes["working"] == 2 * 24, "of each block that nothing but what it is derived from is needed"
@@ -260,7 +260,7 @@ def test_show_tells_how_tensors_are_encoded_and_why(url, capsys, monkeypatch, tm
     assert "dplane  delta            weight" in text
 
 
-# -- verify --------------------------------------------------------------------------------------------------------------
+# -- verify ------------------------------------------------------------------------------------------------------------
 
 
 def test_verify_passes_or_names_the_damaged_tensors(step_10, store, capsys):
@@ -322,7 +322,7 @@ def test_ranks_that_saved_on_their_own_are_verified_together_and_shown_one_by_on
     assert told(capsys, "show", step_10, "--rank", "1")["rank"] == 1
 
 
-# -- diff ----------------------------------------------------------------------------------------------------------------
+# -- diff --------------------------------------------------------------------------------------------------------------
 
 
 def test_diff_says_what_differs_and_by_how_much(url, step_10, capsys):
@@ -355,7 +355,7 @@ def test_diff_says_what_differs_and_by_how_much(url, step_10, capsys):
     assert lines[6].startswith("0 equal, 5 different: A is ")
 
 
-# -- export and import ---------------------------------------------------------------------------------------------------
+# -- export and import -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format_", ["dcp", "torch", "safetensors"])
@@ -527,7 +527,7 @@ def test_what_cannot_be_imported_is_an_error(url, tmp_path, capsys):
     assert told(capsys, "ls", url)["checkpoints"] == []
 
 
-# -- usage ---------------------------------------------------------------------------------------------------------------
+# -- usage -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -560,7 +560,7 @@ def test_without_torch_the_error_says_how_to_get_it(url, capsys, monkeypatch):
 
 
 def test_commit_publishes_what_is_complete_and_names_what_is_not(url, store, capsys):
-    """A save of two hosts, the second of which has not published its part."""
+    # A save of two hosts. The second one has not published its part.
     save(store, "run/rank-0", b"part")
     document = json.dumps({"files": {"rank-0": {"length": 4}, "rank-1": {"length": 4}}}).encode()
     Commits(store).announce("run", document, SaveMark(7, "ab" * 16))

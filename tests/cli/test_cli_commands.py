@@ -1,4 +1,4 @@
-"""What holds for every command: help, documentation, exit codes, errors, and that starting one is cheap."""
+"""Rules for every command: help, documentation, exit codes, errors, and cheap imports."""
 
 import errno
 import importlib.metadata
@@ -27,13 +27,12 @@ CATEGORIES = [kind for kind in vars(errors).values() if isinstance(kind, type) a
 
 @pytest.fixture
 def url(tmp_path):
-    """A store on disk."""
     tierfs.init(str(tmp_path / "store"))
     return f"tierfs::file://{tmp_path}/store"
 
 
 def section(name):
-    """What the reference says of one command."""
+    """Return the section of the reference about one command."""
     return re.split(r"^## ", PAGE.partition(f"\n## tierfs {name}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -76,7 +75,7 @@ def test_an_action_has_help_with_its_options_alone(name, capsys):
         assert shown.startswith(f"usage: tierfs {name} {action} ")
         assert f"tierfs {name} {action} " in shown.partition("examples:")[2]
         assert ("--force" in shown) == ("--force" in parser._option_string_actions)
-        assert main([name, "--help", action]) == 0  # options may stand before the action
+        assert main([name, "--help", action]) == 0  # options may precede the action
         assert capsys.readouterr().out == shown
     assert main([name]) == 2
 
@@ -275,7 +274,7 @@ def test_version_says_what_is_installed(capsys):
 
 
 def run_program(*words, **more):
-    """The program itself, as a shell would start it."""
+    """Run the program in a process, as a shell does."""
     return subprocess.run(
         [sys.executable, "-m", "tierfs.cli", *words], cwd=ROOT, capture_output=True, check=False, **more
     )

@@ -37,14 +37,13 @@ TOTAL = sum(map(len, FILES.values()))
 
 @pytest.fixture
 def url(tmp_path):
-    """An empty store on disk."""
     tierfs.init(str(tmp_path / "store"))
     return f"tierfs::file://{tmp_path}/store"
 
 
 @pytest.fixture
 def tree(tmp_path):
-    """A local directory, with an empty one in it."""
+    """A local directory of files and one empty directory."""
     for name, content in FILES.items():
         path = tmp_path / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,18 +53,17 @@ def tree(tmp_path):
 
 
 def below(directory):
-    """Every file below a local directory."""
+    """Return the content of every file below a local directory, by relative path."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def stored(url):
-    """Every file below a URL."""
+    """Return the content of every file below a URL, by relative path."""
     fs, path = fsspec.url_to_fs(url)
     return {name[len(path) + 1 :]: fs.cat_file(name) for name in fs.find(path)}
 
 
 def put(url, content):
-    """Save a file."""
     save(*open_store(parse_url(url)), content)
 
 

@@ -1,4 +1,4 @@
-"""`tierfs doctor` names each thing that a machine lacks, and what to do about it."""
+"""`tierfs doctor` names each thing that a machine lacks, and a remedy."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""``tierfs gc`` and what `init` fixes for it."""
+"""``tierfs gc``, with the lease and grace that `init` sets."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``init``, ``ls``, ``stat``, ``cat``, ``du``: what a store holds."""
+"""``init``, ``ls``, ``stat``, ``cat``, ``du``: create a store and look at its contents."""
 
 import json
 import random
@@ -22,7 +22,7 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
 
 @pytest.fixture
 def url(tmp_path):
-    """A store with a few files; one of them, ``foreign``, tierfs did not write."""
+    """A store with a few files. tierfs did not write one of them, ``foreign``."""
     tierfs.init(str(tmp_path / "store"))
     fs, path = fsspec.url_to_fs(f"tierfs::file://{tmp_path}/store")
     with fs.open(f"{path}/run/big", "wb", metadata={"step": 7, "note": "warm"}) as file:

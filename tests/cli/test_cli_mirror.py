@@ -1,4 +1,4 @@
-"""``materialize`` and ``sync``: what differs is copied, what went is deleted, and an interrupted run goes on."""
+"""``materialize`` and ``sync`` copy differences and delete extra files; an interrupted run can be resumed."""
 
 import errno
 import json
@@ -185,7 +185,7 @@ def test_a_directory_that_cannot_be_removed_is_named(stored, tmp_path, capsys, m
     monkeypatch.setattr(os, "rmdir", rmdir)
     assert main(["materialize", stored, str(root), "--delete"]) == 1
     assert f"{root}/more: Device or resource busy" in capsys.readouterr().err
-    assert {name: data for name, data in below(root).items() if name != "more"} == FILES  # no file has to wait for that
+    assert {name: data for name, data in below(root).items() if name != "more"} == FILES  # the error blocks no file
 
 
 def test_a_directory_that_fills_again_is_named_and_no_part_is_left(stored, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""``tierfs probe``: what an endpoint keeps, and that the store notes it."""
+"""``tierfs probe`` finds out which promises an endpoint keeps, and notes them in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: what a person sees on a terminal, and what a file gets."""
+"""Progress on stderr, on a terminal and in a file."""
 
 import io
 import logging
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 
 def on_terminal(monkeypatch, shown):
-    # Not in a fixture: pytest sets stderr anew for the test itself.
+    # Not a fixture: pytest replaces stderr again before it calls the test.
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
@@ -37,13 +37,13 @@ def on_terminal(monkeypatch, shown):
 
 
 def screen(text):
-    """The lines that a terminal shows in the end, without colours."""
+    """Return the lines that a terminal shows after this output, without colours."""
     lines, at = [""], 0
     for control, count, kind, plain in re.findall(r"(\x1b\[\??(\d*)[\d;]*([a-zA-Z])|\r)|([^\x1b\r]+)", text):
         if kind == "A":
             at -= int(count)
         elif kind == "K" or control == "\r":
-            lines[at] = ""  # rich erases after each return
+            lines[at] = ""  # rich clears the line after each carriage return
         for number, part in enumerate(plain.split("\n")):
             at += bool(number)
             lines += [""] * (at + 1 - len(lines))

@@ -1,4 +1,4 @@
-"""``status --prometheus``, parsed back by the rules of Prometheus's text format 0.0.4."""
+"""``status --prometheus``, parsed by the rules of Prometheus's text format 0.0.4."""
 
 import re
 
@@ -45,7 +45,7 @@ def unescape(text):
 
 
 def parse(text):
-    """Families by name: (type, help, {labels: value}). Raises where the text breaks a rule of the format."""
+    """Return families by name: (type, help, {labels: value}). Fails where the text breaks a rule of the format."""
     assert text.endswith("\n")
     families, seen = {}, set()
     name = None

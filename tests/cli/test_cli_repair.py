@@ -92,7 +92,7 @@ def test_a_record_is_moved_aside_and_named(root, capsys):
 
 def test_checkpoints_are_named_with_the_tensors_that_they_lost(root, capsys, monkeypatch):
     for name in ("TIERFS_RAM", "TIERFS_NVME"):
-        monkeypatch.setenv(name, "0")  # they would have the bytes
+        monkeypatch.setenv(name, "0")  # the local tiers would still have the bytes
     url = f"tierfs::file://{root}/run"
     bases = torch.randint(0, 256, (9 << 20,), dtype=torch.uint8)
     for step in (1, 2):
@@ -111,7 +111,7 @@ def test_checkpoints_are_named_with_the_tensors_that_they_lost(root, capsys, mon
 
 
 class Broken(types.ModuleType):
-    """A module that fails as torch does where a library of CUDA is missing."""
+    """A module that fails as torch does if a CUDA library is missing."""
 
     @property
     def checkpoint_losses(self):
@@ -121,7 +121,7 @@ class Broken(types.ModuleType):
 @pytest.mark.parametrize("losses", [None, Broken("losses")])
 def test_without_torch_repair_reports_all_but_checkpoints(root, capsys, monkeypatch, losses):
     next((root / ".tierfs" / "chunks").rglob("*.0")).unlink()
-    monkeypatch.setitem(sys.modules, "tierfs.checkpoint.losses", losses)  # its import fails as that of torch does
+    monkeypatch.setitem(sys.modules, "tierfs.checkpoint.losses", losses)  # its import fails
     code, shown = repair(capsys, root)
     assert (code, [each["path"] for each in shown["lost"]], shown["checkpoints"]) == (6, ["a"], None)
     assert main(["repair", str(root)]) == 6

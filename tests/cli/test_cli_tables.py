@@ -21,7 +21,7 @@ GREEN, YELLOW, BOLD = "\x1b[32m", "\x1b[33m", "\x1b[1m"
 
 
 def on_terminal(*words, **environment):
-    """What a command prints on a terminal of 40 columns."""
+    """Return the output of a command on a terminal of 40 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 8, 40, 0, 0))
     inherited = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}

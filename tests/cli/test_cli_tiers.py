@@ -1,4 +1,4 @@
-"""``status``, ``wait``, ``prefetch``, ``evict`` and ``flusher``: what lies on this host, and the process that takes it on."""
+"""``status``, ``wait``, ``prefetch``, ``evict`` and ``flusher``: the local tiers of this host and their flusher."""
 
 import contextlib
 import fcntl
@@ -43,7 +43,7 @@ PROGRAM = [sys.executable, "-m", "tierfs.cli"]
 
 @pytest.fixture(autouse=True)
 def host(tmp_path, monkeypatch):
-    """A host of its own, whose flushers are gone afterwards."""
+    """A host with its own directories. Its flushers are stopped after the test."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path / "shm"))
     monkeypatch.setenv("TIERFS_RAM", "64MiB")
@@ -59,7 +59,7 @@ def host(tmp_path, monkeypatch):
 
 @pytest.fixture
 def nvme(host, monkeypatch):
-    """For stores that are opened from now on."""
+    """Give an nvme tier to the stores that the test opens."""
     monkeypatch.setenv("TIERFS_NVME", "64MiB")
 
 
@@ -93,7 +93,7 @@ def fail(capsys):
 
 @pytest.fixture
 def no_flusher(monkeypatch):
-    """Nothing that is staged goes on before this is called."""
+    """Refuse requests to the flusher, so that staged files stay, until the test calls the returned function."""
     request = FlusherClient.request
 
     def refuse(*_, **__):
@@ -104,7 +104,7 @@ def no_flusher(monkeypatch):
 
 
 def stage(url, files=3, size=MIB):
-    """Files that are in this host's memory, and nowhere else if no flusher runs."""
+    """Write files to this host's memory. They stay there alone while no flusher runs."""
     fs, path = fsspec.url_to_fs(url, ack="staged", skip_instance_cache=True)
     for number in range(files):
         fs.pipe_file(f"{path}/run/f{number}", os.urandom(size))
@@ -144,7 +144,7 @@ def test_without_a_command_the_stores_of_this_host_are_shown(host, url, tell):
 
 @contextlib.contextmanager
 def program(*words, **more):
-    """The program itself, in the background, killed if it is still there in the end."""
+    """Run the program in the background. Kill it at the end."""
     process = subprocess.Popen([*PROGRAM, *map(str, words)], stderr=subprocess.PIPE, text=True, **more)
     try:
         yield process
@@ -155,7 +155,7 @@ def program(*words, **more):
 
 @contextlib.contextmanager
 def sidecar(host, url, *words):
-    """``flusher run`` in the foreground of a process of its own, once it serves."""
+    """Run ``flusher run`` in the foreground of another process. Yield when it serves."""
     directory = store_directory(host, url)
     with program("flusher", "run", url, *words) as process:
         until(lambda: (directory / "flusher.sock").exists() or process.poll() is not None)
@@ -163,7 +163,7 @@ def sidecar(host, url, *words):
 
 
 def ended(process):
-    """Exit code and stderr of a process that ends by itself."""
+    """Return exit code and stderr of a process when it exits by itself."""
     _, errors = process.communicate(timeout=WAIT_S)
     return process.returncode, errors
 
@@ -194,7 +194,7 @@ def test_status_starts_no_flusher(host, url, no_flusher):
 
 
 def test_a_flusher_that_begins_later_makes_no_pending_file_younger(host, url, tell, no_flusher):
-    stage(url, files=3)  # the bandwidth lets one pass at once
+    stage(url, files=3)  # the bandwidth limit lets one file pass at once
     time.sleep(1)
     no_flusher()
     with sidecar(host, url, "--bandwidth", "1KB"):
@@ -289,7 +289,7 @@ def test_the_url_before_watch_is_asked_for(url, fail):
 
 
 def report(**more):
-    """A status as `tierfs.store.status` gives it."""
+    """Return a status as `tierfs.store.status` does."""
     ram = {"budget_bytes": 64 * MIB, "used_bytes": MIB, "dirty_bytes": 0, "clean_bytes": MIB, "gives": "staged"}
     return {
         "store": "s3://b/run", "uuid": "aa", "ack": "local", "tiers": {"ram": ram}, "flusher": {"running": True, "pid": 7},
@@ -395,7 +395,7 @@ def test_wait_that_takes_too_long_names_what_is_pending(url, fail, no_flusher, m
 
     stage(url, files=2)
     no_flusher()
-    # The flusher is a thread here, and never uploads.
+    # The flusher runs as a thread of this process, and never uploads.
     monkeypatch.setattr(localtiers, "spawn", refuse_to_spawn)
     monkeypatch.setattr(Uploader, "next", lambda _: None)
     code, error = fail("wait", url, "--timeout", "0.3")
@@ -417,7 +417,7 @@ def test_wait_with_a_timeout_that_makes_no_sense_is_wrong_usage(url, seconds, fa
 
 @pytest.fixture
 def conflict(url, no_flusher):
-    """``run/f0`` as this host changed it last, and somebody else before that was flushed."""
+    """``run/f0``: this host changed it, but another writer publishes a change before this host's flush."""
     stage(url, files=1)
     save(open_bare(parse_url(url))[0], "run/f0", b"theirs")
     no_flusher()
@@ -459,7 +459,7 @@ def test_what_is_prefetched_lies_in_the_tier_until_it_is_evicted(host, tell, mon
     tierfs.init(f"{host}/store")
     url = f"tierfs::file://{host}/store"
     save(open_store(parse_url(url))[0], "run/a", os.urandom(3 * MIB))
-    config = host / "config.toml"  # the same store, with tiers
+    config = host / "config.toml"  # the same store, with local tiers
     config.write_text(f'[stores.mine]\nurl = "file://{host}/store"\nram = "64MiB"\nnvme = "64MiB"\n')
     monkeypatch.setenv("TIERFS_CONFIG", str(config))
     monkeypatch.delenv("TIERFS_RAM")
@@ -585,7 +585,7 @@ def test_stop_ends_the_flusher_of_a_store_that_this_host_knows_while_its_object_
 
     with sidecar(host, url) as process:
         monkeypatch.setattr(opening, "read_descriptor", away)
-        assert fail("flusher", "stop", url)[0] == 8  # this host does not know it
+        assert fail("flusher", "stop", url)[0] == 8  # this host does not know the store yet
         opening._known_stores(location).remember(store.url, store.descriptor, store.objects.places())
         assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True
         assert ended(process)[0] == 0
@@ -629,7 +629,7 @@ def test_what_a_client_left_that_died_before_it_said_where_to_is_flushed(host, u
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     no_flusher()
     directory = store_directory(host, url)
-    # As a client starts it, see `LocalTiers.launch`; nobody connects.
+    # The flusher starts with the arguments of `LocalTiers.launch`, and no client connects.
     words = ["--uuid", directory.name, "--state-dir", host / "state", "--ram", 64 * MIB, "--nvme", 0]
     with program("flusher", "run", url.removeprefix("tierfs::"), *words, "--linger", 0) as process:
         bare = open_bare(parse_url(url))[0]

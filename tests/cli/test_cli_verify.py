@@ -1,4 +1,4 @@
-"""``verify``: planted damage is found, named, and ends in exit code 6."""
+"""``verify`` finds planted damage, names it, and ends with exit code 6."""
 
 import json
 import random
@@ -16,7 +16,7 @@ BIG = random.Random(3).randbytes(300_000)
 
 @pytest.fixture
 def root(tmp_path):
-    """A store's directory, with three files in the store."""
+    """The directory of a store that holds three files."""
     store = tierfs.init(str(tmp_path / "store"))
     save(store, "run/big", BIG)
     save(store, "run/other", BIG[::-1])
@@ -25,7 +25,7 @@ def root(tmp_path):
 
 
 def chunk_of(url, capsys):
-    """The key of the only chunk of a file."""
+    """Return the key of a file's only chunk."""
     assert main(["stat", "--chunks", url, "--json"]) == 0
     (chunk,) = json.loads(capsys.readouterr().out)["chunk_table"]
     return chunk["key"]
