@@ -1,4 +1,4 @@
-"""Which codec a tensor gets: what is tried on a sample of it."""
+"""Which codec `choose` picks for a tensor, from a sample of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def of(sample: bytes, base: bytes | None, kind: str = "bytes", width: int = 1) -
 
 
 def partly(base: bytes, share: float) -> bytes:
-    """Noise of which this share of the bytes, every so many of them, is the base's."""
+    """Return noise with evenly spaced bytes of the base; they make up `share` of it."""
     found = np.frombuffer(os.urandom(len(base)), np.uint8).copy()
     found[:: round(1 / share)] = np.frombuffer(base, np.uint8)[:: round(1 / share)]
     return found.tobytes()
@@ -44,7 +44,7 @@ def test_bytes_are_not_tried_against_what_hardly_any_are_the_same_of(monkeypatch
 
 
 def test_what_another_codec_would_make_of_it_does_not_count_where_that_is_forbidden() -> None:
-    """SPARSE becomes DPLANE where many elements differ; what may be neither is encoded by itself."""
+    # Where many elements differ, SPARSE turns into DPLANE. If DPLANE is forbidden, no delta is chosen.
     numbers = np.random.default_rng(0).standard_normal(SAMPLE_BYTES // 4).astype("<f4")
     differs = np.random.default_rng(1).random(numbers.size) < 0.35
     near = np.where(differs, numbers * np.float32(1 + 1e-5), numbers).astype("<f4").tobytes()

@@ -1,4 +1,4 @@
-"""Which codec a block gets, of the one that was asked for."""
+"""Which codec a block gets if the caller asks for a given one."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_stored_of_a_derived_block_does_not_depend_on_a_base_it_does_not
 
 def test_a_block_that_would_only_get_as_short_as_it_is_stays() -> None:
     raw = b"".join(number.to_bytes(8, "little") for number in range(7)) + b"7 bytes"
-    # Two bytes, eight heads, seven planes of one byte, one of seven, and the tail: 63 bytes for 63.
+    # 2 bytes, 8 heads of 5 bytes, 7 planes of 1 byte, a plane of 7 and a tail of 7: 63 bytes for 63.
     assert encode(raw, Coding(Codec.PLANE, 8)) == (Codec.STORE, raw)
 
 

@@ -1,4 +1,4 @@
-"""Damaged blocks raise an error that says so, and never take memory on their own word."""
+"""Damaged blocks raise a clear error, and their counts cannot make a reader allocate too much memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError
 
 random_tests = settings(max_examples=500, derandomize=True, deadline=None, database=None)
-# Whatever a block of any size says, decoding it takes less: positions of 1 MiB elements, 8 bytes each, a few times.
+# Upper bound for decoding any block: positions of 1 Mi elements, 8 bytes each, a few times over.
 MEMORY_MAX = 48 << 20
 SMALL_MEMORY_MAX = 3 << 20
 HUGE = (1 << 32) - 1
@@ -25,7 +25,7 @@ HUGE = (1 << 32) - 1
 
 @lru_cache(maxsize=1)
 def sound() -> list[tuple[int, bytes, int, bytes]]:
-    """Codec, encoded bytes, size and base of blocks of every codec."""
+    """Return codec, encoded bytes, size and base of valid blocks of every codec."""
     found = []
     for index, content in enumerate(CONTENTS):
         for width in (1, 2, 4, 8):
@@ -34,7 +34,7 @@ def sound() -> list[tuple[int, bytes, int, bytes]]:
                 base = base_of(raw, "few" if asked is Codec.SPARSE else "near", width, index)
                 codec, encoded = encode(raw, Coding(asked, width), base if asked.base_factor else None)
                 found.append((int(codec), encoded, len(raw), base))
-    # Enough elements to be looked at: codes, bytes of seven bits, and planes that are left together.
+    # Enough elements for the encoder to sample: these make CODES, SEVEN and WOVEN planes.
     for content, width in (("floats", 4), ("squares", 4), ("bfloat16", 2)):
         raw = block(content, 17_000 * width + 1, width, 1)
         for asked in (Codec.PLANE, Codec.DPLANE):
@@ -107,7 +107,7 @@ def test_heads_of_any_content_decode_or_say_that_they_do_not(
 
 
 def frame_of(claim: int, window: int = 0) -> bytes:
-    """The start of a zstd frame that claims this many bytes, with a window of its own size or of 2^``window``."""
+    """Return the start of a zstd frame that claims `claim` bytes, with a window of that size or of 2^``window``."""
     if window:
         return b"\x28\xb5\x2f\xfd\xc0" + bytes([window - 10 << 3]) + struct.pack("<Q", claim) + bytes(20)
     return b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", claim) + bytes(20)

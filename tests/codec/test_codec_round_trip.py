@@ -1,4 +1,4 @@
-"""What was encoded decodes to the same bytes, whatever they are, wherever they lie."""
+"""Encoded blocks decode to the same bytes, whatever their content and alignment."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ seeds = st.integers(0, 1 << 20)
 
 
 def reference(raw: bytes, codec: Codec, relation: str, width: int, seed: int) -> bytes | None:
-    """A base such as the codec needs."""
+    """Return a base of the kind and length that the codec needs, or None."""
     if codec in {Codec.DPLANE, Codec.SPARSE}:
         return base_of(raw, relation, width, seed)
     if codec is Codec.DERIVE:
-        # The float32 numbers whose upper halves these are: rounding gives them back, but for NaN.
+        # float32 numbers with these upper halves and lower halves that round down: all but NaNs follow from them.
         floats = np.frombuffer(raw, "<u2", len(raw) // 2).astype("<u4") << 16
         noise = np.random.default_rng(seed).integers(0, 0x8000, floats.size, dtype=np.uint32)
         return (floats | noise).tobytes() + bytes(2 * (len(raw) % 2))
@@ -56,7 +56,7 @@ def test_every_block_comes_back(
     assert base is None or base == needed
     assert (length == size) == (codec is Codec.STORE)
     encoded = shifted(raw if codec is Codec.STORE else bytes(buffer[:length]), places[3], read_only=read_only)
-    for before in (0x55, 0xAA):  # A byte that is not written shows in one of the two.
+    for before in (0x55, 0xAA):  # A byte that is not written shows for one of the two values.
         guarded = shifted(bytes([before]) * (size + 2), places[4], read_only=False)
         decode_block(int(codec), encoded, guarded[1:-1], base, "here")
         assert guarded[1:-1] == raw

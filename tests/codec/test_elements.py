@@ -1,4 +1,4 @@
-"""Where elements lie in safetensors and ``torch.save`` files, sound, damaged and hostile ones."""
+"""Find the elements in safetensors and ``torch.save`` files: valid, damaged and hostile ones."""
 
 import io
 import json
@@ -98,7 +98,7 @@ def entry(start, end, dtype="U8", shape=None):
     return {"dtype": dtype, "shape": [end - start] if shape is None else shape, "data_offsets": [start, end]}
 
 
-# -- sound files ---------------------------------------------------------------------------------------------------------
+# -- valid files -------------------------------------------------------------------------------------------------------
 
 
 def test_a_safetensors_file_is_its_header_and_its_tensors():
@@ -171,11 +171,11 @@ def test_storages_between_empty_ones_are_found():
     assert sorted(span.stop - span.start for span in named(data).values()) == [16, 20]
 
 
-# -- what torch writes for more than 4 GiB, by hand ------------------------------------------------------------------------
+# -- archives as torch writes them over 4 GiB, made by hand ------------------------------------------------------------
 
 
 def record(at, name, data, *, wide=False, sizes=None, flags=0x0808, method=0):
-    """One record as torch writes it: padded so that its data lie at a multiple of 64."""
+    """Return one record as torch writes it, padded so that its data begins at a multiple of 64."""
     padding = -(at + 30 + len(name) + 4) % 64
     extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     header = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, flags, method, 0, 0, 0, 0, 0, len(name), len(extra))
@@ -205,7 +205,7 @@ def test_sizes_of_four_and_of_eight_bytes_are_read(wide):
     ]
 
 
-# -- damaged and hostile files ---------------------------------------------------------------------------------------------
+# -- damaged and hostile files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_no_damage_is_an_error(data, changes, end):
     spans_of(data[: end % (len(data) + 1)])
 
 
-# -- the same table, told as an error ---------------------------------------------------------------------------------------
+# -- errors and limits -------------------------------------------------------------------------------------------------
 
 
 def test_a_table_that_ends_before_the_data_do_is_refused():
@@ -354,10 +354,10 @@ def test_a_table_that_ends_before_the_data_do_is_refused():
 
 @pytest.mark.parametrize("what", ["global", "record"])
 def test_names_that_a_pickle_makes_of_names_are_bounded(what):
-    if what == "global":  # doubled with every opcode
+    if what == "global":  # each opcode doubles the name
         steps = b"\x8c\x04name\x94" + b"".join(b"h%ch%c\x93\x94" % (number, number) for number in range(60))
         pickle = b"\x80\x04" + steps + b"."
-    else:  # each reference is another name of a megabyte
+    else:  # each reference uses the name of 1 MiB again
         head = b"X\x07\x00\x00\x00storage\x94ctorch\nFloatStorage\n\x94X\x00\x00\x10\x00" + b"k" * (1 << 20) + b"\x94"
         pickle = b"\x80\x04" + head + b"(h\x00h\x01h\x02h\x00K\x01tQ" * 4096 + b"."
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""The compiled loops make the same bytes as numpy, and refuse what numpy refuses."""
+"""The compiled loops give the same bytes as numpy, and refuse the same input."""
 
 from types import ModuleType
 
@@ -20,7 +20,7 @@ WIDTHS = (1, 2, 4, 8)
 
 
 def numbers(seed: int, kind: str, size: int) -> bytes:
-    """Bytes of which the codecs make planes of every mode."""
+    """Return bytes that the codecs turn into planes of every mode."""
     rng = np.random.default_rng(seed)
     count = size // 8 + 1
     made = {

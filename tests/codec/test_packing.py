@@ -1,4 +1,4 @@
-"""How planes are kept follows from some of their bytes, and whatever the others are, they come back."""
+"""A sample of a plane's bytes decides its mode. Every plane decodes, whatever its other bytes are."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tierfs.codec.planes.planes import encode_planes
 from tierfs.digest import BLOCK_BYTES
 
 COUNT = 40_001
-# Of so many elements these are looked at, and the ones behind them.
+# The encoder samples each STEP-th of COUNT elements, and the one behind it.
 STEP = COUNT // 512 - 1 | 1
 LOOKED_AT = np.isin(np.arange(COUNT) % STEP, (0, 1))
 
 
 def modes(encoded: bytes) -> list[int]:
-    """How the planes of a PLANE or DPLANE block are kept."""
+    """Return the modes of the planes of a PLANE or DPLANE block."""
     return [struct.unpack_from("<BI", encoded, 2 + 5 * index)[0] for index in range(encoded[0])]
 
 
 def plane(looked_at: np.ndarray, others: np.ndarray) -> bytes:
-    """Bytes that are something else where they are not looked at."""
+    """Return bytes of `looked_at` where the encoder samples, and of `others` elsewhere."""
     return np.where(LOOKED_AT, looked_at, others).astype(np.uint8).tobytes()
 
 
@@ -61,7 +61,7 @@ def test_what_is_too_even_for_noise_is_tried() -> None:
 @pytest.mark.parametrize(
     ("raw", "kept"),
     [
-        # More bytes are not in the window than there are in it, or some of them, or all that were not looked at.
+        # The sample suggests a mode that all, most or none of the other bytes fit.
         (plane(noise(1) % 15 + 100, noise(2)), None),
         (plane(noise(1) % 15 + 100, np.where(noise(3) < 1, 7, noise(1) % 15 + 100)), Mode.CODES),
         (plane(noise(1) % 15 + 100, np.where(noise(3) < 40, 7, noise(1) % 15 + 100)), Mode.FRAME),

@@ -1,4 +1,4 @@
-"""Memory to work in: one's own, or what another thread has worked in."""
+"""Scratch memory: each thread has its own, or borrows memory that another thread used before."""
 
 from __future__ import annotations
 
