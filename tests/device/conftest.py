@@ -1,4 +1,4 @@
-"""A GPU of host memory, under both of its schedules; and the real one, where there is one."""
+"""Fixtures: a fake GPU in host memory, under both of its schedules, and the real GPU if there is one."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from tierfs.session import tiers as localtiers
 
 
 class Cuda:
-    """The real GPU, with what tests ask of `FakeDevice`."""
+    """The real GPU, with the part of `FakeDevice`'s interface that tests use."""
 
     def __init__(self):
         self.accelerator = accelerators.accelerator_of(torch.zeros(1, device="cuda"))
@@ -32,7 +32,7 @@ class Cuda:
 
 
 def forget():
-    """Leave no memory registered that is unmapped later, nor a tier that another test would find."""
+    """Unregister memory before it is unmapped, and drop the drains and device tiers that another test would find."""
     for drain in _drains.values():
         pins = drain.pins
         pins._regions = {key: region._replace(is_used=bool) for key, region in pins._regions.items()}
@@ -43,7 +43,7 @@ def forget():
 
 @pytest.fixture(params=[TRAINER_FIRST, DRAIN_FIRST, "gpu"])
 def gpu(request, monkeypatch):
-    """A device under test."""
+    """Each device under test: the fake GPU under both schedules, and the real one."""
     monkeypatch.setattr(accelerators, "_known", [])
     forget()
     if request.param == "gpu":
@@ -59,7 +59,6 @@ def gpu(request, monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The fake device alone."""
     monkeypatch.setattr(accelerators, "_known", [])
     forget()
     device = FakeDevice()
@@ -70,7 +69,7 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def url(tmp_path, monkeypatch):
-    """Of a store in a directory, with local tiers of its own."""
+    """The URL of a store in a directory, on a host with its own state directory."""
     monkeypatch.setattr(localtiers, "spawn", forked_flusher.spawn)
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     tierfs.init(f"file://{tmp_path}/store")

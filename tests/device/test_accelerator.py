@@ -1,4 +1,4 @@
-"""The devices that this process knows: one object each, whoever asks first."""
+"""The devices that this process knows: one object each, even if several threads ask at once."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tierfs.device import accelerator as accelerators
 
 
 class SlowToMake:
-    """An accelerator that takes long to make, as a first look at a GPU does."""
+    """An accelerator that takes long to create, as the first look at a GPU does."""
 
     def __init__(self, index):
         time.sleep(0.1)
@@ -55,7 +55,7 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
     assert going.wait(10)
     child = os.fork()
     if not child:
-        signal.alarm(5)  # ends it
+        signal.alarm(5)  # ends the child if it hangs
         code = 1
         try:
             accelerators.accelerator_of(SimpleNamespace(is_cuda=False, device=SimpleNamespace(index=None)))

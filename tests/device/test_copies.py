@@ -1,4 +1,4 @@
-"""Many copies in one launch: every byte, and none beside them."""
+"""Many copies in one launch write every byte of the targets, and no byte beside them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Errors are kept and raised again without the frames that they came through."""
+"""Detached errors can be kept and raised again without the frames that they passed through."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tierfs.errors import CapacityError, NotFoundError
 
 
 class Formatted(RuntimeError):
-    """Makes its message of its argument."""
+    """An error that formats its message from its argument."""
 
     def __init__(self, code):
         super().__init__(f"failed with {code}")
@@ -18,14 +18,14 @@ class Formatted(RuntimeError):
 
 
 class TwoArguments(RuntimeError):
-    """Has a constructor that its own arguments do not fit."""
+    """An error whose constructor does not accept its own `args`."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
 
 
 class Uncopied(RuntimeError):
-    """Cannot be made without its constructor."""
+    """An error whose `__new__` needs keyword arguments."""
 
     def __new__(cls, *args, **kwargs):
         if not kwargs:

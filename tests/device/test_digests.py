@@ -1,4 +1,4 @@
-"""Digests of blocks: numpy's reference, the kernels on an emulated GPU and on a real one, against the xxhash library."""
+"""Digests of blocks by numpy's reference and by the kernels, emulated and on a GPU, against the xxhash library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ NO_GPU = not torch.cuda.is_available() or importlib.util.find_spec("cupy") is No
 NARROW, WIDE = "xxh3_128_blocks", "xxh3_128_blocks_wide"
 NOISE = np.random.default_rng(46).integers(0, 256, BLOCK_BYTES + 64, dtype=np.uint8)
 
-# Around each multiple of a stripe in three rows, of a row up to the wide kernel's second round, and a block's end.
+# Lengths around each multiple of a stripe in three rows, around each row up to the wide kernel's second round, and
+# around a block's end.
 EDGES = sorted(
     {step + offset for step in range(64, 3 * 1024 + 1, 64) for offset in (-1, 0, 1)}
     | {step + offset for step in range(1024, 70 * 1024 + 1, 1024) for offset in (-1, 0, 1)}
@@ -31,7 +32,7 @@ BLOCK_ENDS = [BLOCK_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES - 63, BLOCK_BYTES - 64, 
 
 
 class Emulated:
-    """A kernel on the host; ``data`` stays where it is."""
+    """A kernel on the emulated GPU."""
 
     def __init__(self, kernel, *, reverse=False):
         self.kernel, self.reverse = kernel, reverse
@@ -47,7 +48,7 @@ class Emulated:
 
 
 class OnGpu:
-    """The function that tierfs calls, on the first GPU."""
+    """`hash_blocks`, which tierfs calls, on the first GPU."""
 
     def digests(self, data, starts, lengths):
         held = torch.from_numpy(data).cuda()
@@ -186,7 +187,7 @@ def test_a_kernel_without_cupy_names_the_package(monkeypatch):
 
 @pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU and CuPy")
 def test_either_kernel_of_a_gpu_gives_the_digests():
-    """A GPU's number of multiprocessors decides which kernel a count gets."""
+    # A GPU's number of multiprocessors decides which kernel hashes a given number of blocks.
     data = torch.from_numpy(NOISE).cuda()
     for count in (1, 3, 4096):
         addresses, lengths = np.full(count, data.data_ptr(), np.uint64), np.full(count, BLOCK_BYTES, np.uint32)

@@ -1,4 +1,4 @@
-"""Room in the ram tier is given back when a copy from a GPU fails, or the state does not fit."""
+"""When a copy from a GPU fails, or the state does not fit, the room in the ram tier is released."""
 
 import gc
 import threading
@@ -66,7 +66,7 @@ def test_a_failed_copy_that_is_not_saved_takes_no_room(fake, url, stage):
     writer = TierWriter(url, stage=stage, device="64MiB")
     fake.fetch_error = RuntimeError("CUDA error: unspecified launch failure")
     staged = writer.stage(state_of(fake))
-    assert staged["note"] == "an object"  # the save says it
+    assert staged["note"] == "an object"  # only the save reports the failure
     wait_for_room(writer)
     file = weakref.ref(staged._file)
     del staged
@@ -120,7 +120,7 @@ def test_a_state_that_cannot_be_staged_takes_no_room(fake, url, monkeypatch, has
 
 
 def large_state(fake):
-    """88 MiB of 112 lie on the host: with them there is no room for the rest in a ram tier of 96 MiB."""
+    """Return a state of 112 MiB, 88 of them on the host. A ram tier of 96 MiB has no room for the rest beside them."""
     host = {f"on.host.{number}": torch.randn(2 * MIB) for number in range(11)}
     return {**host, "on.gpu": fake.own(torch.randn(6 * MIB)), "step": torch.ones(())}
 
@@ -151,7 +151,7 @@ def test_a_large_state_that_was_not_staged_goes_in_waves(fake, url):
 
 
 def mixed_state(fake, writer, *, host, on_gpu):
-    """Tensors of 8 MiB that are staged, and one on the GPU that is not; and all as they were."""
+    """Return a state of staged host tensors, 8 MiB each, and an unstaged GPU tensor; and the same state, unstaged."""
     state = {f"on.host.{number}": torch.randn(2 * MIB) for number in range(host)}
     extra = fake.own(torch.randn(on_gpu * MIB // 4))
     return {**writer.stage(state), "on.gpu": extra}, {**state, "on.gpu": extra}
@@ -164,7 +164,7 @@ def test_a_large_tensor_on_a_gpu_beside_a_staged_state_goes_in_waves(fake, url):
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-    with pytest.raises(CheckpointException, match="stage it again"):  # as after any save of it
+    with pytest.raises(CheckpointException, match="stage it again"):  # as after any save of a staged state
         dcp.save(mixed, checkpoint_id=f"{url}/b", storage_writer=writer)
     wait_for_room(writer)
 
@@ -174,7 +174,7 @@ def test_a_staged_state_whose_objects_do_not_fit_goes_in_waves(fake, url):
     state = {f"on.host.{number}": torch.randn(2 * MIB) for number in range(10)}
     state |= {"on.gpu": fake.own(torch.randn(1000)), "object": bytes(12 * MIB)}
     staged = writer.stage(state)
-    transposed = {**staged, "on.host.0": staged["on.host.0"].view(1024, -1).t()}  # found in no place of the file
+    transposed = {**staged, "on.host.0": staged["on.host.0"].view(1024, -1).t()}  # no range of the staged file
     dcp.save(transposed, checkpoint_id=f"{url}/a", storage_writer=writer)
     found = {name: torch.zeros_like(value) if name != "object" else b"" for name, value in state.items()}
     found["on.host.0"] = torch.zeros(2048, 1024)

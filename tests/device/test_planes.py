@@ -1,3 +1,5 @@
+"""The kernels that split and join byte planes give the bytes of the codec."""
+
 import itertools
 
 import numpy as np
@@ -15,7 +17,7 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
 
 WIDTHS = (1, 2, 4, 8)
-# Width, order, and whether there is a base: all that the format has.
+# Every combination that the format has: width, order, and whether there is a base.
 KINDS = [
     (width, order, has_base)
     for width, has_base in itertools.product(WIDTHS, (False, True))
@@ -26,7 +28,8 @@ SIZES = (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 256, 100
 LONG = 1 << 15
 KIND_IDS = [f"{width}-{order.name.lower()}-{'base' if has_base else 'alone'}" for width, order, has_base in KINDS]
 CONTENTS = ("noise", "specials", "extremes", "near")
-# Signed zeros, infinities, quiet and signalling NaNs, denormals, the largest and smallest normal numbers: their upper bits.
+# The upper bits of signed zeros, infinities, quiet and signalling NaNs, denormals, and the largest and smallest normal
+# numbers.
 SPECIALS = (
     0x0000,
     0x8000,
@@ -48,7 +51,7 @@ FILL = 0xA5
 
 
 def content(kind, size, width, seed):
-    """A block, and a base for it."""
+    """Return a block, and a base for it."""
     rng = np.random.default_rng(seed)
     count = size // width + 1
     raw, base = (rng.integers(0, 256, count * width, dtype=np.uint8) for _ in range(2))
@@ -57,7 +60,7 @@ def content(kind, size, width, seed):
         for numbers in (elements, others):
             numbers.view("<u2")[width // 2 - 1 :: width // 2] = rng.choice(np.array(SPECIALS, "<u2"), count)
     elif kind == "extremes":
-        # Borrows and carries into every byte, and out of the highest.
+        # Borrows and carries into every byte, and out of the highest one.
         top = (1 << 8 * width) - 1
         ends = np.array([0, 1, top, top - 1, top >> 1, (top >> 1) + 1], f"<u{width}")
         elements[:], others[:] = rng.choice(ends, count), rng.choice(ends, count)
@@ -67,12 +70,16 @@ def content(kind, size, width, seed):
 
 
 class Runner:
-    """Runs the kernels on copies of blocks at given distances from aligned addresses."""
+    """Runs the kernels on copies of blocks at given offsets from aligned addresses."""
 
     device = "cpu"
 
     def memory(self, data, offset):
-        """The bytes behind an aligned address, with space around them, and the whole."""
+        """Copy data to `offset` bytes behind an aligned address, between guard bytes.
+
+        Returns:
+            All of the memory, the start of the copy in it, and the copy.
+        """
         whole = torch.full((len(data) + 96,), FILL, dtype=torch.uint8)
         start = -whole.data_ptr() % 16 + 16 + offset
         whole[start : start + len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[
@@ -85,7 +92,7 @@ class Runner:
         return whole
 
     def block(self, source, target_bytes, kind, base, offsets, *, is_split):
-        """A block whose source is filled, and what must stay as it is around its target."""
+        """Return a block whose source is filled, and its target with the guard bytes around it."""
         width, order, has_base = kind
         source, target = self.memory(source, offsets[0])[2], self.memory(bytes([FILL]) * target_bytes, offsets[1])
         raw, parts = (source, target[2]) if is_split else (target[2], source)
@@ -106,8 +113,6 @@ class OnHost(Runner):
 
 
 class OnDevice(Runner):
-    """A GPU."""
-
     device = "cuda"
 
     def move(self, whole, aligned):
@@ -136,7 +141,7 @@ def bytes_of(tensor):
 
 
 def split_and_join(runner, cases):
-    """Compare both kernels with the codec on cases of (kind, raw, base, offsets), all in one launch of each."""
+    """Compare both kernels with the codec on cases of (kind, raw, base, offsets), with one launch for each kernel."""
     splits, joins = [], []
     for kind, raw, base, offsets in cases:
         width, order, has_base = kind
@@ -172,7 +177,7 @@ def test_planes_are_the_codecs_at_any_alignment(runner, kind):
     offsets = [(offset, 0, 0) for offset in range(16)] + [(0, offset, 0) for offset in range(16)]
     offsets += [(0, 0, offset) for offset in range(16)] + rng.integers(0, 16, (16, 3)).tolist()
     for before in range(0, 16, kind[0]):
-        # Elements before the first aligned one, behind which the planes are aligned; the base is as well, or is not.
+        # Source and target are aligned behind the same number of elements. The base is aligned there or from its start.
         offsets += [(-(before // kind[0]) % 16, 16 - before, base) for base in (0, 16 - before)]
     cases = []
     for seed, each in enumerate(offsets):
@@ -185,7 +190,7 @@ def test_planes_are_the_codecs_at_any_alignment(runner, kind):
 def test_planes_of_whole_blocks_are_the_codecs(runner, width):
     kinds = [kind for kind in KINDS if kind[0] == width]
     cases = [(kind, *content("specials", BLOCK_BYTES, width, 3), (0, 0, 0)) for kind in kinds]
-    # Not a multiple of anything, and shorter than the others in the launch.
+    # A length that is a multiple of no alignment, and shorter than the others in the launch.
     cases.append((kinds[-1], *content("noise", BLOCK_BYTES - 4099, width, 4), (4, 8, 1)))
     split_and_join(runner, cases)
 
@@ -203,7 +208,7 @@ def test_one_launch_takes_blocks_of_all_kinds(runner):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_16_bit_pattern_survives(runner, width):
-    # In the upper bits of elements, with a base whose lower bits borrow from them.
+    # The patterns are the upper bits of the elements. The lower bits of the base borrow from them.
     upper = np.arange(1 << 16, dtype="<u2")
     lanes = np.full((upper.size, max(1, width // 2)), 0x1234, "<u2")
     lanes[:, -1] = upper

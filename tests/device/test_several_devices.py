@@ -1,4 +1,4 @@
-"""Saves of a state that lies on two GPUs of one process."""
+"""Saves of a state that spans two GPUs of one process."""
 
 import pytest
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def other(fake):
-    """A second device, without room for a device tier."""
+    """A second device, with too little memory for a device tier."""
     device = FakeDevice(memory=1000)
     accelerators.register_accelerator(device)
     return device
@@ -34,7 +34,7 @@ def test_a_gpu_without_room_is_copied_before_the_step(fake, other, url, is_full_
     gate.close()
     staged = writer.stage(state)
     for tensor in state.values():
-        tensor.fill_(1)  # the step
+        tensor.fill_(1)  # the training step
     gate.open()
     dcp.save(staged, checkpoint_id=f"{url}/a", storage_writer=writer)
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

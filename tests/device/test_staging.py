@@ -1,4 +1,4 @@
-"""Saves from a GPU: of before the step that follows, in every mode, and never wrong when something fails."""
+"""Saves from a GPU hold the state before the next step, in every mode, or fail; they never publish wrong bytes."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ STAGES = ["device", "lazy", "ram", "auto"]
 
 
 def state_on(gpu, seed=0, large=3 * MIB):
-    """Large and small tensors of several dtypes on the device, and some on the host."""
+    """Return large and small tensors of several dtypes on the device, and some on the host."""
     torch.manual_seed(seed)
     return {
         "model": {
@@ -50,7 +50,7 @@ def copied(state):
 
 
 def change(gpu, state):
-    """What an optimizer does: changes everything in place, on the current stream."""
+    """Change every tensor in place on the current stream, as an optimizer does."""
     for tensor in state["model"].values():
         gpu.launch(lambda tensor=tensor: tensor.fill_(1))
 
@@ -145,7 +145,7 @@ def test_fence_does_not_hold_training_up_for_a_snapshot(fake, url):
     writer = TierWriter(url, stage="device", device="64MiB")
     state = state_on(fake)
     (gate,) = gates_of(writer, state, url)
-    change(fake, state)  # unchanged blocks come from the ram tier and pass no gate
+    change(fake, state)  # unchanged blocks would come from the ram tier and pass no gate
     gate.close()
     staged = writer.stage(state)
     writer.fence()
@@ -169,7 +169,7 @@ def test_a_tensor_changed_without_a_fence_voids_the_save(fake, url):
 
 
 def gates_of(writer, state, url):
-    """After a first save, so that the drain is there."""
+    """Return the gates of the drain. A first save creates it."""
     save(writer, writer.stage(state), f"{url}/first")
     return writer.gates
 
@@ -267,7 +267,7 @@ def test_unchanged_chunks_do_not_cross_the_link(gpu, url):
 def test_bytes_that_change_on_the_link_void_the_save(fake, url):
     writer = TierWriter(url, stage="device", device="64MiB")
     staged = writer.stage(state_on(fake))
-    staged["note"]  # drained
+    staged["note"]  # waits until the copies are done
     fake.corrupt = True
     staged = writer.stage(state_on(fake, 1))
     with pytest.raises(CheckpointException, match="changed between the GPU and host memory") as raised:
@@ -534,7 +534,7 @@ def test_random_saves_crashes_and_rollbacks(gpu, url, stage, seed):
             value = dice.random()
             for tensor in state["model"].values():
                 gpu.launch(lambda tensor=tensor, value=value: tensor.fill_(value))
-        if what == "crash":  # nobody saves what was staged
+        if what == "crash":  # the staged state is never saved
             waiting.clear()
             gc.collect()
         if what == "load" and published:
