@@ -1,4 +1,4 @@
-"""A tensor that the metadata does not describe as a whole is refused by name, and the caller's tensors stay as they were."""
+"""A load names a tensor that the metadata describes only in part, and leaves the caller's tensors unchanged."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def checkpoint(url):
 
 
 def edit(store, change, name=".metadata"):
-    """Change the document so that its checksum is right again."""
+    """Change a metadata document, and give it a valid checksum."""
     path = f"run/step_1/{name}"
     document = json.loads(read(store, path))
     change(document)
@@ -192,11 +192,11 @@ def test_what_one_rank_saved_is_named_as_that(store, checkpoint):
         reader.prepare_local_plan(BoxPlanner({("model.w", (2, 0)): torch.zeros(4, 6)}).plan(metadata))
 
 
-# -- torch's own metadata ------------------------------------------------------------------------------------------------
+# -- torch's own metadata ----------------------------------------------------------------------------------------------
 
 
 def stock(url, tmp_path, change):
-    """What torch saved, with its pickled metadata changed."""
+    """Save with torch's own writer, then change the pickled metadata."""
     import fsspec
 
     fs, root = fsspec.url_to_fs(f"tierfs::{url}")
@@ -252,7 +252,7 @@ def test_torchs_metadata_is_held_to_the_same(store, url, tmp_path, checkpoint, c
     assert state["n"] == 0
 
 
-# -- boxes ---------------------------------------------------------------------------------------------------------------
+# -- boxes -------------------------------------------------------------------------------------------------------------
 
 
 def test_gaps_are_the_elements_of_no_box():
@@ -274,7 +274,7 @@ def test_gaps_are_the_elements_of_no_box():
 
 
 def test_gaps_without_end_are_not_counted():
-    """A comb across a comb: every tooth makes a gap between all others."""
+    # Two crossing combs: each tooth of one splits every gap of the other.
     teeth = [((at, 0), (1, 2001)) for at in range(0, 2000, 2)]
     assert len(gaps_of(teeth, (2000, 2001))) == 1000
     started = time.monotonic()
@@ -297,7 +297,7 @@ def test_a_tensor_with_too_many_gaps_is_refused_as_a_whole(monkeypatch):
 
 
 def test_whole_tensors_are_passed_through():
-    """Ten thousand of them, half in one chunk and half in eight."""
+    # Ten thousand tensors, half of them in one chunk and half in eight.
     items = {"n": BytesStorageMetadata()}
     for number in range(10_000):
         count = 8 if number % 2 else 1

@@ -1,4 +1,4 @@
-"""A ``.metadata`` that cannot be read: a load ends in the first cause, as the error that the reader raised, and changes nothing."""
+"""If ``.metadata`` cannot be read, a load raises the reader's first error and changes nothing."""
 
 import json
 import pickle
@@ -38,7 +38,7 @@ def document(store):
 
 
 def cause_of(checkpoint, planner=None, reader=None):
-    """What a load fails with; in no way by what torch tried afterwards."""
+    """Return the error that ends a load. It must be the first one, not the error of torch's fallback."""
     state = {"w": torch.full((6,), -1.0)}
     with pytest.raises(CheckpointException) as raised:
         dcp.load(state, storage_reader=reader or TierReader(checkpoint), planner=planner)
@@ -139,7 +139,7 @@ def test_a_reader_goes_on_after_a_failure(store, document, checkpoint):
     assert torch.equal(state["w"], torch.arange(6.0))
 
 
-# -- readers that know nothing of tierfs ---------------------------------------------------------------------------------
+# -- torch's own readers -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_torchs_reader_ends_in_advice(checkpoint, document):
     assert isinstance(raised.value.__cause__, pickle.UnpicklingError)
     with pytest.raises(CheckpointException) as loading:
         dcp.load({"w": torch.zeros(6)}, checkpoint_id=checkpoint)
-    if str(loading.value.failures[0][0]) != "metadata is None":  # an older torch keeps the reason to its log
+    if str(loading.value.failures[0][0]) != "metadata is None":  # an older torch only logs the reason
         assert "TIERFS_DCP=1" in str(loading.value)
 
 

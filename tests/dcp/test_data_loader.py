@@ -1,4 +1,4 @@
-"""A worker of a `DataLoader`, which is forked, goes on with the readers, writers and filesystems of its parent."""
+"""A forked worker of a `DataLoader` uses the readers, writers and filesystems of its parent."""
 
 import pytest
 
@@ -19,7 +19,7 @@ LARGE = 1 << 18
 
 
 class Steps(Dataset):
-    """Loads a step and saves the next one, with what its parent opened and used."""
+    """Loads a step and saves the next one, with objects that the parent opened and used."""
 
     def __init__(self, reader, writer, fs, root):
         self.reader, self.writer, self.fs, self.root = reader, writer, fs, root

@@ -1,4 +1,4 @@
-"""Stock DCP through the URL with a process group: one rank and two, FSDP2, threads and processes, resharding."""
+"""Stock DCP by URL with a process group: one rank and two, FSDP2, threads and processes, resharding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A store, a named store that is yet to be made, and no ``os.sync``."""
+    """A store, a configured store that does not exist yet, and an ``os.sync`` that raises."""
     directory = tmp_path_factory.mktemp("ranks")
     tierfs.init(f"file://{directory}/store")
     config = directory / "config.toml"
@@ -38,7 +38,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mesh(lab):
-    """A world of this process alone."""
+    """A mesh of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{lab.directory}/alone", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dcp_ranks.stop_checkpoint_process()
@@ -47,7 +47,7 @@ def mesh(lab):
 
 @pytest.fixture(scope="module")
 def from_one(lab, mesh):
-    """What one rank saved."""
+    """The fingerprint of a state that one rank saved."""
     trainer = dcp_ranks.Trainer(mesh, seed=1)
     dcp.save(trainer.state(), checkpoint_id=f"{lab.root}/from_one")
     expected = trainer.fingerprint()
@@ -57,7 +57,7 @@ def from_one(lab, mesh):
 
 @pytest.fixture(scope="module")
 def outcomes(lab, from_one):
-    """What two ranks found, which started after one rank had saved."""
+    """The outcomes of two ranks, which start after one rank has saved."""
     mp.spawn(dcp_ranks.run_rank, args=(lab,), nprocs=dcp_ranks.WORLD)
     return dcp_ranks.read_outcomes(lab)
 

@@ -1,4 +1,4 @@
-"""Stock DCP through the URL in one process without a process group: what comes back, and what a failure leaves."""
+"""Stock DCP by URL in one process without a process group: saves, loads and failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def no_sync(monkeypatch):
-    """Every test here also shows that ``os.sync`` is not called: DCP passes on what it raises."""
+    """Make ``os.sync`` raise: DCP passes the error on, so every test here shows that DCP does not call it."""
     monkeypatch.setattr(os, "sync", refuse_sync)
 
 
@@ -71,7 +71,7 @@ def state_of(seed, numbers=1000):
 
 
 def like(state):
-    """The same shape of state, with everything in it cleared."""
+    """Return a state of the same structure, with every value cleared."""
     if isinstance(state, torch.Tensor):
         return torch.zeros(state.shape, dtype=state.dtype)
     if isinstance(state, dict):
@@ -92,7 +92,7 @@ def assert_holds(url, state):
 
 
 def broken_in_the_middle(state):
-    """Writes whole chunks of the data file, then raises. DCP writes in the order of the state."""
+    """Return a state whose save writes whole chunks of the data file, then raises. DCP writes in the state's order."""
     broken = {"a": torch.zeros(2 * NUMBERS), "b": torch.zeros(2 * NUMBERS), **state}
     broken["z"] = torch.ones(10).as_subclass(Unsavable)
     return broken
@@ -103,12 +103,12 @@ def failure_of(call):
         call()
     assert list(caught.value.failures) == [0]
     error = caught.value.failures[0][0]
-    # On Python 3.13, torch's C++ reader calls back once more after an error, and that call fails with this.
+    # On Python 3.13, torch's C++ reader calls back once more after an error, and that call fails with a SystemError.
     return error.__cause__ if isinstance(error, SystemError) else error
 
 
 def metadata_failure_of(call):
-    """What is said of a ``.metadata`` that cannot be read; an older torch keeps that to itself."""
+    """Return the message for a ``.metadata`` that cannot be read. Skip the test if an older torch hides the message."""
     message = str(failure_of(call))
     if message == "metadata is None":
         pytest.skip("this torch fails, as it must, but does not pass on why .metadata could not be read")
@@ -119,7 +119,7 @@ def chunk_keys(objects):
     return {info.key: info.size for info in objects.list(".tierfs/chunks/")}
 
 
-# -- what comes back -------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------------------------
 
 
 def test_tensors_and_plain_values_come_back(any_root):
@@ -284,7 +284,7 @@ def test_a_writer_told_not_to_overwrite_refuses(root):
 
 
 def test_dcp_removes_the_old_metadata_right_before_it_renames_the_new_one(root, monkeypatch):
-    """DCP's own doing, which a URL cannot change: between its two calls an id has no ``.metadata``."""
+    # DCP does this, and a URL cannot change it: between its two calls, an id has no ``.metadata``.
     url = f"{root}/ck"
     dcp.save(state_of(1), checkpoint_id=url)
     calls = []
@@ -331,7 +331,7 @@ def test_the_rename_of_the_metadata_is_one_manifest(root, objects, monkeypatch):
     publish = staging.publish
     monkeypatch.setattr(staging, "publish", lambda *args, **options: published.append(publish(*args, **options)))
     fs.rename(f"{url}/.metadata.tmp", f"{url}/.metadata")
-    assert [record.path for record in published] == ["ck/.metadata", "ck/.metadata.tmp"]  # and its tombstone
+    assert [record.path for record in published] == ["ck/.metadata", "ck/.metadata.tmp"]  # and a tombstone
     assert chunk_keys(objects) == chunks
     assert_holds(url, state_of(1))
 
@@ -410,14 +410,14 @@ def test_a_save_that_somebody_else_overtook_leaves_theirs(root):
 def test_a_background_save_that_fails_leaves_the_one_before_and_says_so(root):
     url = f"{root}/ck"
     dcp.save(state_of(1), checkpoint_id=url)
-    # Staging copies the tensors into plain ones, so what fails here is the planner.
+    # Staging copies the tensors into plain ones, so the planner has to fail here.
     future = dcp.async_save(state_of(2), checkpoint_id=url, planner=FailingPlanner())
     assert "no more" in str(failure_of(future.result))
     assert_holds(url, state_of(1))
 
 
 class FailingPlanner(DefaultSavePlanner):
-    """Resolves one tensor, then raises."""
+    """A planner that resolves one tensor, then raises."""
 
     def __init__(self):
         super().__init__()
@@ -432,7 +432,7 @@ class FailingPlanner(DefaultSavePlanner):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_file_that_a_thread_of_dcp_failed_to_write_is_missed_at_the_latest_when_loading(root):
-    """DCP itself may report such a save as done; what was being written is not there, and no half file is."""
+    # DCP itself may report such a save as done. The file is missing then, and no partial file exists.
     url = f"{root}/ck"
     state = {f"w{index}": torch.full((1000,), float(index)) for index in range(4)}
     broken = {**state, "w3": state["w3"].as_subclass(Unsavable)}
@@ -441,7 +441,7 @@ def test_a_file_that_a_thread_of_dcp_failed_to_write_is_missed_at_the_latest_whe
     except CheckpointException:
         return
     finally:
-        # DCP does not wait for a thread that still writes, but what it writes to is gone with the test.
+        # DCP does not wait for a thread that still writes, but the test removes the directory it writes to.
         for thread in threading.enumerate():
             if "_write_files_from_queue" in thread.name:
                 thread.join(30)
@@ -518,7 +518,7 @@ def test_loading_without_a_store_is_an_error_that_says_how_to_make_one(tmp_path)
 
 @pytest.mark.parametrize("url", ["tierfs::/abs/ck", "tierfs::rel/ck", "tierfs::"])
 def test_a_url_without_a_filesystem_behind_tierfs_is_refused_where_tierfs_sees_it(url):
-    """DCP takes these for local paths and does not ask tierfs; a reader or writer object does."""
+    # DCP takes these for local paths and does not ask tierfs. A reader or writer object does.
     fs = TierFileSystem(target_protocol="file")
     for method in (fs.exists, fs.makedirs, fs.open, fs.ls, fs.rm):
         with pytest.raises(InvalidInputError, match="write tierfs::file:///absolute/path"):
@@ -541,7 +541,7 @@ def test_no_descriptor_is_left_open(root):
     assert descriptors() <= before
 
 
-# -- deleting what failed to be written ------------------------------------------------------------------------------
+# -- deleting after a failed write -----------------------------------------------------------------------------------
 
 
 def fail():
@@ -549,7 +549,7 @@ def fail():
 
 
 def write_and_clean_up(fs, path):
-    """What DCP and others do: delete the path of a file while handling the error that kept it from being written."""
+    """Delete a file's path while handling the error that ended its write, as DCP and other programs do."""
     with fs.open(path, "wb") as file:
         try:
             file.write(b"half")

@@ -1,4 +1,4 @@
-"""Every dtype of torch is saved, loaded, exported and imported as it is, or refused by name. Nothing ends the process."""
+"""Every dtype of torch is saved, loaded, exported and imported unchanged, or refused by name. None ends the process."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def where(url):
 
 
 def view(name):
-    """16 bytes for each of four rows, as a dtype."""
+    """Return four rows of 16 bytes as this dtype."""
     dtype = DTYPES[name]
     raw = torch.arange(64, dtype=torch.uint8).reshape(4, 16) % 2
     return raw.view(dtype) if dtype.itemsize < 16 else raw.flatten().view(dtype).reshape(4, 1)
@@ -70,7 +70,7 @@ def _saved_later(state, writer):
 
 
 def outcome(work):
-    """What a child says that does something which may end the process."""
+    """Return the result or error of `work` as text. The work runs in a child, since it may end the process."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

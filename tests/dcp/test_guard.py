@@ -1,4 +1,4 @@
-"""torch's code for local paths refuses a tierfs URL and says what takes it; nothing is made in the working directory."""
+"""torch's code for local paths refuses a tierfs URL, names an alternative, and leaves the working directory empty."""
 
 import io
 import os
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A store's URL; and a working directory in which nothing may be made."""
+    """A store's URL. The working directory must stay empty."""
     tierfs.init(f"file://{tmp_path}/store")
     here = tmp_path / "here"
     here.mkdir()
@@ -54,7 +54,7 @@ def target(root, request):
 
 
 class Derived(filesystem.FileSystemWriter):
-    """A framework's own."""
+    """A framework's own writer."""
 
 
 STATE = {"w": torch.arange(3.0)}
@@ -82,7 +82,7 @@ CALLS = {
 
 
 def refused(call):
-    """The text of what a call is refused with."""
+    """Return the message with which a call is refused."""
     with pytest.raises((InvalidInputError, CheckpointException)) as raised:
         call()
     error = raised.value

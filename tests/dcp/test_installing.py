@@ -1,4 +1,4 @@
-"""Stock DCP by its URL alone uses tierfs' writer, reader and planner, once that is installed, and only for tierfs' URLs."""
+"""Stock DCP uses tierfs' writer, reader and planner for tierfs URLs alone, once these are installed."""
 
 import os
 import re
@@ -111,7 +111,7 @@ def test_saving_without_collectives_leaves_metadata_of_each_rank(root):
 
 
 class Trusting(dcp.DefaultLoadPlanner):
-    """torch's own, which unpickles anything: to derive one is to ask for that."""
+    """Unpickles anything, like torch's own planner. A caller that derives a planner asks for that."""
 
 
 class Foreign:
@@ -124,7 +124,7 @@ def test_a_load_by_url_runs_nothing_that_the_checkpoint_brings_along(root):
     with pytest.raises(dcp.CheckpointException) as raised:
         load(f"{root}/foreign")
     assert isinstance(raised.value.failures[0][0], InvalidInputError)
-    # Who hands a planner of his own over has what was handed over.
+    # If the caller passes a planner, that planner decides.
     assert isinstance(load(f"{root}/foreign", planner=Trusting())["step"], Foreign)
 
 
@@ -268,7 +268,7 @@ print("tierfs.dcp.installing" in sys.modules)
 
 @pytest.fixture
 def as_installed(tmp_path):
-    """An environment in which tierfs is installed with the entry points that it has here."""
+    """The environment of a process in which tierfs is installed, with the entry points of this checkout."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""Plain local tensors that say which shards of a larger tensor they hold (torch 2.14): saved, staged, loaded and listed as that tensor."""
+"""Plain local tensors that describe their shards of a larger tensor (torch 2.14) are treated as that tensor."""
 
 import copy
 import importlib.util
@@ -40,7 +40,7 @@ LAYOUTS = {
 
 
 class OwnFields(torch.Tensor):
-    """Has them in its class."""
+    """A tensor whose class has the attributes that describe shards."""
 
     global_shape = (8, 6)
     global_offsets = tuple(part[0] for part in ROWS)
@@ -53,7 +53,7 @@ def part_of(tensor, offsets, sizes):
 
 
 def local(name, fill=None, shape=(8, 6)):
-    """A buffer with shards of `FULL`, or filled with one value, in which -9 is padding."""
+    """Return a buffer with shards of `FULL`, or of one value. Its padding is -9."""
     size, parts = LAYOUTS[name]
     buffer = torch.full(size, -9.0)
     for offsets, inside, sizes in parts:

@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint as a document: what comes back, what is refused."""
+"""The metadata of a checkpoint as a document: what it restores, and which documents are refused."""
 
 import json
 import pickle
@@ -60,26 +60,26 @@ def document(data=None):
 
 
 def sealed(changed):
-    """The document with a checksum that fits."""
+    """Return the document with a valid checksum."""
     changed.pop("checksum", None)
     text = json.dumps(changed, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     return json.dumps({**changed, "checksum": digest.checksum(text).hex()}).encode()
 
 
 def written(changed):
-    """The same as `encode` writes it."""
+    """Return the document with a valid checksum, in the form in which `encode` writes it."""
     changed.pop("checksum", None)
     return stamped(json.dumps(changed, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
 
 
 def stamped(text):
-    """A text with its own checksum in front, whatever it is."""
+    """Return a text with a valid checksum in front, whatever the text is."""
     canonical = text.encode()
     return f'{{"checksum":"{digest.checksum(canonical).hex()}",'.encode() + canonical[1:]
 
 
 def outcome(read, data):
-    """What comes of reading: all that it says, or the error."""
+    """Return everything that `read` finds in the data, or its error."""
     try:
         found, note = read(data)
     except (CorruptionError, FormatError) as error:
@@ -254,12 +254,12 @@ def test_no_object_is_made_of_a_chunk_that_torch_does_not_need(monkeypatch):
     boxes = [((row, 0), (1, 6)) for row in range(64)]
     items = {f"t{number}": tensor_of(torch.float32, (64, 6), boxes, places, f"t{number}") for number in range(5)}
     data = encode(Metadata(items, None, places), replace(NOTE, files={FILE: 1 << 40}))
-    monkeypatch.setattr(metadata_module, "_parse", None)  # all of it as JSON
+    monkeypatch.setattr(metadata_module, "_parse", None)  # so the general JSON parser cannot be used
     made = []
     monkeypatch.setattr(columns, "BytesPlace", lambda *values: made.append(values) or BytesPlace(*values))
     found, _ = decode(data, "x")
     assert found.state_dict_metadata == items
-    # Tensors that are cut alike have their chunks in common.
+    # Tensors that are cut alike share their chunk objects.
     assert len({id(chunk) for item in found.state_dict_metadata.values() for chunk in item.chunks}) == 64
     assert not made
     assert found.storage_data[MetadataIndex("t3", (7, 0))] == places[MetadataIndex("t3", (7, 0))]

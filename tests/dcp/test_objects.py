@@ -1,4 +1,4 @@
-"""Values that are no tensors: which load by themselves, what is said of those that do not, and that the advice can be followed."""
+"""Values other than tensors: some load by default, and for others tierfs gives advice that works."""
 
 import array
 import collections
@@ -64,11 +64,11 @@ class Flags(enum.IntFlag):
 
 
 class Listed(list):
-    """A list of one's own."""
+    """A user's list."""
 
 
 class Mapped(dict):
-    """A dict of one's own."""
+    """A user's dict."""
 
 
 class Outer:
@@ -203,7 +203,7 @@ def pickled(value):
 
 
 def checked(value, caplog):
-    """What is said of a value when it is saved."""
+    """Return the warnings of a save about this value."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tierfs.dcp"):
         check_object("v", pickled(value).getbuffer())
@@ -220,7 +220,7 @@ def test_what_torch_knows_loads_by_itself(value, caplog):
 
 @pytest.mark.parametrize("value", ALLOWED.values(), ids=ALLOWED)
 def test_the_advice_loads_a_value_when_it_is_followed(value, caplog):
-    """That of the save, and that of the load, each to the letter."""
+    # The advice of the save and that of the load, each to the letter.
     [saving] = checked(value, caplog)
     assert checked(value, caplog) == []
     hint = "import {modules}, and load with planner=TierLoadPlanner(allow=[{name}])"
@@ -239,8 +239,8 @@ def test_the_advice_loads_a_value_when_it_is_followed(value, caplog):
 
 
 def test_an_exception_loads_where_it_is_allowed(caplog, monkeypatch):
-    """Its module has another name in a pickle; torch allows those of Python by itself from 2.14 on."""
-    # Where tblib is installed, other tests have it pickle all exceptions of this process.
+    # The module of KeyError has another name in a pickle. torch allows Python's exceptions by default from 2.14 on. If
+    # tblib is installed, other tests make it pickle all exceptions of this process.
     monkeypatch.delitem(copyreg.dispatch_table, KeyError, raising=False)
     checked(KeyError("x"), caplog)
     found = unpickle_safely("'v'", pickled(KeyError("x")), allow=[KeyError])
@@ -306,7 +306,7 @@ def test_a_buffer_loads_whatever_the_planner(url, planner):
     assert found["v"].getvalue() == b"abc"
 
 
-# -- the loader ----------------------------------------------------------------------------------------------------------
+# -- the loader --------------------------------------------------------------------------------------------------------
 
 
 class Runs:
@@ -338,15 +338,15 @@ def test_what_was_made_may_not_be_called_or_restored():
     raw = pickle.PROTO + b"\x02"
     for code in (
         b"]" + b"(tR.",  # calls a list
-        b"(lK\x01a.",  # an opcode that is not there
-        b"\x8a\x01\x05}b.",  # restores an integer
-        b"X\x01\x00\x00\x00aK\x01a.",  # puts something into a text
+        b"(lK\x01a.",  # an opcode that the loader lacks
+        b"\x8a\x01\x05}b.",  # sets the state of an integer
+        b"X\x01\x00\x00\x00aK\x01a.",  # appends to a text
         b"X\x01\x00\x00\x00aK\x01K\x02s.",
         b"X\x01\x00\x00\x00a(K\x01e.",
         b"cos\nsystem\n(X\x05\x00\x00\x00false\x85R.",
         b"cposix\nsystem\n)R.",
         b"c__builtin__\neval\n)R.",
-        b"\x8b\xff\xff\xff\x7fabc.",  # two GiB that are not there
+        b"\x8b\xff\xff\xff\x7fabc.",  # claims two GiB
     ):
         with pytest.raises(Exception) as raised:
             Unpickler(io.BytesIO(raw + code)).load()
@@ -358,7 +358,7 @@ def test_what_is_no_archive_is_not_looked_at():
         check_object("v", memoryview(content))
 
 
-# -- pickles that somebody made by hand ----------------------------------------------------------------------------
+# -- pickles made by hand ------------------------------------------------------------------------------------------
 
 
 def text(value):
@@ -375,7 +375,10 @@ def named(module, name):
 
 
 def archive(body):
-    """As ``torch.save`` makes them. The integer in front is one that torch's own loader does not read, so ours does."""
+    """Return an archive as ``torch.save`` makes it.
+
+    The first integer has an opcode that torch's own loader lacks, so tierfs' loader reads the archive.
+    """
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as members:
         members.writestr("archive/data.pkl", b"\x80\x02" + b"\x8b\x01\0\0\0\x05" + body + b".")

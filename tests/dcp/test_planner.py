@@ -1,4 +1,4 @@
-"""`TierLoadPlanner`: values come back, and nothing that a checkpoint brings along is run."""
+"""`TierLoadPlanner` loads values, and runs no code from a checkpoint."""
 
 import collections
 import importlib
@@ -58,7 +58,7 @@ def save_object():
 
 
 class Trusting(dcp.DefaultLoadPlanner):
-    """torch's own, which unpickles anything: to derive one is to ask for that."""
+    """Unpickles anything, like torch's own planner. A caller that derives a planner asks for that."""
 
 
 def load(reader, planner):
@@ -160,7 +160,7 @@ def test_many_threads_load_at_once(save_object, monkeypatch):
 
     def slow(*args, **kwargs):
         try:
-            together.wait(0.2)  # for another that is allowed as much; none comes
+            together.wait(0.2)  # for another thread with the same permission; none comes
         except threading.BrokenBarrierError:
             together.reset()
         else:

@@ -1,4 +1,4 @@
-"""While DCP plans nothing is collected, and while bytes move it is."""
+"""Python's garbage collector is paused while DCP plans, and runs while bytes move."""
 
 import gc
 import threading
@@ -35,7 +35,7 @@ def state():
 
 
 def watched(cls, seen, *names):
-    """A class that notes whether garbage is collected while these are called."""
+    """Return a subclass that records whether the garbage collector is enabled when these methods are called."""
 
     def noting(name):
         def call(self, *arguments, **options):
@@ -77,7 +77,7 @@ def test_plans_of_a_save_and_a_load_set_off_no_collection(place):
 
 
 def fail_to_plan(writer):
-    """Two saves whose planner fails. Returns whether garbage was collected then."""
+    """Save twice with a planner that fails. Return whether the garbage collector was enabled each time."""
     seen = []
 
     class Failing(DefaultSavePlanner):
@@ -121,7 +121,7 @@ def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypa
 
 
 def test_nothing_is_collected_while_a_state_is_staged(url):
-    """Ten thousand tensors set a collection off, which looks at all that torch has."""
+    # Thousands of new objects trigger a collection, which visits every object of torch.
     state = {f"layer{number}": torch.zeros(2) for number in range(3000)}
     writer = TierWriter(url)
     collected = []

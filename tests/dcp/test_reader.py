@@ -1,4 +1,4 @@
-"""`TierReader`: what it brings back, how much it reads for that, and what it says when bytes are wrong."""
+"""`TierReader`: the values it loads, how much it reads for them, and its errors when bytes are wrong."""
 
 import itertools
 import os
@@ -80,7 +80,7 @@ def read_boxes(checkpoint, wanted, objects=(), **options):
     return planner
 
 
-# -- what comes back -------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_state_comes_back_through_dcp(made, checkpoint):
@@ -192,7 +192,7 @@ def test_many_waves_give_what_one_does(made, checkpoint, monkeypatch):
     for number, (name, tensor) in enumerate(saved.items()):
         made.tensor(name, tensor, FILES[number % 3])
     made.save()
-    dtypes = [torch.float32, torch.float64]  # straight, and through buffers
+    dtypes = [torch.float32, torch.float64]  # directly, and through buffers
     wanted = {
         (name, (0, 0)): torch.zeros_like(tensor, dtype=dtypes[number % 2])
         for number, (name, tensor) in enumerate(saved.items())
@@ -204,10 +204,10 @@ def test_many_waves_give_what_one_does(made, checkpoint, monkeypatch):
 
 @pytest.mark.parametrize(("slack", "waves"), [(64 << 20, 2), (0, 3)])
 def test_a_wave_ends_where_a_chunk_does(store, checkpoint, monkeypatch, slack, waves):
-    """What two waves want of one chunk is asked for twice."""
+    # If two waves need one chunk, each of them requests it.
     state = {
         f"{number}.w": incompressible(6 << 10, 128) for number in range(16)
-    }  # of 3 MiB: 5 fill a chunk, but for 1 MiB
+    }  # 3 MiB each: 5 fill a chunk except 1 MiB
     dcp.save(state, storage_writer=TierWriter(checkpoint), no_dist=True)
     monkeypatch.setattr(items, "WAVE_BYTES_MAX", 20 << 20)
     monkeypatch.setattr(items, "SLACK_BYTES", slack)
@@ -220,8 +220,8 @@ def test_a_wave_ends_where_a_chunk_does(store, checkpoint, monkeypatch, slack, w
 
 
 def test_a_wave_of_parts_of_a_tensor_ends_where_a_chunk_does(store, checkpoint, monkeypatch):
-    """The end of the tensor says nothing of where its parts end."""
-    tensor = incompressible(24, 1 << 18)  # 16 rows in a chunk, and 8
+    # The end of the tensor does not show where its parts end.
+    tensor = incompressible(24, 1 << 18)  # 16 rows in one chunk, 8 in the next
     dcp.save({"w": tensor}, storage_writer=TierWriter(checkpoint), no_dist=True)
     monkeypatch.setattr(items, "WAVE_BYTES_MAX", 6 << 20)
     asked, read = [], ShardFiles.read
@@ -290,7 +290,7 @@ def test_local_tiers_make_no_difference_to_what_comes_back(tmp_path, tiers):
 
 
 def grid(shape, down, across):
-    """Boxes that make up a matrix, of unequal sizes where it does not divide."""
+    """Return the boxes of a grid over a matrix. Their sizes differ where the shape does not divide evenly."""
     rows = [shape[0] * part // down for part in range(down + 1)]
     columns = [shape[1] * part // across for part in range(across + 1)]
     return [
@@ -329,7 +329,7 @@ def test_rows_of_another_layout_cost_what_they_need_and_a_block_each(made, store
         before = asked(store)
         reader.read_data(plan, planner)
         needed = (bottom - top) * 16000
-        # Blocks at both ends of a range are read whole to be verified, and each chunk has a head.
+        # The blocks at both ends of a range are read whole, to be verified. Each chunk has an envelope.
         assert needed <= asked(store) - before <= 1.1 * needed + len(plan.items) * 2 * MIB
         assert torch.equal(planner.wanted["w", (top, 0)], tensor[top:bottom])
 
@@ -348,7 +348,7 @@ def test_an_eighth_of_every_tensor_of_a_saved_state_costs_little_more_than_that(
     for (name, (top, _)), part in wanted.items():
         assert torch.equal(part, state[name][top : top + part.shape[0]])
     needed = sum(part.nbytes for part in wanted.values())
-    # A block more at both ends of each large tensor's rows; the small ones lie in one block all together.
+    # One more block at both ends of each large tensor's rows. All small tensors lie in one block.
     assert needed <= after["bytes"] - before["bytes"] <= 1.1 * needed + 7 * MIB
     assert after["requests"] - before["requests"] <= 12
 
@@ -361,13 +361,13 @@ def test_a_chunk_that_tensors_share_is_fetched_once(url, store, checkpoint, dtyp
     before = store.objects.snapshot()["get"]["requests"]
     read_boxes(checkpoint, wanted)
     chunks = -(-sum(tensor.nbytes for tensor in state.values()) // (16 * MIB))
-    # Metadata and header besides; and a pack ends where the next tensor does not fit.
+    # Metadata and header come on top, and a pack ends where the next tensor does not fit.
     assert store.objects.snapshot()["get"]["requests"] - before <= chunks + 4
     assert all(torch.equal(wanted[name, (0, 0)].float(), tensor) for name, tensor in state.items())
 
 
 def test_what_copies_are_derived_from_is_fetched_once_however_little_is_kept(url, monkeypatch, tmp_path):
-    """Copies lie before all that they are derived from, which is more than the ram tier has room for."""
+    # The copies lie before all tensors they are derived from, and those do not fit into the ram tier.
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path))
     monkeypatch.setattr("tierfs.store.transfers.transfers.shared", Transfers(workers=1))
     state = {f"master.{number}": torch.randn(2048, 2048, generator=torch.manual_seed(number)) for number in range(8)}
@@ -381,7 +381,7 @@ def test_what_copies_are_derived_from_is_fetched_once_however_little_is_kept(url
     reader, planner = TierReader(f"{url}/run/step_1", **options), BoxPlanner(wanted)
     reader.set_up_storage_reader(metadata := reader.read_metadata(), is_coordinator=True)
     store, directory = reader._address.open()
-    store.tiers.cache.keeps_reads = True  # as those of an object tier elsewhere
+    store.tiers.cache.keeps_reads = True  # as for a remote object tier
     (shard,) = [entry for entry in find(store, directory) if entry.path.endswith(".safetensors")]
     assert sum(bool(row.bases) for row in shard.manifest.rows) == 4, "working copies are derived"
     before = store.objects.snapshot()["get"]["requests"]
@@ -441,7 +441,7 @@ def test_a_destination_that_cannot_take_the_elements_is_named(made, checkpoint, 
     assert said in str(caught.value.failures[0][0])
 
 
-# -- what is wrong is said -------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def chunk_of(store, path):
@@ -518,7 +518,7 @@ def test_metadata_that_is_damaged_or_something_else_is_refused(made, store, chec
             TierReader(checkpoint).read_metadata()
 
 
-# -- how it is made --------------------------------------------------------------------------------------------------
+# -- construction, metadata and plans --------------------------------------------------------------------------------
 
 
 def test_metadata_of_one_rank_is_read_where_there_is_no_other(made, checkpoint):
@@ -610,7 +610,7 @@ def test_plans_for_a_checkpoint_are_those_of_torch(made, checkpoint):
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """What is read at once: each time the memory that is written to."""
+    """For each call of `ShardFiles.read`, the memory that the call writes to."""
     found = []
     read = ShardFiles.read
 

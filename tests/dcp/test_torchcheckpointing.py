@@ -1,4 +1,4 @@
-"""`torch_checkpointing` keeps its checkpoints in a store: every operation it asks of a storage, and its manager."""
+"""`torch_checkpointing` keeps its checkpoints in a store: every storage operation that it uses, and its manager."""
 
 import gc
 import io
@@ -37,7 +37,7 @@ def storage():
 
 
 def tree(storage, path):
-    """Content by path of all below a directory; of an empty one, nothing."""
+    """Return a directory as a dict: the bytes of each file, and a dict for each directory in it."""
     found = {}
     for name in storage.ls(path):
         if storage.isdir(path / name):

@@ -1,4 +1,4 @@
-"""What did not change from one checkpoint to the next, or is the same on several ranks, is stored once."""
+"""A tensor that is unchanged since the last checkpoint, or the same on several ranks, is stored once."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def test_another_step_and_another_run_store_only_what_changed(url, store, tiers)
     after = chunk_bytes(store)
     assert 0 < sum(after[key] for key in after.keys() - before.keys()) < 4 * TRAINED * 1.01
     save(f"{url}/other/step_2", state(2), tiers)
-    # The metadata names another file and another save, which is what is new.
+    # Only the metadata is new: it names another file and another save.
     assert sum(size for key, size in chunk_bytes(store).items() if key not in after) < 10_000
     steps = usages(store, ["run/step_1", "run/step_2", "other/step_2"])
     assert steps["run/step_1"].freed_bytes < 4 * TRAINED * 1.02

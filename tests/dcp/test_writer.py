@@ -1,4 +1,4 @@
-"""Checkpoints that TierWriter saves are what was to be saved, whatever happens right after, and whole or not there."""
+"""TierWriter saves exactly the given state, whatever happens right after, and publishes it whole or not at all."""
 
 import copy
 import functools
@@ -57,7 +57,8 @@ pytestmark = [
 ]
 
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
-# All that are one or more bytes wide and have nothing to them but their elements. torch 2.14 can neither fill a bcomplex32 nor conjugate it.
+# All dtypes that are at least one byte wide and consist of their elements alone. torch 2.14 can neither fill a
+# bcomplex32 nor conjugate it.
 _ODD = re.compile(r"bits|quint|qint|u?int[1-7]$|fn_x2|bcomplex32")
 DTYPES = sorted(
     {
@@ -129,12 +130,12 @@ def empty_like(value):
 def url(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
     yield f"tierfs::file://{tmp_path}/store/run"
-    # What is pending keeps its room.
+    # Pending data keeps its room until it is flushed.
     TierWriter(f"tierfs::file://{tmp_path}/store", **OPTIONS).wait("object", timeout=30)
 
 
 class Trusting(dcp.DefaultLoadPlanner):
-    """torch's own, which unpickles anything: to derive one is to ask for that."""
+    """Unpickles anything, like torch's own planner. A caller that derives a planner asks for that."""
 
 
 def loaded(url, like):
@@ -194,7 +195,7 @@ def test_nothing_that_happens_after_staging_reaches_the_checkpoint(url):
 
 
 class Frame:
-    """Like a data frame: a deep copy of it shares what it consists of."""
+    """Like a data frame: a deep copy of it shares its cells."""
 
     def __init__(self, cells):
         self.cells = cells
@@ -265,7 +266,7 @@ def test_staged_tensors_are_saved_without_a_copy(url, monkeypatch):
 
 
 class Shown(torch.Tensor):
-    """Shows another tensor, whatever lies in its own memory, if it has one."""
+    """Shows the values of another tensor, whatever its own memory holds, if it has any."""
 
     @staticmethod
     def __new__(cls, shown, own):
@@ -322,7 +323,7 @@ def test_large_tensors_are_copied_past_the_caches(url, monkeypatch):
 
 
 def test_a_staged_tensor_that_is_written_to_is_saved_as_it_is_by_then(url):
-    """Whichever way a planner writes to it: torch does not count all of them."""
+    # A planner may write to it in any way. torch does not count all of these writes.
     writer = TierWriter(url, ack="object", **OPTIONS)
     staged = writer.stage({"large": noise(3000, 3000), "small": noise(10)})
     staged["large"].data.zero_()
@@ -444,7 +445,7 @@ HELD_AT = ["set_up_planner", "create_local_plan", "resolve_data"]
 def test_no_save_is_taken_for_another_that_overlaps(url, step, slow):
     writer, held = TierWriter(url, **OPTIONS), Held(step)
     planners = [held, None] if slow == 0 else [None, held]
-    if slow:  # neither has begun when the second is staged
+    if slow:  # neither save has begun when the second is staged
         planners[0] = Held("set_up_planner")
     saving = []
     try:
@@ -637,7 +638,7 @@ def test_an_announced_save_that_cannot_be_read_does_not_keep_the_checkpoint_from
 
 
 def test_staging_and_saving_at_once(url):
-    """Files are staged on one thread while another looks for what lies in them."""
+    # One thread creates files while another looks for a tensor in them.
     store, _ = Address.of(url, OPTIONS).open(write=True)
     gpu, tensor, stop = GpuStaging("ram", None), noise(10), threading.Event()
 
@@ -661,7 +662,7 @@ def test_staging_and_saving_at_once(url):
 
 
 def test_dicts_are_copied_as_deepcopy_does(url):
-    """What is there twice is one copy, and others than plain ones keep their kind."""
+    # An object that occurs twice becomes one copy, and subclasses of dict keep their class.
     inner = {"tensor": noise(3), (1, 2): [noise(2)], "none": None, "twice": (once := {"y": 1}), "again": once}
     live = {"a": inner, "b": [inner, OrderedDict(inner)], "c": {1: noise(4), "n": np.arange(3)}, "d": ({"x": 1},)}
     staged = TierWriter(url, **OPTIONS).stage(live)
@@ -683,7 +684,7 @@ def test_dicts_are_copied_as_deepcopy_does(url):
 
 
 class Made(Mapping):
-    """Makes its values when it is asked for them."""
+    """Makes its values anew on each access."""
 
     def __getitem__(self, key):
         return {"name": key} if key.startswith("opt") else 7
@@ -710,7 +711,7 @@ def test_a_tensor_that_is_there_twice_is_staged_once(url):
 
 
 def saved_in_files(url):
-    """What the shard files of a checkpoint hold, by name: bytes."""
+    """Return the number of bytes of each tensor in the shard files of a checkpoint."""
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     found = {}
     for name in fs.glob(f"{path}/*.safetensors"):
@@ -812,7 +813,7 @@ def test_a_staged_state_goes_to_another_process_by_one_descriptor(url):
     staged = TierWriter(url, **OPTIONS).stage(sent)
     before = descriptors()
     data = ForkingPickler.dumps(staged)
-    # One for the memory, one on its way, and what torch and the sharing of descriptors keep open once for all.
+    # One for the memory, one in flight, and those that torch and the sharing of descriptors keep open permanently.
     assert len(descriptors() - before) <= 8
     received = pickle.loads(data)
     assert type(received) is dict
@@ -838,7 +839,7 @@ def test_a_writer_tells_of_the_save_that_was_asked_for_last(url):
 
 
 class Distracted(DefaultSavePlanner):
-    """While its data is asked for, another thread begins a save with the same writer."""
+    """While this planner finishes its plan, another thread saves with the same writer."""
 
     def __init__(self, other):
         super().__init__()
@@ -876,7 +877,7 @@ def test_a_view_of_much_memory_is_staged_alone(url, tmp_path):
 
 
 class Holder:
-    """An object that has a tensor in it."""
+    """An object that holds a tensor."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -894,7 +895,7 @@ def test_an_object_is_saved_with_its_tensors_and_not_with_those_that_were_staged
 
 
 class Named(torch.Tensor):
-    """A tensor with nothing to it but its class."""
+    """A subclass that adds nothing to a tensor."""
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
@@ -933,7 +934,7 @@ UNUSUAL = {
     "memory was freed": freed,
     "FakeTensor": fake,
 }
-# torch's planner fails at these, on every rank, but does not say which tensor it was.
+# torch's planner fails for these, on every rank, without naming the tensor.
 UNPLANNED = {
     "_mkldnn": lambda: torch.randn(4, 4).to_mkldnn(),
     "nested: store": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -956,7 +957,7 @@ without_warnings = pytest.mark.filterwarnings(
 )
 def test_a_tensor_that_is_more_than_its_elements_is_refused_by_name(url, what, how):
     saved = {"model": {"good": noise(5), "bad": {**UNUSUAL, **UNPLANNED}[what]()}}
-    # Not by what stages it, which the other ranks would not hear of.
+    # The error must not come from staging: the other ranks would not learn of it.
     with pytest.raises(dcp.api.CheckpointException, match=rf"'model.bad', a tensor.*{what}"):
         getattr(dcp, how)(saved, storage_writer=TierWriter(url, **OPTIONS)).result()
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
@@ -985,7 +986,7 @@ def test_the_stock_layout_takes_a_quantized_tensor_and_gives_it_back(url):
 
 
 class Headstrong(DefaultSavePlanner):
-    """Plans what it likes, and does not ask tensors."""
+    """Plans an item of its own without asking the tensor."""
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         self.bad = state_dict["bad"]
@@ -1110,7 +1111,7 @@ dcp.async_save({{"a": torch.arange(2_000_000)}}, storage_writer=writer, no_dist=
     (tmp_path / "program.py").write_text(script)
     command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    # That something is not in the object tier yet may be said, where the machine is slow.
+    # On a slow machine, stderr may say that files are not in the object tier yet.
     lines = [line for line in done.stderr.splitlines() if "files are not in" not in line]
     assert (done.returncode, lines) == (0, [])
     assert same(loaded(url, {"a": torch.zeros(2_000_000, dtype=torch.int64)}), {"a": torch.arange(2_000_000)})
@@ -1311,7 +1312,7 @@ def test_a_ram_tier_that_is_too_small_for_a_chunk_is_passed_by(url, tmp_path, ho
 
 
 def seen(state):
-    """Some of it reshaped, or its bits as another dtype, of some a part alone, or both ways."""
+    """Return the state with some tensors reshaped, viewed as another dtype, cut to a part, or saved both ways."""
     return state | {
         "flat": state["flat"].reshape(-1),
         "bits": state["bits"].view(torch.int32),
@@ -1321,7 +1322,7 @@ def seen(state):
 
 
 class Seen(DefaultSavePlanner):
-    """Saves what was staged as `seen` shows it."""
+    """Saves the staged state as `seen` shows it."""
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         super().set_up_planner(seen(state_dict), storage_meta, is_coordinator)

@@ -1,4 +1,4 @@
-"""TierWriter with two ranks: every rank's part is in the checkpoint, or there is none."""
+"""TierWriter with two ranks: the checkpoint has every rank's part, or does not exist."""
 
 import json
 
@@ -18,7 +18,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each rank found, by scenario."""
+    """The problems that each rank found, by scenario."""
     directory = tmp_path_factory.mktemp("writer-ranks")
     tierfs.init(f"file://{directory}/store")
     mp.spawn(writer_ranks.main, (directory, f"tierfs::file://{directory}/store"), nprocs=writer_ranks.WORLD)

@@ -1,4 +1,4 @@
-"""Which bytes of a chunk a box lies in."""
+"""Which byte ranges of a chunk hold the elements of a box."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ def boxes(draw, side_max=6, item_sizes=(1, 2, 4, 8, 16)):
 
 
 def elements(shape, itemsize, offsets, lengths):
-    """The model: the offset in the chunk of each element of the box, by its place in the box."""
+    """Return the model: the offset in the chunk of each element of the box, by its index in the box."""
     found = {}
     for place in itertools.product(*map(range, lengths)):
         at = 0

@@ -1,4 +1,4 @@
-"""Large tensors are copied byte for byte, in a few long pieces, and nothing beside them is."""
+"""Large tensors are copied byte for byte, in a few long pieces, and no byte beside them changes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ GUARD = 64
 
 @pytest.fixture(params=["kernels", "memcpy"])
 def pieces(request, monkeypatch):
-    """The lengths of what is copied at once."""
+    """The lengths of the pieces, in the order in which they are copied."""
     if request.param == "kernels" and kernels.active is None:
         pytest.skip(f"kernels: {kernels.status()}")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
@@ -29,7 +29,7 @@ def pieces(request, monkeypatch):
 
 
 def copied(lengths):
-    """Targets, each with what lies around it, and their sources, once these were copied."""
+    """Copy random sources. Return the targets with the guard bytes around each, and the sources."""
     sources = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
     around = [torch.full((GUARD + length + GUARD,), 7, dtype=torch.uint8) for length in lengths]
     copy_large([(memory[GUARD:-GUARD], source) for memory, source in zip(around, sources, strict=True)])

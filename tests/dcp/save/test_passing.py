@@ -1,4 +1,4 @@
-"""What was staged in one process is saved by another one, and every slot comes back."""
+"""One process stages a state, another one saves it, and every slot is released."""
 
 import copy
 import gc
@@ -103,7 +103,7 @@ def chunks(url, *states):
 
 
 def until_nothing_is_there(url):
-    """What nobody refers to is given back by a thread."""
+    """Wait until no chunk slot is in use. A thread releases the slots that nothing refers to."""
     ends = time.monotonic() + DEADLINE_S
     while chunks(url):
         assert time.monotonic() < ends, chunks(url)
@@ -111,7 +111,7 @@ def until_nothing_is_there(url):
 
 
 def settled(url):
-    """Wait until nothing is in the ram tier but clean copies."""
+    """Wait until the ram tier holds nothing but clean copies."""
     ends = time.monotonic() + DEADLINE_S
     while True:
         left = [slot for slot in chunks(url) if slot.state is not SlotState.CLEAN]
@@ -161,14 +161,14 @@ def test_tensors_have_their_values_over_there(url, child):
 
 def test_descriptors_and_mappings_do_not_grow_with_the_number_of_tensors(url, child):
     writer = TierWriter(url, **OPTIONS)
-    child.ask("have", writer.stage({"first": noise(8)}))  # from then on there is a way to the flusher
+    child.ask("have", writer.stage({"first": noise(8)}))  # from now on there is a connection to the flusher
     before = child.ask("drop")
     for many in (10, 1000):
         staged = writer.stage({str(number): noise(8, seed=number) for number in range(many)})
         ours = descriptors()
         theirs = child.ask("have", staged)
         ends = time.monotonic() + DEADLINE_S
-        while (descriptors() - ours).total() > 1:  # another way to the flusher; the others are closed by a thread
+        while (descriptors() - ours).total() > 1:  # a flusher connection; a thread closes the others
             assert time.monotonic() < ends, descriptors() - ours
             time.sleep(0.01)
         assert len(theirs[0] - before[0]) <= 2
@@ -191,7 +191,7 @@ def test_two_saves_overlap(url, child):
 
 
 def test_of_two_saves_over_there_each_is_heard_of_by_itself(url, child):
-    """As in DCP's process mode, where each is handed over by a thread of its own, which may get the other one's answer."""
+    # As in DCP's process mode: a thread for each save hands it over, and may get the answer of the other save.
     writer = TierWriter(url, **OPTIONS)
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         for seed, thread in ((1, first), (2, second)):

@@ -8,7 +8,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def packs(*pieces):
-    """The names in each run, with the lengths of its chunks."""
+    """Return the names of the tensors in each run, with the lengths of its chunks."""
     return [([pieces[number].name for number in run.pieces], run.lengths) for run in plan_runs(pieces)]
 
 
@@ -23,7 +23,7 @@ def test_small_tensors_of_a_dtype_are_packed_those_of_a_role_side_by_side():
 
 @pytest.mark.parametrize("length", [MIB - 1, MIB])
 def test_a_role_behind_a_mebibyte_of_others_begins_a_chunk(length):
-    """So adapters that are trained share no chunk with matrices that are not."""
+    # So adapters that are trained share no chunk with matrices that are not.
     lora = [f32("0.A", length // 2), f32("1.A", length - length // 2)]
     frozen = [f32(f"{number}.weight", 512 * KIB) for number in range(8)]
     runs = [len(run) for run, _ in packs(*lora, *frozen)]
@@ -31,7 +31,7 @@ def test_a_role_behind_a_mebibyte_of_others_begins_a_chunk(length):
 
 
 def test_roles_that_take_little_together_are_one_request():
-    """As moments are whose parameters have counters of their steps, and what norms and biases are trained by."""
+    # Examples are moments beside step counters, and the optimizer state of norms and biases.
     moments = [f32(f"{number}.exp_avg", MIB - 4) for number in range(3)]
     steps = [f32(f"{number}.step", 4) for number in range(3)]
     weights = [f32(f"{number}.weight", 256 * KIB) for number in range(4)]
@@ -41,7 +41,7 @@ def test_roles_that_take_little_together_are_one_request():
 
 @pytest.mark.parametrize("length", [MIB, 8 * MIB - 1, 8 * MIB])
 def test_what_many_ranks_share_a_matrix_of_is_packed(length):
-    """A chunk is a request: 64 ranks would make one of each MiB otherwise."""
+    # A chunk is a request: without packing, 64 ranks would make one request for each MiB.
     lengths = [length for _, (length,) in packs(*[f32(f"{number:02}.weight", length) for number in range(32)])]
     assert sum(lengths) == 32 * length
     assert min(lengths) > 8 * MIB
@@ -55,7 +55,7 @@ def test_a_number_is_no_role_and_belongs_to_one_that_it_is_the_end_of():
 
 
 def test_what_is_smaller_than_a_mebibyte_has_packs_of_its_own():
-    """So norms that are trained share no chunk with matrices that are not."""
+    # So norms that are trained share no chunk with matrices that are not.
     pieces = [
         f32(f"{number}.{name}.weight", length) for number in range(2) for name, length in (("a", MIB), ("n", KIB))
     ]
@@ -77,7 +77,7 @@ def test_a_large_tensor_begins_a_chunk_and_its_end_is_shared():
 
 
 def test_runs_are_longer_where_that_makes_fewer_chunks_of_many():
-    """Each tensor of 9 MiB would be a chunk otherwise."""
+    # Otherwise each tensor of 9 MiB would be a chunk.
     pieces = [f32(f"{number:03}.weight", 9 * MIB) for number in range(512)]
     found = packs(*pieces)
     assert [name for names, _ in found for name in names] == [piece.name for piece in pieces]
@@ -88,7 +88,7 @@ def test_runs_are_longer_where_that_makes_fewer_chunks_of_many():
 
 
 def test_a_run_of_several_tensors_is_a_small_part_of_all():
-    """There has to be memory in one piece for each."""
+    # Each run needs contiguous memory.
     pieces = [f32(f"{number:03}.weight", 9 * MIB) for number in range(56)]
     assert packs(*pieces) == [([piece.name], (9 * MIB,)) for piece in pieces]
 

@@ -1,4 +1,4 @@
-"""A shard file that is written from front to back."""
+"""Shard files that are written from front to back."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints that torch's own writers made, read by `TierReader`: their tensors come back, their pickles run nothing."""
+"""`TierReader` loads the tensors of checkpoints that torch's own writers made, and runs none of their pickles' code."""
 
 import contextlib
 import io
@@ -146,7 +146,7 @@ def test_a_large_checkpoint_is_read_in_batches(url, monkeypatch):
 
 
 def write_safetensors(tensors, metadata=None):
-    """What ``safetensors.torch.save`` gives; the package need not be there."""
+    """Return the bytes that ``safetensors.torch.save`` returns, without needing the package."""
     table, content = {"__metadata__": metadata or {}}, b""
     for name, tensor in tensors.items():
         raw = bytes(bytes_of(tensor))
@@ -295,7 +295,7 @@ def test_a_hostile_pickle_runs_nothing(url, store, tmp_path, protocol):
     save(store, "run/.metadata", data)
     with pytest.raises(InvalidInputError, match=r"run/\.metadata.*(posix|os)\.system"):
         TierReader(f"{url}/run").read_metadata()
-    with pytest.raises(CheckpointException):  # an older torch does not pass on why
+    with pytest.raises(CheckpointException):  # an older torch hides the reason
         dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
     assert not touched.exists()
 
@@ -311,7 +311,7 @@ def test_no_function_is_called_whatever_its_name(function):
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
 def test_metadata_pickled_by_the_first_pythons_3_11_can_be_read(monkeypatch, protocol, memory_format):
-    """They pickle the member of an enumeration as ``getattr`` of its name: Debian 12 has one of them."""
+    # They pickle the member of an enumeration as ``getattr`` of its name. Debian 12 has one of these versions.
     by_name = lambda member, _protocol: (getattr, (type(member), member.name))  # noqa: E731
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
     properties = TensorProperties(memory_format=memory_format)
@@ -345,7 +345,7 @@ def test_names_inside_of_allowed_modules_are_refused_too():
 
 
 def test_a_pickle_cannot_change_the_classes_it_names():
-    """The opcode BUILD on a class sets attributes of it: here ``__hash__`` of a class of torch's."""
+    # The opcode BUILD on a class sets its attributes: here ``__hash__`` of one of torch's classes.
     names = (b"torch.distributed.checkpoint.metadata", b"MetadataIndex")
     push = b"".join(b"\x8c" + bytes([len(text)]) + text for text in names) + b"\x93"
     data = b"\x80\x04" + push + b"N}\x8c\x08__hash__K\x01s\x86b."
@@ -361,23 +361,23 @@ def test_a_pickle_cannot_change_the_classes_it_names():
 
 def test_a_pickle_takes_no_memory_on_its_word():
     for data in (
-        b"\x80\x04Nr\xff\xff\xff\x7f.",  # kept under the number 2^31 - 1
-        b"\x80\x05\x96" + b"\xff" * 5 + b"\0\0\0.",  # a bytearray of a terabyte
-        b"\x80\x04\x8d" + b"\xff" * 5 + b"\0\0\0.",  # a text of a terabyte
+        b"\x80\x04Nr\xff\xff\xff\x7f.",  # a memo entry with the number 2^31 - 1
+        b"\x80\x05\x96" + b"\xff" * 5 + b"\0\0\0.",  # claims a bytearray of a terabyte
+        b"\x80\x04\x8d" + b"\xff" * 5 + b"\0\0\0.",  # claims a text of a terabyte
     ):
         with pytest.raises(CorruptionError):
             decode_pickle(data, "x")
 
 
 def metadata_pickle(table, start=b"", rest=b""):
-    """A pickle of torch's `Metadata` of which ``state_dict_metadata`` is made by these opcodes."""
+    """Return a pickle of torch's `Metadata` whose ``state_dict_metadata`` these opcodes make."""
     module = b"ctorch.distributed.checkpoint.metadata\n"
     return b"\x80\x02" + start + module + b"Metadata\n)\x81}(X\x13\0\0\0state_dict_metadata" + table + rest + b"ub."
 
 
 HASH = b"ctorch.serialization\n_get_layout\n"
 DOUBLED = b")" + b"q\x00h\x00\x86" * 100
-"""An empty tuple in a tuple twice, that in one twice, and so on: 2^100 of them to whoever follows each."""
+"""A tuple holds an empty tuple twice, the next one holds that twice, and so on: 2^100 if each reference is followed."""
 NESTED = b")" + b"\x85" * 300_000
 ENDLESS = {
     "nested layout": b"\x80\x02" + HASH + NESTED + b"\x85R.",
@@ -389,7 +389,7 @@ ENDLESS = {
 
 
 def test_a_pickle_that_is_endless_to_hash_is_damage():
-    # In a child, since it would end the process, or hang in C.
+    # In a child, since these pickles would end the process, or hang in C.
     code = (
         "import pickle, resource, sys\n"
         "from tierfs.dcp.torch_format.metadata import decode_pickle\n"
@@ -461,7 +461,7 @@ def test_a_size_is_no_copy_of_a_list():
 
 
 def test_metadata_of_many_small_shards_is_read():
-    """As little is in a pickle for each as there can be: without dimensions, or in chunks of one row."""
+    # Their pickles are as short as possible: shards without dimensions, or chunks of one row.
     scalar = TensorProperties()
     items = {
         str(number): TensorStorageMetadata(

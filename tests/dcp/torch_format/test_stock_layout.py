@@ -1,4 +1,4 @@
-"""What TierWriter saves with layout="dcp" is read by torch's own readers, and by TierReader; published whole or not at all."""
+"""Saves with layout="dcp" load with torch's own readers and with TierReader, and are published whole or not at all."""
 
 import os
 import pickle
@@ -125,7 +125,7 @@ def test_an_error_of_the_store_is_not_covered_by_torchs(root, monkeypatch):
 
 
 class Unsavable(torch.Tensor):
-    """Breaks off in the middle of its file."""
+    """Fails to serialize, in the middle of its file."""
 
     def __reduce_ex__(self, protocol):
         raise OSError("this tensor cannot be serialised")
