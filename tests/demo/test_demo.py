@@ -1,4 +1,4 @@
-"""``tierfs demo``: the whole story at the smallest size, and each way it can end otherwise."""
+"""``tierfs demo``: the whole run at the smallest size, and each way in which it can fail."""
 
 from __future__ import annotations
 
@@ -46,14 +46,12 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    """The options as the command line would give them."""
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
 def report(*, uninterrupted: dict[int, str], resumed: dict[int, str], digests: tuple[str, str] = ("d", "d")) -> Report:
-    """A report of four steps, resumed from step 2."""
     return Report(
         url="tierfs::file:///somewhere",
         parameters=1000,
@@ -105,7 +103,7 @@ def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_pat
     document = json.loads(process.stdout)
     assert document["equal"] is True
     assert (document["killed_at"], document["resumed_from"], document["terminated_at"]) == (4, 2, 4)
-    # After the kill there is no earlier checkpoint, after SIGTERM there is.
+    # The proof after the kill has no earlier checkpoint to replay from; the proof after SIGTERM has one.
     assert document["proofs"] == [
         {"step": 2, "proven": True, "replayed": 0},
         {"step": 4, "proven": True, "replayed": 2},
@@ -122,10 +120,10 @@ def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_pat
         "resumed/step_6",
     ]
     assert {one["level"] for one in document["checkpoints"]} == {"object"}
-    # The save that was killed was made again, in the same directory.
+    # The run repeated the killed save in the same directory.
     fs, root = fsspec.url_to_fs(url)
     assert fs.isfile(f"{root}/resumed/step_4/.metadata")
-    # The second run saves what the first one did, and it is stored once.
+    # The second run saves the same bytes as the first one, and the store keeps them once.
     totals = document["totals"]
     assert 0 < totals["stored_bytes"] < 0.7 * totals["logical_bytes"]
     assert totals["stored_bytes"] == usage(*open_store(parse_url(url))).stored_bytes
@@ -216,7 +214,7 @@ def test_an_earlier_demo_is_not_written_over(tmp_path: Path) -> None:
 @needs_torch
 def test_a_failing_rank_is_named_with_the_end_of_its_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    # No store was made there, so there is nothing to restore from or to save to.
+    # No store exists at this URL, so the ranks can neither restore nor save.
     options = ["--url", f"tierfs::file://{tmp_path}/no-store", "--steps", "2", "--every", "2", "--params", "200000"]
     group = RankGroup("short run", options, world_size=2, timeout_s=60)
     with (
@@ -244,7 +242,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", START_RANKS_AND_WAIT, f"tierfs::file://{tmp_path}"],
         cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)},  # what it leaves behind goes with the test
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # the ranks leave files there
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -260,7 +258,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
 
 
 def is_demo_worker(pid: int) -> bool:
-    """Whether the process runs and is, still, a rank of a demo."""
+    """Whether the process runs and is still a rank of a demo: the pid may be used again."""
     try:
         os.kill(pid, 0)
         return b"tierfs.demo.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()

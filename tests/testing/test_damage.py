@@ -1,4 +1,4 @@
-"""Damage is planted where it was asked for, and nowhere else."""
+"""Damage is planted where the caller asks for it, and nowhere else."""
 
 from __future__ import annotations
 

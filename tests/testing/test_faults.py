@@ -1,4 +1,4 @@
-"""Faults strike the calls they were planned for, and do what their names say."""
+"""Faults strike the calls they are planned for, and do what their names say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state machine drives a faulty tier, and a model tells which contents each key may have."""
+"""A state machine drives a faulty tier, and a model predicts the contents that each key may have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAULTS = st.sampled_from([Fault.REFUSED, Fault.LOST_RESPONSE, Fault.LATE])
 
 
 class FaultyTier(RuleBasedStateMachine):
-    """Whatever fails, a key holds what some put that was not refused for good has written, or nothing."""
+    """Whatever fails, a key holds nothing, or the content of a put that was not refused for good."""
 
     def __init__(self) -> None:
         super().__init__()

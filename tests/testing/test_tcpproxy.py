@@ -1,4 +1,4 @@
-"""Connections are injured as planned, and otherwise every byte passes."""
+"""The proxy damages connections as planned, and otherwise passes every byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BODY = bytes(range(256)) * 40
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Keeps what is put, counts what it carried out, and knows PUT with If-None-Match."""
+    """Stores PUT bodies, counts the requests it carries out, and supports PUT with If-None-Match."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -85,7 +85,7 @@ class _Server(ThreadingHTTPServer):
         return super().get_request()
 
     def handle_error(self, *_):
-        pass  # what the proxy did to it
+        pass  # the proxy breaks connections on purpose
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def _client_of(proxy: TcpFaultProxy, timeout_s: float = 5.0) -> Iterator[http.cl
 
 @contextlib.contextmanager
 def _raw_server(*answers: bytes) -> Iterator[tuple[int, list[bytes]]]:
-    """A server that sends these, in turn, to whoever sent it something, and then closes."""
+    """Answer the first bytes of each connection with the next of these answers, then close it."""
     received: list[bytes] = []
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -151,7 +151,7 @@ def _ask(client: http.client.HTTPConnection, method: str, path: str, body: objec
 
 
 def _raw(proxy: TcpFaultProxy, request: bytes) -> tuple[bytes, bool]:
-    """What comes back until the connection ends, and whether it ended by a reset."""
+    """Return the bytes that arrive until the connection ends, and whether a reset ended it."""
     received = b""
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
         connection.sendall(request)
@@ -210,7 +210,7 @@ def test_a_body_is_asked_for_before_it_is_sent(server, proxy):
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
         connection.sendall(head)
         assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
-        assert proxy.fired == []  # that was not the response yet
+        assert proxy.fired == []  # 100 Continue is not the response yet
         connection.sendall(BODY)
         received = connection.recv(65536)
     assert server.stored["/a"] == BODY
@@ -333,7 +333,7 @@ def test_a_flip_anywhere_strikes_heads_too():
 
 def test_one_bit_of_a_request_body_flips(server, proxy, client):
     proxy.inject(TcpFault.BIT_FLIP, side="request", body_only=True)
-    assert _ask(client, "GET", "/none") == (404, b"")  # has no body to strike
+    assert _ask(client, "GET", "/none") == (404, b"")  # has no body to damage
     assert _ask(client, "PUT", "/a", BODY) == (200, b"")
     assert _differing_bits(server.stored["/a"], BODY) == 1
     assert [fired[:3] for fired in proxy.fired] == [(TcpFault.BIT_FLIP, "PUT", "/a")]
@@ -348,7 +348,7 @@ def test_a_duplicated_request_is_carried_out_twice_and_answered_once(server, pro
     assert server.carried_out == [("PUT", "/a")] * 2 + [("PUT", "/b")] * 2
     assert server.stored == {"/a": BODY, "/b": BODY + b"more"}
     assert [fired[3] for fired in proxy.fired] == ["second answer: 412"] * 2
-    # The connection is in order: nothing of the second answer is left in it.
+    # Nothing of the second answer is left in the connection.
     assert _ask(client, "GET", "/a") == (200, BODY)
     assert server.accepted == 3
 
@@ -434,7 +434,7 @@ def test_latency_is_paid_once_in_each_direction(server, proxy, client):
     proxy.latency_s = 0.1
     begun_s = time.monotonic()
     assert _ask(client, "GET", "/a") == (200, server.stored["/a"])
-    assert 0.2 <= time.monotonic() - begun_s < 6  # each of 64 pieces would make it 6.4
+    assert 0.2 <= time.monotonic() - begun_s < 6  # a delay for each of the 64 pieces would make it 6.4
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
@@ -587,14 +587,14 @@ def test_closing_leaves_no_thread_and_no_descriptor(server):
     with contextlib.ExitStack() as open_ends:
         threads = set(threading.enumerate())
         before = descriptors()
-        proxy = TcpFaultProxy("localhost", server.server_port)  # to be looked up
+        proxy = TcpFaultProxy("localhost", server.server_port)  # a name that must be resolved
         with _client_of(proxy) as client:
             _ask(client, "GET", "/none")
         proxy.inject(TcpFault.BLACK_HOLE, side="request", at=0)
-        for _ in range(3):  # one in the black hole, two that do not read what they asked for
+        for _ in range(3):  # one meets the black hole, two do not read their answers
             connection = open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=5))
             connection.sendall(b"GET /a HTTP/1.1\r\n\r\n")
-        open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=5))  # one that says nothing
+        open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=5))  # it sends nothing
         _wait_until(lambda: len(proxy.fired) == 1 and len(server.carried_out) == 3)
         proxy.refuse = True
         proxy.refuse = False
@@ -605,5 +605,5 @@ def test_closing_leaves_no_thread_and_no_descriptor(server):
         new = [thread.name for thread in set(threading.enumerate()) - threads]
         assert not [name for name in new if "tcp-fault-proxy" in name or "asyncio" in name]
         open_ends.close()
-        # The server, in this process too, sees the ends of its connections a little later.
+        # The server runs in this process too, and notices the end of its connections a little later.
         _wait_until(lambda: descriptors() <= before and set(threading.enumerate()) <= threads)

@@ -10,6 +10,6 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 @pytest.fixture
 def root(tmp_path):
-    """Of a run, in a store on a directory."""
+    """The URL of a run in a new store."""
     tierfs.init(f"file://{tmp_path}/store")
     return f"tierfs::file://{tmp_path}/store/run"

@@ -1,4 +1,4 @@
-"""How often ranks agree follows from what it costs."""
+"""How often ranks agree depends on the cost of an agreement."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tierfs.train.agree import APART_S_MAX, Agreed, Agreement, World
 
 
 class Slow(World):
-    """Two ranks that say the same, after a while."""
+    """Two ranks that agree on this rank's values after `cost_s` seconds of the fake clock."""
 
     def __init__(self, cost_s, clock):
         self.rank, self.size, self.training, self.saving = 0, 2, None, None

@@ -1,4 +1,4 @@
-"""A failed save does not end the run, and is not silent."""
+"""A failed save does not end the run, and is reported."""
 
 import logging
 
@@ -24,7 +24,7 @@ def manager(root, **arguments):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Steps whose saves fail; others are saved."""
+    """The steps whose saves fail. Empty until the test adds some."""
     steps = set()
     write = RunWriter.write_data
 
@@ -144,7 +144,7 @@ def test_a_stale_save_fails_if_that_is_wished(root):
 
 
 class Broken:
-    """A keep policy of the user's with a bug."""
+    """A user's keep policy that raises."""
 
     def __init__(self, error):
         self.error = error

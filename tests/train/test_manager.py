@@ -1,4 +1,4 @@
-"""One rank saves, restores and looks at its checkpoints through the manager."""
+"""One rank saves, restores and inspects its checkpoints through the manager."""
 
 import logging
 import threading
@@ -61,7 +61,7 @@ def test_the_newest_step_of_many_is_found_with_few_requests(root):
     with manager(root) as run:
         before = requests(run)
         assert run.latest() == 19
-        # Two listings, whose length alone depends on how many there are; metadata, one shard file, no mark of damage.
+        # Two listings, which alone grow with the steps; metadata, one shard file, and a look for a mark of damage.
         assert sum((requests(run) - before).values()) <= 5
 
 
@@ -143,7 +143,7 @@ def test_nothing_that_can_be_loaded_is_an_error_and_not_a_fresh_start(root):
     with manager(root) as run:
         run.save(1, state(1)).wait("object", timeout=30)
     flip_shard(root, 1)
-    for _ in range(2):  # once where it is found, and once where it is marked
+    for _ in range(2):  # the first restore finds the damage, the second its mark
         with manager(root) as run, pytest.raises(CorruptionError, match="none can be loaded"):
             run.restore(blank())
 

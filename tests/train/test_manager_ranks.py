@@ -1,4 +1,4 @@
-"""Two ranks save, stop and restore at the same step, whatever one of them alone knows."""
+"""Two ranks save, stop and restore at the same step, even if only one of them knows the reason."""
 
 import json
 
@@ -18,7 +18,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each rank found, by scenario."""
+    """The problems that each rank found, by scenario."""
     directory = tmp_path_factory.mktemp("train-ranks")
     tierfs.init(f"file://{directory}/store")
     mp.spawn(train_ranks.main, (directory, f"tierfs::file://{directory}/store"), nprocs=train_ranks.WORLD)

@@ -1,4 +1,4 @@
-"""Retention removes what no policy keeps, of this run alone, and nothing that a restart may need."""
+"""Retention removes the checkpoints of this run that no policy keeps, but none that a restart may need."""
 
 import logging
 
@@ -77,7 +77,7 @@ def test_a_step_can_be_deleted(root):
 def test_another_runs_checkpoints_are_left_alone(root):
     with manager(root) as run:
         save(run, 1, 2, 3)
-    with manager(root, keep=[Latest(1)]) as run:  # begins anew, without a restore
+    with manager(root, keep=[Latest(1)]) as run:  # a new run: it restores nothing
         save(run, 11, 12, 13)
     assert steps(root) == [1, 2, 3, 13]
 

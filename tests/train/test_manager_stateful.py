@@ -1,4 +1,4 @@
-"""A run that moves between two hosts that fail: a step that was acknowledged at `object` is restored, or a newer one."""
+"""A run moves between two failing hosts. A restore finds the newest step acknowledged at `object`, or a newer one."""
 
 import os
 import shutil
@@ -22,18 +22,18 @@ WAIT_S = 20
 
 
 class Life:
-    """A host, until it is lost: its state directory, the manager of the job that runs there, its saves."""
+    """A host until it is lost: its state directory, the manager of its job, and the job's saves."""
 
     def __init__(self, state_dir):
         self.options = {"ram": "16MiB", "nvme": "0", "state_dir": state_dir}
         self.manager = None
         self.next_step = 0
-        self.saves = []  # handles, and the numbers that were saved
-        self.flusher = None  # its process id, once something was written
+        self.saves = []  # handles, and the numbers of their contents
+        self.flusher = None  # its process id, once the manager has reported it
         self.is_stalled = False
 
     def signal(self, number):
-        """Send its flusher a signal. Returns whether there is one."""
+        """Send the flusher a signal. Return whether the flusher exists."""
         if self.manager is not None:
             self.flusher = self.manager._writer.status()["flusher"].get("pid", self.flusher)
         try:
@@ -70,9 +70,9 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
         self.root = f"tierfs::file://{self.directory}/store/run"
         self.lives = 0
         self.hosts = [self.new_host(), self.new_host()]
-        self.number = 0  # of the next content
-        self.saved = {}  # the contents that were saved for a step
-        self.acked = {}  # the one that was acknowledged at `object`
+        self.number = 0  # of the newest content
+        self.saved = {}  # by step, the contents that were saved for it
+        self.acked = {}  # by step, the newest content that was acknowledged at `object`
 
     def new_host(self):
         self.lives += 1
@@ -85,10 +85,10 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
         dcp_stores.close_all_stores()
         for host in self.hosts:
             host.kill()
-        shutil.rmtree(self.directory, ignore_errors=True)  # a killed process may be writing its last
+        shutil.rmtree(self.directory, ignore_errors=True)  # a killed process may still be writing
 
     def begin(self, host):
-        """Start the job on a host: it restores, as any job does, and goes on behind that."""
+        """Start the job on a host: restore, and continue behind the restored step."""
         host.manager = Manager(self.root, save=(), keep=[Latest(2)], on_stale="ignore", timeout=WAIT_S, **host.options)
         host.next_step = self.check_restore(host) + 1
         return host.manager
@@ -103,7 +103,7 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
         assert len(numbers) == 1, "parts of two saves"
         assert restored.step >= max(self.acked, default=-1)
         assert numbers <= self.saved[restored.step]
-        # Of two saves of a step the one that began later stands, also if the other was acknowledged.
+        # A later save of a step may replace an acknowledged one. An earlier save may not.
         assert min(numbers) >= self.acked.get(restored.step, 0)
         return restored.step
 
@@ -123,7 +123,7 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
             host.saves.append((handle, self.number))
             self.saved.setdefault(step, set()).add(self.number)
         else:
-            # The other host may have saved this step meanwhile: its content stands.
+            # The other host may have saved this step meanwhile. Its content stays.
             assert isinstance(handle.error, (AlreadyExistsError, StoreError) if fails else AlreadyExistsError)
 
     @staticmethod
@@ -138,7 +138,7 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
         handle, number = host.saves[-1]
         try:
             handle.wait("object", timeout=WAIT_S)
-        except ConflictError:  # neither host saw that the other saved this step: what came first of the one stands
+        except ConflictError:  # the other host saved this step too, and its record was first
             assert len(self.saved[handle.step]) > 1
         else:
             self.acked[handle.step] = max(number, self.acked.get(handle.step, 0))
@@ -153,7 +153,7 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
 
     @rule(host=HOSTS)
     def end_the_job(self, host):
-        """The flusher goes on with what was saved."""
+        """End the job. The flusher continues with the job's saves."""
         self.hosts[host].saves.clear()
         self.hosts[host].close()
 
@@ -171,7 +171,7 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
 
     @rule(host=HOSTS)
     def lose_host(self, host):
-        """Nothing that was on it comes back."""
+        """Replace a host by a new one. Everything on the old one is lost."""
         self.hosts[host].kill()
         self.hosts[host].close()
         self.hosts[host] = self.new_host()

@@ -1,4 +1,4 @@
-"""When each policy asks for a save, and what is kept."""
+"""When each policy asks for a save, and which checkpoints it keeps."""
 
 import math
 import sys
@@ -73,9 +73,9 @@ def test_a_deadline_leaves_time_for_a_save_and_two_steps(asked, step_s, save_s, 
     assert stops == sorted(stops)
     first = stops.index(True)
     about_s = 1e-6 + 1e-9 * end_s
-    if first:  # the first time that it is asked may be too late already
+    if first:  # even the first call may be too late
         assert end_s - times_s[first] >= save_s + 2 * step_s - about_s
-    # There was no time to ask it once more.
+    # The next call would be too late.
     assert end_s - (times_s[first] + agree_every * step_s) < save_s + 2 * step_s + about_s
 
 
@@ -132,10 +132,10 @@ def test_nothing_is_asked_for_while_a_save_is_under_way():
 
 
 def lost_by_policy(gaps_s, step_s, cost_s):
-    """Work that is lost, and time that saves cost, where ``YoungDaly`` decides; a gap lies between two failures."""
+    """Return the seconds lost to repeated work and to saves under ``YoungDaly``. A gap lies between two failures."""
     policy = YoungDaly(mtbf=f"{np.mean(gaps_s):.0f}s")
     kept_s = 0.0
-    measured_s = 0.0  # of a save, as the manager measures it
+    measured_s = 0.0  # cost of a save, as the manager measures it
     for gap_s in gaps_s:
         now_s = saved_s = made_s = 0.0
         while (now_s := now_s + step_s) < gap_s:
@@ -159,14 +159,14 @@ def lost_by_interval(gaps_s, step_s, cost_s, steps):
 def test_young_daly_loses_little_more_than_the_best_fixed_interval(step_s, cost_s, mtbf_s):
     random = np.random.default_rng(7)
     count = int(100_000 * step_s / mtbf_s)  # about 100,000 steps
-    # One gap from each part of the distribution, so that no interval is the best one by luck.
+    # Take one gap from each part of the distribution, so that no interval is best by chance.
     gaps_s = random.permutation(-mtbf_s * np.log1p(-(np.arange(count) + random.random(count)) / count))
     best_s = min(lost_by_interval(gaps_s, step_s, cost_s, steps) for steps in range(1, 500))
     assert lost_by_policy(gaps_s, step_s, cost_s) <= best_s * 1.05
 
 
 class Odd:
-    """A user's policy to keep."""
+    """A user's keep policy."""
 
     def preserve(self, checkpoints, *, context):
         return [each.step % 2 == 1 for each in checkpoints]

@@ -1,4 +1,4 @@
-"""A resume is proven only if every part is the same, and made-again steps have the losses that were noted."""
+"""A resume is proven only if every part is the same and the replayed steps have the recorded losses."""
 
 import random
 
@@ -26,7 +26,7 @@ def again(training):
 
 @pytest.fixture
 def trained(root):
-    """A run of twelve steps that was saved at 3, 7 and 10."""
+    """A run of twelve steps, saved at 3, 7 and 10."""
     with Manager(root, **OPTIONS) as run:
         train(run, Training(1), range(12), save_at=(3, 7, 10))
     return root
@@ -59,7 +59,7 @@ def test_a_resume_is_proven_part_by_part(trained):
             "losses",
         ]
         assert str(report).startswith("step 10: PROVEN, 3 steps were replayed\n  step: same\n")
-    # It goes on from the newest step, as if nothing had been made again.
+    # Training continues from the newest step, as if no step had been replayed.
     assert [second.step() for _ in range(3)] == expected[11:]
 
 

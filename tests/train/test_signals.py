@@ -1,4 +1,4 @@
-"""Signals are noted, earlier handlers are called, and all is as it was afterwards."""
+"""Signals are recorded, earlier handlers are called, and closing restores those handlers."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from tierfs.train.signals import Signals
 
 @pytest.fixture
 def before():
-    """A handler of somebody else's, and what it got."""
+    """The signals that another handler, installed before, received."""
     got = []
     old = signal.signal(signal.SIGUSR1, lambda number, _frame: got.append(number))
     yield got

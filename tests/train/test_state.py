@@ -1,4 +1,4 @@
-"""A run that is restored from its complete state goes on as if it had never stopped."""
+"""A run that is restored from its complete state continues as if it had never stopped."""
 
 import random
 

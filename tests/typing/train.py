@@ -22,15 +22,15 @@ from tierfs.train import (
 
 
 class AtNight:
-    """A policy of the user's own."""
+    """A user's save policy."""
 
     def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
-        """Save where the last save is long ago."""
+        """Save if the last save was more than an hour ago."""
         return context.since_s > 3600 and step not in previous
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Train, and save now and then."""
+    """Train, and save as the policies ask."""
     state = TrainState(model=model, optimizer=optimizer, scheduler=None, dataloader=None)
     with Manager(
         "tierfs::s3://bucket/run",
