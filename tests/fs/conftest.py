@@ -1,4 +1,4 @@
-"""Where the filesystem is tested: a store in memory and one in a directory."""
+"""Fixtures of the filesystem tests: a store in memory and one in a directory."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tierfs.store.transfers import transfers
 
 @dataclass(frozen=True)
 class Place:
-    """A fresh store, and the ways to look at it."""
+    """A fresh store, and the means to inspect it."""
 
     protocol: str
     root: str
     fs: tierfs.TierFileSystem
 
     def __truediv__(self, name: str) -> str:
-        """A path in the store, as the filesystem writes it."""
+        """Return a path in the store, as the filesystem writes it."""
         return f"{self.root}/{name}"
 
     @property
     def bare(self) -> str:
-        """The store's root as a URL without tierfs."""
+        """The store's root as a URL without ``tierfs::``."""
         return f"{self.protocol}://{self.root}"
 
     @property
@@ -48,7 +48,7 @@ class Place:
 
     @property
     def raw(self) -> fsspec.AbstractFileSystem:
-        """The filesystem that the store lies on."""
+        """The filesystem that holds the store."""
         options = {"auto_mkdir": True} if self.protocol == "file" else {}
         return fsspec.filesystem(self.protocol, **options)
 
@@ -57,15 +57,15 @@ class Place:
         return open_store(parse_url(self.bare))[0]
 
     def names(self, path: str = "") -> list[str]:
-        """Every file below ``path``, relative to the root."""
+        """Return every file below ``path``, relative to the root."""
         return [name[len(self.root) + 1 :] for name in self.fs.find(self / path if path else self.root)]
 
     def chunks(self) -> set[str]:
-        """Names of the chunk objects."""
+        """Return the keys of the chunk objects."""
         return {item.key for item in self.store.objects.list(keys.CHUNKS)}
 
     def requests(self) -> dict[str, int]:
-        """How often each method of the object tier was asked, so far."""
+        """Return the number of requests to the object tier so far, by method."""
         objects = self.store.objects
         assert isinstance(objects, MeasuredObjects)
         return {method: int(counted["requests"]) for method, counted in objects.snapshot().items()}
@@ -91,7 +91,7 @@ def _memory_root() -> Iterator[str]:
 
 
 def _settle() -> None:
-    """Wait for the chunks that dropped handles had on their way: until every thread that moves chunks has time for us."""
+    """Wait for the transfers of dropped handles: until every transfer thread is free at the same time."""
     moving = transfers()
     together = threading.Barrier(moving.workers)
     for future in [moving.submit(lambda _: together.wait(60), None) for _ in range(moving.workers)]:
@@ -100,27 +100,27 @@ def _settle() -> None:
 
 def _make(protocol: str, root: str) -> Place:
     tierfs.init(f"{protocol}://{root}")
-    # Not the instance that other tests use, whose transaction might be left open by one that failed.
+    # A new instance: a failed test may have left a transaction open on the shared one.
     return Place(protocol, root, tierfs.TierFileSystem(target_protocol=protocol, skip_instance_cache=True))
 
 
 @pytest.fixture
 def scratch() -> Iterator[str]:
-    """A directory in memory, where syncing costs nothing."""
+    """A directory in memory if there is one, since syncing costs nothing there."""
     with _scratch() as directory:
         yield directory
 
 
 @pytest.fixture
 def memory_root() -> Iterator[str]:
-    """A path in fsspec's memory filesystem that is emptied afterwards."""
+    """A path in fsspec's memory filesystem. It is emptied after the test."""
     with _memory_root() as root:
         yield root
 
 
 @pytest.fixture
 def other_memory_root() -> Iterator[str]:
-    """Another one."""
+    """A second path like `memory_root`."""
     with _memory_root() as root:
         yield root
 
@@ -155,5 +155,5 @@ def module_place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 @pytest.fixture(scope="session")
 def random_bytes() -> Callable[[int, int], bytes]:
-    """``random_bytes(count, seed)``: the same bytes for the same seed, which no codec makes smaller."""
+    """``random_bytes(count, seed)``: bytes that no codec makes smaller, the same for the same seed."""
     return functools.lru_cache(maxsize=8)(lambda count, seed: Random(seed).randbytes(count))

@@ -1,4 +1,4 @@
-"""What calls answer, and what they leave, next to fsspec's filesystem of local files."""
+"""Calls return, raise and leave the same as those of fsspec's filesystem of local files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tierfs
 FILES = {"f": b"12345", "d/g": b"6", "d/e/h": b"7"}
 PATHS = ["missing", "f", "d", "empty"]
 
-# A call each, with `{}` for the path. All answer, or raise, as the filesystem of local files does.
+# Each entry is a call, with `{}` for the path. Each returns or raises as on the filesystem of local files.
 LOOKS = [
     *[
         (name, ("{}",), {})
@@ -44,7 +44,7 @@ CHANGES = [
     *[(name, ("{}", target), {}) for name, target in (("mv", "new"), ("cp", "new"), ("cp", "d/g"))],
     ("get_file", ("{}", "/dev/null"), {}),
 ]
-# A local file cannot be copied onto itself; here, as in buckets, it is left alone.
+# A local file cannot be copied onto itself. tierfs leaves the file alone, as buckets do.
 SELF_COPIES = [(name, ("{}", "{}"), {}) for name in ("cp", "cp_file")]
 
 
@@ -59,7 +59,7 @@ class _Side:
             fs.pipe_file(f"{root}/{name}", data)
 
     def ask(self, call: tuple[str, tuple[Any, ...], dict[str, Any]], path: str) -> Any:
-        """What a call answers: a value without the directory in its names, or the kind of the error."""
+        """Return the answer of a call without the directory in its names, or the builtin kind of its error."""
         name, arguments, options = call
         texts = [item.format(path) if isinstance(item, str) else item for item in arguments]
         here = [item if not isinstance(item, str) or item.startswith("/") else f"{self.root}/{item}" for item in texts]

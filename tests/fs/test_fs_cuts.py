@@ -1,4 +1,4 @@
-"""What a file written again costs in the store, if its tensors did not change."""
+"""The stored size of a file that is written again, if most of its tensors did not change."""
 
 import io
 import itertools
@@ -41,7 +41,7 @@ def write(fs, path, data, piece):
 
 
 def sizes(place):
-    """Of each chunk object."""
+    """Return the size of each chunk object."""
     return {key: place.store.objects.head(key).size for key in place.chunks()}
 
 
@@ -55,7 +55,7 @@ def test_a_changed_tensor_and_a_longer_header_cost_that_tensor_and_the_header(pl
     before = sizes(place)
     write(place.fs, place / "b", second, piece)
     new = {key: size for key, size in sizes(place).items() if key not in before}
-    # The tensor's one chunk, and around it what is no tensor: of safetensors the header, of torch.save the tail, too.
+    # New chunks: the changed tensor and the header; in a file of torch.save, the tail as well.
     large = [size for size in new.values() if size >= MIB]
     assert len(large) == 1
     assert 2.5 * MIB < large[0] < 3 * MIB + 4096, "encoded or not"

@@ -1,4 +1,4 @@
-"""What is written without the flusher is encoded as well, by what its file's own table says."""
+"""Files that are written without the flusher are encoded as well, by their own tables of tensors."""
 
 import random
 import threading
@@ -32,7 +32,7 @@ def writer(place, codecs):
 
 
 def written(place, codecs):
-    """The blocks of a file, written with these codecs, that the store has then."""
+    """Write a file with these codecs. Return its stored blocks."""
     fs, data = writer(place, codecs), safetensors.torch.save({f"w{number}": noise(number, 2) for number in range(3)})
     fs.pipe_file(place / NAME, data)
     assert fs.cat(place / NAME) == data
@@ -52,7 +52,7 @@ def test_a_codec_that_is_not_allowed_is_not_used(place, codecs, allowed):
 
 
 def test_what_is_no_tensor_is_tried_block_by_block(place):
-    """Noise says nothing of the text behind it."""
+    # The noise in front does not decide for the text behind it.
     text = b"".join(b"%d: nothing new\n" % number for number in range(1_000_000))
     writer(place, "auto").pipe_file(place / "log", random.Random(1).randbytes(BLOCK_BYTES) + text)
     stored = sum(place.store.objects.head(key).size for key in place.chunks())
@@ -71,7 +71,7 @@ def test_all_who_write_to_a_store_know_the_same(place):
 
 
 def test_what_is_known_of_a_tensor_is_kept_for_the_next_saves(place, monkeypatch):
-    """However many files a save has; now and then it is tried again."""
+    # This holds for saves of many files. Every `REPROBE_SAVES` saves, the codecs are tried again.
     tried, choose = [], encoder.choose
     monkeypatch.setattr(encoder, "choose", lambda *all_, **about: tried.append(about["kind"]) or choose(*all_, **about))
     fs, files, counts = writer(place, "all"), 20, []

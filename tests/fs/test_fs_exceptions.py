@@ -1,4 +1,4 @@
-"""What ends badly publishes nothing: the path holds what it held before, and a warning says so."""
+"""A write that ends with an error publishes nothing: the path keeps its content, and a warning says so."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DOORS = [
     ("fsspec", "wb", "xz"),
     ("fsspec", "w", "gzip"),
 ]
-# What wrappers still hold back, what does not fit into a manifest, and, for two doors, what is in part sent already.
+# Bytes that wrappers still buffer; bytes that do not fit into a manifest; for two ways to open, bytes partly sent.
 CASES = [(door, size) for door in DOORS for size in (10, 100_000)]
 CASES += [(door, CHUNK + 10) for door in (("fs", "wb", None), ("fsspec", "w", None))]
 
@@ -45,12 +45,12 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 class Cancelled(BaseException):
-    """Not an `Exception`, like a keyboard interrupt."""
+    """An interrupt that is not an `Exception`, like a keyboard interrupt."""
 
 
 @pytest.fixture(params=DOORS, ids=name_of)
 def door(request, place):
-    """``(open, convert)``: how to open ``a`` for writing, and what makes bytes or text of bytes."""
+    """``(open, convert)``: one opens ``a`` for writing, the other converts bytes to the type that it takes."""
     api, mode, compression = request.param
 
     def open_file():
@@ -62,9 +62,9 @@ def door(request, place):
 
 
 def drop(handles: list) -> None:
-    """Let go of handles without closing them."""
+    """Drop handles without closing them."""
     handles.clear()
-    if sys.version_info >= (3, 12):  # whose gzip files refer to themselves
+    if sys.version_info >= (3, 12):  # its gzip files refer to themselves
         gc.collect()
 
 
@@ -123,7 +123,7 @@ def test_an_exception_on_its_way_through_finally_publishes_nothing(place, door):
     open_file, convert = door
     opened = open_file()
     file = opened.open() if isinstance(opened, fsspec.core.OpenFile) else opened
-    # Whoever closes it may not let the exception go on, so closing says itself that nothing is published.
+    # The caller may swallow the exception after closing, so `close` itself says that nothing is published.
     with pytest.raises(StoreError, match=r"is not published.*call commit\(\)") as raised:
         try:
             file.write(convert(b"half"))
@@ -243,7 +243,7 @@ def test_an_iterator_that_fails_half_way_publishes_nothing(place, tmp_path, monk
 
 
 def write_until_it_fails(file, convert, random_bytes) -> int:
-    """Write chunks until one is refused, which shows some writes later; return how many went through."""
+    """Write chunks until a write fails, some writes after the cause. Return the number of successful writes."""
     for count in range(20):
         try:
             file.write(convert(random_bytes(CHUNK, count)))

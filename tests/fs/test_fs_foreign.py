@@ -1,4 +1,4 @@
-"""Files that lie in a store's directory but were not written by tierfs: shown, read, never changed."""
+"""Files in a store's directory that tierfs did not write: shown, read, never changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DATA = bytes(range(256)) * 100
 
 @pytest.fixture
 def foreign(place):
-    """The place, with some files of somebody else and one of ours."""
+    """The place, with some foreign files and one that tierfs wrote."""
     place.raw.pipe({place / "theirs": DATA, place / "data/deep/theirs.txt": b"text\n"})
     place.fs.pipe(place / "data/ours", b"ours")
     return place

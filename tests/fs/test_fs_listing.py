@@ -1,4 +1,4 @@
-"""Looking: ls, find, walk, glob, du, info and what follows from them."""
+"""Listing and inspecting: ls, find, walk, glob, du, info and calls that build on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many small files: listed in one go, and read again only where they changed."""
+"""Many small files: listed with few requests, and read again only where they changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTS = {"memory": 10_000, "file": 2_000}
 
 @pytest.fixture(scope="module")
 def crowded(module_place):
-    """A place with many files in one directory, and what they hold: shared, since writing them takes a while."""
+    """A place with many files in one directory, and their content. Shared, since writing them takes a while."""
     place = module_place
     files = {f"{place.root}/many/{number:05}": b"content %d" % number for number in range(COUNTS[place.protocol])}
     place.fs.pipe(files)
@@ -25,7 +25,7 @@ def crowded(module_place):
 
 
 def asked(place, call) -> dict[str, int]:
-    """How often each method of the object tier is asked during ``call``; those never asked are left out."""
+    """Return the number of requests to the object tier during ``call``, by method. Unused methods are left out."""
     before = place.requests()
     call()
     after = place.requests()
@@ -33,7 +33,7 @@ def asked(place, call) -> dict[str, int]:
 
 
 def forget(place, monkeypatch) -> RecordCache:
-    """Let the store know of no record for the rest of the test; return what it knew."""
+    """Empty the store's cache of records for the rest of the test. Return the previous cache."""
     known = place.store.records
     monkeypatch.setattr(place.store, "records", RecordCache())
     return known
@@ -86,7 +86,7 @@ def test_names_alone_are_listed_without_reading_any(crowded, monkeypatch, call, 
     requests = asked(place, lambda: names.extend(call(place)))
     assert len(set(names) - {place / "many"}) == len(files) * count
     assert requests.pop("list") <= 6
-    # Those of the directory itself, which might be a file.
+    # Requests for the directory itself, which might be a file.
     assert sum(requests.values()) <= 4
 
 
@@ -110,7 +110,7 @@ def test_records_of_100_000_small_files_are_remembered(memory_place):
 
 def test_only_what_changed_is_read_again(crowded, monkeypatch):
     place, files = crowded
-    known = forget(place, monkeypatch)  # so this is another process, as far as that cache can tell
+    known = forget(place, monkeypatch)  # without its cache, the store acts like another process
     changed = dict.fromkeys(sorted(files)[:7], b"changed since")
     place.fs.pipe(changed)
     files.update(changed)

@@ -29,7 +29,7 @@ def test_moving_or_copying_a_file_puts_one_manifest_and_no_chunk(place, content,
     chunks, chunk_rows, before = place.chunks(), rows(place, "a"), place.requests()
     getattr(place.fs, verb)(place / "a", place / "b")
     after = place.requests()
-    assert after["put"] - before["put"] == (2 if verb == "mv" else 1)  # a tombstone stays where it was
+    assert after["put"] - before["put"] == (2 if verb == "mv" else 1)  # the tombstone of the old path
     assert after["get"] == before["get"]
     assert place.chunks() == chunks
     assert rows(place, "b") == chunk_rows

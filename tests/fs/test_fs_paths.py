@@ -1,4 +1,4 @@
-"""Names that a file cannot have, and strange ones that it can."""
+"""Invalid names, and strange names that are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads, forked and spawned processes, and instances that travel between them."""
+"""Threads, forked and spawned processes, and instances that are sent between them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FILES = 20
 
 
 def content_of(worker: int, number: int) -> bytes:
-    """What a worker writes into a file: mostly small, one of more than a chunk."""
+    """Return the content of a worker's file. Most are small; one is larger than a chunk."""
     random = Random(1000 * worker + number)
     return 17 * random.randbytes(MIB) if worker == number == 0 else random.randbytes(50_000 * number)
 
 
 def write_and_read(fs: tierfs.TierFileSystem, root: str, worker: int, files: int = FILES) -> None:
-    """Write files of one's own and read each back, in different ways."""
+    """Write this worker's files and read each back, in different ways."""
     for number in range(files):
         path = f"{root}/worker-{worker}/{number}"
         fs.pipe(path, content_of(worker, number))
@@ -49,7 +49,7 @@ def check(fs: tierfs.TierFileSystem, root: str, worker: int, files: int = FILES)
 
 
 def work(fs: tierfs.TierFileSystem, root: str, worker: int) -> None:
-    """What another process runs: with the instance it was sent, and with one of its own."""
+    """Run in another process: use the instance that was sent, and a new one."""
     assert fs.cat(f"{root}/shared") == b"shared"
     write_and_read(fs, root, worker, 5)
     own = fsspec.filesystem("tierfs", target_protocol="file")
@@ -57,7 +57,7 @@ def work(fs: tierfs.TierFileSystem, root: str, worker: int) -> None:
 
 
 def in_child(call: Callable[[], None]) -> None:
-    """Run ``call`` in a forked child, and fail as it did."""
+    """Run ``call`` in a forked child. Fail with the child's traceback if it raises."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -344,7 +344,7 @@ RIVALS = 3
 def close_at_once(
     root: str, tiers: dict[str, str], mode: str, number: int, begin: threading.Barrier, told: Any
 ) -> None:
-    """Write a file in each round that all have open before anybody closes it."""
+    """Write a file in each round. All processes have it open before any of them closes it."""
     fs = fsspec.filesystem("tierfs", target_protocol="file", **tiers)
     for turn in range(ROUNDS):
         file = fs.open(f"{root}/{turn}/latest", mode)

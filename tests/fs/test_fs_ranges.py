@@ -118,7 +118,7 @@ def test_cat_ranges_raises_the_first_error_when_asked_to(place):
 
 
 def fetch_as_torch_does(fs, paths, starts, ends) -> list[bytes]:
-    """What `FsspecReader` of torch's main branch asks, and checks of the answer."""
+    """Make the request of `FsspecReader` in torch's main branch, with its checks of the answer."""
     chunks = fs.cat_ranges(paths, starts, ends, on_error="raise")
     assert isinstance(chunks, list)
     assert [type(chunk) for chunk in chunks] == [bytes] * len(paths)

@@ -1,4 +1,4 @@
-"""Transactions: nothing before the end, then every file, in order."""
+"""Transactions: no file is published before the end; then every file is, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""put and get: what they move, how they tell of their progress, and what they leave when they fail."""
+"""put and get: the files that they copy, their progress reports, and the files left after a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 class Recorder(Callback):
-    """Keeps what it is told, its branches too."""
+    """Records its own calls and those of its branches."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -195,7 +195,7 @@ def test_get_follows_a_link_and_leaves_a_file_its_rights(place, tmp_path):
 def test_get_writes_into_a_pipe(place, tmp_path):
     place.fs.pipe(place / "a", b"content")
     os.mkfifo(tmp_path / "pipe")
-    # Open for both, so that neither side waits for the other.
+    # Open for reading and writing, so that neither side waits for the other.
     pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
     try:
         place.fs.get_file(place / "a", str(tmp_path / "pipe"))
@@ -223,7 +223,7 @@ def test_a_file_does_not_replace_a_directory(place, tmp_path):
 
 
 class Partial(io.RawIOBase):
-    """A file without a buffer that takes three bytes at a time, and after ``limit`` of them nothing."""
+    """An unbuffered file that takes three bytes at a time, and nothing after ``limit`` bytes."""
 
     def __init__(self, limit):
         self.taken = bytearray()

@@ -1,4 +1,4 @@
-"""Full URLs in the place of paths, named stores, options, and how fsspec's own doors lead here."""
+"""Full URLs instead of paths, named stores, options, and fsspec's own entry points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierfs.session import init, parse_url
 
 @pytest.fixture(params=["tierfs::{protocol}://{path}", "{protocol}://{path}"], ids=["chained", "bare"])
 def url_of(request, place):
-    """Makes a path in the store a URL."""
+    """A function that turns a path in the store into a URL, for each form of a URL."""
     return lambda name: request.param.format(protocol=place.protocol, path=place / name if name else place.root)
 
 
@@ -165,7 +165,7 @@ def test_local_is_another_name_of_file(directory_place):
     assert fs.cat(f"file://{directory_place.root}/a") == b"x"
 
 
-# -- fsspec's doors ----------------------------------------------------------------------------------------------
+# -- fsspec's entry points ---------------------------------------------------------------------------------------
 
 
 def test_two_urls_lead_to_one_instance(place):
@@ -221,7 +221,7 @@ def test_a_cache_of_fsspec_may_be_put_in_front(place, tmp_path):
         assert file.read() == b"through the cache"
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # that cache does not close its own
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # fsspec leaves the cache's file open
 @pytest.mark.parametrize("cache", ["blockcache", "cached"])
 def test_a_cache_of_blocks_may_be_put_in_front(place, tmp_path, cache, random_bytes):
     data = random_bytes(3_000_000, 1)
@@ -251,7 +251,7 @@ def test_a_directory_filesystem_may_be_put_in_front(place):
     assert place.fs.cat(place / "sub/a/b") == b"x"
 
 
-# -- stores: found, missing, made --------------------------------------------------------------------------------
+# -- stores: found, missing, created -----------------------------------------------------------------------------
 
 
 def test_a_store_is_found_by_walking_up(place):
@@ -381,7 +381,7 @@ def test_an_object_tier_that_fsspec_does_not_know_is_refused():
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Writes the configuration file."""
+    """A function that writes the configuration file."""
     path = tmp_path / "config.toml"
     monkeypatch.setenv("TIERFS_CONFIG", str(path))
     return path.write_text

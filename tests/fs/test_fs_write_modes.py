@@ -203,7 +203,7 @@ def test_a_writer_conflicts_with_a_delete_since_its_open(place):
     assert not place.fs.exists(place / "a")
 
 
-# -- what is written ---------------------------------------------------------------------------------------------
+# -- data and handles --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [10, MIB, CHUNK])
@@ -439,7 +439,7 @@ def test_text_is_encoded_and_decoded(place, encoding):
 
 @pytest.fixture(params=["fs.open", "fsspec.open"])
 def open_text(request, place):
-    """``open_text(path, mode, **kwargs)`` by either door."""
+    """``open_text(path, mode, **kwargs)``, once by `fs.open` and once by `fsspec.open`."""
     if request.param == "fs.open":
         return place.fs.open
     return lambda path, mode, **kwargs: fsspec.open(f"tierfs::{place.protocol}://{path}", mode, **kwargs)
@@ -618,7 +618,7 @@ def test_an_unknown_compression_is_refused_before_anything_is_opened(place, recw
 
 
 def test_a_zip_is_written_without_going_back(place):
-    # `zipfile` asks for the place where the file is: were it given that, it would go back to each header later.
+    # `zipfile` asks for the position in the file. If it got one, it would seek back to each header later.
     with place.fs.open(place / "a.npz", "wb") as file:
         np.savez(file, first=np.arange(10), second=np.ones(3))
     with place.fs.open(place / "a.npz", "rb") as file:

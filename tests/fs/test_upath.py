@@ -1,4 +1,4 @@
-"""universal_pathlib: paths of a store whose text is a URL."""
+"""universal_pathlib: paths of a store, as URLs."""
 
 from __future__ import annotations
 
