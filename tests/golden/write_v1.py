@@ -1,6 +1,6 @@
 """Write the golden files of format version 1: a small store, and damaged copies of single objects of it.
 
-Run once, by the version that the files are named after: ``python tests/golden/write_v1.py``. From then on they are
+Run once, by the version that the files are named after: ``python tests/golden/write_v1.py``. Afterwards the files are
 only read. Every clock and every random byte is fixed.
 """
 
@@ -33,7 +33,7 @@ SEED = 1
 
 
 def contents() -> dict[str, bytes]:
-    """Path and content of every file in the golden store."""
+    """Return path and content of every file in the golden store."""
     noise = random.Random(SEED)
     numbers = struct.pack("<16640I", *range(16640))
     return {
@@ -51,7 +51,6 @@ def contents() -> dict[str, bytes]:
 
 
 def write_store(root: Path) -> None:
-    """Write the sound store."""
     noise = random.Random(SEED)
     clock = ManualClock()
     objects = LocalObjects(root)
@@ -88,14 +87,13 @@ def write_store(root: Path) -> None:
 
 
 def rows_of(store: Store, path: str) -> tuple[Row, ...]:
-    """The rows of a file's manifest."""
     manifest = observe(store, path).manifest
     assert isinstance(manifest, Manifest)
     return manifest.rows
 
 
 def write_damage(root: Path, target: Path) -> None:
-    """Write damaged copies of single objects, and what reading them has to raise."""
+    """Write damaged copies of single objects, and the errors that reading them must raise."""
     hello = keys.record_key("a/hello.txt")
     numbers = keys.record_key("numbers.bin")
     chunk = chunk_of(root, "numbers.bin")
@@ -144,7 +142,7 @@ def write_damage(root: Path, target: Path) -> None:
         "format",
         resealed(bytes(unknown[:envelope])) + bytes(unknown[envelope:]),
     )
-    # The frame's header is made to claim 4 GiB: nothing may be allocated on its word.
+    # The frame's header claims 4 GiB. A reader must not allocate memory for that.
     body = bytearray(original(chunk)[envelope:])
     bomb = b"\x28\xb5\x2f\xfd\xe0" + (1 << 32).to_bytes(8, "little") + bytes(body[13:])
     case("chunk-bomb", chunk, "numbers.bin", "corruption", original(chunk)[:envelope] + bomb[: len(body)])
@@ -153,14 +151,14 @@ def write_damage(root: Path, target: Path) -> None:
 
 
 def resealed(data: bytes) -> bytes:
-    """``data`` with the checksum at its end made to fit again."""
+    """Return the data with a valid checksum at its end."""
     import xxhash
 
     return data[:-16] + xxhash.xxh3_128_digest(data[:-16])
 
 
 def chunk_of(root: Path, path: str) -> str:
-    """Key of the first chunk of a file in the golden store."""
+    """Return the key of the first chunk of a file in the golden store."""
     objects = LocalObjects(root)
     from tierfs.store.create import read_descriptor
 
@@ -169,7 +167,6 @@ def chunk_of(root: Path, path: str) -> str:
 
 
 def main() -> None:
-    """Write everything anew."""
     shutil.rmtree(HERE, ignore_errors=True)
     (HERE / "damaged").mkdir(parents=True)
     write_store(HERE / "store")

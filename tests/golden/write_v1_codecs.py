@@ -1,6 +1,6 @@
-"""Add to the golden files of format version 1 what `write_v1` did not have: every codec, chunks with bases, and their damage.
+"""Add every codec, chunks with bases, and their damage to the golden files of format version 1.
 
-Run once, like it, and on what it wrote: ``python tests/golden/write_v1_codecs.py``. Nothing that is there changes.
+Run once, on the files of `write_v1`: ``python tests/golden/write_v1_codecs.py``. Existing objects do not change.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NOW_NS = 1_700_000_100_000_000_000
 KIND = DigestKind.XXH3_128
 MIB = 1 << 20
 WIDTHS = (1, 2, 4, 8)
-# float32: ties to even, down and up; just over a tie; the greatest, which becomes infinite; infinities; -0; two that are
-# denormal; three NaN. Of a NaN that rounding would make infinite, the bits that make it one are all low.
+# float32: ties to even, down and up; just over a tie; the greatest number, which becomes infinite; infinities; -0; two
+# denormals; three NaNs. One NaN has only low bits set, so plain rounding would make it infinite.
 SPECIAL = (0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x80000000, 0x00000001, 0x80018000,
            0x7F800001, 0xFFFFFFFF, 0x7FC00000)  # fmt: skip
 
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Coded:
-    """A golden file of one chunk whose blocks are encoded in a certain way, against ranges of the chunks of other files."""
+    """A golden file of one chunk. Its blocks are encoded in a given way, against ranges of other files' chunks."""
 
     raw: bytes
     codings: Sequence[Coding]
@@ -57,13 +57,13 @@ class Coded:
 
 
 def coded_files() -> dict[str, Coded]:
-    """Files of every codec and width, each behind those that it is encoded against."""
+    """Return files of every codec and width. Each comes after the files that it is encoded against."""
     draw = random.Random(SEED + 1)
     files: dict[str, Coded] = {
         "codecs/zstd.txt": Coded(b"a line of text\n" * 100, [Coding(Codec.ZSTD)]),
     }
     for w in WIDTHS:
-        # The upper bytes of the elements are alike, the lower ones are not, and some bytes behind the last are no element.
+        # The upper bytes of the elements are alike, the lower ones are not, and a tail follows the last element.
         low, count = 8 * max(w // 2, 1) - 4, 600
         elements = [((k % 3) << 8 * w - 2) + draw.getrandbits(low) & (1 << 8 * w) - 1 for k in range(count)]
         near = [(value + draw.randrange(-3, 4)) % (1 << 8 * w) for value in elements]
@@ -80,15 +80,15 @@ def coded_files() -> dict[str, Coded]:
             narrow = b"".join(packed([bfloat16(value)], 2) for value in elements) + b"!"
             parts = (Part(path, 0, 4 * count), Part("codecs/const-2.bin", 3, 2))
             files["codecs/derived.bin"] = Coded(narrow, [Coding(Codec.DERIVE, 2)], parts)
-            # Nine elements of something else among them, for which any bytes of the base stand in.
+            # Nine elements among them do not follow from the base; any bytes of the base stand in for theirs.
             parts = (Part(path, 0, 1200), Part(path, 0, 36), Part(path, 1200, 1200), Part("codecs/const-2.bin", 3, 2))
             mixed = narrow[:600] + b"something of 18 by" + narrow[600:]
             files["codecs/derived-mostly.bin"] = Coded(mixed, [Coding(Codec.DERIVE, 2)], parts)
     files["codecs/sparse-none.bin"] = Coded(
         files["codecs/plane-2.bin"].raw[:-1] + b"T", [Coding(Codec.SPARSE, 2)], files["codecs/sparse-2.bin"].parts
     )
-    # A state of three blocks, the keyframe of which lies in two chunks that end elsewhere; and its copy in less precision, of
-    # the state but its first two elements, and of something else behind it.
+    # A state of three blocks, whose keyframe lies in two chunks that end elsewhere. Its bfloat16 copy covers the state
+    # without its first two elements, and other elements behind it.
     count = (2 * MIB + 80) // 4
     state = array.array("I", [0x3F000000]) * count
     for at in (*range(MIB // 4, MIB // 4 + 500), *range(MIB // 2, count)):
@@ -120,19 +120,19 @@ def coded_files() -> dict[str, Coded]:
 
 
 def packed(elements: Iterable[int], width: int) -> bytes:
-    """Little-endian elements."""
+    """Return little-endian elements."""
     return b"".join(value.to_bytes(width, "little") for value in elements)
 
 
 def bfloat16(number: int) -> int:
-    """The bits of a float32, rounded as FORMAT.md says."""
+    """Return the upper 16 bits of a float32, rounded as FORMAT.md says."""
     if number % (1 << 31) > 0x7F800000:
         return 0x7FFF
     return number + 0x7FFF + (number >> 16) % 2 >> 16
 
 
 def write_coded(files: dict[str, Coded]) -> None:
-    """Write files, each behind those that it is encoded against."""
+    """Write the files, each after the files that it is encoded against."""
     rows: dict[str, Row] = {}
     for path, file in files.items():
         raw = memoryview(file.raw)
@@ -158,7 +158,7 @@ def write_chunk(
     bases: tuple[BaseRange, ...] = (),
     needs: tuple[ChunkName, ...] = (),
 ) -> Row:
-    """Write a file of one chunk that is encoded already."""
+    """Write a file of one chunk whose blocks are already encoded."""
     digests = [digest.hash_bytes(KIND, block) for block in blocks_of(raw)]
     table = [Block(d, int(b.codec), len(b.data), b.reason) for d, b in zip(digests, blocks, strict=True)]
     envelope = Envelope(KIND, digest.combine(KIND, len(raw), digests), len(raw), tuple(table), bases)
@@ -170,18 +170,17 @@ def write_chunk(
 
 
 def put(key: str, data: bytes) -> None:
-    """Put an object into the golden store."""
     (ROOT / key).parent.mkdir(parents=True, exist_ok=True)
     (ROOT / key).write_bytes(data)
 
 
 def base_of(row: Row, offset: int, length: int) -> BaseRange:
-    """The row of a base table for a range of a chunk."""
+    """Return the row of a base table for a range of a chunk."""
     return BaseRange(row.name, row.raw_length, row.stored_length, offset, length)
 
 
 def record_of(path: str, row: Row) -> bytes:
-    """The record of a file of one chunk, however small: a writer would hold it in the record."""
+    """Return the record of a file of one chunk, however small: a writer would keep small content in the record."""
     manifest = Manifest(
         kind=Kind.FILE,
         write_id=digest.checksum(path.encode()),
@@ -196,7 +195,7 @@ def record_of(path: str, row: Row) -> bytes:
 
 
 def row_of(path: str) -> Row:
-    """The only chunk of a golden file."""
+    """Return the row of a golden file's only chunk."""
     manifest = decode_record((ROOT / keys.record_key(path)).read_bytes(), path, path)
     assert isinstance(manifest, Manifest)
     (row,) = manifest.rows
@@ -204,7 +203,7 @@ def row_of(path: str) -> Row:
 
 
 def write_damage(damaged: Iterable[Case]) -> None:
-    """Write a chunk for each rule that it breaks, with the record of a file that needs it, and what reading that has to raise."""
+    """For each broken rule, write a chunk, the record of a file that needs the chunk, and the error of a read."""
     target = HERE / "damaged"
     cases = json.loads((target / "cases.json").read_text())
     for name, error, data, row, others in damaged:
@@ -221,13 +220,13 @@ def write_damage(damaged: Iterable[Case]) -> None:
 
 
 DAMAGED = "damaged.bin"
-# The damaged chunk of a file, by its side the sound one that it was.
+# The generation of damaged chunks. The valid chunk of the same content lies beside them.
 GENERATION = 9
 Case = tuple[str, str, bytes, Row, dict[str, bytes]]
 
 
 def sound(path: str) -> tuple[Row, Envelope, bytes]:
-    """Row, envelope and encoded bytes of the only chunk of a golden file."""
+    """Return row, envelope and encoded bytes of the only chunk of a golden file."""
     row = row_of(path)
     data = (ROOT / keys.chunk_key(row.name)).read_bytes()
     envelope = Envelope.decode(data, path, stored_length=len(data))
@@ -235,14 +234,14 @@ def sound(path: str) -> tuple[Row, Envelope, bytes]:
 
 
 def chunk(row: Row, envelope: Envelope, encoded: bytes, generation: int = GENERATION) -> tuple[bytes, Row]:
-    """The object and the row of a chunk that was changed."""
+    """Return the object and the row of a changed chunk."""
     name = ChunkName(envelope.digest, generation, envelope.recipe)
     data = envelope.encode() + encoded
     return data, replace(row, name=name, stored_length=len(data))
 
 
 def encoded(name: str, path: str, change: Callable[[bytes], bytes]) -> Case:
-    """A file's only block, damaged."""
+    """Return the case of a file whose only block is damaged."""
     row, envelope, before = sound(path)
     after = change(before)
     (block,) = envelope.blocks
@@ -251,17 +250,16 @@ def encoded(name: str, path: str, change: Callable[[bytes], bytes]) -> Case:
 
 
 def bytes_at(offset: int, new: bytes) -> Callable[[bytes], bytes]:
-    """Change some bytes."""
+    """Return a function that replaces bytes."""
     return lambda data: data[:offset] + new + data[offset + len(new) :]
 
 
 def u32(number: int) -> bytes:
-    """Little-endian."""
     return number.to_bytes(4, "little")
 
 
 def damaged_chunks() -> Iterator[Case]:
-    """Chunks that break one rule each: what to call the case, the error, the object, its row, and what else is put."""
+    """Yield chunks that break one rule each: name of the case, error, object, its row, and other objects to put."""
 
     def bases(name: str, error: str, path: str, change: Callable[[BaseRange], BaseRange | Sequence[BaseRange]]) -> Case:
         row, envelope, data = sound(path)
@@ -294,7 +292,7 @@ def damaged_chunks() -> Iterator[Case]:
     assert (unsized[4] >> 6, sound("codecs/zstd.txt")[2][4] & 3) == (
         0,
         0,
-    )  # neither a size nor a dictionary in their headers
+    )  # no size in one header, no dictionary in the other
     yield encoded(
         "zstd-of-a-dictionary", "codecs/zstd.txt", lambda data: data[:4] + bytes([data[4] | 1]) + b"\x07" + data[5:]
     )
@@ -340,7 +338,7 @@ def damaged_chunks() -> Iterator[Case]:
     yield block("dplane-without-bases", plane, Codec.DPLANE)
     yield block("derive-in-a-delta", sparse, Codec.DERIVE)
     yield block("sparse-in-a-derived-chunk", derived, Codec.SPARSE)
-    table = 40 + 16  # where the block table begins
+    table = 40 + 16  # offset of the block table
     yield patched("block-reserved", plane, table + 18, b"\x01")
     yield patched("block-of-no-bytes", plane, table + 20, u32(0))
     yield patched("block-as-long-as-raw", plane, table + 20, u32(2403))
@@ -372,7 +370,7 @@ def damaged_chunks() -> Iterator[Case]:
         sparse,
         lambda base: replace(base, name=row_of("codecs/plane-2.bin").name),
     )
-    # Against a delta of a delta, each of which makes no difference.
+    # A delta of a delta of a delta. The last two change nothing.
     row, envelope, _ = sound("codecs/dplane-4.bin")
     same = b"\x04\x00" + (b"\x01" + u32(1)) * 4 + bytes(4) + b"THE"
     chain: dict[str, bytes] = {}
@@ -386,18 +384,18 @@ def damaged_chunks() -> Iterator[Case]:
 
 
 def replace_generation(name: ChunkName, generation: int) -> ChunkName:
-    """Another chunk object of the same content."""
+    """Return the name of another chunk object of the same content."""
     return ChunkName(name.digest, generation, name.recipe)
 
 
 def in_pieces(base: BaseRange, count: int) -> tuple[BaseRange, ...]:
-    """The same range in so many rows."""
+    """Split a range into ``count`` rows."""
     pieces = [replace(base, offset=base.offset + at, length=1) for at in range(count - 1)]
     return (*pieces, replace(base, offset=base.offset + count - 1, length=base.length - count + 1))
 
 
 def frame_of(size: int, *, padding: bool = False) -> Callable[[bytes], bytes]:
-    """Make the first plane a frame of ``size`` zeros; with ``padding``, one that is no shorter than the plane."""
+    """Make the first plane a frame of ``size`` zeros, or with ``padding`` one that is no shorter than the plane."""
     frame = zstandard.ZstdCompressor(level=1).compress(bytes(size))
     if padding:
         frame = zstandard.ZstdCompressor(level=1).compress(random.Random(SEED).randbytes(size))
@@ -422,14 +420,13 @@ def with_gaps(gaps: bytes) -> Callable[[bytes], bytes]:
 
 
 def main() -> None:
-    """Add everything."""
     write_coded(coded_files())
     write_damage(damaged_chunks())
     expect({path: file.raw for path, file in coded_files().items()})
 
 
 def expect(files: dict[str, bytes]) -> None:
-    """Write down what files hold."""
+    """Record the digests of the files' contents."""
     expected = json.loads((HERE / "expected.json").read_text())
     expected["files"] |= {path: hashlib.sha256(raw).hexdigest() for path, raw in files.items()}
     (HERE / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")

@@ -1,6 +1,6 @@
-"""Add to the golden files of format version 1 the ways to keep planes that `write_v1_codecs` did not have, and their damage.
+"""Add the modes of planes that `write_v1_codecs` lacks, and their damage, to the golden files of format version 1.
 
-Run once, like it, and on what it wrote: ``python tests/golden/write_v1_planes.py``. Nothing that is there changes.
+Run once, on the files of that script: ``python tests/golden/write_v1_planes.py``. Existing objects do not change.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from write_v1_codecs import Case, Coded, Part, bytes_at, encoded, expect, u32, w
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.store.encode.pipeline import EncodedBlock
 
-# What is looked at before it is packed: a few elements more than that, and an odd number of them.
+# A few elements more than the encoder needs to sample a plane, and an odd number of them.
 COUNT = (16 << 10) + 77
 
 
 def written() -> dict[str, Coded]:
-    """Floats as the writer packs them: exponents, mantissas and, of squares, the sign that is never set; and what they are a little later."""
+    """Return floats as the writer packs them: exponents, mantissas and, in squares, unset signs; and later values."""
     draw = random.Random(SEED + 2)
     floats = [draw.gauss(0, 0.02) for _ in range(COUNT)]
     files = {
@@ -36,7 +36,7 @@ def written() -> dict[str, Coded]:
 
 
 def by_hand() -> dict[str, tuple[bytes, bytes]]:
-    """Short blocks, and what a writer that had the time might make of them."""
+    """Return short blocks, each with an encoding that a more thorough writer might choose."""
 
     def head(mode: int, length: int) -> bytes:
         return struct.pack("<BI", mode, length)
@@ -78,7 +78,7 @@ def by_hand() -> dict[str, tuple[bytes, bytes]]:
 
 
 def damaged_planes() -> Iterator[Case]:
-    """Chunks that break one rule each."""
+    """Yield chunks that break one rule each."""
     codes, seven, woven, mostly = (f"codecs/{name}.bin" for name in ("codes-1", "seven-1", "woven-8", "mostly-1"))
     yield encoded("plane-order-9", woven, bytes_at(1, b"\x09"))
     yield encoded("plane-order-1-of-bytes", codes, bytes_at(1, b"\x01"))
@@ -109,13 +109,12 @@ def damaged_planes() -> Iterator[Case]:
 
 
 def reframed(data: bytes, pairs: bytes) -> bytes:
-    """Other pairs of codes."""
+    """Replace the frame of the codes."""
     frame = zstandard.ZstdCompressor(level=1).compress(pairs)
     return data[:3] + u32(15 + len(frame)) + data[7:22] + frame
 
 
 def main() -> None:
-    """Add everything."""
     files, short = written(), by_hand()
     write_coded(files)
     for path, (raw, data) in short.items():

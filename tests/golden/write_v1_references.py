@@ -1,4 +1,4 @@
-"""Adds a reference list to the golden store of version 1. Run once, as `write_v1.py`; its objects are only read afterwards."""
+"""Add a reference list to the golden store of version 1. Run once, like `write_v1.py`; it is only read later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STORE = Path(__file__).parent / "v1" / "store"
 
 
 def main() -> None:
-    """Write the list of a checkpoint that is not there, which anybody may delete."""
+    """Write the list of a checkpoint that does not exist, so that anyone may delete the list."""
     checks = [record_check(record_key(f"run/step_1/{name}"), f"v{name}") for name in (".metadata", "__0_0.distcp")]
     digests = (bytes.fromhex("04cec85e9cdd2ca1e866465b043aff51"), bytes(range(240, 256)))
     names = [digest + bytes(12) for digest in digests]

@@ -1,4 +1,4 @@
-"""Adds to the golden store of version 1 what scrubbing notes. Run once, as `write_v1.py`; its objects are only read afterwards."""
+"""Add a scrub record to the golden store of version 1. Run once, like `write_v1.py`; it is only read later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ STORE = Path(__file__).parent / "v1" / "store"
 
 
 def main() -> None:
-    """Write the scrub record."""
     chunk = ".tierfs/chunks/04/04cec85e9cdd2ca1e866465b043aff51.0"
     record = ScrubRecord(
         {"04": PrefixState(1_700_000_000_000_000_000, chunk), "ff": PrefixState(1_700_000_100_000_000_000)},

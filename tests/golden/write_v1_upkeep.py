@@ -1,4 +1,4 @@
-"""Adds to the golden store of version 1 what garbage collection writes. Run once, as `write_v1.py`; its objects are only read afterwards."""
+"""Add a collector's record to the golden store of version 1. Run once, like `write_v1.py`; it is only read later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ STORE = Path(__file__).parent / "v1" / "store"
 
 
 def main() -> None:
-    """Write the collector's record."""
     record = Collector(
         holder=bytes(range(16)),
         fence=1_700_000_001,
