@@ -17,7 +17,7 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def other(tmp_path):
-    """The same store, as another host has it."""
+    """The same store, opened on another host."""
     location = Location(
         "file", f"{tmp_path}/store", tiers=TierOptions(ram="0", nvme="0", state_dir=str(tmp_path / "other"))
     )

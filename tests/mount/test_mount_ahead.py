@@ -1,4 +1,4 @@
-"""A new file goes into a writer while it is written, and what is published is what was written all the same."""
+"""A new file goes to a writer while it is written, and is published with exactly the written bytes."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def is_ahead(handle):
 
 @pytest.fixture
 def made(monkeypatch):
-    """How many bytes each writer took."""
+    """The calls of `Writer.write`: the writer and the number of bytes."""
     taken = []
     real = Writer.write
 

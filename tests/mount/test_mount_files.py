@@ -1,4 +1,4 @@
-"""What is written is published whole, and what is open keeps its bytes."""
+"""A file is published whole, and an open file keeps its bytes."""
 
 import errno
 import os
@@ -107,7 +107,7 @@ def test_a_file_that_is_replaced_all_the_time_can_be_opened(hand, other):
     assert caught.value.errno == errno.ESTALE
     again = hand.node("a")
     verbs.save(other, "a", b"1")
-    handle = hand.files.open(again, os.O_RDONLY)  # the kernel tries no third time
+    handle = hand.files.open(again, os.O_RDONLY)  # the kernel does not try a third time
     assert hand.read(handle) == b"replaced"
     assert hand.read_file("a") == b"1"
     hand.close(handle)
@@ -129,7 +129,7 @@ def test_each_thread_that_had_an_old_version_opens_the_next(hand, other):
 
     threads = (11, 12, 13)
     assert all(is_stale(node, thread) for thread in threads)
-    again = [hand.node("a") for _ in threads]  # the kernel looks the name up again for each
+    again = [hand.node("a") for _ in threads]  # the kernel looks the name up again for each thread
     verbs.save(other, "a", b"1")
     assert is_stale(again[0], 14)
     handles = [hand.files.open(one, os.O_RDONLY, thread) for one, thread in zip(again, threads, strict=True)]
@@ -149,7 +149,7 @@ def test_a_version_that_another_host_published_is_not_overwritten(hand, other):
     with pytest.raises(ConflictError):
         hand.files.flush(handle)
     assert hand.node("a").attributes.size == len(b"theirs")
-    between = hand.open("a")  # the kernel gives a handle back some time after `close`
+    between = hand.open("a")  # the kernel releases a handle some time after `close`
     with pytest.raises(ConflictError):
         hand.files.release(handle)
     assert hand.read(between) == b"theirs"
@@ -286,7 +286,7 @@ def test_what_could_not_be_stored_is_not_shown_as_the_file(hand, monkeypatch):
             end(handle)
     monkeypatch.undo()
     assert hand.read_file("a") == b"stands"
-    # The kernel has pages of the old inode that nobody stored.
+    # The kernel has pages of the old inode that were never stored.
     assert hand.node("a") is not handle.node
 
 

@@ -1,4 +1,4 @@
-"""Requests as the kernel sends them, over a socket: errors, hanging handlers, what no one serves."""
+"""Requests as the kernel sends them, over a socket: errors, hanging handlers, unsupported operations."""
 
 import errno
 import os
@@ -59,7 +59,7 @@ class Kernel:
         deadline_s = time.monotonic() + 30
         while self.server._threads and time.monotonic() < deadline_s:
             time.sleep(0.005)
-        assert not self.server._threads  # else one would read from whatever gets this descriptor's number next
+        assert not self.server._threads  # else a thread might read from the next file with this descriptor number
         self.its.close()
 
 
@@ -167,7 +167,7 @@ def test_errors_have_the_errno_that_programs_expect(error, number):
 
 
 def test_requests_of_the_kernel_are_understood(hand):
-    """A file made, written, listed and read by bytes alone."""
+    # Make, write, list and read a file by raw requests alone.
     requests = hand.requests
 
     def ask(opcode, node=1, body=b""):

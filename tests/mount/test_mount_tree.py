@@ -1,4 +1,4 @@
-"""Names: made, listed, renamed, removed."""
+"""Make, list, rename and remove names."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Mounting from a process that has many descriptors, as a training process has, and finding what is mounted."""
+"""Mount from a process with many descriptors, such as a training process, and find mounts."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ def test_a_descriptor_above_1023_is_waited_for():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65536)), hard))
     read, write = os.pipe()
-    high = fcntl.fcntl(read, fcntl.F_DUPFD_CLOEXEC, 1500)  # one that is free
+    high = fcntl.fcntl(read, fcntl.F_DUPFD_CLOEXEC, 1500)  # a free number
     try:
         assert not _is_ready(high, 0.01)
         os.write(write, b"x")
