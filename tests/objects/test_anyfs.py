@@ -1,4 +1,4 @@
-"""What a tier on an fsspec filesystem does about the ways in which such filesystems fail, forget and lie."""
+"""How a tier handles the failures, missing features and false answers of an fsspec filesystem."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tierfs.testing import ObjectTierTests
 
 
 class ConcurrentMemory(AsyncFileSystemWrapper):  # type: ignore[misc]
-    """One that a tier may send several requests to at once, as to S3."""
+    """A filesystem that takes concurrent requests, as S3's does."""
 
     protocol = ("memory",)
     cachable = False
@@ -65,7 +65,7 @@ def _raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-# What it promises
+# Capabilities
 
 
 def test_it_is_for_a_single_writer(objects: FsspecObjects) -> None:
@@ -106,7 +106,7 @@ def test_instances_share_their_locks(fs: PrivateMemory, objects: FsspecObjects) 
 
 
 def _describe_with(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch, extra: Callable[[str], dict[str, Any]]) -> None:
-    """Have the filesystem describe its files with ``extra`` in place of the time."""
+    """Make the filesystem describe its files with ``extra`` instead of the time."""
     for name in ("info", "ls", "find"):
         original = getattr(type(fs), name)
 
@@ -151,7 +151,7 @@ def test_a_time_is_understood_in_every_form(
 
 
 class CoarseClock(ManualClock):
-    """Seconds are all that the filesystem's times tell."""
+    """The times of the filesystem are whole seconds."""
 
     def moment(self) -> int:
         return int(self.monotonic())
@@ -305,7 +305,7 @@ def test_a_directory_removed_by_others_is_made_again(tmp_path: Path) -> None:
 
 
 class OneByOne(PrivateMemory):
-    """Its client mixes up the answers that several threads wait for."""
+    """A filesystem whose client mixes up the answers of concurrent requests."""
 
     protocol = "sftp"
 
@@ -349,7 +349,7 @@ def test_a_client_that_is_not_for_threads_gets_one_request_at_a_time() -> None:
 
 
 class Connected(PrivateMemory):
-    """Connects when it is made, to files that outlive the connection."""
+    """A filesystem that connects when it is created. Its files outlive the connection."""
 
     protocol = "sftp"
     files: ClassVar[dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Checksums are those of the algorithms' own descriptions, however the bytes are split."""
+"""Checksums match the descriptions of their algorithms, however the bytes are split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
 CHECK = b"123456789"
 KNOWN = {
-    # Those of the CRCs are their check values in the catalogue of CRC algorithms: CRC-64/NVME, CRC-32/ISCSI.
+    # The CRCs' values are the check values in the catalogue of CRC algorithms: CRC-64/NVME, CRC-32/ISCSI.
     "crc64nvme": "ae8b14860a799888",
     "crc32c": "e3069283",
     "sha256": "15e2b0d3c33891ebb0f1ef609ec419420c20e320ce94c65fbc8c3312448eb225",
@@ -38,7 +38,7 @@ EMPTY = {
     "xxh3-128": "99aa06d3014798d86001c324468d497f",
     "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
 }
-"""Known for no bytes at all."""
+"""The checksums of zero bytes."""
 
 by_algorithm = pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 
@@ -105,7 +105,7 @@ def test_a_backend_that_verifies_itself_refuses_other_bytes_and_other_algorithms
     verify_checksum(compute("xxh3-128", [CHECK]), [CHECK[:4], CHECK[4:]], "a")
     with pytest.raises(StoreError, match="a: the bytes") as caught:
         verify_checksum(compute("xxh3-128", [CHECK]), [CHECK, b"!"], "a")
-    assert caught.value.transient  # the sender has the right ones
+    assert caught.value.transient  # the sender has the right bytes
     with pytest.raises(InvalidInputError):
         verify_checksum(compute("md5", [CHECK]), [CHECK], "a")
 

@@ -1,4 +1,4 @@
-"""The errors of network clients become ours, without importing a client."""
+"""Errors of network clients become tierfs' errors, without importing a client."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ class AiohttpError(Exception):
 
 
 class ClientConnectionError(Exception):
-    """Named like aiohttp's base of every lost connection."""
+    """Named like the base class of aiohttp's errors for lost connections."""
 
 
 class SSLError(Exception):
-    """Named like urllib3's, for what came while an answer was read and was not what had been sent."""
+    """Named like urllib3's error for an answer whose bytes were altered on the way."""
 
 
 class ServerDisconnectedError(ClientConnectionError):
-    """Derived from it."""
+    """Derived from that base class, as in aiohttp."""
 
 
 class NoValidConnectionsError(OSError):
-    """Named like paramiko's, which has no number."""
+    """Named like paramiko's error, which has no errno."""
 
 
 def _caused(error: Exception, cause: Exception) -> Exception:
@@ -189,7 +189,7 @@ THROTTLED = [
     BotoError(400, "ThrottlingException"),
     BotoError(400, "RequestLimitExceeded"),
     BotoError(429, "TooManyRequests"),
-    BotoError(503, "503", "Slow Down"),  # of a HEAD
+    BotoError(503, "503", "Slow Down"),  # for a HEAD
     _caused(OSError(errno.EBUSY, "Please reduce your request rate."), BotoError(503, "SlowDown")),
     AzureError(503, "ServerBusy"),
     AzureError(500, "OperationTimedOut"),
@@ -351,7 +351,7 @@ def test_what_waiting_does_not_mend_has_a_message_that_names_the_fix(
         (_caused(FileNotFoundError("gone"), BotoError(404, "NoSuchBucket")), "aws s3 mb s3://bkt"),
         (_caused(FileNotFoundError(errno.ENOENT, "gone"), AzureError(404, "ContainerNotFound")), "create --name bkt"),
         (GcsError(404, "notFound", "The specified bucket does not exist."), "create gs://bkt"),
-        (FileNotFoundError("b/bkt/o"), "create gs://bkt"),  # gcsfs, of a listing
+        (FileNotFoundError("b/bkt/o"), "create gs://bkt"),  # gcsfs, for a listing
         (FileNotFoundError("https://storage.googleapis.com/upload/storage/v1/b/bkt/o"), "create gs://bkt"),  # and a put
     ],
     ids=repr,
@@ -443,7 +443,7 @@ def test_what_an_earlier_request_met_says_nothing_of_this_one() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        # As of botocore.
+        # botocore's.
         type("HTTPClientError", (Exception,), {})(
             "An HTTP Client raised an unhandled exception: Invalid header value b't0ken\\n'"
         ),
@@ -539,7 +539,7 @@ def test_a_message_stays_short_and_on_one_line() -> None:
 
 
 class HttpProcessingError(Exception):
-    """Named like aiohttp's base of those for an answer that is none of HTTP; it makes a status 400 of them."""
+    """Named like the base class of aiohttp's errors for an answer that is not HTTP, which aiohttp gives status 400."""
 
 
 class DecodeError(AzureError):

@@ -1,4 +1,4 @@
-"""What the object tiers of all clouds have in common, over a cloud in memory."""
+"""Behaviour that the object tiers of all clouds share, tested over a cloud in memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALL = Capabilities(
 
 
 class AnswerError(Exception):
-    """What an SDK raises: it carries the status of the answer."""
+    """An SDK's error, which carries the status of the answer."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"answer {status}")
@@ -54,15 +54,15 @@ class AnswerError(Exception):
 
 @dataclass
 class Cloud:
-    """A server. The hooks decide how it differs from a faithful one.
+    """A server. Its attributes decide how it differs from a correct one.
 
     Attributes:
         fetched: Start and end of every request for bytes.
-        heeds_ranges: Otherwise the whole object comes.
-        heeds_pins: Otherwise the current version comes.
-        piece_bytes: How much of an answer comes at a time.
-        breaks_off_after: How many bytes of an answer come at most.
-        before_fetch: Called before each.
+        heeds_ranges: If False, a request for a range gets the whole object.
+        heeds_pins: If False, a request for a version gets the current one.
+        piece_bytes: The size of the pieces in which an answer arrives.
+        breaks_off_after: The most bytes that an answer has, or None for no limit.
+        before_fetch: Called before each request for bytes.
     """
 
     objects: dict[str, tuple[bytes, ObjectInfo]] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Session:
 
 
 class Client:
-    """See `CloudClient`."""
+    """A `CloudClient` of the cloud in memory."""
 
     deletes_max = 100
 
@@ -324,7 +324,7 @@ def test_a_stream_that_breaks_off_is_used_again_from_its_beginning(cloud: Cloud,
 def test_an_answer_may_be_longer_than_what_was_asked_for(cloud: Cloud, objects: CloudObjects) -> None:
     objects.put("a", [b"0123456789"])
     cloud.heeds_ranges = False
-    cloud.breaks_off_after = 7  # behind what is wanted
+    cloud.breaks_off_after = 7  # behind the wanted bytes
     out = memoryview(bytearray(3))
     objects.get("a", [(4, out)])
     assert out == b"456"
@@ -450,7 +450,7 @@ def test_the_status_of_the_answer_says_what_to_do(
         monkeypatch.setattr(Client, method, fail)
     calls = (
         lambda: objects.head("a"),
-        *([lambda: list(objects.list(""))] if kind is not NotFoundError else []),  # the bucket then: see below
+        *([lambda: list(objects.list(""))] if kind is not NotFoundError else []),  # a missing bucket, see below
         lambda: objects.delete(["a"]),
         lambda: objects.delete_version("a", Version("1")),
     )
@@ -488,7 +488,7 @@ def test_a_checksum_that_the_cloud_does_not_know_is_not_sent(cloud: Cloud, objec
     assert cloud.objects == {}
 
 
-# The rest
+# Other behaviour
 
 
 def test_what_is_put_goes_to_the_client_without_a_copy(objects: CloudObjects, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +523,7 @@ def test_what_it_is_made_of_is_shown(objects: CloudObjects) -> None:
 
 
 class Lent(bytearray):
-    """A buffer that can be asked whether it is there still."""
+    """A buffer that can be weakly referenced, so that a test sees when it is freed."""
 
 
 @pytest.mark.parametrize("verb", ["put", "get", "stream"])

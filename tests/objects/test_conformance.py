@@ -1,4 +1,4 @@
-"""Every backend and every wrapper does what an object tier must."""
+"""Every backend and every wrapper does what an object tier must do."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TestStackOnLocal(ObjectTierTests):
 
 
 class TestRetriesOverFaults(ObjectTierTests):
-    """What a caller sees of a tier that fails now and then, where failing again and again is all that retries do."""
+    """A tier that fails now and then passes the suite if failed requests are retried often enough."""
 
     @pytest.fixture
     def objects(self, memory: MemoryObjects) -> ObjectTier:
@@ -112,7 +112,7 @@ class TestRetriesOverFaults(ObjectTierTests):
             PlannedFault(Fault.REFUSED, method, after)
             for method, after in itertools.product(methods, (0, 1, 3, 4, 7, 20, 50, 90, 500))
         ]
-        # Not for conditional ones: a put that meets its own first attempt is for its caller to tell.
+        # Puts lose no responses: if a conditional put meets its own first attempt, its caller must decide.
         plan += [
             PlannedFault(Fault.LOST_RESPONSE, method, after)
             for method, after in itertools.product(("get", "read", "head", "list", "delete"), (0, 2, 5, 30))

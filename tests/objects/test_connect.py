@@ -1,4 +1,4 @@
-"""A protocol's name leads to the right tier, and imports no client before its time."""
+"""The protocol of a URL selects the tier, and a client is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ connecting = importlib.import_module("tierfs.objects.registry")  # the function 
 
 
 class AuthenticationException(Exception):
-    """Named like what paramiko raises before there is a filesystem."""
+    """Named like an error that paramiko raises before a filesystem exists."""
 
 
 class Cloud(AsyncFileSystem):  # type: ignore[misc]
@@ -152,10 +152,10 @@ def test_the_public_names_are_there_and_sorted() -> None:
 
 
 def test_a_forked_child_is_not_held_up_by_its_parent_s_requests() -> None:
-    """A child has none of its parent's other threads, and must not wait for what they hold."""
+    # A child has none of its parent's other threads, and must not wait for locks that they hold.
     connect("memory", "/test-fork", {}).put("a", [b"something"])
     with memory._lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other tests' threads may still be there
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests may still run
         child = os.fork()
         if not child:
             try:

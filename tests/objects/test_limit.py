@@ -1,4 +1,4 @@
-"""No more than the limit is asked of a tier at a time."""
+"""A tier gets at most as many requests at a time as the limit allows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def memory() -> Iterator[MemoryObjects]:
 
 
 class Crowded(MemoryObjects):
-    """Counts who is in a head at a time, and keeps everybody there until ``together`` are."""
+    """Counts the concurrent calls of `head`, and holds each of them until ``together`` calls are inside."""
 
     def __init__(self, together: int) -> None:
         super().__init__("/test-limit")
@@ -82,11 +82,11 @@ def test_the_limits_are_shown(memory: MemoryObjects) -> None:
 
 
 class Answering(MemoryObjects):
-    """Answers each head, or step of a listing, with the next of ``errors``; takes ``seconds`` for it."""
+    """Takes ``seconds`` for a head. A head, or a step of a listing, raises the next of ``errors`` unless it is None."""
 
     def __init__(self, errors: Iterable[TierfsError | None] = (), seconds: float = 0.0) -> None:
         super().__init__("/test-limit")
-        self.errors = iter(list(errors))  # a generator is for one thread
+        self.errors = iter(list(errors))  # threads cannot share a generator
         self.seconds = seconds
         self.clock = ManualClock()
 
@@ -228,9 +228,9 @@ def test_whoever_waits_comes_in_when_the_limit_rises(memory: MemoryObjects) -> N
         def head(self, key: str) -> ObjectInfo:
             self.asked += 1
             if self.asked == 2:
-                time.sleep(0.2)  # the other two wait by now
+                time.sleep(0.2)  # the other two wait by then
             elif self.asked > 2:
-                together.wait()  # only both at a time come through
+                together.wait()  # passes only if both calls come at the same time
             return super().head(key)
 
     endpoint = Endpoint([SLOW_DOWN])

@@ -1,4 +1,4 @@
-"""What the local directory promises beyond the conformance suite: crashes, full disks, rights, several processes."""
+"""Promises of the local directory beyond the conformance suite: crashes, full disks, permissions, several processes."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_nothing_is_written_until_something_is_put(objects: LocalObjects, root: 
 
 
 def _meet(root: str, number: int) -> LocalObjects:
-    """Wait until every process is here."""
+    """Wait until every process has arrived."""
     objects = LocalObjects(root)
     objects.put(f"here/{number}", [b""])
     deadline = time.monotonic() + 30

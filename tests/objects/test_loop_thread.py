@@ -1,4 +1,4 @@
-"""Threads wait for coroutines on a loop elsewhere, and what they lend is theirs again when they return."""
+"""Threads wait for coroutines on another thread's loop. After return, no coroutine uses the lent buffers any more."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_requests_of_many_threads_are_under_way_at_once(loop: LoopThread) -> Non
 
 
 class _Lent:
-    """A call that is busy with what it was lent until it is cancelled, and a while longer."""
+    """A call that uses a lent buffer until it is cancelled, and for a while longer."""
 
     def __init__(self) -> None:
         self.under_way = threading.Event()
@@ -138,9 +138,9 @@ def test_an_interrupt_right_after_the_call_is_begun_waits_for_its_end(
     assert lent.ended
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a finalizer may be what is struck
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the signal may hit a finalizer
 def test_interrupts_at_any_moment_leave_nothing_under_way(loop: LoopThread) -> None:
-    """SIGALRM strikes wherever the thread is just then."""
+    # SIGALRM interrupts the thread at a random point.
     random = Random(7)
     under_way = [0]
 

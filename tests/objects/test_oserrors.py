@@ -1,4 +1,4 @@
-"""The operating system's errors become ours, by what the caller does next."""
+"""Errors of the operating system become tierfs' errors, grouped by what the caller does next."""
 
 from __future__ import annotations
 

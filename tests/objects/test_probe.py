@@ -1,4 +1,4 @@
-"""Endpoints that do not keep what their kind promises are found out, one lie at a time."""
+"""The probe detects endpoints that break a promise of their kind. Each test breaks one."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RefusesEveryUpdate(WrappedObjects):
 
 
 class HasOneVersion(WrappedObjects):
-    """Its versions are times to the day."""
+    """An endpoint whose versions are times in whole days."""
 
     def put(self, key, data, *, mode=OVERWRITE, checksum=None):
         if isinstance(mode, Update):
@@ -129,7 +129,7 @@ class RefusesAndStores(WrappedObjects):
 
 
 class ChecksumsOfTheFirstByte(WrappedObjects):
-    """Heeds one of the two wrong ones that are tried."""
+    """An endpoint that detects only one of the two wrong checksums that the probe tries."""
 
     def put(self, key, data, *, mode=OVERWRITE, checksum=None):
         if checksum is not None:
@@ -141,7 +141,7 @@ class ChecksumsOfTheFirstByte(WrappedObjects):
 
 
 class ListsLate(WrappedObjects):
-    """Shows what was there when it was last asked."""
+    """An endpoint that lists the objects of the previous listing."""
 
     def __init__(self, inner) -> None:
         super().__init__(inner)
@@ -251,7 +251,7 @@ def test_a_faithful_endpoint_keeps_everything(memory: MemoryObjects) -> None:
 
 def test_a_client_that_sends_a_request_twice_does_not_pass_for_an_endpoint_that_refuses(memory: MemoryObjects) -> None:
     class SendsTwice(WrappedObjects):
-        """As HTTP clients do where a connection that they had kept is lost; once for each kind of request."""
+        """A client that repeats the first request of each kind, as HTTP clients do after losing a connection."""
 
         def __init__(self, inner: MemoryObjects) -> None:
             super().__init__(inner)
@@ -293,7 +293,7 @@ def test_what_cannot_be_asked_for_is_not_tried(memory: MemoryObjects) -> None:
 
 
 def _requests(memory: MemoryObjects) -> list[str]:
-    """The methods of a whole probe, in order."""
+    """Return the methods that a whole probe calls, in order."""
     called: list[str] = []
 
     class Noting(WrappedObjects):
@@ -336,7 +336,7 @@ def test_what_is_refused_on_purpose_is_not_sent_again(memory: MemoryObjects) -> 
 
 def test_a_bucket_that_takes_nothing_without_a_checksum_can_be_probed(memory: MemoryObjects) -> None:
     class Locked(WrappedObjects):
-        """As S3 with a retention that every object gets."""
+        """An endpoint that needs a checksum, like an S3 bucket with a default retention."""
 
         @property
         def capabilities(self) -> Capabilities:
@@ -354,7 +354,7 @@ def test_a_bucket_that_takes_nothing_without_a_checksum_can_be_probed(memory: Me
 
 def test_an_outage_does_not_pass_for_a_server_that_heeds_checksums(memory: MemoryObjects) -> None:
     class Failing(IgnoresChecksums):
-        """Answers 503 for as long as checksums are tried."""
+        """An endpoint that answers 503 to every put with a checksum."""
 
         def put(self, key, data, *, mode=OVERWRITE, checksum=None):
             if checksum is not None:
@@ -368,7 +368,7 @@ def test_an_outage_does_not_pass_for_a_server_that_heeds_checksums(memory: Memor
 @pytest.mark.parametrize("come_back_after", range(1, 5))
 def test_a_short_outage_does_not_pass_for_one_either(memory: MemoryObjects, come_back_after: int) -> None:
     class Flaky(IgnoresChecksums):
-        """Answers 503 for some requests from the first checksum that is wrong on."""
+        """An endpoint that answers 503 to some requests, beginning with the first wrong checksum."""
 
         left = come_back_after
         begun = False

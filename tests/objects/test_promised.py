@@ -1,4 +1,4 @@
-"""An object tier promises what its endpoint keeps, and looks after what it does not."""
+"""A tier promises what its endpoint keeps, and checks stored objects where the endpoint does not."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ CONDITIONLESS = replace(ALL, conditional_create=False, conditional_update=False)
 
 
 class Endpoint(WrappedObjects):
-    """Away from this host, and liable to store something else than it is sent.
+    """A remote endpoint that may store other bytes than it is sent.
 
     Args:
-        inner: Where it stores.
-        can: What can be asked of it.
+        inner: The tier that stores the objects.
+        can: The capabilities that the endpoint reports.
 
     Attributes:
-        wrong: What becomes of the content, put by put; those after the last are stored as they are.
-        modes: With which conditions puts came.
-        before_get: Called before each.
+        wrong: Functions that change the content, one for each put. Later puts store it unchanged.
+        modes: The mode of each put.
+        before_get: Functions to call, one before each get.
     """
 
     def __init__(self, inner: ObjectTier, can: Capabilities = ALL) -> None:
@@ -76,12 +76,12 @@ class Endpoint(WrappedObjects):
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        verify_checksum(checksum, data, key)  # what goes wrong comes behind it
+        verify_checksum(checksum, data, key)  # the damage happens after this check
         content = b"".join(data)
         self.modes.append(mode)
         stored = self.wrong.pop(0)(content) if self.wrong else content
         info = super().put(key, [stored], mode=mode)
-        return replace(info, size=len(content))  # it believes that it stored what it was sent
+        return replace(info, size=len(content))  # it reports the size that it was sent
 
     def get(self, key, ranges, *, version=None):
         if self.before_get:
@@ -136,7 +136,7 @@ class TestNothingKept(ObjectTierTests):
         return as_promised(endpoint, Capabilities(False, False, False, False))
 
 
-# What is promised
+# Capabilities
 
 
 @pytest.mark.parametrize("flag", ["conditional_create", "conditional_update", "list_after_write", "atomic_put"])
@@ -299,7 +299,7 @@ def test_what_somebody_else_stored_meanwhile_is_theirs(endpoint: Endpoint, verif
 
 
 class _ReplacedAfter(WrappedObjects):
-    """Somebody else is quicker than the second put."""
+    """Another writer replaces the object before the second put."""
 
     def get(self, key, ranges, *, version=None):
         info = super().get(key, ranges, version=version)

@@ -1,4 +1,4 @@
-"""Requests that fail for the moment are sent again, and only those."""
+"""Requests that fail for the moment are sent again, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of S3's answers; integration/test_s3.py has them from servers."""
+"""How tierfs interprets S3's answers; integration/test_s3.py tests with the answers of servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierfs.objects.backends.shared_session import SharedSession
 
 
 class Session:
-    """Gives prepared answers."""
+    """Returns prepared answers."""
 
     def __init__(self, answers: list[dict[str, Any]]) -> None:
         self.answers = answers
@@ -46,7 +46,7 @@ def _listed(*names: str, **more: object) -> dict[str, Any]:
 
 
 def _part(content: bytes, span: str | None) -> dict[str, Any]:
-    """An answer to a request for a range; without ``span``, one by a server that sends the whole object."""
+    """Return the answer to a request for a range. Without ``span``, the server sends the whole object."""
     answer: dict[str, Any] = {"ETag": '"1"', "ContentLength": len(content), "Body": io.BytesIO(content)}
     if span is None:
         return {**answer, "ResponseMetadata": {"HTTPStatusCode": 200}}
@@ -207,7 +207,7 @@ def test_credentials_that_come_late_are_found_by_the_next_request(monkeypatch, t
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    # Nothing listens there: what matters is what is said of it.
+    # Nothing listens there: the test checks the error.
     sessions = SharedSession("s3", lambda: connect_s3({"endpoint_url": "http://127.0.0.1:1"}))
     objects = open_s3(sessions, "bucket/base")
     with pytest.raises(StoreError, match="no credentials were found") as caught:
@@ -269,7 +269,7 @@ _OPTIONS = {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attemp
 
 @pytest.fixture
 def login_page() -> Iterator[Callable[[int], str]]:
-    """Gives a function that makes the server answer everything with a status, and tells its URL."""
+    """A function that sets the status of a server's answers, and returns the server's URL."""
     status = 200
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A session that many threads share, and children do not."""
+"""All threads of a process share a session. A forked child does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierfs.objects.backends.shared_session import SharedSession
 
 
 class Session:
-    """Notes where it was used."""
+    """Records the process that opened it, and whether it was closed."""
 
     endpoint = "http://cloud"
 
@@ -102,7 +102,7 @@ def test_a_child_that_drops_what_it_inherited_closes_nothing() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_sessions_are_closed_when_the_process_ends(late: bool) -> None:
-    """A request of a function that was registered before anything of ours comes after our own end: it opens another one."""
+    # `atexit` runs functions in reverse order: one registered before tierfs' runs after it, and opens another session.
     program = f"""
 import atexit
 if {late}:
