@@ -110,17 +110,30 @@ def test_a_save_that_is_read_back_damaged_fails_and_is_marked(root, monkeypatch)
     with manager(root, verify_after_save=True) as run:
         make(run, 1)
         assert run.errors == []
-        damage = run._saves._damage_in
+        damage = run._saves._read_back
 
         def damage_in(handle):
             flip_shard(root, handle.step)
             return damage(handle)
 
-        monkeypatch.setattr(run._saves, "_damage_in", damage_in)
+        monkeypatch.setattr(run._saves, "_read_back", damage_in)
         make(run, 2)
         (failed,) = run.errors
         assert isinstance(failed.error, CorruptionError)
         assert (run.latest(), run.checkpoints[-1].is_complete) == (1, True)
+
+
+def test_a_save_that_cannot_be_read_back_is_not_called_damaged(root, monkeypatch):
+    def fail(*_arguments):
+        raise StoreError("the object tier is down", transient=True)
+
+    with manager(root, verify_after_save=True) as run:
+        monkeypatch.setattr("tierfs.train.save.verify_checkpoint", fail)
+        make(run, 1)
+        (failed,) = run.errors
+        assert not isinstance(failed.error, CorruptionError)
+        assert "cannot be verified: the object tier is down" in str(failed.error)
+        assert run.latest() == 1
 
 
 def test_a_step_that_was_not_trained_is_told(root, caplog):

@@ -197,8 +197,6 @@ class Restorer:
             no_dist=world.size == 1,
         )
         notes = parts.loaded(values, about)
-        if kind == "light":
-            notes.insert(0, "a light checkpoint: optimizer and data loader are not restored")
         read = {tier for tier, count in self._read_bytes().items() if count > before[tier]}
         tiers = set().union(*world.gather(read, world.training))
         standing = run.standing(step)

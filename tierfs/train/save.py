@@ -201,11 +201,13 @@ class SaveThread:
         )
         meta: Any = metadata.storage_meta
         if self._checks.reads_back:
-            damage = world.from_first(self._damage_in(handle) if world.is_first else "", group)
+            damage, problem = world.from_first(self._read_back(handle) if world.is_first else ("", ""), group)
             if damage:
                 raise CorruptionError(
                     f"{handle.url} does not read back as it was saved, and is marked as damaged: {damage}"
                 )
+            if problem:
+                raise TierfsError(f"{handle.url} was saved, but cannot be verified: {problem}")
         self._before = order.step, digests
         return SaveMark(meta.sequence, meta.save_id)
 
@@ -227,16 +229,21 @@ class SaveThread:
         if self._checks.on_stale == "warn" and self._world.is_first:
             _logger.warning(text)
 
-    def _damage_in(self, handle: SaveHandle) -> str:
-        """Read a save back from the tier that has it, and mark it if damaged. Return the damage in words."""
+    def _read_back(self, handle: SaveHandle) -> tuple[str, str]:
+        """Read a save back from the tier that has it, and mark it if it is damaged.
+
+        Returns:
+            The damage, and why the save could not be read or marked; both in words, empty for none.
+        """
+        damage = ""
         try:
             report = verify_checkpoint(self._run.checkpoint(handle.step))
             damage = "; ".join(each.problem for each in report.damage)
             if damage:
                 self._run.mark_damaged(handle.step, damage)
         except TierfsError as error:
-            return str(error)
-        return damage
+            return damage, str(error)
+        return damage, ""
 
     def _look(self, order: SaveOrder, record: Mapping[str, Any]) -> str:
         """Compare the step's existing checkpoint: ``same`` or ``other`` content, or empty if the save may write."""

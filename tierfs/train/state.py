@@ -24,6 +24,8 @@ __all__ = ["DictState", "TrainState", "as_state"]
 
 FULL_ONLY = "optimizer"
 """The entry of a dict that a light checkpoint leaves out."""
+LEFT_OUT = ("optimizer", "data loader", "scaler", "extra values")
+"""The parts of a `TrainState` that a light checkpoint leaves out."""
 
 
 class _Missing:
@@ -182,7 +184,9 @@ class TrainState:
             _load_entry(self.extra, name, value)
         if about is not None:
             self.step, self.epoch = about.step, int(about.state.get("epoch", self.epoch))
-        return self._take_own(values, about)
+        light = about is not None and about.kind == "light"
+        notes = [f"a light checkpoint: {', '.join(LEFT_OUT)} are not restored"] if light else []
+        return notes + self._take_own(values, about)
 
     def _take_own(self, values: Mapping[str, Any], about: About | None) -> list[str]:
         """Apply the values that each rank has for itself, or reseed if another number of ranks saved them."""
@@ -234,7 +238,8 @@ class DictState:
     def loaded(self, values: Mapping[str, Any], about: About | None) -> list[str]:
         for name, value in values.items():
             _load_entry(self._entries, name, value)
-        return []
+        missing = sorted(self._entries.keys() - values.keys())
+        return [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
 
 
 def as_state(state: Any) -> TrainState | DictState:
