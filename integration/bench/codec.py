@@ -1,22 +1,26 @@
-"""Codecs on real training states: how small they get, how fast that is, and what it does for a flush over a link.
+"""Codecs on real training states: sizes, speeds, and the time of a flush over a limited link.
 
     python integration/bench/snapshots.py DIRECTORY     # once, half an hour
-    python integration/bench/codec.py DIRECTORY [--rounds 30] [--link-rounds 5] [--only PART ...] [--json] [--plot FILE.png]
+    python integration/bench/codec.py DIRECTORY [--rounds 30] [--link-rounds 5] [--only PART ...] [--json]
+        [--plot FILE.png]
 
-Sizes: a state is saved as one safetensors file into an empty store, and what became of it some steps later beside it; what counts is all that the
-object tier holds then, over the bytes of the file, with ``codecs="all"``. Every tensor is loaded back from the object tier and compared bit for bit. zstd -3 and
-zipnn get the same bytes, tensor by tensor; of the second save only the tensors that changed, as if they knew. Needs ``zipnn``.
+Sizes: a state is saved as one safetensors file into an empty store with ``codecs="all"``, and then the same
+state some steps later. A size is all bytes in the object tier over the bytes of the file. Every tensor is loaded
+back from the object tier and compared bit for bit. zstd -3 and zipnn (needs ``zipnn``) compress the same bytes,
+tensor by tensor. Of the second save they get only the tensors that changed.
 
-Speeds: blocks of 1 MiB of these states, or without DIRECTORY of made-up ones (``codec.py --only speed``), of which there are more than the caches hold, into warm memory; each is hashed, too, both ways.
-"memcpy" is ``numpy.copyto`` between two warm buffers of 256 MiB, in the same rounds. Two threads share out the same blocks.
-A round counts when zstd's Huffman coder, which needs a core and no interpreter, gained 1.8 from two threads before and after it, so that nobody else had
-them; where that is too rare, as where two processors are one core's hyperthreads, all rounds count, and the report says so. What two processes make
-of one, each with half of the blocks, is as much as two threads could.
+Speeds: blocks of 1 MiB are encoded or decoded into warm memory, and hashed. There are more blocks than the caches
+hold. Without DIRECTORY the blocks come from made-up states (``codec.py --only speed``). "memcpy" is
+``numpy.copyto`` between two warm buffers of 256 MiB in the same rounds. Two threads share the same blocks. Two
+processes, each with half of the blocks, show the most that two threads could gain. A round counts if two threads
+speed up zstd's Huffman coder 1.8 times, before and after the round: then no other process used the cores. If too
+few rounds pass, as on two hyperthreads of one core, all rounds count and the report says so.
 
-Links: several late states, as one, are staged, and the time goes from when the file is closed until the flusher, a process of its own, has it in
-the object tier, with codecs and with ``codecs="off"``, in turns. The server is nginx on tmpfs (``apt-get install nginx-light``), the link a loopback that
-Linux's token bucket limits (iproute2; root, or user namespaces). For each limit there is a round that does not count. Takes about ten times the
-states' bytes of memory.
+Links: several late states are staged as one. The time runs from the closed file until the flusher, a process of
+its own, has put the file into the object tier. Rounds alternate between codecs and ``codecs="off"``. The server is
+nginx on tmpfs (``apt-get install nginx-light``). The link is a loopback that Linux's token bucket limits (iproute2;
+root, or user namespaces). The first round of each limit does not count. Needs about ten times the states' bytes of
+memory.
 """
 
 from __future__ import annotations
@@ -43,11 +47,10 @@ SPEEDS = {"PLANE encode": 1.3, "DPLANE encode": 1.2, "PLANE decode": 2.5, "DPLAN
 THREADS_GAIN = 1.6
 SLOW_LINK = "200"
 SLOW_LINK_GAIN = 1.35
-NEVER_SLOWER = 0.97  # two flushes of the very same kind differ by so much
+NEVER_SLOWER = 0.97  # two equal flushes differ by this much
 
 
 def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each aim with what was measured."""
     found = Aims()
     for one in codec_sets.SETS:
         saves = report["sets"].get(one.name, {})
@@ -78,13 +81,11 @@ def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def title(name: str, saves: dict[str, Any], save: str) -> str:
-    """A save, in words."""
     steps = f"{saves['later']} step{'s' * (saves['later'] > 1)} later"
     return f"{name}, {'first save' if save == 'static' else steps}"
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print it as tables."""
     print(f"{report['machine']}, {report['rounds']} rounds, of links {report['link rounds']}")
     if report["sets"]:
         peers = ("zstd-3", "zipnn", "zstd-3 patch-from")
@@ -128,19 +129,20 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "snapshots", type=Path, nargs="?", help="what snapshots.py made; without it, speeds alone, of states made up"
+        "snapshots", type=Path, nargs="?", help="output of snapshots.py; without it, only the speeds of made-up states"
     )
-    parser.add_argument("--rounds", type=int, default=30, help="of the speeds")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of the speeds")
     parser.add_argument("--link-rounds", type=int, default=5)
-    parser.add_argument("--states", type=int, default=4, help="that are flushed as one, of 185 MiB each")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="leave the rest out")
     parser.add_argument(
-        "--set", nargs="+", choices=[one.name for one in codec_sets.SETS], default=[], help="these alone"
+        "--states", type=int, default=4, help="number of states, of 185 MiB each, that are flushed as one"
     )
-    parser.add_argument("--directory", help="of the stores")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run only these parts")
+    parser.add_argument(
+        "--set", nargs="+", choices=[one.name for one in codec_sets.SETS], default=[], help="run only these sets"
+    )
+    parser.add_argument("--directory", help="directory for the stores")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args()

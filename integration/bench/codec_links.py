@@ -1,10 +1,10 @@
-"""What `codec.py` measures of links: how long a late state takes from `staged` to the object tier, with codecs and without.
+"""Links for `codec.py`: the time of a late state from `staged` to the object tier, with codecs and without.
 
-A state is saved as one safetensors file, of which each tensor is a chunk of its own, 1 to 2 MiB here; and as a checkpoint of DCP's, whose chunks
-are of 16 MiB whatever the size of the tensors is, as those of files with large tensors are.
+A state is saved as one safetensors file, in which each tensor is a chunk of 1 to 2 MiB. It is also saved as a DCP
+checkpoint, whose chunks are 16 MiB, like those of files with large tensors.
 
-Run as a program by `report`, in a network of its own whose loopback is the link: ``SNAPSHOTS ROOT STATES ROUNDS``. The server is nginx
-with its files on tmpfs.
+`report` runs this file as a program, ``SNAPSHOTS ROOT STATES ROUNDS``, in a network namespace whose loopback is the
+link. The server is nginx with its files on tmpfs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tierfs.dcp import TierWriter
 
 MB = 10**6
 LIMITS = {"50": 50 * MB, "100": 100 * MB, "200": 200 * MB, "400": 400 * MB, "800": 800 * MB, "unlimited": None}
-# Whether by DCP, and with which options.
+# For each way: whether it saves through DCP, and the options of the filesystem.
 WAYS: dict[str, tuple[bool, dict[str, str]]] = {
     "file, raw": (False, {"codecs": "off"}),
     "file": (False, {}),
@@ -49,15 +49,17 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_
 
 
 class Flush:
-    """A store, and states that are staged, then flushed there by the flusher's process; each has the store for itself.
+    """Stage states in a store and time how long the flusher's process takes to flush them.
+
+    The chunks of a state are deleted before the next state.
 
     Args:
-        server: Where to.
-        name: Of the store.
-        size: Of a state in bytes.
-        root: Of the state directory.
-        dcp: Whether states are saved as checkpoints.
-        options: Of the filesystem.
+        server: Holds the store.
+        name: Name of the store.
+        size: Bytes of a state.
+        root: Parent of the state directory.
+        dcp: Whether states are saved as DCP checkpoints.
+        options: Options of the filesystem.
     """
 
     def __init__(self, server: Server, name: str, size: int, root: Path, options: dict[str, str], *, dcp: bool) -> None:
@@ -78,8 +80,8 @@ class Flush:
         self._numbers = itertools.count()
 
     def __call__(self, state: State, *, check: bool) -> dict[str, float]:
-        """Seconds from when a state is staged until the object tier has it, the flusher's CPU seconds, bytes stored."""
-        # A directory of its own, so that nothing is the parent of anything.
+        """Return the seconds from staged to the object tier, the flusher's CPU seconds, and stored over raw bytes."""
+        # A new directory, so that no earlier checkpoint is the parent of this one.
         run = f"run_{next(self._numbers)}/step_1"
         if self._writer is None:
             with self._fs.open(f"{self._path}/{run}/{FILE}", "wb") as handle:
@@ -91,15 +93,12 @@ class Flush:
         seconds = timed(partial(self._fs.wait, self._path, "object"))
         used = cpu_seconds(pid) - used
         stored = self._server.stored(f"{self._name}/.tierfs/chunks")
-        if (
-            check and self._writer is None
-        ):  # a checkpoint takes reads that nginx cannot answer; what `codec.py` does with sets loads them
+        if check and self._writer is None:  # nginx cannot answer the reads of a checkpoint; `codec_sets` loads those
             self._check(f"{run}/{FILE}", state)
         self._server.empty(f"{self._name}/.tierfs/chunks")
         return {"seconds": seconds, "cpu": used, "stored": stored / bytes_of(state)}
 
     def stop(self) -> None:
-        """End the flusher."""
         end_flusher(self._fs.status(self._path))
 
     def _check(self, file: str, state: State) -> None:
@@ -111,18 +110,17 @@ class Flush:
 
 
 def states(snapshots: Path, count: int) -> State:
-    """The last few states of a run as one that is larger."""
+    """Combine several late states of a run into one larger state."""
     steps = steps_of(snapshots / RUN)[LATE:][:count]
     return {f"{step.name}.{name}": tensor for step in steps for name, tensor in load(step).items()}
 
 
 def moved(state: State, count: int) -> State:
-    """A state whose tensors are turned by so many elements: nothing of it was stored before, its statistics are the same."""
+    """Rotate each tensor by `count` elements: no chunk of it was stored before, and its statistics are the same."""
     return {name: tensor.flatten().roll(count) for name, tensor in state.items()}
 
 
 def report(snapshots: Path, root: Path, count: int, rounds: int) -> dict[str, Any]:
-    """Everything about links."""
     program = [sys.executable, Path(__file__), snapshots, root, str(count), str(rounds)]
     done = subprocess.run(
         shaped_network.command(program), env=CREDENTIALS | os.environ, stdout=subprocess.PIPE, check=True
@@ -132,7 +130,7 @@ def report(snapshots: Path, root: Path, count: int, rounds: int) -> dict[str, An
 
 
 def main() -> None:
-    """Measure, in a network of one's own, and print what was found."""
+    """Measure in this network namespace, and print the result as JSON."""
     snapshots, root, count, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     state = states(snapshots, count)
     rows: dict[str, Rows] = {limit: Rows() for limit in LIMITS}
@@ -148,8 +146,8 @@ def main() -> None:
                 shaped_network.limit(bytes_per_s)
                 for number in range(1 + rounds):
                     if number == 1:
-                        rows[limit].clear()  # the flusher of a long-running job knows its link
-                    # Who is first takes turns.
+                        rows[limit].clear()  # in the first round the flusher measured its link, as in a long job
+                    # Alternate which way goes first.
                     for way in list(flushes)[:: 1 if number % 2 else -1]:
                         rows[limit].note(way, **flushes[way](moved(state, next(turned)), check=False))
         finally:

@@ -1,4 +1,4 @@
-"""What others make of the same bytes, tensor by tensor, in `codec.py`."""
+"""Other compressors on the same bytes, tensor by tensor, for `codec.py`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ import zstandard
 from tierfs.digest import BLOCK_BYTES
 
 ZSTD_LEVEL = 3
-# zipnn ends the process where it gets a few bytes.
+# zipnn kills the process on inputs of a few bytes.
 ZIPNN_BYTES_MIN = 512
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """As they lie in memory."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def zstd(tensors: dict[str, torch.Tensor]) -> int:
-    """Bytes that zstd leaves of them."""
+    """Return the bytes of the tensors after zstd."""
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     return sum(len(compressor.compress(tensor_bytes(tensor))) for tensor in tensors.values())
 
 
 def zstd_from(tensors: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> int:
-    """The same as ``zstd --patch-from``, each block with that at the same place in the tensor of before."""
+    """Return the bytes after ``zstd --patch-from``; a block's dictionary is the same block of the base tensor."""
     window = (2 * BLOCK_BYTES).bit_length()
     parameters = zstandard.ZstdCompressionParameters.from_level(ZSTD_LEVEL, window_log=window, enable_ldm=True)
     total = 0
@@ -39,7 +38,7 @@ def zstd_from(tensors: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -
 
 
 def zipnn(tensors: dict[str, torch.Tensor]) -> int:
-    """Bytes that zipnn leaves of them."""
+    """Return the bytes of the tensors after zipnn."""
     try:
         from zipnn import ZipNN
     except ImportError:
@@ -47,7 +46,7 @@ def zipnn(tensors: dict[str, torch.Tensor]) -> int:
     total = 0
     for tensor in tensors.values():
         kind = "bfloat16" if tensor.dtype == torch.bfloat16 else "float32"
-        raw = bytearray(tensor_bytes(tensor))  # its own, since zipnn changes what it is given
+        raw = bytearray(tensor_bytes(tensor))  # a copy, because zipnn changes its input
         if len(raw) < ZIPNN_BYTES_MIN:
             total += len(raw)
             continue

@@ -1,4 +1,4 @@
-"""The report of `codec.py` as a picture."""
+"""Plot the report of `codec.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ HEIGHT = 0.26
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw the sizes as bars, and the seconds of a flush over the speed of the link, as far as they are in the report.
+    """Draw the sizes as bars, and the seconds of a flush over the speed of the link, as far as the report has them.
 
     Args:
-        report: What ``--json`` prints.
-        path: Of the PNG.
+        report: The output of ``--json``.
+        path: The PNG to write.
     """
     try:
         import matplotlib as mpl

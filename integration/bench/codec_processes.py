@@ -1,4 +1,4 @@
-"""What `codec.py` measures of codecs in processes instead of threads, which share one interpreter lock."""
+"""Codecs in processes for `codec.py`. Unlike threads, processes do not share an interpreter lock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from dcp_session import timed
 PROCESSES = 2
 WARM_UPS = 2
 WAYS = ("encode", "decode")
-# Of the cases: its place in their list, and the way.
+# Index of the case, and the way.
 _Job = tuple[int, str]
 
 
 def report(cases: dict[tuple[str, str], Case], rounds: int) -> dict[str, dict[str, float]]:
-    """By codec and way, how many times as fast two processes are as one, and as two threads, with all classes; in turns, medians.
+    """Return the speed of two processes over one, and over two threads, for each codec and way, with all classes.
 
-    The processes have the blocks already: what it would take to send them there is not counted. To be called before there are threads.
+    Measurements alternate, and each figure is a median. The processes inherit the blocks by fork, so the cost to
+    send blocks does not count. Call this before the process has threads.
     """
     tasks = list(cases.values())
     numbers = {codec.name: [at for at, key in enumerate(cases) if key[0] == codec.name] for codec in CASES}
@@ -55,7 +56,7 @@ def report(cases: dict[tuple[str, str], Case], rounds: int) -> dict[str, dict[st
 
 
 def _seconds(workers: list[Connection], job: _Job) -> float:
-    """What it takes these to do all blocks of a case."""
+    """Time these workers on all blocks of a case."""
 
     def all_of_it() -> None:
         for worker in workers:

@@ -1,4 +1,4 @@
-"""What `codec.py` measures of sizes: states saved into a store, and what its object tier holds then."""
+"""Sizes for `codec.py`: states saved into a store, and the bytes of its object tier."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ SPARE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Set:
-    """A state and what became of it some steps later, saved one after the other.
+    """A state and the same state some steps later, saved one after the other.
 
     Attributes:
-        name: In the report.
-        run: Of `snapshots.py`.
-        first: Which of its states is the first, counted in the order of steps.
-        second: Which is the second.
-        later: Steps between them.
-        classes: Of which tensors the state is made.
-        limits: The most of the raw bytes that the first save, and the second, may take; None for no aim.
-        of_changed: Whether the second limit is on the bytes of the tensors that changed.
-        dcp: Whether it is saved by `torch.distributed.checkpoint`, and not as a safetensors file.
+        name: Its name in the report.
+        run: A run of `snapshots.py`.
+        first: Index of the first state, in the order of steps.
+        second: Index of the second state.
+        later: Steps between the two.
+        classes: Classes of the tensors in a state.
+        limits: Most stored over raw bytes of the first and the second save. None means no aim.
+        of_changed: Whether the second limit counts only the raw bytes of the changed tensors.
+        dcp: Whether `torch.distributed.checkpoint` saves the states. Otherwise each is a safetensors file.
     """
 
     name: str
@@ -65,19 +65,19 @@ SETS = (
 
 
 class Saved:
-    """A store of its own in a directory, and states saved there, each as one safetensors file or as a checkpoint of DCP's.
+    """A store in its own directory, with states saved as safetensors files or as DCP checkpoints.
 
     Args:
-        root: Empty.
-        size: Of a state in bytes.
-        dcp: Whether by DCP.
+        root: An empty directory.
+        size: Bytes of a state.
+        dcp: Whether states are saved as DCP checkpoints.
     """
 
     def __init__(self, root: Path, size: int, *, dcp: bool) -> None:
         self._root = root
         self._url = f"tierfs::file://{root}/store"
         tierfs.init(f"file://{root}/store")
-        # By default nothing is encoded for a directory of this host, which takes raw bytes in less time.
+        # By default tierfs encodes nothing for a directory of this host, because raw bytes take less time there.
         options = {
             "ack": "staged",
             "ram": size * RAM_STATES + SPARE_BYTES,
@@ -89,7 +89,7 @@ class Saved:
         self._writer = TierWriter(self._url, **options) if dcp else None
 
     def save(self, step: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Save a state, until the object tier has it; gives the bytes that the store grew by, and seconds."""
+        """Save a state and wait for the object tier. Return the bytes by which the store grew, and the seconds."""
         data = safetensors.torch.save(state) if self._writer is None else b""
         before = self._stored()
         begin = time.perf_counter()
@@ -103,10 +103,10 @@ class Saved:
         return {"seconds": seconds, "raw": len(data) or bytes_of(state), "stored": self._stored() - before}
 
     def check(self, step: int, state: dict[str, torch.Tensor]) -> None:
-        """Load a state where no local tier has it, and compare every tensor bit for bit.
+        """Load a state without local tiers, and compare every tensor bit for bit.
 
         Raises:
-            RuntimeError: One is something else.
+            RuntimeError: A tensor differs.
         """
         elsewhere: dict[str, Any] = {"ram": 0, "nvme": 0, "state_dir": str(self._root / "elsewhere")}
         if self._writer is None:
@@ -120,7 +120,6 @@ class Saved:
             raise RuntimeError(f"{self._url}, step {step}: what was loaded is not what was saved: {wrong}")
 
     def stop(self) -> None:
-        """End the flusher."""
         end_flusher(self._fs.status(self._path))
 
     def _file(self, step: int) -> str:
@@ -130,15 +129,15 @@ class Saved:
         return f"{self._url}/run/step_{step}"
 
     def _stored(self) -> int:
-        """All that the object tier holds: chunks, manifests, and what little else there is."""
+        """Return the bytes of all objects in the object tier."""
         found = (os.path.join(base, name) for base, _, names in os.walk(self._root / "store") for name in names)
         return sum(os.stat(path).st_size for path in found)
 
 
 def measured(one: Set, snapshots: Path, root: Path) -> dict[str, dict[str, float]]:
-    """Raw and stored bytes of both saves, by who stores: tierfs, and peers that have the same bytes.
+    """Return the raw and stored bytes of both saves, for tierfs and for peers with the same bytes.
 
-    Of the second save the peers are given the tensors that changed, and nothing for the others.
+    Of the second save the peers get only the changed tensors.
     """
     steps = steps_of(snapshots / one.run)
     first, second = (load(steps[number], one.classes) for number in (one.first, one.second))
@@ -161,7 +160,7 @@ def _peers(state: dict[str, torch.Tensor]) -> dict[str, float]:
 
 
 def report(snapshots: Path, root: Path, names: list[str]) -> dict[str, Any]:
-    """Everything about sizes, by set; each is measured by a process of its own, which takes its slabs with it."""
+    """Measure each set in a process of its own, whose slabs go when it ends."""
     found = {}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         for number, one in enumerate(SETS):
@@ -169,5 +168,5 @@ def report(snapshots: Path, root: Path, names: list[str]) -> dict[str, Any]:
                 directory = root / str(number)
                 directory.mkdir()
                 found[one.name] = processes.apply(measured, (one, snapshots, directory)) | {"later": one.later}
-                shutil.rmtree(directory, ignore_errors=True)  # its flusher may be about to end
+                shutil.rmtree(directory, ignore_errors=True)  # its flusher may still be ending
     return found

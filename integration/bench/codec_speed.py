@@ -1,4 +1,4 @@
-"""What `codec.py` measures of speed: blocks of real states encoded and decoded by one thread and by two, digests included."""
+"""Speeds for `codec.py`: one thread and two encode and decode blocks of real states, digests included."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tierfs.codec import Codec, Coding, decode_block, encode_block, encode_block
 from tierfs.codec.planes import frames
 from tierfs.digest import BLOCK_BYTES, DigestKind, hash_bytes
 
-# By class of tensors; all of them together are more than the processor's caches hold.
+# Blocks of a class of tensors. The blocks of all classes exceed the processor's caches.
 BLOCKS = 24
 COPY_BYTES = 256 << 20
 ROOM_BYTES = Coding(Codec.PLANE).together * BLOCK_BYTES
 WARM_UPS = 2
-# A machine that is shared is quiet now and then; a round counts when two threads made so much of one of what needs whole cores, and no
-# interpreter: zstd's Huffman coder. (What waits for its own results, as sha256 does, gains as much from one core's two hyperthreads.)
+# A shared machine is quiet only now and then. A round counts if two threads speed up zstd's Huffman coder, which
+# needs whole cores and no interpreter, by this factor. (sha256 waits for its own results, so it would gain as much
+# from two hyperthreads of one core.)
 QUIET_GAIN = 1.8
 GAUGE_VALUES = 64
 QUIET_ROUNDS_MIN = 5
@@ -33,7 +34,7 @@ SCALE = 10.0
 RUN = "fp32master"
 SEED = 1
 LATE, LATER = 4, 6
-# What each codec is for: a moment has nothing of what it was ten steps before.
+# The classes of each codec. A moment has nothing in common with itself ten steps before, so it has no delta.
 CASES = {
     Codec.PLANE: {"w32": 4, "m": 4, "v": 4, "w16": 2},
     Codec.DPLANE: {"w32": 4, "v": 4, "w16": 2},
@@ -48,12 +49,12 @@ class Case:
     """Blocks of one class of tensors, for one codec.
 
     Attributes:
-        coding: How they are encoded.
-        raws: The blocks.
-        bases: What each is encoded against.
-        digests: Of the blocks.
-        encoded: Codec and bytes of each.
-        outs: Where each is decoded to.
+        coding: How the blocks are encoded.
+        raws: The raw blocks.
+        bases: The base of each block, or None.
+        digests: Digest of each raw block.
+        encoded: Codec and encoded bytes of each block.
+        outs: The buffer that each block is decoded into.
     """
 
     coding: Coding
@@ -78,11 +79,11 @@ class Case:
 
     @property
     def ratio(self) -> float:
-        """Encoded over raw."""
+        """Encoded over raw bytes."""
         return sum(len(data) for _, data in self.encoded) / self.size
 
     def encode(self, room: memoryview, begin: int, step: int) -> None:
-        """Encode every so many blocks, as who flushes does: some of them together."""
+        """Encode every `step`-th group of blocks. Groups are as large as the flusher's."""
         count = self.coding.together
         for first in range(begin * count, len(self.raws), step * count):
             raws = self.raws[first : first + count]
@@ -92,7 +93,7 @@ class Case:
             encode_blocks(raws, self.coding, self.bases[first : first + count], outs)
 
     def decode(self, room: memoryview, begin: int, step: int) -> None:
-        """Decode every so many, as who reads does."""
+        """Decode every `step`-th block, as a reader does."""
         for number in range(begin, len(self.raws), step):
             codec, data = self.encoded[number]
             decode_block(codec, data, self.outs[number], self.bases[number], "bench")
@@ -101,12 +102,12 @@ class Case:
 
 @dataclass
 class Sample:
-    """A round.
+    """One round.
 
     Attributes:
-        gain: What two threads made of Huffman codes, as a multiple of one.
+        gain: Speed of Huffman coding on two threads over one.
         copy: Bytes per second of memcpy.
-        taken: Bytes, seconds of one thread, and of two.
+        taken: For each key: bytes, seconds of one thread, and seconds of two.
     """
 
     gain: float
@@ -119,7 +120,7 @@ class Sample:
 
 
 class Threads:
-    """Two threads that live on, each with memory of its own that is warm."""
+    """Two long-lived threads, each with its own warm memory."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2)
@@ -127,7 +128,7 @@ class Threads:
         self._gauge = np.random.default_rng(0).integers(0, GAUGE_VALUES, BLOCK_BYTES, np.uint8).data
 
     def seconds(self, task: Callable[[memoryview, int, int], None], count: int) -> float:
-        """What it takes that many threads to do a task that is shared out."""
+        """Time `count` threads that share a task."""
 
         def all_of_it() -> None:
             begun = [self._pool.submit(task, self._rooms[number], number, count) for number in range(count)]
@@ -137,7 +138,10 @@ class Threads:
         return timed(all_of_it)
 
     def gain(self) -> float:
-        """Of two threads over one that need no interpreter: says how many cores there are, and how quiet they are."""
+        """Return the speed of two threads over one in Huffman coding, which needs no interpreter.
+
+        It shows how many cores there are and how quiet they are.
+        """
 
         def code_blocks(_: memoryview, begin: int, step: int) -> None:
             for _ in range(begin, BLOCKS, step):
@@ -150,7 +154,7 @@ class Threads:
 
 
 def blocks(step: Path, kind: str) -> list[memoryview]:
-    """The first whole blocks of a class's large tensors, in the order of their names."""
+    """Return the first whole blocks of a class's tensors, in the order of their names."""
     found: list[memoryview] = []
     for path in sorted(step.glob(f"{kind}.*.npy")):
         data = memoryview(np.load(path).reshape(-1).view(np.uint8))
@@ -160,7 +164,7 @@ def blocks(step: Path, kind: str) -> list[memoryview]:
 
 
 def cases(snapshots: Path) -> dict[tuple[str, str], Case]:
-    """By codec and class."""
+    """Return the cases by codec and class."""
     steps = steps_of(snapshots / RUN)
     kinds = {kind for widths in CASES.values() for kind in widths}
     late, later = ({kind: blocks(steps[number], kind) for kind in kinds} for number in (LATE, LATER))
@@ -168,7 +172,7 @@ def cases(snapshots: Path) -> dict[tuple[str, str], Case]:
 
 
 def made_up_cases() -> dict[tuple[str, str], Case]:
-    """The same of states that nobody trained: normal distributions, and a small step from each."""
+    """Return cases of untrained states: normal distributions, and a small step from each."""
     drawn = np.random.default_rng(SEED)
     count = BLOCKS * BLOCK_BYTES // 4
     w32, m, v, step = (drawn.standard_normal(count).astype(np.float32) for _ in range(4))
@@ -197,10 +201,11 @@ def _cases(late: dict[str, list[memoryview]], later: dict[str, list[memoryview]]
 
 
 def report(everything: dict[tuple[str, str], Case], rounds: int) -> dict[str, Any]:
-    """GB/s of raw bytes, by codec, class and direction: by one thread, that where memcpy makes 10, and two threads over one.
+    """Return GB/s of raw bytes by codec, class and direction.
 
-    The class "all" is the time of all classes over the bytes of all. Ratios are taken within a round; all are medians of as many
-    quiet rounds, those before and after which two threads were worth two, or of all rounds where there are not enough.
+    Each row has one thread, the same scaled to a memcpy of 10 GB/s, and two threads over one. The class "all" is the
+    bytes of all classes over their time. Ratios are taken within a round. Figures are medians of the quiet rounds,
+    or of all rounds if too few are quiet.
     """
     source, target = (np.ones(COPY_BYTES, np.uint8) for _ in range(2))
     samples: list[Sample] = []

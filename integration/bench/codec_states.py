@@ -1,4 +1,4 @@
-"""What `snapshots.py` made, as states that a user would save."""
+"""The states of `snapshots.py` under the names that a user gives their tensors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# As users call them, by the classes of `snapshots.py`.
+# The names that users give the classes of `snapshots.py`.
 NAMES = {"w16": "model", "w32": "master", "m": "exp_avg", "v": "exp_avg_sq"}
 
 
 def steps_of(run: Path) -> list[Path]:
-    """The states of a run, in order.
+    """Return the states of a run in order.
 
     Raises:
-        FileNotFoundError: There are none.
+        FileNotFoundError: The run has no states.
     """
     found = sorted(path for path in run.glob("*") if path.is_dir() and any(path.iterdir()))
     if not found:
@@ -24,7 +24,7 @@ def steps_of(run: Path) -> list[Path]:
 
 
 def load(step: Path, classes: tuple[str, ...] = tuple(NAMES)) -> dict[str, torch.Tensor]:
-    """A state by the names of its tensors, those of these classes; what is uint16 is bfloat16."""
+    """Load the tensors of these classes by name. uint16 arrays become bfloat16."""
     state = {}
     for path in sorted(step.glob("*.npy")):
         kind, _, tensor = path.stem.partition(".")
@@ -39,12 +39,12 @@ def bytes_of(state: dict[str, torch.Tensor]) -> int:
 
 
 def changed(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that are not, bit for bit, what they were."""
+    """Return the tensors whose bits changed."""
     return {name: tensor for name, tensor in state.items() if not same(tensor, before[name])}
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether shape, type and all bits are."""
+    """Whether shape, dtype and all bits are equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,19 +1,22 @@
-"""`tierfs.dcp` and its peers: how long training is blocked, when a checkpoint is durable, what a drain costs, loads.
+"""`tierfs.dcp` and its peers: blocked training, time until durable, the cost of a drain to training, and loads.
 
     python integration/bench/dcp.py [--bytes 2GiB] [--rounds 5] [--directory DIR] [--json] [--plot FILE.png]
 
-All in one run, one after the other in each round, in another order each time, medians of the rounds after three that warm up what a
-long-running job has warm: slabs, the arena's disk blocks, the memory of a stager that is kept. The first save of a process is
-measured apart, in processes of their own, right after free memory was touched, as the clone that it is compared to. Everybody saves
-the same states to the same disk and flushes: 64 equal matrices, and a decoder of about 300 parameters with AdamW's state (1,200
-tensors, most of them small); 900 tensors of 4 KiB for the price of a tensor. Their content is new for each save, so nothing is
-deduplicated. The limit is a copy of each tensor, then direct writes of that. tierfs has both local tiers in front of a store that
-is a directory on the same disk; its flusher is a process of its own, and what it does after `local` is waited for before the next
-one's turn. For how long training is blocked is measured once more, in a training loop, in rounds of a copy and those who save in
-the background into memory that is warm; for what is compared there, ratios are taken within a round, and the median of those. Cold
-loads: ram copies are evicted, and the page cache of all files dropped (posix_fadvise DONTNEED). Bytes read are ``rchar`` of
-/proc/self/io. Everybody runs with the ``GLIBC_TUNABLES`` that docs/how-to/dcp.md advises, unless that is set, be it to nothing.
-Takes about 10 times --bytes of memory, and (rounds + 7) times of the disk.
+All peers save the same states to the same disk, and flush. The states are 64 equal matrices, a decoder of about 300
+parameters with AdamW's state (1,200 tensors, most of them small), and 900 tensors of 4 KiB for the cost of a tensor.
+Their content is new for each save, so nothing is deduplicated. The limit is a copy of each tensor, then direct
+writes of the copy. tierfs has both local tiers in front of a store that is a directory on the same disk. Its flusher
+is a process of its own, and its work after `local` ends before the next peer's turn.
+
+The peers take turns in each round, in a new order each time. Figures are medians of the rounds after three that warm
+up slabs, the arena's disk blocks and the memory of the kept stager, as in a long-running job. The first save of a
+process, and the clone it is compared to, have processes of their own that touch free memory first. The time that
+training is blocked is measured again in a training loop, against a copy and against peers that save in the
+background into warm memory. There, ratios are medians of the ratios within a round.
+
+Before a cold load, ram copies are evicted and the page cache of all files is dropped (posix_fadvise DONTNEED). Bytes
+read are ``rchar`` of /proc/self/io. All peers run with the ``GLIBC_TUNABLES`` that docs/how-to/dcp.md advises, unless
+the variable is set, even to nothing. Needs about 10 times --bytes of memory, and (rounds + 7) times of disk.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ WARM_UPS = 3
 BLOCK = 1 << 20
 RANKS = 4
 FOOTPRINT_TENSORS = (16, 256, 4096)
-COUNT_MAX = 1000  # what is more is bytes
+COUNT_MAX = 1000  # larger values are bytes
 IDLE_S = 2.0
 HERE = Path(__file__).parent
 SPARE = 256 << 20
@@ -54,11 +57,11 @@ TUNABLES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1048576"}
 
 
 class Bench:
-    """One run; each part is a process of its own, with a state directory and slabs of its own.
+    """One run. Each part is a process of its own, with its own state directory and slabs.
 
     Args:
-        root: On the disk that is measured.
-        rounds: That count.
+        root: A directory on the disk to measure.
+        rounds: Rounds that count.
     """
 
     def __init__(self, root: Path, rounds: int) -> None:
@@ -66,24 +69,24 @@ class Bench:
         self._rounds = rounds
 
     def state(self, name: str, size: int, *, training: bool) -> dict[str, Any]:
-        """Everything about one state."""
+        """Measure saves, loads and training of one state."""
         (found,) = self._workers(["state"], size, name, self._rounds, int(training))
         return found
 
     def first(self, size: int) -> dict[str, float]:
-        """First saves, each of a process and a host that have nothing yet."""
+        """Measure first saves, each of a new process on a host without state."""
         found = [self._workers(["first"], size)[0] for _ in range(self._rounds)]
         return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
     def footprint(self, size: int) -> dict[str, dict[int, dict[str, int]]]:
-        """Descriptors and memory by the number of tensors."""
+        """Return descriptors and memory by the number of tensors."""
         return {
             name: {count: self._workers(["footprint"], size, name, count)[0] for count in FOOTPRINT_TENSORS}
             for name in ("tierfs", "stock")
         }
 
     def replicas(self, size: int) -> list[float]:
-        """Bytes staged by four ranks, save by save, over those of the state."""
+        """Return the bytes that four ranks stage over those of the state, save by save."""
         return self._workers(["replicas"] * RANKS, size, ranks=RANKS)[0]["staged"]
 
     def _workers(self, whats: list[str], size: int, *more: object, ranks: int = 0) -> list[Any]:
@@ -115,7 +118,6 @@ class Bench:
 
 
 def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each aim with what was measured, as a ratio that is to be at most or at least what the aim says."""
     found = Aims()
     at_most, at_least = found.at_most, found.at_least
     for state, saves in report["saves"].items():
@@ -171,7 +173,6 @@ def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print it as tables."""
     print(f"{report['machine']}, {report['rounds']} rounds, seed {states.SEED}")
     for state, saves in report["saves"].items():
         size = report["bytes_of"][state]
@@ -216,12 +217,11 @@ PARTS = ("blocks", "transformer", "small", "training", "first", "footprint", "re
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", default="2GiB", help="of a state")
+    parser.add_argument("--bytes", default="2GiB", help="bytes of a state")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="leave the rest out")
-    parser.add_argument("--directory", help="on the disk that is measured")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run only these parts")
+    parser.add_argument("--directory", help="directory on the disk to measure")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What no save to a disk is faster than: a copy of each tensor into warm memory, then that to the disk, past the page cache."""
+"""The lower bound of a save to a disk: copy each tensor into warm memory, then write it past the page cache."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dcp_peers import Peer
 from dcp_states import tensors_of
 
 WRITERS = 6
-PIECE_BYTES, CALL_BYTES, PAGE_BYTES = 16 << 20, 1 << 20, 4096  # what a thread takes, and gives to the disk at once
+PIECE_BYTES, CALL_BYTES, PAGE_BYTES = 16 << 20, 1 << 20, 4096  # bytes of a thread's task, of a write, and of a page
 ALIGNMENT = 64
 LIMIT = "copy_, then direct writes"
 
 
 def limit(root: Path, state: Any) -> Peer:
-    """As one that saves: into one file whose blocks are there already, without names, sums or a way to load it.
+    """Return the peer at the limit: one preallocated file, without names, checksums or a way to load it.
 
     Args:
-        root: On the disk.
-        state: What is to be saved, with other content.
+        root: A directory on the disk.
+        state: Has the tensors of the states to save; its content does not matter.
     """
     tensors = tensors_of(state)
     starts = list(itertools.accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0))

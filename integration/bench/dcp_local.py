@@ -2,9 +2,10 @@
 
     python integration/bench/dcp_local.py [--mib 512] [--rounds 5] [--directory DIR] [--json]
 
-All in one run, interleaved, medians. The state is random float32 tensors in warm memory, new ones in each round, so nothing is
-deduplicated; each round has a store and a directory of its own, deleted at its end. Everybody flushes to disk. Loads come from the page cache. "limit" is one thread that writes (and flushes)
-or reads the same bytes in 16 MiB pieces.
+The state is random float32 tensors in warm memory, new in each round, so nothing is deduplicated. Peers take turns,
+and figures are medians. Each round has its own store and directory, deleted at its end. All peers flush to disk.
+Loads come from the page cache. "limit" is one thread that writes and flushes, or reads, the same bytes in pieces of
+16 MiB.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ SEED = 1
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
@@ -46,14 +46,12 @@ def write_limit(path: Path, size: int, piece: bytearray) -> None:
 
 
 def read_limit(path: Path, piece: bytearray) -> None:
-    """Read a file."""
     with open(path, "rb", buffering=0) as file:
         while file.readinto(piece):
             pass
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -89,8 +87,8 @@ def main() -> None:
             note("load tierfs", partial(dcp.load, loaded, checkpoint_id=url))
             assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
             if number == 0:
-                seconds.clear()  # the first round warms everything up
-            # Both, so that both write into memory and disk blocks that were in use before: fresh ones are far slower here.
+                seconds.clear()  # the first round warms up
+            # Delete both, so that both write into used memory and disk blocks. New ones are far slower here.
             shutil.rmtree(plain)
             shutil.rmtree(store)
     finally:

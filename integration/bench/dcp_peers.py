@@ -1,7 +1,7 @@
-"""Who saves a state in `dcp.py`, all in the same way: `begin` returns when training may go on, and what it returned when called
-returns when the checkpoint is durable on the disk.
+"""The peers of `dcp.py`, behind one interface.
 
-Everybody flushes: stock DCP with its own ``sync_files``, the others by an fsync of each file when they have written it.
+`begin` returns when training may go on. The function that it returns waits until the checkpoint is durable on the
+disk. Stock DCP flushes with its own ``sync_files``; the other peers fsync each file after they have written it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SPARE_BYTES = 256 * MIB
 
 @dataclass
 class Peer:
-    """Somebody who saves.
+    """One way to save.
 
     Attributes:
-        name: In the report.
+        name: Its name in the report.
         begin: Starts to save a state into a directory.
-        is_async: Whether training goes on before it is saved.
+        is_async: Whether training goes on before the save is complete.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Tierfs:
     """tierfs with both local tiers in front of a directory on the same disk.
 
     Args:
-        url: Of the store.
-        size: Of the state in bytes.
+        url: The store.
+        size: Bytes of a state.
     """
 
     def __init__(self, url: str, size: int, **options: Any) -> None:
@@ -74,7 +74,7 @@ class Tierfs:
 
 
 def copy(state: Any) -> Peer:
-    """Saves nothing: a copy of each tensor, one after the other, into memory that is warm."""
+    """Return the peer that saves nothing: it copies each tensor, one after the other, into warm memory."""
     warm = [torch.zeros_like(tensor) for tensor in tensors_of(state)]
 
     def begin(state: Any, _: Path) -> Callable[[], object]:
@@ -85,7 +85,7 @@ def copy(state: Any) -> Peer:
 
 
 def kept_stager() -> DefaultStager:
-    """torch's own, kept from save to save, so that its memory is warm. Pinning needs CUDA."""
+    """Return torch's stager. All saves reuse it, so its memory is warm. It does not pin, which needs CUDA."""
     return DefaultStager(StagingOptions(False, False, False, False))
 
 
@@ -127,7 +127,7 @@ def torch_save() -> Peer:
 
 
 def safetensors() -> Peer:
-    """Tensors alone: the format has nothing else."""
+    """Return the peer that saves tensors alone, because safetensors holds nothing else."""
     from safetensors.torch import save_file
 
     def begin(state: Any, directory: Path) -> Callable[[], object]:
@@ -142,7 +142,7 @@ def safetensors() -> Peer:
 
 
 def torchsnapshot() -> Peer | None:
-    """None where it is not installed."""
+    """Return the torchsnapshot peer; None if it is not installed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -163,7 +163,7 @@ def torchsnapshot() -> Peer | None:
 
 
 def flush(directory: Path) -> None:
-    """Make the files below a directory durable."""
+    """Flush the files below a directory to disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -172,12 +172,12 @@ def flush(directory: Path) -> None:
 
 
 def nothing() -> None:
-    """What is left to do for who has done it all."""
+    """Do nothing: the remaining work of a peer that is done when `begin` returns."""
 
 
 @contextlib.contextmanager
 def one_rank(directory: Path):
-    """A gloo group of this process alone, as async_save wants one."""
+    """Run in a gloo group of this process alone, which async_save requires."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=0, world_size=1)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The report of `dcp.py` as a picture."""
+"""Plot the report of `dcp.py`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ COLOURS = {"blocked": "#c0392b", "background": "#e6b0aa", "load": "#2471a3"}
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw seconds of saves and loads as bars.
+    """Draw the seconds of saves and loads as bars.
 
     Args:
-        report: What ``--json`` prints.
-        path: Of the PNG.
+        report: The output of ``--json``.
+        path: The PNG to write.
     """
     try:
         import matplotlib as mpl

@@ -1,4 +1,4 @@
-"""What `dcp.py` measures of one state, in one process: saves, loads, and training while a save drains."""
+"""One state of `dcp.py` in one process: saves, loads, and training while a save drains."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ WARM_UPS = 3
 PER_TENSOR_S = 15e-6
 IDLE_S = 2.0
 PAUSE_S = 1.0
-# What else the host does makes one turn several times as long as another, so short ones are taken more often.
+# Other work on the host makes one turn several times as long as another, so short turns are repeated more often.
 BLOCKED_TURNS = 2
 DRAIN_TURNS = 2
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
 
 
 def shuffled(everyone: list[peers.Peer], number: int) -> list[peers.Peer]:
-    """The order of a round: what one leaves to the disk and the memory, another one has to bear the next time."""
+    """Return the order of a round. It changes, because a peer leaves work for the disk and memory to the next peer."""
     return random.Random(states.SEED + number).sample(everyone, len(everyone))
 
 
@@ -58,7 +58,7 @@ class Rows:
         self._values.clear()
 
     def ratio(self, key: str, one: str, other: str, make: Callable[[float], float] = float) -> float:
-        """The median of what one has over what is made of the other's in the same round: what a host makes slow for a while is in both."""
+        """Return the median, over rounds, of `one` divided by ``make(other)``. A slow phase of the host is in both."""
         pairs = zip(self._values[one][key], self._values[other][key], strict=True)
         return statistics.median(value / make(beside) for value, beside in pairs)
 
@@ -69,13 +69,13 @@ class Rows:
 
 
 class Session:
-    """One state, and everybody who saves it.
+    """One state and all peers that save it.
 
     Args:
-        root: On the disk that is measured.
-        name: Of the state.
-        size: In bytes, where the state has no size of its own.
-        rounds: That count.
+        root: A directory on the disk to measure.
+        name: Name of the state.
+        size: Bytes of the state; ignored if the state has a fixed size.
+        rounds: Rounds that count.
     """
 
     def __init__(self, root: Path, name: str, size: int, rounds: int) -> None:
@@ -92,13 +92,13 @@ class Session:
     def _begin(self, peer: peers.Peer) -> tuple[Path, float, Callable[[], object]]:
         self._number += 1
         directory = self._root / f"step_{self._number}"
-        gc.collect()  # nobody pays for what those before left
+        gc.collect()  # so that no peer pays for the garbage of earlier peers
         begin = time.perf_counter()
         wait = peer.begin(self.state, directory)
         return directory, time.perf_counter() - begin, wait
 
     def saves(self) -> dict[str, dict[str, float]]:
-        """Seconds blocked and until durable, by who saves."""
+        """Return the seconds blocked and the seconds until durable, by peer."""
         state, rows = self.state, Rows()
         everyone = [self._tierfs, peers.stock(1), peers.stock(2), peers.stock_async(), self._kept]
         others = [peers.torch_save(), peers.safetensors(), peers.torchsnapshot()]
@@ -117,9 +117,10 @@ class Session:
         return rows.medians()
 
     def blocked(self) -> dict[str, Any]:
-        """Seconds that a training loop waits for a copy, and for who copies and saves in the background, each into memory that it used last turn.
+        """Return the seconds that a training loop waits for a copy, and for peers that save in the background.
 
-        A second of training goes before each, so nobody begins while the disk has not come to rest from what another one wrote.
+        Each copies into memory that it used in its last turn. A second of training precedes each save, so that the disk
+        has finished the writes of the previous peer.
         """
         rows = Rows()
         copy, training = peers.copy(self.state), Training()
@@ -146,7 +147,7 @@ class Session:
         }
 
     def loads(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Seconds by who loads from where, and what a load of an eighth of the rows reads."""
+        """Return the seconds of loads by peer and source, and the bytes that a load of an eighth of the rows reads."""
         state, ours = self.state, self._ours
         self._number += 1
         plain = self._root / f"step_{self._number}"
@@ -196,7 +197,7 @@ class Session:
         return {name: row["seconds"] for name, row in rows.medians().items()}, slices
 
     def training(self) -> dict[str, Any]:
-        """What a drain costs a training loop, by who saves."""
+        """Return the cost of a drain to a training loop, by peer."""
         rows = Rows()
         training, stock_async = Training(), peers.stock_async()
         training.seconds_per_step(after(IDLE_S))

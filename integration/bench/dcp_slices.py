@@ -1,4 +1,4 @@
-"""A load of every eighth part of a checkpoint, as a rank of eight would do it after a change of layout."""
+"""Load an eighth of a checkpoint, as one of eight ranks does after a change of layout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ PARTS = 8
 
 
 class SlicePlanner(DefaultLoadPlanner):
-    """Asks for one of eight parts of the rows of every tensor; of a tensor with fewer rows, for one. No objects.
+    """Request one of eight parts of the rows of every tensor, and no objects.
+
+    Of a tensor with fewer than eight rows it requests one row.
 
     Attributes:
-        needed_bytes: What it asks for.
-        ranges: In how many pieces.
-        out: What was loaded, by name.
+        needed_bytes: Bytes that it requests.
+        ranges: Number of pieces that it requests.
+        out: The loaded tensors by name.
     """
 
     def __init__(self, part: int) -> None:
@@ -53,7 +55,7 @@ class SlicePlanner(DefaultLoadPlanner):
         pass
 
     def check(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Compare what was loaded with what was saved."""
+        """Compare the loaded parts with the saved tensors."""
         for fqn, loaded in self.out.items():
             offsets, lengths = box(tensors[fqn].shape, self._part)
             expected = tensors[fqn]
@@ -63,7 +65,7 @@ class SlicePlanner(DefaultLoadPlanner):
 
 
 def box(shape: Any, part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the part of a tensor begins, and its shape."""
+    """Return the offsets and the shape of a tensor's part."""
     if not shape:
         return (), ()
     rows = max(shape[0] // PARTS, 1)

@@ -1,4 +1,4 @@
-"""The states that `dcp.py` saves, their content new for each save, and what of a process `dcp.py` reads from /proc."""
+"""The states that `dcp.py` saves, with new content for each save, and its readers of /proc."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SHARD_ELEMENTS = 128 << 10
 def blocks(
     size: int, count: int = BLOCK_TENSORS, make: Callable[[int, int], torch.Tensor] = torch.randn
 ) -> dict[str, Any]:
-    """``count`` matrices of float32, ``size`` bytes in all."""
+    """Return ``count`` float32 matrices of ``size`` bytes in all."""
     rows = 8
     columns = size // (count * rows * 4)
     return {"model": {f"tensor.{number:04d}": make(rows, columns) for number in range(count)}}
 
 
 def transformer(size: int) -> dict[str, Any]:
-    """About 300 parameters of a decoder with AdamW's state, ``size`` bytes or a little less: four in five tensors are small."""
+    """Return about 300 parameters of a decoder with AdamW's state, at most ``size`` bytes; four in five are small."""
     width = max(int(math.sqrt(size / (3 * 4 * (12 * LAYERS + 12)))) // HEAD * HEAD, HEAD)
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (8 * width, width), "position.weight": (1024, width)}
     for layer in range(LAYERS):
@@ -59,14 +59,14 @@ def transformer(size: int) -> dict[str, Any]:
 
 
 def shards(size: int, number: int = 0) -> dict[str, Any]:
-    """What one of many ranks has of a model in bfloat16: pieces of 1 to 8 MiB, float32 copies of them, and AdamW's moments.
+    """Return one of many ranks' shards of a bfloat16 model: pieces of 1 to 8 MiB, float32 copies, AdamW's moments.
 
     Args:
-        size: In bytes, or a little less.
-        number: Makes other content.
+        size: Most bytes.
+        number: Selects the content.
     """
     generator = torch.Generator().manual_seed(SEED + number)
-    elements = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # of 128 Ki each; 14 bytes an element
+    elements = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # in units of 128 Ki; 14 bytes an element
     state: dict[str, Any] = {"model": {}, "master": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for layer in range(max(size // (14 * sum(elements.values()) * SHARD_ELEMENTS), 1)):
         for name, count in elements.items():
@@ -79,12 +79,11 @@ def shards(size: int, number: int = 0) -> dict[str, Any]:
 
 
 def small() -> dict[str, Any]:
-    """900 tensors of 4 KiB."""
+    """Return 900 tensors of 4 KiB."""
     return {"model": {f"tensor.{number:04d}": torch.randn(SMALL_ELEMENTS) for number in range(SMALL_TENSORS)}}
 
 
 def tensors_of(state: Any) -> list[torch.Tensor]:
-    """All tensors in it, in order."""
     if isinstance(state, torch.Tensor):
         return [state]
     inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
@@ -96,13 +95,13 @@ def bytes_in(state: Any) -> int:
 
 
 def renew(state: Any, number: int) -> None:
-    """Change every element in place, so that no chunk is one that was stored before."""
+    """Change every element in place, so that no chunk was stored before."""
     for tensor in tensors_of(state):
         tensor.view(torch.int32).bitwise_xor_(0x5DEECE66 ^ (number * 0x9E37 & 0x7FFFFFFF))
 
 
 def empty_like(state: Any) -> Any:
-    """The same structure with other tensors, of zeros, their memory warm."""
+    """Return the same structure with tensors of zeros in warm memory."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     if isinstance(state, dict):
@@ -119,13 +118,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 def copy_into(targets: list[torch.Tensor], state: Any) -> None:
-    """Tensor by tensor: what no staging can be faster than on one thread."""
+    """Copy tensor by tensor. On one thread, no staging can be faster."""
     for target, tensor in zip(targets, tensors_of(state), strict=True):
         target.copy_(tensor)
 
 
 def proc_number(pid: int | str, file: str, name: str) -> int:
-    """A number that /proc tells of a process: in bytes where it tells kB."""
+    """Return a number from a process's file in /proc, in bytes if the file has kB."""
     for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -135,7 +134,7 @@ def proc_number(pid: int | str, file: str, name: str) -> int:
 
 
 def worked_in(pid: int) -> int:
-    """Bytes of memory that a flusher works in, with the processes that encode for it: their own, and what they share."""
+    """Return the bytes of memory that a flusher and its encoder processes work in: private and shared memory."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     own = sum(proc_number(each, "status", "RssAnon") for each in (pid, *children))
     shared, is_shared = 0, False
@@ -148,7 +147,7 @@ def worked_in(pid: int) -> int:
 
 
 def descriptors(*, segments: bool) -> list[str]:
-    """What this process's descriptors lead to: those of the ram tier's segments, or all others."""
+    """Return the targets of this process's descriptors: those of the ram tier's segments, or all others."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -157,7 +156,10 @@ def descriptors(*, segments: bool) -> list[str]:
 
 
 def back(size: int) -> None:
-    """See that a virtual machine's free memory is memory of its host, which takes it back in seconds and gives it at 1 GB/s."""
+    """Touch `size` bytes, so that the host of a virtual machine backs the machine's free memory.
+
+    A host takes free memory back within seconds, and provides it again at 1 GB/s.
+    """
     with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, size, mmap.PAGESIZE):
@@ -165,7 +167,7 @@ def back(size: int) -> None:
 
 
 def drop_page_cache(directory: Path) -> None:
-    """Have the kernel forget what it caches of the files below a directory, which were flushed before."""
+    """Flush the files below a directory and drop them from the page cache."""
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             with contextlib.suppress(FileNotFoundError):
@@ -179,7 +181,7 @@ def drop_page_cache(directory: Path) -> None:
 
 @contextlib.contextmanager
 def peaks(**probes: Callable[[], int]) -> Iterator[dict[str, int]]:
-    """Ask each probe every 2 ms, and keep the highest answers."""
+    """Sample each probe every 2 ms, and keep the highest values."""
     highest = {name: probe() for name, probe in probes.items()}
     ended = threading.Event()
 

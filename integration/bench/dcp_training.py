@@ -1,4 +1,4 @@
-"""A training loop on the CPU that is watched while a save drains."""
+"""A training loop on the CPU that measures its steps while a save drains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Training:
         self._optimizer.step()
 
     def seconds_per_step(self, is_over: Callable[[], bool]) -> tuple[float, float]:
-        """Train until it is over. Returns seconds per step, and in all."""
+        """Train until `is_over` returns true. Return the seconds per step and in all."""
         begin, steps = time.perf_counter(), 0
         while not is_over() or not steps:
             self.step()
@@ -38,13 +38,13 @@ class Training:
 
 
 def after(seconds: float) -> Callable[[], bool]:
-    """Whether so much time has passed from now on."""
+    """Return a function that says whether `seconds` have passed since this call."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() > end
 
 
 def when_done(wait: Callable[[], object]) -> Callable[[], bool]:
-    """Whether ``wait()``, which is called on a thread, has returned."""
+    """Call ``wait()`` on a thread, and return a function that says whether it has returned."""
     thread = threading.Thread(target=wait)
     thread.start()
     return lambda: not thread.is_alive()

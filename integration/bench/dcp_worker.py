@@ -1,13 +1,13 @@
-"""What `dcp.py` measures, each in a process of its own.
+"""One part of `dcp.py` in a process of its own: saves and loads, a first save, memory, or replicas on four ranks.
 
-Saves and loads of a state, a first save, descriptors and memory, and replicas on four ranks::
+::
 
     python dcp_worker.py state DIRECTORY BYTES NAME ROUNDS TRAINING
     python dcp_worker.py first DIRECTORY BYTES
     python dcp_worker.py footprint DIRECTORY BYTES PEER TENSORS
     python dcp_worker.py replicas DIRECTORY BYTES RANK RANKS
 
-Prints one JSON document. The environment names the state directory and where shared memory lies.
+It prints one JSON document. The environment names the state directory and the folder of shared memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ SAVES = 9
 
 
 def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bool) -> dict[str, Any]:
-    """Everything about one state."""
     session = Session(directory, name, size, rounds)
     state = session.state
     found: dict[str, Any] = {"bytes_of": states.bytes_in(state), "tensors_of": len(states.tensors_of(state))}
@@ -49,7 +48,7 @@ def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bo
 
 
 def first(directory: Path, size: int) -> dict[str, float]:
-    """Seconds that the first save of a process blocks, on a host that had none, and that a clone of each tensor takes."""
+    """Return the seconds that a first save blocks on a host without state, and the seconds to clone each tensor."""
     state = states.transformer(size)
     states.back(2 * size)
     begin = time.perf_counter()
@@ -80,9 +79,9 @@ def first(directory: Path, size: int) -> dict[str, float]:
 
 
 def footprint(directory: Path, size: int, name: str, count: int) -> dict[str, int]:
-    """What saves take at their peaks, beyond what the process had before the first one.
+    """Return the peaks of descriptors and memory during saves, less the process's values before the first save.
 
-    Descriptors are the median of the saves, without those of segments, of which there are as many as the ram tier's budget brings.
+    Descriptors are the median of the saves. They exclude segments, whose number depends on the ram tier's budget.
     """
     state = states.blocks(size, count)
     tierfs.init(f"file://{directory}/store")
@@ -120,7 +119,7 @@ def footprint(directory: Path, size: int, name: str, count: int) -> dict[str, in
 
 
 class Watched(TierWriter):
-    """Takes note of how many bytes all ranks have staged when all of them have."""
+    """Note the bytes that all ranks have staged, save by save."""
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
@@ -138,13 +137,13 @@ class Watched(TierWriter):
 
 
 def filling(writer: TierWriter) -> int:
-    """Bytes in the ram tier that are not sealed yet."""
+    """Return the bytes in the ram tier that are not sealed yet."""
     ram = writer.status()["tiers"]["ram"]
     return ram["used_bytes"] - ram["dirty_bytes"] - ram["clean_bytes"]
 
 
 def replicas(directory: Path, size: int, rank: int, ranks: int) -> dict[str, Any]:
-    """Bytes that ranks with the same tensors stage in all, save by save, over those of the state."""
+    """Return the bytes that ranks with the same tensors stage in all over the bytes of the state, save by save."""
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
     torch.manual_seed(states.SEED)
     state = states.transformer(size)
@@ -158,7 +157,7 @@ def replicas(directory: Path, size: int, rank: int, ranks: int) -> dict[str, Any
         writer.wait("object")
         dist.barrier()
     if rank == 0:
-        # Whatever was not staged has to be in the checkpoint all the same.
+        # The checkpoint must contain all tensors, including those that this rank did not stage.
         loaded = states.empty_like(state)
         dcp.load(loaded, storage_reader=tierfs.dcp.TierReader(f"{url}/step_{SAVES - 1}", **options), no_dist=True)
         assert states.same(loaded, state)

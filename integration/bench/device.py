@@ -1,17 +1,20 @@
-"""The device tier: how long training is blocked, what a save costs the next steps, kernels, loads and rollbacks, each beside its limit.
+"""The device tier: blocked training, the cost of a save to the next steps, kernels, loads and rollbacks.
 
     python integration/bench/device.py [--bytes 20GB] [--budget 200] [--directory DIR] [--json FILE] [--dry]
 
-Needs a GPU. The state is a decoder's of 24 layers (293 parameters) with AdamW's two moments, trained on random tokens. A save in the
-training rows comes behind a step that is still queued, and 20 steps follow; the time lost is what these 21 steps took beyond the
-mean of 21 undisturbed ones before and after. Stock is ``dcp.async_save`` with pinned and shared memory and a kept stager; training
-waits for its copies before the optimizer's step, as torch asks, and its files go to the same directory. Both sides write to that
-directory while training goes on: stock from a thread of its own, tierfs's flusher from a process of its own. In between, what was
-written is waited for and deleted. Rows come in order of importance, in two processes, and those that the budget leaves no time for
-are listed. Sizes shrink where shared memory has no room, which is said. Figures are medians of --rounds after one that warms up.
+Needs a GPU. Each figure stands beside its limit. The state is a decoder of 24 layers (293 parameters) with AdamW's
+two moments, trained on random tokens. A training row saves behind a step that is still queued, and 20 steps follow.
+The time lost is the time of these 21 steps beyond the mean of 21 undisturbed steps before and after.
 
-Takes 4.6 times --bytes of GPU memory (3.6 times with one generation), and of host memory 2.3 times for the ram tier, once for
-stock's and once for files, which a disk may hold.
+Stock is ``dcp.async_save`` with pinned and shared memory and a kept stager. Training waits for its copies before the
+optimizer's step, as torch asks. Both sides write to the same directory while training goes on: stock from a thread,
+tierfs's flusher from a process. Between saves, the bench waits for the written files and deletes them.
+
+Rows run in order of importance, in two processes. The report lists rows that do not fit the budget. The state
+shrinks if memory or time is short, and the report says so. Figures are medians of --rounds after a warm-up.
+
+Needs 4.6 times --bytes of GPU memory (3.6 times with one generation). Of host memory it needs 2.3 times --bytes for
+the ram tier, once for stock, and once for files, unless a disk holds the files.
 """
 
 from __future__ import annotations
@@ -32,18 +35,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-SMALL_SHARE = 0.35  # of the budget, at most, for the rows that are quick
+SMALL_SHARE = 0.35  # most of the budget that the quick rows may take
 PARTS = ("small", "big")
-SHM_STATES = 3.5  # the ram tier's 2.25 and stock's one, with what they round up
-STATES_WRITTEN = 12  # until all rows but the last two are done
-WRITING_SHARE = 0.8  # of the time, at most: several threads write faster than the one that was measured
+SHM_STATES = 3.5  # 2.25 for the ram tier and 1 for stock, rounded up
+STATES_WRITTEN = 12  # by all rows but the last two
+WRITING_SHARE = 0.8  # of the time at most; several threads write faster than the one that `_disk` times
 SIZE_MIN = 64 << 20
 SPARE_S = 8.0  # to stop flushers and delete files
 SEED = 1
 
 
 def main() -> int:
-    """Measure and print; the status is 0 also where rows failed, which the table says."""
+    """Measure and print. The status is 0 even if rows failed; the table shows them."""
     options = _options()
     if options.part is not None:
         return _part(options)
@@ -75,7 +78,7 @@ def main() -> int:
     }
     try:
         report["aims"] = aims(found)
-    except Exception as error:  # what was measured is not lost for it
+    except Exception as error:  # keep the measured values
         report["problem"] = repr(error)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1))
@@ -87,15 +90,17 @@ def _options() -> argparse.Namespace:
     from tierfs.units import parse_size
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", default=None, help="of the state; 20GB, and with --dry 12MB")
+    parser.add_argument("--bytes", default=None, help="size of the state (default: 20GB, with --dry 12MB)")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for everything")
-    parser.add_argument("--rounds", type=int, default=None, help="2, and 1 with --dry")
-    parser.add_argument("--steps", type=int, default=None, help="of training behind a save; 20, and 3 with --dry")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds that count (default: 2, with --dry 1)")
+    parser.add_argument(
+        "--steps", type=int, default=None, help="training steps after a save (default: 20, with --dry 3)"
+    )
     parser.add_argument("--batch", type=int, default=4, help="sequences of 1024 tokens in a step")
-    parser.add_argument("--codecs", default=None, help="as for TierWriter; its default")
-    parser.add_argument("--directory", help="where stores and stock's files go")
+    parser.add_argument("--codecs", default=None, help="codecs of TierWriter (default: TierWriter's own)")
+    parser.add_argument("--directory", help="directory for the stores and stock's files")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="rows, beside limits and training")
+    parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="rows to run besides limits and training")
     parser.add_argument("--dry", action="store_true", help="run the bench itself on host memory, with tiny sizes")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -110,7 +115,7 @@ def _options() -> argparse.Namespace:
 
 
 def _child(options: argparse.Namespace, part: str, path: Path, root: Path, end: float) -> dict[str, Any]:
-    """Run a part in a process of its own: what a kernel breaks there stays there."""
+    """Run a part in a process of its own, so that a broken kernel cannot affect the other part."""
     command = [sys.executable, __file__, *sys.argv[1:], "--part", part, "--end", end, "--out", path, "--root", root]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part == "small" else dict(os.environ)
     process = subprocess.Popen(list(map(str, command)), env=environment)
@@ -129,7 +134,7 @@ def _child(options: argparse.Namespace, part: str, path: Path, root: Path, end: 
 
 
 def _stop_flusher(store: Path) -> None:
-    """Of a part that was killed: it would stay, and its memory with it."""
+    """Stop the flusher of a killed part. It would go on running and keep its memory."""
     environment = {**os.environ, "TIERFS_STATE_DIR": str(store.parent / "state")}
     command = [sys.executable, "-m", "tierfs.cli", "flusher", "stop", f"file://{store}"]
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -137,7 +142,6 @@ def _stop_flusher(store: Path) -> None:
 
 
 def _part(options: argparse.Namespace) -> int:
-    """What a child does."""
     faulthandler.enable()
     warnings.simplefilter("ignore")
     from device_budget import Budget, Rows
@@ -168,11 +172,11 @@ def _part(options: argparse.Namespace) -> int:
     closing.join(SPARE_S)
     shutil.rmtree(root, ignore_errors=True)
     sys.stdout.flush()
-    os._exit(0)  # a thread that hangs keeps nobody waiting
+    os._exit(0)  # does not wait for a thread that hangs
 
 
 def _fit(options: argparse.Namespace, facts: dict[str, Any], left_s: float) -> None:
-    """Shrink the state to what the GPU and shared memory have room for, and files time."""
+    """Shrink the state to fit the GPU, shared and host memory, and the time to write files."""
     machine = facts["machine"]
     shared = Path(os.environ.get("TIERFS_SHM_DIR") or "/dev/shm")
     rooms = {
@@ -190,7 +194,7 @@ def _fit(options: argparse.Namespace, facts: dict[str, Any], left_s: float) -> N
 
 
 def _disk(root: Path, *, dry: bool) -> dict[str, Any]:
-    """Where files go, and how fast one thread writes there and flushes."""
+    """Return the filesystem's kind, its free bytes, and the speed of one thread that writes and flushes."""
     piece, count = os.urandom(1 << 20) * 16, 2 if dry else 64
     begin = time.perf_counter()
     with open(root / "limit", "wb", buffering=0) as file:
@@ -203,7 +207,7 @@ def _disk(root: Path, *, dry: bool) -> dict[str, Any]:
 
 
 def aims(parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The table of the issue, with what was measured; a row that was not is left out."""
+    """Return the aims with measured values. Rows without a value are left out."""
     from aims import Aims
 
     found = Aims()
@@ -229,7 +233,7 @@ def aims(parts: dict[str, Any]) -> list[dict[str, Any]]:
     if stocks:
         stock = min(stocks)
         if device is not None:
-            # A time within the noise of the windows may come out negative: one millisecond is the least that is told apart.
+            # A time lost that is within the noise of the windows may be negative. One millisecond is the resolution.
             at_least("time lost, stock's over tierfs device's", stock / max(device, 1e-3), 15)
         if lazy is not None:
             at_most("time lost, tierfs lazy's over stock's", max(lazy, 0.0) / max(stock, 1e-3), 0.5)
@@ -254,7 +258,6 @@ def aims(parts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print it as tables, the aims last."""
     from aims import show as show_aims
 
     for part, found in report["parts"].items():

@@ -1,4 +1,4 @@
-"""Rows of `device.py` that need the whole state: how long saves block, what they cost training, loads and rollbacks."""
+"""Rows of `device.py` that need the whole state: how long saves block, their cost to training, loads, rollbacks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ GATED = "16MiB, gate closed in the optimizer's step"
 
 
 class Big:
-    """See the module.
+    """The rows of this module.
 
     Args:
         card: The GPU.
-        root: On the disk that is used.
-        options: Of the command line.
-        budget: For rounds that may be left out.
+        root: A directory on the disk to use.
+        options: The parsed command line.
+        budget: Rounds after the first are skipped if it is short.
     """
 
     def __init__(self, card: Card, root: Path, options: Any, budget: Any) -> None:
@@ -45,7 +45,7 @@ class Big:
         self._cycle_s = 0.0
         self._is_warm = False
 
-    # -- what the rows share -------------------------------------------------------------------------------------------
+    # -- shared by the rows --------------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
@@ -66,7 +66,7 @@ class Big:
     def device(self) -> Ours:
         if self._device is None:
             size = self.trainer.size + (64 << 20)
-            # Two generations where the card has room for them beside weights, moments, gradients and activations.
+            # Two generations if the card has room for them beside weights, moments, gradients and activations.
             total = self._card.describe()["device_bytes"]
             self._generations = 2 if total > 4.6 * size + (16 << 30) else 1
             self._device = Ours(self._card, self.store, "device", self._generations * size)
@@ -77,7 +77,7 @@ class Big:
         return dict(self.limits)
 
     def train(self) -> dict[str, Any]:
-        """Build the model, and how long undisturbed steps take."""
+        """Build the model and time undisturbed steps."""
         dry, size = self._options.dry, self._options.size
         layers = 2 if dry else 24
         batch, length = (1, 16) if dry else (self._options.batch, 1024)
@@ -109,7 +109,7 @@ class Big:
         return {**medians(found), "rounds": len(found)}
 
     def _full(self, peer: Ours) -> dict[str, Any]:
-        """A save of a new state while the GPU is idle."""
+        """Save a new state while the GPU is idle."""
         self.trainer.step()
         self._card.synchronize()
         before, begin = peer.report(), time.perf_counter()
@@ -131,7 +131,7 @@ class Big:
         }
 
     def _warm_up(self, peer: Ours) -> list[dict[str, Any]]:
-        """Twice, since the ram tier has room for two states, and takes new memory for the second."""
+        """Save twice: the ram tier has room for two states, and the second save allocates new memory, too."""
         found = [self._full(peer) for _ in range(2)]
         self._is_warm = True
         return found
@@ -139,7 +139,7 @@ class Big:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def to_device(self) -> dict[str, Any]:
-        """Blocked by a snapshot, and what it and the drain cost the next steps."""
+        """Measure how long a snapshot blocks, and the cost of the snapshot and its drain to the next steps."""
         warm_ups = self._warm_up(self.device)
         found = self._cycles(self.device, self._options.rounds)
         idle = warm_ups[-1]
@@ -156,7 +156,7 @@ class Big:
         }
 
     def second_save(self) -> dict[str, Any]:
-        """A save after a tenth of the bytes has changed, against one of a state that is new."""
+        """Compare a save after a tenth of the bytes changed with a save of a new state."""
         if not self._is_warm:
             self._warm_up(self.device)
         first = self._full(self.device)
@@ -189,7 +189,7 @@ class Big:
         }
 
     def _load(self, url: str) -> dict[str, Any]:
-        """In place, once a step has changed everything."""
+        """Load in place, after a step that changed everything."""
         self.trainer.step()
         self._card.synchronize()
         state, reader = self.trainer.state(), TierReader(url, **self.store.options)
@@ -212,7 +212,7 @@ class Big:
         }
 
     def rollback(self) -> dict[str, Any]:
-        """Seconds to be back at the newest save, which lies in the device tier."""
+        """Time a rollback to the newest save, which is in the device tier."""
         if self.device._number == 0 or not device_tiers():
             self._full(self.device)
         else:
@@ -224,7 +224,7 @@ class Big:
         return {**found, "d2d_s": copied_s, "value": copied_s / found["seconds"]}
 
     def load(self) -> dict[str, Any]:
-        """From the ram tier to the GPU, once the device tier is gone."""
+        """Time a load from the ram tier to the GPU, after the device tier was closed."""
         ours, self._device = self.device, None
         if ours._number == 0:
             self._full(ours)
@@ -247,7 +247,7 @@ class Big:
             self._card.release()
 
     def to_ram(self) -> dict[str, Any]:
-        """Blocked by a synchronous copy into the slab, when it is warm."""
+        """Measure how long a synchronous copy into a warm slab blocks."""
         self._drop_device()
         ours = Ours(self._card, self.store, "ram")
         try:
@@ -269,7 +269,7 @@ class Big:
         }
 
     def lazily(self) -> dict[str, Any]:
-        """What a lazy save costs the next steps."""
+        """Measure the cost of a lazy save to the next steps."""
         self._drop_device()
         ours = Ours(self._card, self.store, "lazy")
         try:
@@ -280,11 +280,11 @@ class Big:
             ours.close()
 
     def stock(self) -> dict[str, Any]:
-        """What stock's save costs the next steps."""
+        """Measure the cost of stock's save to the next steps."""
         return self._stock(process=False)
 
     def stock_process(self) -> dict[str, Any]:
-        """As `stock`, with a process that writes."""
+        """Like `stock`, but a process writes the files."""
         return self._stock(process=True)
 
     def _stock(self, *, process: bool) -> dict[str, Any]:
@@ -304,8 +304,8 @@ class Big:
             peer.close()
 
     def pieces(self) -> dict[str, Any]:
-        """The drain and the time lost by the size of a piece; and with a gate."""
-        self._full(self.device)  # takes the device tier's memory anew
+        """Measure the drain and the time lost by the size of a piece, and once with a gate."""
+        self._full(self.device)  # allocates the device tier's memory again
         found: dict[str, Any] = {}
         for name in (*PIECES, GATED):
             if found and not self._budget.allows(2 * self._cycle_s):
@@ -348,7 +348,7 @@ def _each(gates: Any, verb: str) -> None:
 
 
 def rows_of(big: Big) -> list[tuple[str, Any, float, float]]:
-    """Name, what measures it, and the most and the least seconds that it is given."""
+    """Return each row's name, its function, and the most and the least seconds for it."""
     return [
         ("limits", big.find_limits, 60, 1),
         ("training", big.train, 60, 5),

@@ -1,4 +1,4 @@
-"""Rows of `device.py`, one after the other within a time: a row that fails or hangs leaves the others alone."""
+"""Run rows of `device.py` one after the other within a time. A row that fails or hangs does not affect the others."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 
 class Budget:
-    """Until when all has to be done.
+    """The time at which all rows must be done.
 
     Args:
-        end: In seconds of the wall clock, since the epoch.
+        end: Wall clock time in seconds since the epoch.
     """
 
     def __init__(self, end: float) -> None:
@@ -28,17 +28,17 @@ class Budget:
         return self._end - time.time()
 
     def allows(self, seconds: float) -> bool:
-        """Whether something that takes so long can end in time."""
+        """Whether a task of this many seconds can end in time."""
         return self.left() > seconds
 
 
 class Rows:
-    """What was found, written to a file after each row.
+    """The results of rows, written to a file after each row.
 
     Args:
-        path: Of the file; ``None`` for none.
-        budget: For all rows.
-        found: Facts about the run, to which rows are added.
+        path: The file; ``None`` writes none.
+        budget: The time for all rows.
+        found: Facts about the run. Rows are added to it.
     """
 
     def __init__(self, path: Path | None, budget: Budget, found: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Rows:
     def run(
         self, name: str, measure: Callable[[], dict[str, Any]], *, at_most_s: float, at_least_s: float = 1.0
     ) -> None:
-        """Measure a row, unless less than ``at_least_s`` is left for it."""
+        """Measure a row, unless less than ``at_least_s`` is left."""
         left = self._budget.left()
         if left < at_least_s:
             self._note(name, {"not_reached": f"{left:.0f} s of the budget were left, {at_least_s:.0f} s are needed"})
@@ -82,14 +82,14 @@ class Rows:
 
 
 class _Limited:
-    """Raises TimeoutError on the main thread when time is up, and says where all threads are."""
+    """Raise TimeoutError on the main thread when the time is up, after a dump of all threads' stacks."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
 
     def __enter__(self) -> None:
         signal.signal(signal.SIGALRM, self._ring)
-        # Again a while later, for what catches the first one.
+        # Repeats every 10 s, in case the row catches the first error.
         signal.setitimer(signal.ITIMER_REAL, self._limit_s, 10.0)
 
     def __exit__(self, *_: object) -> None:

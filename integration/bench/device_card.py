@@ -1,4 +1,4 @@
-"""The GPU that `device.py` measures, and a stand-in of host memory for ``--dry``."""
+"""The GPU that `device.py` measures, and a stand-in in host memory for ``--dry``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tierfs.device.kernel_launch import function, launch
 
 READ_KERNEL = Path(__file__).with_name("device_read.cu")
 READ_THREADS = 256
-READ_BLOCKS = 16  # a multiprocessor
+READ_BLOCKS = 16  # for each multiprocessor
 
 
 class Card:
@@ -49,25 +49,25 @@ class Card:
         torch.cuda.synchronize()
 
     def stamp(self) -> Any:
-        """A point in the current stream."""
+        """Record a point in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds between two stamps; waits for the second."""
+        """Wait for the second stamp, and return the seconds between the two."""
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Nothing to do: see `DryCard.own`."""
+        """Return the tensor; only `DryCard` has to register it."""
         return tensor
 
     def empty(self, length: int) -> torch.Tensor:
         return torch.empty(length, dtype=torch.uint8, device=self.device)
 
     def noise(self, length: int) -> torch.Tensor:
-        """Random bytes; zeros could be faster than real data."""
+        """Return random bytes. Zeros could be faster than real data."""
         return torch.randint(256, (length,), dtype=torch.uint8, device=self.device)
 
     def pinned(self, length: int) -> torch.Tensor:
@@ -96,12 +96,12 @@ class Card:
         }
 
     def release(self) -> None:
-        """Give memory that nobody uses back to the driver."""
+        """Return unused memory to the driver."""
         torch.cuda.empty_cache()
 
 
 class DryCard(Card):
-    """Host memory that tierfs takes for a GPU's: the tests' `FakeDevice`. Its figures mean nothing."""
+    """Host memory that tierfs treats as GPU memory, by the tests' `FakeDevice`. Its figures mean nothing."""
 
     is_real = False
 
@@ -126,7 +126,7 @@ class DryCard(Card):
         return float(end - begin)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Have tierfs take a tensor for one on the GPU."""
+        """Make tierfs treat a tensor as GPU memory."""
         return self._fake.own(tensor) if not self._fake.owns(tensor) else tensor
 
     def empty(self, length: int) -> torch.Tensor:
@@ -153,7 +153,7 @@ class DryCard(Card):
 
 
 def seconds(card: Card, function: Callable[[], object], rounds: int = 7, each: int = 1) -> float:
-    """The median time of a call on the card, after one that warms up; each round makes ``each`` calls."""
+    """Return the median seconds of a call on the card after a warm-up. Each round makes ``each`` calls."""
     function()
     found = []
     for _ in range(rounds):
@@ -166,7 +166,7 @@ def seconds(card: Card, function: Callable[[], object], rounds: int = 7, each: i
 
 
 def limits(card: Card, size: int) -> dict[str, Any]:
-    """What the card can do, in bytes per second: the device-to-device copy counts what it reads and what it writes."""
+    """Return the card's limits in bytes per second. A device-to-device copy counts both bytes read and written."""
     found = _limits(card, -(-size // 4096) * 4096)
     card.release()
     if card.is_real and hasattr(torch._C, "_host_emptyCache"):
@@ -193,7 +193,7 @@ def _limits(card: Card, length: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The host, as plain values."""
+    """Return facts about the host as plain values."""
     with open("/proc/meminfo", encoding="ascii") as file:
         memory = {
             name: int(kib) << 10

@@ -1,4 +1,4 @@
-"""Who saves in `device.py`: tierfs in one of its modes, and stock DCP at its best, behind one interface."""
+"""The two sides of `device.py` behind one interface: tierfs in one of its modes, and stock DCP at its best."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ REAPED_BYTES_MIN = 1 << 20
 
 @dataclass
 class Pending:
-    """A save under way.
+    """A save in progress.
 
     Attributes:
-        call_s: Wall seconds that the call took.
-        stamps: On the current stream, before and behind the call.
-        before_optimizer: What training has to call before parameters change; ``None`` for nothing.
+        call_s: Wall seconds of the call.
+        stamps: Points of the current stream before and after the call.
+        before_optimizer: Training must call it before parameters change; ``None`` for nothing.
         wait: Returns when the save is done.
         stage_s: Wall seconds of ``stage`` alone.
     """
@@ -50,10 +50,10 @@ class Pending:
 
 
 class Store:
-    """A store in a directory of its own, with a ram tier in front. What it wrote is deleted as soon as nobody needs it.
+    """A store in its own directory, with a ram tier in front. `settle` deletes the chunks in the directory.
 
     Args:
-        root: Where.
+        root: Parent of the store and of the state directory.
         ram: Bytes of the ram tier.
         codecs: As for `TierWriter`.
     """
@@ -69,9 +69,9 @@ class Store:
         return TierWriter(self.url, ack="staged", stage=stage, device=device, **self.options)
 
     def settle(self, writer: TierWriter) -> float:
-        """Wait until everything is in the store's directory, then delete the chunks there: the ram tier has them still.
+        """Wait until everything is in the store's directory, then delete the chunks there. The ram tier still has them.
 
-        A disk has no room for all that is saved here. Returns seconds.
+        A disk has no room for all saves of a run. Returns the seconds of the wait.
         """
         begin = time.perf_counter()
         writer.wait("object")
@@ -85,7 +85,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Stop the flusher and delete everything."""
+        """Stop the flusher and delete the store."""
         gc.collect()
         command = [sys.executable, "-m", "tierfs.cli", "flusher", "stop", f"file://{self.root}/store"]
         try:
@@ -114,7 +114,7 @@ class Probe:
 
 
 class Ours:
-    """tierfs by one writer."""
+    """tierfs with one writer."""
 
     def __init__(self, card: Card, store: Store, stage: str, device: int | None = None) -> None:
         self._card, self.store = card, store
@@ -123,7 +123,7 @@ class Ours:
         self._name = stage
 
     def url(self) -> str:
-        """Of the newest save."""
+        """Return the URL of the newest save."""
         return f"{self.store.url}/{self._name}_{self._number}"
 
     def begin(self, state: dict[str, Any]) -> Pending:
@@ -138,7 +138,7 @@ class Ours:
         return self.store.settle(self.writer)
 
     def report(self) -> dict[str, Any]:
-        """The device tier's status, with the seconds that drains took in all."""
+        """Return the device tier's status, with the seconds of all drains as ``moved_s``."""
         found = dict(self.writer.status()["tiers"].get("device") or {})
         rate = found.get("drain_bytes_per_s")
         found["moved_s"] = found["drained_bytes"] / rate if rate else 0.0
@@ -152,9 +152,10 @@ class Ours:
 
 
 class KeptStager(DefaultStager):
-    """torch's own, which stays for the next save whoever closes it.
+    """torch's stager, which stays usable for the next save after torch closes it.
 
-    That of torch 2.11 forgets its memory after each save, and fails in the second. It is kept here as by later versions.
+    The stager of torch 2.11 drops its memory after each save and fails in the second. Later versions keep it, like this
+    class.
     """
 
     def __init__(self, options: StagingOptions) -> None:
@@ -170,7 +171,7 @@ class KeptStager(DefaultStager):
 
 
 class Stock:
-    """torch's own asynchronous save, with memory that is pinned, shared, and kept from save to save."""
+    """torch's asynchronous save, with pinned and shared memory that all saves reuse."""
 
     def __init__(self, card: Card, root: Path, *, process: bool = False) -> None:
         self._card, self._root, self._number = card, root, 0
@@ -215,7 +216,7 @@ class Stock:
 
 
 def when(begin: float, wait: Callable[[], object]) -> Callable[[], float]:
-    """Start to wait for something on a thread. The result waits for the thread: seconds from ``begin``; raises what it raised."""
+    """Call `wait` on a thread. Return a function that joins it and returns the seconds from ``begin``, or raises."""
     found: list[Any] = []
 
     def look() -> None:
@@ -238,13 +239,14 @@ def when(begin: float, wait: Callable[[], object]) -> Callable[[], float]:
 
 
 def cycle(trainer: Trainer, peer: Ours | Stock, steps: int, base_s: list[float]) -> dict[str, Any]:
-    """One step, a save behind it, and so many steps more, as a training loop does: nothing waits for the GPU before the save.
+    """Run a step, a save behind it, and more steps, like a training loop. Nothing waits for the GPU before the save.
 
     Args:
-        trainer: What trains.
-        peer: Who saves.
-        steps: After the save.
-        base_s: Wall seconds of windows of ``steps + 1`` undisturbed steps before; one is added that is taken after the save is done.
+        trainer: The training.
+        peer: Saves the state.
+        steps: Steps after the save.
+        base_s: Wall seconds of earlier windows of ``steps + 1`` undisturbed steps. One more window, taken after the
+            save, is added.
     """
     state, card = trainer.state(), trainer.card
     gc.collect()
@@ -279,7 +281,7 @@ def cycle(trainer: Trainer, peer: Ours | Stock, steps: int, base_s: list[float])
 
 
 def medians(cycles: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure; all cycles beside it."""
+    """Return the median of each figure, and all cycles."""
     found: dict[str, Any] = {}
     for key in cycles[0]:
         values = [one[key] for one in cycles if isinstance(one[key], (int, float))]

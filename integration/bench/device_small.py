@@ -1,4 +1,4 @@
-"""Rows of `device.py` that need little memory: kernels, bit-identity, and whether fifty saves leave anything behind."""
+"""Rows of `device.py` that need little memory: kernels, bit-identity, and whether fifty saves leak memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tierfs.digest import BLOCK_BYTES, DigestKind, hash_bytes
 
 MODES = ("device", "lazy", "ram")
 SAVES = 50
-WARM_SAVES = 10  # after which nothing may grow
+WARM_SAVES = 10  # after which memory must not grow
 SAVE_EVERY = 3
 STEPS = 24
 
 
 class Small:
-    """See the module.
+    """The rows of this module.
 
     Args:
         card: The GPU.
-        root: On the disk that is used.
+        root: A directory on the disk to use.
         dry: Whether sizes are tiny.
         codecs: As for `TierWriter`.
     """
@@ -49,7 +49,7 @@ class Small:
     # -- kernels -------------------------------------------------------------------------------------------------------
 
     def digests(self) -> dict[str, Any]:
-        """Bytes per second by size, over one call: the table of addresses crosses the link within it."""
+        """Measure bytes per second by size. A call includes the transfer of the table of addresses to the GPU."""
         sizes = (3 << 20, 1 << 20) if self._dry else (4_000_000_000, 1_000_000_000, 256_000_000, 64_000_000)
         data = self._card.noise(sizes[0])
         found: dict[str, Any] = {"read": self.limits.get("read")}
@@ -66,7 +66,7 @@ class Small:
         return found
 
     def planes(self) -> dict[str, Any]:
-        """Bytes of blocks per second, by what is done; each byte is read once and written once."""
+        """Measure bytes of blocks per second by operation. Each byte is read once and written once."""
         from tierfs.codec.planes.planes import PlaneOrder
         from tierfs.device import planes
 
@@ -99,7 +99,7 @@ class Small:
     # -- bits ----------------------------------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """Whether training with saves ends where training without does, and whether a save holds what was before the step."""
+        """Check that training ends the same with and without saves, and that a save holds the state before the step."""
         torch.use_deterministic_algorithms(True)
         try:
             with sdpa_kernel(SDPBackend.MATH):
@@ -140,7 +140,7 @@ class Small:
         trainer.step()
         pending.wait()
         assert not _same(trainer.tensors(), before), "the step changed nothing"
-        target = self._trainer()  # in place, at another step
+        target = self._trainer()  # at another step; loaded in place
         reader = self._load(store, ours.url(), target.state())
         found[f"{mode}: is of before the step"] = _same(target.tensors(), before)
         if mode == "device":
@@ -160,10 +160,10 @@ class Small:
         dcp.load(state, storage_reader=reader, planner=TierLoadPlanner())
         return reader
 
-    # -- what is left behind -------------------------------------------------------------------------------------------
+    # -- leaks ---------------------------------------------------------------------------------------------------------
 
     def flat(self) -> dict[str, Any]:
-        """Memory by the number of saves; a quarter of the state changes before each."""
+        """Measure memory by the number of saves. A quarter of the state changes before each save."""
         size = (4 << 20) if self._dry else (512 << 20)
         tensors = [self._card.own(self._card.noise(size // 64).view(torch.float32)) for _ in range(64)]
         state = {f"tensor.{number}": tensor for number, tensor in enumerate(tensors)}
@@ -197,7 +197,6 @@ class Small:
 
 
 def _same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Bit for bit."""
     return all(
         torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
         for one, other in zip(ones, others, strict=True)
@@ -212,7 +211,7 @@ def _resident() -> dict[str, int]:
 
 
 def rows_of(small: Small) -> list[tuple[str, Any, float, float]]:
-    """Name, what measures it, and the most and the least seconds that it is given."""
+    """Return each row's name, its function, and the most and the least seconds for it."""
     return [
         ("limits", small.find_limits, 60, 1),
         ("digest", small.digests, 40, 3),

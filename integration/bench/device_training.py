@@ -1,4 +1,4 @@
-"""The training that `device.py` saves: a decoder of about 300 parameters, with torch's AdamW."""
+"""The training that `device.py` saves: a decoder of about 300 parameters with torch's AdamW."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from torch.nn import functional
 LAYERS = 24
 HEAD = 64
 VOCABULARY = 8192
-LOG_EVERY = (
-    10  # steps between two reads of the loss, as trainers do: more often would hide what a save does to run-ahead
-)
+LOG_EVERY = 10  # steps between two reads of the loss, as in trainers; frequent reads hide how a save affects run-ahead
 
 
 class Block(nn.Module):
@@ -56,19 +54,19 @@ class Decoder(nn.Module):
 
 
 def width_for(size: int, layers: int) -> int:
-    """So that float32 weights and AdamW's two moments come to ``size`` bytes or a little less."""
+    """Return the width at which float32 weights and AdamW's two moments take at most ``size`` bytes."""
     wanted, b = size / 12, 2 * VOCABULARY + 1024
     width = (math.sqrt(b * b + 48 * layers * wanted) - b) / (24 * layers)
     return max(int(width) // HEAD * HEAD, HEAD)
 
 
 class Trainer:
-    """A model that is trained on random tokens. The same seed gives the same training, bit for bit, where torch's kernels do.
+    """A model trained on random tokens. Equal seeds give equal training, bit for bit, if torch's kernels do.
 
     Args:
-        card: Where.
-        size: Of weights and moments, in bytes.
-        layers: Their number.
+        card: The GPU.
+        size: Bytes of weights and moments.
+        layers: Number of layers.
         batch: Sequences in a step.
         length: Tokens in a sequence.
         mixed: Whether matrices are multiplied in bfloat16.
@@ -91,21 +89,21 @@ class Trainer:
             card.own(tensor)
 
     def state(self) -> dict[str, Any]:
-        """What is saved. Its tensors are the training's own."""
+        """Return the state to save. Its tensors are the training's own."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of the state's that are not tiny steps."""
+        """Return the state's tensors, without the tiny step counters."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*(parameter.detach() for parameter in self.model.parameters()), *moments]
 
     @property
     def size(self) -> int:
-        """Of the state's tensors, in bytes."""
+        """Bytes of the state's tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
     def step(self, before_optimizer: Callable[[], object] | None = None) -> None:
-        """One step; ``before_optimizer`` is called before parameters change."""
+        """Train one step. ``before_optimizer`` is called before parameters change."""
         tokens = torch.randint(VOCABULARY, self._shape, generator=self._generator)
         if self.card.is_real:
             tokens = tokens.pin_memory().to(self.card.device, non_blocking=True)
@@ -122,7 +120,7 @@ class Trainer:
             self.losses.append(loss.item())
 
     def window(self, steps: int) -> float:
-        """Wall seconds of so many undisturbed steps."""
+        """Return the wall seconds of this many undisturbed steps."""
         self.steps = 0
         self.card.synchronize()
         begin = time.perf_counter()
@@ -132,6 +130,6 @@ class Trainer:
         return time.perf_counter() - begin
 
     def fingerprint(self) -> torch.Tensor:
-        """A sum of the bits of each tensor, on the host: equal states have equal ones."""
+        """Return a sum of the bits of each tensor, on the host. Equal states have equal sums."""
         sums = [tensor.contiguous().view(torch.int32).sum(dtype=torch.int64) for tensor in self.tensors()]
         return torch.stack([one.cpu() for one in sums])

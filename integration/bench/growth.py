@@ -1,31 +1,32 @@
-"""How costs grow: each row at four sizes in one run, and the exponent of a power of the size that fits them best.
+"""How costs grow: each row at four sizes in one run, and the exponent of the best-fitting power of the size.
 
     python integration/bench/growth.py [--largest 10000] [--json]
 
-An exponent of 0 is flat, 1 is linear. Rows, all in one process and one store on tmpfs with the ram tier alone:
+An exponent of 0 is flat, 1 is linear. These rows run in one process and one store on tmpfs with the ram tier alone:
 
-- a staged save, and looking whether a file exists, while N files are pending (the flusher is stopped);
-- LIST requests of the flusher for each of N new files of 100 KiB in one directory;
-- staging a state of N tensors of 4 KB, of copying them into memory that is kept;
-- files in ``last/`` after N saves to it, with the shortest grace;
-- LIST requests of ``ls`` for N directories in one, of a simulated tier far away; of ten times as many names, microseconds a name that
-  ``find`` takes beyond the tier's own listing, and the records that a second ``find`` with details reads again;
-- reading a checkpoint's metadata of up to 1,024 ranks and 300 tensors in twelve shapes: processor seconds of one rank until it knows
-  where its own part is, of unpickling the same. The ranks are simulated: their chunks are made up, and nothing is read but metadata;
-- microseconds of a step of the flusher's queue while N drafts wait for their next attempt, and for ten times as many chunks in
-  the nvme tier, microseconds that an eviction of 4 keeps the tables locked, once they are in order. Both are simulated: tables alone,
-  no bytes.
+- a staged save, and ``exists``, while N files are pending (the flusher is stopped);
+- LIST requests of the flusher for each of N new files in one directory;
+- the time to stage a state of N tensors of 4 KB, relative to copying them into reused memory;
+- files in ``last/`` after N saves to it, with a grace of 2 s;
+- LIST requests of ``ls`` for N directories in one directory of a simulated remote tier;
+- for ten times as many names there: microseconds a name that ``find`` takes beyond the tier's own listing, and the
+  records that a second ``find`` with details reads again;
+- the metadata of a checkpoint of up to 1,024 simulated ranks and 300 tensors in twelve shapes: processor seconds
+  of one rank to locate its own part, relative to unpickling the metadata. Nothing else is read;
+- microseconds of a step of the flusher's queue while N drafts wait for their next attempt;
+- microseconds that an eviction of 4 chunks holds the lock of the nvme tier's tables, with ten times as many chunks
+  whose order is known. This row and the one before have tables alone, without bytes.
 
-Of a host, in directories of their own (`growth_host.py`; N is at most 400 there):
+These rows are about a host and have their own directories (`growth_host.py`; N is at most 400 there):
 
 - shared memory of a store that holds one small file, and of a state of N MB after one save;
 - milliseconds for each of N files of 100 KiB, staged, local, and written to ext4 with fsync;
-- a process's first save of N MB to S3 and its second, where ministack is installed;
-- what a state of N times the ram tier sends and keeps;
-- what a flusher of one of N stores costs;
+- seconds of a process's first save of N MB to S3 and of its second, if ministack is installed;
+- bytes sent and private memory kept for a state of N times the ram tier;
+- private memory, descriptors and processor time of the flusher of one of N stores;
 - milliseconds that a flusher takes to find one new file while N drafts without bytes are pending.
 
-With ``--largest 10000`` it takes a minute; ``--largest 1000`` is the smallest size.
+``--largest 10000`` takes a minute; ``--largest 1000`` is the smallest size.
 """
 
 from __future__ import annotations
@@ -89,12 +90,12 @@ GRACE_S = 2
 
 
 def sizes(largest: int) -> list[int]:
-    """Four sizes, the largest last, each about a fifth of the next."""
+    """Return four sizes, each about five times the one before. The last is `largest`."""
     return [max(largest // divisor, 10) for divisor in (125, 25, 5, 1)]
 
 
 def exponent(points: dict[int, float]) -> float:
-    """The slope of a straight line through the logarithms; 0 where a small run has one size of a row only."""
+    """Return the slope of a line fitted to the logarithms. It is 0 if a small run has only one size."""
     if len(points) == 1:
         return 0.0
     logs = [(math.log(size), math.log(max(value, 1e-9))) for size, value in points.items()]
@@ -103,7 +104,7 @@ def exponent(points: dict[int, float]) -> float:
 
 
 def median_ms(call: Callable[[int], object], numbers: itertools.count[int]) -> float:
-    """Milliseconds of a call with the next number."""
+    """Return the median milliseconds of a call with the next number as its argument."""
     took = []
     for _ in range(TIMES):
         number = next(numbers)
@@ -114,7 +115,7 @@ def median_ms(call: Callable[[int], object], numbers: itertools.count[int]) -> f
 
 
 def pending(url: str, largest: int) -> dict[str, dict[int, float]]:
-    """Milliseconds of a staged save and of ``exists``, by the number of pending files."""
+    """Return the milliseconds of a staged save and of ``exists`` by the number of pending files."""
     fs, root = fsspec.url_to_fs(f"tierfs::{url}", ack="staged")
     fs.pipe_file(f"{root}/first", b"x")
     flusher = fs.status(root)["flusher"]["pid"]
@@ -132,7 +133,7 @@ def pending(url: str, largest: int) -> dict[str, dict[int, float]]:
 
 
 def lists(largest: int) -> dict[int, float]:
-    """LIST requests a file that the flusher makes to find what a new one comes after; a file every 10 ms."""
+    """Return the flusher's LIST requests for each new file to find its parent. A file appears every 10 ms."""
     found = {}
     for size in sizes(largest):
         objects, clock = MeasuredObjects(MemoryObjects(f"/growth-{size}")), ManualClock()
@@ -148,7 +149,7 @@ def lists(largest: int) -> dict[int, float]:
 
 
 def staging(url: str, largest: int) -> dict[int, float]:
-    """Time to stage a state of so many tensors, of a copy of each into memory that is kept."""
+    """Return the time to stage a state of so many tensors, relative to copying them into reused memory."""
     found = {}
     for size in sizes(4 * largest):
         state = {f"layer{number}": torch.randn(1000) for number in range(size)}
@@ -168,7 +169,7 @@ def staging(url: str, largest: int) -> dict[int, float]:
 
 
 def overwritten(url: str, largest: int) -> dict[int, float]:
-    """Files in a directory after so many saves to it, five a grace."""
+    """Return the number of files in a directory after so many saves to it, at five saves a grace."""
     fs, root = fsspec.url_to_fs(f"tierfs::{url}")
     found, saves = {}, 0
     for size in (5, 10, 20, max(largest // 250, 40)):
@@ -183,7 +184,7 @@ def overwritten(url: str, largest: int) -> dict[int, float]:
 
 
 def simulated(size: int, each: int = 1) -> Store:
-    """A store far away with so many directories in one, each with some files."""
+    """Return a remote store with `size` directories in one directory, each with `each` files."""
     objects = MeasuredObjects(_Far(MemoryObjects(f"/growth-{size}-{each}")))
     descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, objects.capabilities)
     objects.put(keys.DESCRIPTOR, [descriptor.encode()])
@@ -197,7 +198,7 @@ def simulated(size: int, each: int = 1) -> Store:
 
 
 class _Far(WrappedObjects):
-    """No tier of this host."""
+    """A tier that is not local to the host."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -205,7 +206,7 @@ class _Far(WrappedObjects):
 
 
 def listings(largest: int) -> dict[str, dict[int, float]]:
-    """Requests and time of listings, by the number of directories and of names."""
+    """Return requests and times of listings by the number of directories and of names."""
     asked: dict[int, float] = {}
     name_us: dict[int, float] = {}
     again: dict[int, float] = {}
@@ -223,7 +224,7 @@ def listings(largest: int) -> dict[str, dict[int, float]]:
 
 
 def cpu_s(call: Callable[[], object]) -> float:
-    """Processor seconds of a call, the least of three."""
+    """Return the least processor seconds of three calls."""
     took = []
     for _ in range(3):
         begun = time.process_time()
@@ -233,7 +234,7 @@ def cpu_s(call: Callable[[], object]) -> float:
 
 
 def requests(store: Store, method: str, call: Callable[[], object]) -> float:
-    """Requests of a kind that a call makes."""
+    """Return the number of requests of a method that a call makes."""
     objects = store.objects
     assert isinstance(objects, MeasuredObjects)
     before = objects.snapshot()[method]["requests"]
@@ -242,7 +243,7 @@ def requests(store: Store, method: str, call: Callable[[], object]) -> float:
 
 
 def metadata(largest: int) -> dict[str, dict[int, float]]:
-    """Processor seconds in which one of so many ranks finds out where its part of 300 tensors is, of unpickling the same."""
+    """Return one rank's processor seconds to locate its part of 300 tensors, relative to unpickling and in all."""
     ratios: dict[int, float] = {}
     seconds: dict[int, float] = {}
     for ranks in sizes(max(largest // 10, 10) if largest < 10_000 else 1024):
@@ -260,7 +261,7 @@ def metadata(largest: int) -> dict[str, dict[int, float]]:
 
 
 def made_up(ranks: int, tensors: int) -> tuple[Metadata, CheckpointNote]:
-    """The metadata of a checkpoint in which each rank has some rows of each tensor."""
+    """Return the metadata of a checkpoint in which each rank has some rows of each tensor."""
     names = [f"rank-{rank:05}-{os.urandom(4).hex()}.safetensors" for rank in range(ranks)]
     items: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, BytesPlace] = {}
@@ -284,7 +285,7 @@ def made_up(ranks: int, tensors: int) -> tuple[Metadata, CheckpointNote]:
 
 
 def queues(largest: int) -> dict[str, dict[int, float]]:
-    """Microseconds of a step of the flusher's queue, and that an eviction keeps the nvme tier's tables locked."""
+    """Return the microseconds of a step of the flusher's queue, and of an eviction's hold on the nvme tier's tables."""
     steps: dict[int, float] = {}
     locked: dict[int, float] = {}
     record = Manifest(Kind.FILE, bytes(16), 0, 0, 0, DigestKind.XXH3_128, bytes(16))
@@ -326,10 +327,10 @@ def queues(largest: int) -> dict[str, dict[int, float]]:
 
 
 def host(largest: int) -> dict[str, dict[int, float]]:
-    """The rows of `growth_host`."""
+    """Return the rows of `growth_host`."""
     most = min(largest // 25, 400)
     some = [max(most // divisor, 1) for divisor in (27, 9, 3, 1)]
-    count = 4 if largest >= SMALL_LARGEST else 2  # the smallest run only shows that all of it works
+    count = 4 if largest >= SMALL_LARGEST else 2  # the smallest run only shows that everything works
     rows = shared_memory(some[-count:]) | small_files(some[-count:])
     rows |= waves([2, 4, 8, 16][:count]) | flushers([1, 2, 4, 8][:count]) | looks(sizes(largest))
     try:
@@ -340,7 +341,7 @@ def host(largest: int) -> dict[str, dict[int, float]]:
 
 
 def note_host_aims(aims: Aims, rows: dict[str, dict[int, float]]) -> None:
-    """The largest size of each row of `growth_host` against its aim."""
+    """Compare the largest size of each row of `growth_host` with its aim."""
     last = {name: list(points.values())[-1] for name, points in rows.items()}
     aims.at_most("store with one small file, MiB of shared memory", last["store with 100 KB, MiB of shared memory"], 4)
     aims.at_most("shared memory less 64 MiB, of the state", last["state, of it in shared memory, - 64 MiB"], 2)
@@ -371,7 +372,7 @@ def main() -> int:
         rows["LIST a new file"] = lists(largest)
         rows["staging, of a copy of each tensor"] = staging(urls[1], largest)
         rows["files in last/"] = overwritten(urls[2], largest)
-        for store in Path(directory, "state", "stores").iterdir():  # one still flushes what was pending
+        for store in Path(directory, "state", "stores").iterdir():  # one flusher may still be at work on pending files
             stop_flusher(store, tierfs.__version__, timeout_s=120)
     rows |= listings(largest)
     rows |= metadata(largest)

@@ -1,6 +1,7 @@
-"""Rows of `growth.py` about a host: shared memory, small files, the first save of a process, waves, flushers and their looks.
+"""Rows of `growth.py` about a host: shared memory, small files, first saves, waves, flushers and their scans.
 
-Each row has state directories of its own. Those of small files and flushers lie on the disk, because the levels need one.
+Each row has its own state directories. Those of small files and flushers are on the disk, because the levels need
+one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MB = 1_000_000
 SMALL_BYTES = 100 << 10
-GENERATION_S = 3.0  # for the process to get memory for a second save
+GENERATION_S = 3.0  # for the process to allocate memory for a second save
 STAGED_S = 1.5
 _FIRST_SAVE = """
 import json, os, sys, time
@@ -58,7 +59,7 @@ print(json.dumps(took))
 
 @contextlib.contextmanager
 def _place(**environment: str) -> Iterator[tuple[Path, Path]]:
-    """A directory on the disk and a folder of segments, for what is opened meanwhile."""
+    """Yield a directory on the disk and a folder for segments. Stores opened in the block use them."""
     before = dict(os.environ)
     with (
         tempfile.TemporaryDirectory(prefix="tierfs-bench-") as disk,
@@ -73,13 +74,16 @@ def _place(**environment: str) -> Iterator[tuple[Path, Path]]:
 
 
 def _taken(folder: Path) -> int:
-    """Bytes of memory that files below a folder take, not their lengths."""
+    """Return the bytes of memory that files below a folder occupy, not their lengths."""
     files = (Path(where) / name for where, _, names in os.walk(folder) for name in names)
     return sum(os.stat(file).st_blocks * 512 for file in files)
 
 
 def shared_memory(sizes_mb: list[int]) -> dict[str, dict[int, float]]:
-    """MiB of a store with one file of 100 KB; what a state takes after a save, less 64 MiB, of the state."""
+    """Return the shared memory of a store with a file of 100 KB, and of a state after a save.
+
+    The first is in MiB. The second is a share of the state, after 64 MiB are subtracted.
+    """
     little, states = {}, {}
     for size in sizes_mb:
         with _place(TIERFS_RAM="4GiB", TIERFS_NVME="0") as (disk, shm):
@@ -96,7 +100,7 @@ def shared_memory(sizes_mb: list[int]) -> dict[str, dict[int, float]]:
 
 
 def small_files(counts: list[int]) -> dict[str, dict[int, float]]:
-    """Milliseconds for each of N files of 100 KiB, one after the other, and of a file of ext4 with fsync."""
+    """Return the milliseconds for each of N files of 100 KiB, one after the other, in tierfs and on ext4 with fsync."""
     rows: dict[str, dict[int, float]] = {}
     for count in counts:
         data = [os.urandom(SMALL_BYTES) for _ in range(count)]
@@ -131,7 +135,10 @@ def _write_and_flush(path: Path, data: bytes) -> None:
 
 
 def first_save(sizes_mb: list[int]) -> dict[str, dict[int, float]]:
-    """Seconds from closing a file to its being in S3 (ministack), after 1.5 s of staging: a process's first one and its second."""
+    """Return the seconds from closing a file until S3 (ministack) has it, for a process's first and second file.
+
+    The process writes a file, waits 1.5 s, and closes it.
+    """
     import s3server
 
     first, second = {}, {}
@@ -141,7 +148,7 @@ def first_save(sizes_mb: list[int]) -> dict[str, dict[int, float]]:
         with _place(TIERFS_RAM="1GiB", TIERFS_NVME="2GiB"):
             tierfs.init(url, options=options)
             for size in sizes_mb:
-                with tempfile.TemporaryDirectory(prefix="tierfs-bench-") as state:  # a flusher of its own
+                with tempfile.TemporaryDirectory(prefix="tierfs-bench-") as state:  # a new flusher
                     argv = [sys.executable, "-c", _FIRST_SAVE, url, json.dumps(options), str(size * MB), str(STAGED_S)]
                     environment = os.environ | {"TIERFS_STATE_DIR": state}
                     done = subprocess.run(argv, env=environment, check=True, capture_output=True)
@@ -150,7 +157,7 @@ def first_save(sizes_mb: list[int]) -> dict[str, dict[int, float]]:
 
 
 def waves(times: list[int]) -> dict[str, dict[int, float]]:
-    """A state so many times as large as a ram tier of 32 MiB, saved synchronously: what is sent, and private memory."""
+    """Save a state so many times as large as a ram tier of 32 MiB. Return the bytes sent, and private memory."""
     sent, beside = {}, {}
     for factor in times:
         with _place(TIERFS_RAM="32MiB", TIERFS_NVME="0") as (disk, _):
@@ -174,7 +181,7 @@ def _private_bytes(pid: int | str = "self") -> int:
 
 
 def flushers(counts: list[int]) -> dict[str, dict[int, float]]:
-    """Of N stores of one host: private memory, descriptors and processor seconds of a flusher after its first small file."""
+    """Return private memory, descriptors and processor seconds of one of N flushers after its first small file."""
     rows: dict[str, dict[int, float]] = {}
     for count in counts:
         with _place(TIERFS_RAM="1GiB", TIERFS_NVME="256MiB") as (disk, _):
@@ -202,7 +209,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def looks(sizes: list[int]) -> dict[str, dict[int, float]]:
-    """Milliseconds that a flusher takes to find one new file while so many are pending, and there is no nvme tier."""
+    """Return the milliseconds to find one new file while so many are pending, in a flusher without an nvme tier."""
     found: dict[int, float] = {}
     with _place() as (disk, shm):
         host, clock = Host(disk / "state", shm), SystemClock()

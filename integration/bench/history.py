@@ -1,9 +1,10 @@
-"""Figures of the past, claim by claim, and a plot of them.
+"""Figures of past runs, claim by claim, and a plot of them.
 
     python integration/bench/history.py [--only dcp] [--plot FILE.png]
 
-A file in ``history/`` is a report of a bench (its ``--json``), whose aims have one ``value`` each, or several such runs, whose aims have
-``values``. To keep a report: ``python integration/bench/dcp.py --json > integration/bench/history/DATE-dcp.json``.
+A file in ``history/`` is the ``--json`` report of a benchmark, whose aims have one ``value`` each, or several runs,
+whose aims have ``values``. To keep a report:
+``python integration/bench/dcp.py --json > integration/bench/history/DATE-dcp.json``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Point(NamedTuple):
 
 
 def runs_of(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The runs in a file, the oldest first, with their aims."""
+    """Yield the runs in a file with their aims, oldest first."""
     report = json.loads(path.read_text())
     if "runs" in report:
         for run in report["runs"]:
@@ -37,7 +38,7 @@ def runs_of(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def claims(only: str = "") -> dict[str, list[Point]]:
-    """The points of each claim, the oldest first."""
+    """Return the points of each claim, oldest first."""
     found: dict[str, list[Point]] = {}
     for path in sorted(HISTORY.glob("*.json")):
         for label, aims in runs_of(path) if only in path.name else ():
@@ -49,7 +50,7 @@ def claims(only: str = "") -> dict[str, list[Point]]:
 
 
 def show(found: dict[str, list[Point]]) -> None:
-    """Print them; a star marks a figure that misses its aim."""
+    """Print the claims. A star marks a figure that misses its aim."""
     for what, points in found.items():
         limit = points[-1].limit
         aim = "" if limit is None else f" ({'at most' if points[-1].is_at_most else 'at least'} {limit:g})"
@@ -63,7 +64,7 @@ def show(found: dict[str, list[Point]]) -> None:
 
 
 def plot(found: dict[str, list[Point]], target: str) -> None:
-    """Draw a panel for each claim that has more than one run."""
+    """Draw a panel for each claim with more than one run."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -87,9 +88,8 @@ def plot(found: dict[str, list[Point]], target: str) -> None:
 
 
 def main() -> None:
-    """Show or draw."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="part of the names of the files")
+    parser.add_argument("--only", default="", help="use only files with this in their names")
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args()
     found = claims(options.only)

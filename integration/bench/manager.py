@@ -1,6 +1,7 @@
-"""How much the training manager costs: a step without a save, on one rank and on two, and looking for a step among many.
+"""The cost of the training manager: a step without a save, on one rank and on two, and finding a step among many.
 
-``python integration/bench/manager.py``: under a minute. ``--roots 500`` for fewer steps to look through, ``--json`` for plain values.
+``python integration/bench/manager.py`` takes under a minute. ``--roots 500`` makes fewer steps to search, ``--json``
+prints plain values.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OPTIONS: dict[str, Any] = {"ram": "0", "nvme": "0"}
 POLICIES = [Every(steps=10**9), Every(minutes=10**6), Preemption(), Deadline(), YoungDaly(mtbf="10000d")]
 STEPS = 20_000
 STEPS_OF_TWO = {0.02: 400, 0.2: 100}
-"""How many steps of so many seconds two ranks make. Steps of large models take longer than either."""
+"""How many steps two ranks run, by the seconds of a step. Steps of large models take longer than either."""
 TIMES = 5
 
 
@@ -42,7 +43,7 @@ def state() -> dict[str, Any]:
 
 
 def one_rank(url: str) -> dict[str, float]:
-    """Microseconds of a call, the mean and the median."""
+    """Return the mean and the median microseconds of a call."""
     live, metrics = state(), {"loss": 1.0}
     took_ns = []
     with Manager(url, save=POLICIES, **OPTIONS) as run:
@@ -50,14 +51,14 @@ def one_rank(url: str) -> dict[str, float]:
             begun = time.perf_counter_ns()
             saved = run.step(step, live, metrics=metrics)
             took_ns.append(time.perf_counter_ns() - begun)
-            assert saved is None or step < 5, "a policy asked for a save"  # the first one is to learn its cost
+            assert saved is None or step < 5, "a policy asked for a save"  # the manager's first save measures its cost
         run.wait()
     quiet = took_ns[100:]
     return {"mean us": statistics.fmean(quiet) / 1e3, "median us": statistics.median(quiet) / 1e3}
 
 
 def two_ranks(rank: int, directory: str, url: str) -> None:
-    """The share of the time that calls take, with steps of 20 ms."""
+    """Measure the share of the time that calls take, for each step time in `STEPS_OF_TWO`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=2, timeout=timedelta(seconds=60)
@@ -73,10 +74,10 @@ def _two_ranks(url: str, step_s: float, steps: int) -> dict[str, float]:
     with Manager(url, save=[Every(steps=10**9), Every(minutes=10**6), Preemption()], **OPTIONS) as run:
         in_calls_s = 0.0
         for step in range(steps + 50):
-            if step == 50:  # by then ranks have found out how often to agree
+            if step == 50:  # the ranks know by this step how often to agree
                 in_calls_s, begun_all = 0.0, time.perf_counter()
             time.sleep(step_s)
-            dist.all_reduce(gradient)  # as training does: ranks end a step together
+            dist.all_reduce(gradient)  # ranks end a step together, as in training
             begun = time.perf_counter()
             run.step(step, live)
             in_calls_s += time.perf_counter() - begun
@@ -88,7 +89,7 @@ def _two_ranks(url: str, step_s: float, steps: int) -> dict[str, float]:
 
 
 def requests_of(run: Manager) -> dict[str, int]:
-    """How many requests this process has sent to the object tier; a listing is one, of however many pages."""
+    """Return this process's requests to the object tier. A listing counts once, whatever its number of pages."""
     store, _ = run._run.open()
     counts = {
         method: int(each["requests"]) for method, each in request_metrics(store.objects)["object_requests"].items()
@@ -98,7 +99,7 @@ def requests_of(run: Manager) -> dict[str, int]:
 
 
 def many_steps(base: Path, count: int) -> dict[str, float]:
-    """Seconds to find the newest step of many, in this process and from the beginning of a restore."""
+    """Return the seconds to find the newest of many steps, in this process and from the beginning of a restore."""
     url = f"tierfs::file://{base}/run"
     with Manager(url, save=(), **OPTIONS) as run:
         run.save(0, state()).wait()
@@ -106,7 +107,7 @@ def many_steps(base: Path, count: int) -> dict[str, float]:
     names = [entry.path.rpartition("/")[2] for entry in list_directory(store, f"{path}/step_0", detail=False)]
 
     def copy_step(step: int) -> None:
-        # Nobody looks at more than the metadata of an earlier one.
+        # Of earlier steps, only the metadata is read.
         for name in names if step == count - 1 else [".metadata"]:
             copy(store, f"{path}/step_0/{name}", f"{path}/step_{step}/{name}")
 
@@ -132,7 +133,7 @@ def many_steps(base: Path, count: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--roots", type=int, default=10_000, help="steps to look through")
+    parser.add_argument("--roots", type=int, default=10_000, help="steps to search")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)

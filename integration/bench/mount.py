@@ -1,8 +1,8 @@
-"""A mount compared with a bare passthrough by mfusepy and with rclone's mount, and how long listings take.
+"""A mount compared with a bare mfusepy passthrough and with rclone's mount, and the time of listings.
 
 python integration/bench/mount.py [--bytes 1GiB] [--files 10000] [--git-files 2000] [--rounds 3] [--json]
 
-Each round has everybody write and read once. Reads are by 4 MiB, with the kernel's pages dropped before.
+In each round, every mount writes and reads once. Reads are of 4 MiB, after the kernel's pages are dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FULL_FILES, FULL_GIT_FILES = 10_000, 2_000
 
 
 def write(path: Path, size: int, pool: memoryview) -> float:
-    """Seconds until a new file of this size is synced and closed."""
+    """Return the seconds until a new file of this size is synced and closed."""
     begin = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number, offset in enumerate(range(0, size, PIECE_BYTES)):
@@ -53,7 +53,7 @@ def write(path: Path, size: int, pool: memoryview) -> float:
 
 
 def read(path: Path, size: int, buffer: bytearray) -> float:
-    """Seconds to read a file of this size from start to end."""
+    """Return the seconds to read a file of this size from start to end."""
     fd = os.open(path, os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     begin = time.perf_counter()
@@ -68,7 +68,7 @@ def read(path: Path, size: int, buffer: bytearray) -> float:
 
 @contextlib.contextmanager
 def mounted_by(command: list[str], directory: Path, environment: dict[str, str]) -> Iterator[Path]:
-    """What a program mounts that stays in the foreground."""
+    """Run a mount program in the foreground, and yield its mount point."""
     directory.mkdir()
     process = subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.DEVNULL)
     try:
@@ -86,7 +86,7 @@ def mounted_by(command: list[str], directory: Path, environment: dict[str, str])
 
 @contextlib.contextmanager
 def everybody(server: Server, base: Path, size: int) -> Iterator[tuple[dict[str, Path], list[str]]]:
-    """Mounts by name, and who could not."""
+    """Yield the mounts by name, and the errors of those that failed."""
     found, missing = {}, []
     with contextlib.ExitStack() as mounts:
         url = f"s3://{server.new_root()}"
@@ -114,7 +114,7 @@ def everybody(server: Server, base: Path, size: int) -> Iterator[tuple[dict[str,
 
 
 def rclone(server: Server, directory: Path, cache: Path) -> list[str]:
-    """Its mount of a bucket, with the cache that lets programs read and write as they like."""
+    """Return the command of rclone's mount of a new bucket, with the cache that allows any read and write."""
     options = server.options
     remote = f":s3,provider=Other,access_key_id={options['key']},secret_access_key={options['secret']}"
     remote += f",endpoint='{options['endpoint_url']}':{server.new_root()}"
@@ -123,11 +123,11 @@ def rclone(server: Server, directory: Path, cache: Path) -> list[str]:
 
 
 def streams(server: Server, base: Path, size: int, rounds: int) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Seconds to write and sync, and to read, by who does it."""
+    """Return the seconds to write and sync, and to read, by mount, and the errors of mounts that failed."""
     taken: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     buffer = bytearray(PIECE_BYTES)
     with everybody(server, base, size) as (mounts, missing):
-        for number in range(rounds + 1):  # the first one warms up
+        for number in range(rounds + 1):  # the first round warms up
             pool = memoryview(os.urandom(16 * PIECE_BYTES))
             for name, directory in mounts.items():
                 seconds = {"write": write(directory / "file", size, pool)}
@@ -141,17 +141,17 @@ def streams(server: Server, base: Path, size: int, rounds: int) -> tuple[dict[st
 
 
 def settle(name: str, directory: Path) -> None:
-    """Wait until nothing is being sent, so that a read has the processors."""
+    """Wait until uploads are done, so that a read has the processors to itself."""
     if name == "tierfs":
         while os.getxattr(directory / "file", "user.tierfs.level") != b"object":
             time.sleep(0.1)
         assert os.getxattr(directory / "file", "user.tierfs.tier") == b"ram"
     elif name == "rclone":
-        time.sleep(6)  # it begins to send five seconds after the close
+        time.sleep(6)  # rclone begins to upload five seconds after the close
 
 
 def listings(base: Path, files: int, rounds: int) -> dict[str, float]:
-    """Seconds of `ls -l` in a directory of so many files, in a new mount and again."""
+    """Return the seconds of `ls -l` in a directory of so many files, in a new mount and again."""
     taken = defaultdict(list)
     url = f"file://{base}/store"
     init(url)
@@ -173,7 +173,7 @@ def listings(base: Path, files: int, rounds: int) -> dict[str, float]:
 
 
 def git_status(base: Path, files: int, rounds: int) -> float:
-    """Seconds of a `git status` in a clone that was looked at before."""
+    """Return the seconds of a `git status` in a clone that `git status` has read before."""
     url, source, directory = f"file://{base}/git-store", base / "source", base / "git"
     for number in range(files):
         path = source / f"folder-{number % 20}" / f"file-{number}"
@@ -205,7 +205,7 @@ def git_status(base: Path, files: int, rounds: int) -> float:
 
 
 def judge(found: dict[str, Any], files: int, git_files: int) -> list[dict[str, Any]]:
-    """What was asked of it. With fewer files there is less time."""
+    """Compare the figures with the aims. Fewer files get less time."""
     aims, by = Aims(), found["streams"]
     ours = by["tierfs"]
     for peer, limits in (("passthrough", {"read": 0.7, "write": 0.6}), ("rclone", {"read": 1.0, "write": 1.0})):
@@ -225,7 +225,9 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=1000)
     parser.add_argument("--git-files", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", help="for stores, caches and state (default: the usual one for temporary files)")
+    parser.add_argument(
+        "--directory", help="directory for stores, caches and state (default: the system's temporary directory)"
+    )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     with contextlib.ExitStack() as places:

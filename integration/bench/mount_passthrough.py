@@ -1,4 +1,4 @@
-"""A bare passthrough of a directory by mfusepy, which a mount is compared with: python mount_passthrough.py SOURCE DIRECTORY."""
+"""A bare mfusepy passthrough, the baseline of `mount.py`: ``python mount_passthrough.py SOURCE DIRECTORY``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mfusepy
 
 
 class Passthrough(mfusepy.Operations):
-    """Calls the same function on the file below."""
+    """Call the same function on the underlying file."""
 
     use_ns = True
 

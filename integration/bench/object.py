@@ -1,20 +1,23 @@
-"""The object tier on S3 and its peers: chunks put, flushed and got, checkpoints saved and loaded, requests.
+"""The object tier on S3 and its peers: chunks put, flushed and read, checkpoints saved and loaded, requests.
 
-    python integration/bench/object.py [--bytes 2GiB] [--rounds 5] [--server ministack|nginx|URL ...] [--only PART ...] [--json]
+    python integration/bench/object.py [--bytes 2GiB] [--rounds 5] [--server ministack|nginx|URL ...]
+        [--only PART ...] [--json]
 
-All in one run, one after the other in each round, medians of the rounds after one that warms up what a long-running job has
-warm: connections, slabs, the arena's disk blocks, the flusher, and the memory of the server. Slabs take several files, or saves, before the rounds. The servers are processes of their own on this machine. ministack is
-S3, but slow; of its clients only tierfs has it check a checksum. nginx does not speak S3, so that only chunks go there. At a
-URL, the credentials are those in the environment.
+Peers take turns in each round. Figures are medians of the rounds after one that warms up connections, slabs, the
+arena's disk blocks, the flusher and the server's memory, as in a long-running job. Slabs take several files or saves
+before the rounds. The servers are processes on this machine. ministack speaks S3, but slowly, and only tierfs makes
+it check a checksum. nginx does not speak S3 and only takes chunks. A URL is used with the credentials in the
+environment.
 
-Chunks: objects of 16 MiB, of content that cannot be compressed, new in each round. Each client has as many of them under way as was the fastest
-before the rounds, of 2, 4, 8, 16; cpu is seconds of its process, or of the flusher, per GB. "flush" is the way of tierfs' users: a file is staged, and the time goes from when it is
-closed until the flusher, a process of its own, has it in the object tier. "memcpy" is ``numpy.copyto`` between two warm buffers.
+Chunks: objects of 16 MiB with incompressible content, new in each round. Each client sends 2, 4, 8 or 16 at once,
+whichever was fastest before the rounds. "cpu" is processor seconds per GB, of the client's process or of the flusher.
+"flush" is the path of tierfs's users: the time from closing a staged file until the flusher, a process of its own,
+has put it into the object tier. "memcpy" is ``numpy.copyto`` between two warm buffers.
 
-Checkpoints: equal matrices of 32 MiB, at most 64, new content for each save; one process. Loads are by a process of its own whose imports are done and
-whose target's memory is warm; of tierfs it has an empty state directory, so that no local tier holds anything. What is loaded is
-compared with what was saved. Requests are those that a proxy saw on a run of their own, of at most 2 GiB, for leases and the like beside those for
-chunks and manifests. Takes about 14 times --bytes of memory.
+Checkpoints: at most 64 equal matrices of 32 MiB, with new content for each save by one process. Another process,
+whose imports are done and whose target memory is warm, loads them. For tierfs it has an empty state directory, so
+that no local tier holds anything. The loaded content is compared with the saved content. A proxy counts requests,
+with those for leases and the like, in a separate run of at most 2 GiB. Needs about 14 times --bytes of memory.
 """
 
 from __future__ import annotations
@@ -44,12 +47,10 @@ SAID_MAX = 160
 
 
 def server_at(name: str) -> AbstractContextManager[Server]:
-    """The server that an argument names."""
     return {"ministack": ministack, "nginx": nginx}.get(name, lambda: running(name))()
 
 
 def measured(server: Server, size: int, rounds: int, parts: list[str], root: Path) -> dict[str, Any]:
-    """Everything about one server."""
     found: dict[str, Any] = {}
     if "chunks" in parts:
         found["chunks"] = moves(server, size, rounds, root)
@@ -63,7 +64,6 @@ def measured(server: Server, size: int, rounds: int, parts: list[str], root: Pat
 
 
 def aims(servers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each aim with what was measured."""
     found = Aims()
     for server, parts in servers.items():
         if "chunks" in parts:
@@ -89,7 +89,7 @@ def aims(servers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cell(row: dict[str, float], what: str, size: int) -> str:
-    """Seconds, speed, and where it is known processor seconds per GB of one thing that somebody does."""
+    """Format the seconds, the speed and, if known, the processor seconds per GB of one operation."""
     if what not in row:
         return 25 * " "
     used = f"{row[f'{what} cpu'] / size * 1e9:7.2f}" if f"{what} cpu" in row else 7 * " "
@@ -97,7 +97,6 @@ def cell(row: dict[str, float], what: str, size: int) -> str:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print it as tables."""
     size = report["bytes"]
     print(f"{report['machine']}, {size / 2**20:.0f} MiB, {report['rounds']} rounds, seed {SEED}")
     for server, parts in report["servers"].items():
@@ -124,13 +123,14 @@ def show(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", default="2GiB", help="of the chunks, and of the state")
+    parser.add_argument("--bytes", default="2GiB", help="bytes of the chunks, and of the state")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--server", nargs="+", default=["ministack", "nginx"], help="ministack, nginx or a URL")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="leave the rest out")
-    parser.add_argument("--directory", help="on the disk of the nvme tier")
+    parser.add_argument(
+        "--server", nargs="+", default=["ministack", "nginx"], help="servers to use: ministack, nginx or a URL"
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run only these parts")
+    parser.add_argument("--directory", help="directory on the disk of the nvme tier")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     size = parse_size(options.bytes)

@@ -1,4 +1,4 @@
-"""What `object.py` measures of checkpoints on S3: saves until `object`, cold loads, requests."""
+"""Checkpoints on S3 for `object.py`: saves until `object`, cold loads, and requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 STOCK = "FsspecWriter over s3fs"
 TORCH = "s3torchconnector's S3StorageWriter"
 THREADS = 4
-# Until all slabs and the arena were written to, which the first saves find room beside each other in.
+# After so many saves, all slabs and the arena have been written to. The first saves fit in beside each other.
 WARMING_SAVES = 6
 
 
@@ -44,17 +44,13 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class Savers:
-    """Everybody who saves to a server and loads from it.
-
-    Args:
-        server: Where to.
-    """
+    """All peers that save to a server and load from it."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
     def reader(self, who: str, url: str) -> Callable[[], Any]:
-        """Makes what loads the checkpoint at a URL, which is the one that ``who`` saved to. All it needs is imported."""
+        """Return a function that makes the reader of a checkpoint that ``who`` saved. All its imports are done."""
         import s3fs  # noqa: F401 - otherwise by who loads first
 
         if who.startswith("tierfs"):
@@ -71,7 +67,7 @@ class Savers:
         return make
 
     def writer(self, who: str, url: str, threads: int) -> Any:
-        """What saves one checkpoint."""
+        """Return the writer of one checkpoint."""
         if who == STOCK:
             return FsspecWriter(url, thread_count=threads, **self._server.options())
         from s3torchconnector.dcp import S3StorageWriter
@@ -82,7 +78,7 @@ class Savers:
 
 
 def kind_of(path: str) -> str:
-    """What a request is about. Records are manifests, looked for as well as read and listed."""
+    """Return the subject of a request. Lookups, reads and listings of manifests all count as records."""
     for kind in ("chunks", "leases", "gc"):
         if f"/.tierfs/{kind}/" in unquote(path):
             return kind
@@ -90,12 +86,12 @@ def kind_of(path: str) -> str:
 
 
 def state_of(size: int, make: Callable[[int, int], torch.Tensor] = torch.randn) -> Any:
-    """Matrices that are as large as those of 2 GiB in 64, so that requests per GiB tell something."""
+    """Return matrices of the size that 2 GiB in 64 have, so that requests per GiB are comparable."""
     return states.blocks(size, min(max(size // TENSOR_BYTES, 1), states.BLOCK_TENSORS), make)
 
 
 def content(state: Any) -> str:
-    """Tells states apart."""
+    """Return a checksum of the tensors."""
     tensors = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in states.tensors_of(state))
     return digest.checksum(*(memoryview(array).cast("B") for array in tensors)).hex()
 
@@ -110,17 +106,17 @@ STATES = {
     "transformer's ": partial(_renewed, states.transformer),
     "shards' ": states.shards,
 }
-"""States of so many bytes, by whose they are called; a number makes their content differ."""
+"""Functions that make a state of so many bytes, by their label in the report. The number selects the content."""
 
 
 class Checkpoints:
-    """One state, and everybody who saves it to a server.
+    """One state, and all peers that save it to a server.
 
     Args:
-        server: Where to.
-        size: Of the state in bytes.
-        rounds: That count.
-        root: On the disk of the nvme tier.
+        server: Holds the stores.
+        size: Bytes of the state.
+        rounds: Rounds that count.
+        root: A directory on the disk of the nvme tier.
     """
 
     def __init__(self, server: Server, size: int, rounds: int, root: Path) -> None:
@@ -131,7 +127,7 @@ class Checkpoints:
         self._number = 0
 
     def saves_and_loads(self) -> dict[str, Any]:
-        """Seconds until a save is in the object tier, and of a cold load, by who does it; who could not."""
+        """Return the seconds of a save to the object tier and of a cold load by peer, and the errors of others."""
         state, rows = state_of(self._size), Rows()
         savers = Savers(self._server)
         everyone = [("tierfs", 0), (STOCK, 1), (STOCK, THREADS)]
@@ -159,7 +155,7 @@ class Checkpoints:
                     place = f"saves/step_{self._number}" if threads == 0 else f"others/step_{self._number}"
                     url = f"s3://{self._server.bucket}/{place}"
                     if threads == 0:
-                        # A directory of its own, so that it is the child of none: those before are taken away below.
+                        # A directory of its own, so that it has no parent: earlier ones are deleted below.
                         url = f"{store}/run_{self._number}/step_1"
                     gc.collect()
                     if threads == 0:
@@ -175,10 +171,10 @@ class Checkpoints:
         return {"rows": rows.medians(), "unable": unable}
 
     def requests(self) -> dict[str, Any]:
-        """Requests per GiB that the server sees, of a save by a writer that saved before, and of a cold load.
+        """Count the requests per GiB at the server, of a save by a writer that saved before, and of a cold load.
 
-        Of matrices; of a transformer's state, whose tensors are of all sizes; and of a rank's shards in bfloat16 and float32.
-        And what the loading process counted itself.
+        The states are matrices, a transformer's state with tensors of all sizes, and a rank's shards in bfloat16 and
+        float32. The result also has the requests that the loading process counted itself.
         """
         size = min(self._size, REQUESTS_BYTES_MAX)
         seen: dict[str, Counter[str]] = {}
@@ -222,7 +218,7 @@ class Checkpoints:
         return TierWriter(store, ack="object", **options), store
 
     def _load(self, server: Server, who: str, url: str, size: int = 0, whose: str = "") -> dict[str, Any]:
-        """Load by a process and on a host that have nothing."""
+        """Load in a new process on a host without state."""
         with (
             tempfile.TemporaryDirectory(dir=self._root) as directory,
             tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm") as shared,

@@ -1,6 +1,6 @@
-"""Who moves objects in `object.py`, flat out: each puts the same chunks under keys of its own, and gets them again.
+"""The clients that `object.py` compares. Each puts the same chunks under its own keys and gets them, at full speed.
 
-Nobody of them but tierfs sends a checksum, and nobody verifies what it gets.
+Only tierfs sends a checksum. No client verifies the bytes that it gets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierfs.objects.protocol import CREATE
 
 WIDTHS = (2, 4, 8, 16)
 LOOPS = 2
-# What s3fs and boto3 send in plain text is not hashed twice, nor what they get hashed once more.
+# s3fs and boto3 would hash plain-text uploads twice, and hash downloads again.
 CONFIG = {
     "max_pool_connections": 64,
     "request_checksum_calculation": "when_required",
@@ -33,12 +33,12 @@ CONFIG = {
 
 
 class Client:
-    """Somebody who puts and gets objects.
+    """A client that puts and gets objects.
 
     Args:
-        name: In the report, and of its keys.
+        name: Its name in the report. The first word prefixes its keys.
         put: Puts a chunk under a key.
-        get: Gets what is under a key into a buffer of its size, or wherever it puts what it gets.
+        get: Reads an object into a buffer of its size, or into memory of the client.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class Client:
         self._get = get
 
     def put_all(self, chunks: Sequence[bytes], width: int) -> None:
-        """Put them all, so many at a time."""
+        """Put all chunks, ``width`` at a time."""
         self._run(lambda number: self._put(self._key(number), chunks[number]), len(chunks), width)
 
     def get_all(self, buffers: Sequence[memoryview], width: int) -> None:
-        """Get them all, so many at a time."""
+        """Get all chunks, ``width`` at a time."""
         self._run(lambda number: self._get(self._key(number), buffers[number]), len(buffers), width)
 
     def close(self) -> None:
-        """Close what does not close itself."""
+        """Close resources that do not close themselves; the default has none."""
 
     def _key(self, number: int) -> str:
         return f"{self.prefix}/{number:05d}"
@@ -69,7 +69,7 @@ class Client:
 
 
 class S3fs(Client):
-    """Its asynchronous face, on event loops of our own: as fast as it goes."""
+    """s3fs's asynchronous interface on event loops of this class, where it is fastest."""
 
     def __init__(self, server: Server) -> None:
         super().__init__("s3fs tuned", self._no, self._no)
@@ -84,12 +84,9 @@ class S3fs(Client):
         raise AssertionError("it has no threads")
 
     def put_all(self, chunks: Sequence[bytes], width: int) -> None:
-        """See `Client.put_all`."""
         self._share(lambda fs, number: fs._pipe_file(self._path(number), chunks[number]), len(chunks), width)
 
     def get_all(self, buffers: Sequence[memoryview], width: int) -> None:
-        """See `Client.get_all`."""
-
         async def get(fs: Any, number: int) -> None:
             content = await fs._cat_file(self._path(number), start=0, end=len(buffers[number]))
             assert len(content) == len(buffers[number])
@@ -97,7 +94,6 @@ class S3fs(Client):
         self._share(get, len(buffers), width)
 
     def close(self) -> None:
-        """See `Client.close`."""
         self._everywhere(lambda lane: self._filesystems[lane]._s3creator.__aexit__(None, None, None))
 
     def _path(self, number: int) -> str:
@@ -172,7 +168,7 @@ def obstore(server: Server) -> Client:
 
 
 def s3torchconnector(server: Server) -> Client:
-    """It uploads in parts, whatever the size: each object has one."""
+    """Return the s3torchconnector client. It always uploads in parts; here each object has one."""
     client = torch_client(server, part_bytes=CHUNK_BYTES)
 
     def put(key: str, data: bytes) -> None:
@@ -186,7 +182,7 @@ def s3torchconnector(server: Server) -> Client:
 
 
 def torch_client(server: Server, **options: int) -> Any:
-    """The client that s3torchconnector is built on, for an endpoint that is not Amazon's."""
+    """Return the client below s3torchconnector, for an endpoint that is not Amazon's."""
     from s3torchconnector import S3ClientConfig
     from s3torchconnector._s3client import S3Client
 
@@ -195,7 +191,7 @@ def torch_client(server: Server, **options: int) -> Any:
 
 
 def tierfs(server: Server) -> Client:
-    """The object tier alone, sent what the flusher sends: a chunk in blocks, its checksum, the condition that it is new."""
+    """Return the object tier alone. It puts as the flusher does: in blocks, with a checksum, and only new objects."""
     objects = connect("s3", server.bucket, server.options())
     endpoint = server.endpoint()
 
@@ -213,7 +209,7 @@ MAKERS: tuple[Callable[[Server], Client], ...] = (tierfs, S3fs, boto3, obstore, 
 
 
 def clients(server: Server, chunk: bytes) -> tuple[list[Client], dict[str, str]]:
-    """Those that can put a chunk into this server and get it, and by name why the others cannot."""
+    """Return the clients that can put and get a chunk on this server, and the errors of the others by name."""
     able, unable = [], {}
     for make in MAKERS:
         name = make.__name__
@@ -230,7 +226,7 @@ def clients(server: Server, chunk: bytes) -> tuple[list[Client], dict[str, str]]
 
 
 def best_width(send: Callable[[int], None], empty: Callable[[], None]) -> int:
-    """How many at a time are the fastest, of two tries each."""
+    """Return the number of concurrent transfers that is fastest, by the better of two tries each."""
     seconds: dict[int, float] = {}
     for width in WIDTHS * 2:
         begin = time.perf_counter()
@@ -242,7 +238,7 @@ def best_width(send: Callable[[int], None], empty: Callable[[], None]) -> int:
 
 @contextlib.contextmanager
 def loopback_sink() -> Iterator[Callable[[Sequence[bytes]], None]]:
-    """What sends bytes to another process over two TCP connections, and returns when it has them all."""
+    """Yield a function that sends bytes to another process over two TCP connections and returns when they arrived."""
     import socket
     import subprocess
     import sys

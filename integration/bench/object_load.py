@@ -1,6 +1,6 @@
-"""One load of `object.py`, in a process and on a host that have nothing: ``WHO URL BYTES SERVER-URL WHOSE``.
+"""One load of `object.py`, in a new process on a host without state: ``WHO URL BYTES SERVER-URL WHOSE``.
 
-Says ``ready`` when everything is imported and the tensors' memory is warm, waits for a line, loads, and prints what it found.
+It prints ``ready`` when imports are done and the tensors' memory is warm, waits for a line, loads, and prints JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierfs.objects import MeasuredObjects
 
 
 def main() -> None:
-    """Load, and say how long it took, what came, and what of tierfs' object tier was asked for that."""
+    """Load. Print the seconds, a checksum of the content, and the requests to tierfs's object tier."""
     who, url, size, server_url, whose = sys.argv[1:]
     target = STATES[whose](int(size), 0)
     reader = Savers(Server("load", server_url, "")).reader(who, url)
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def requests(url: str) -> dict[str, int]:
-    """What this process asked of the object tier of a store, by method."""
+    """Return this process's requests to a store's object tier, by method."""
     from tierfs.session.open import _stores
 
     counted: dict[str, int] = {}

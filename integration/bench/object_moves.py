@@ -1,4 +1,4 @@
-"""What `object.py` measures of chunks: everybody who moves objects, and tierfs' flusher, on one server."""
+"""Chunks for `object.py`: all clients, and tierfs's flusher, on one server."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tierfs.digest import CHUNK_BYTES
 
 SPARE_BYTES = 256 << 20
 TUNED_SHARE = 4
-# A slab and a place in the arena are warm when they were written to, and not all are by the first file.
+# A slab or a place in the arena is warm after the first write to it. The first file does not write to all.
 WARMING_FLUSHES = 3
 
 
 class Flush:
-    """A store with local tiers in front of it, and files that are staged there, then flushed by the flusher's process.
+    """Stage files in a store with local tiers, and time how long the flusher's process takes to flush them.
 
     Args:
-        server: Where to.
-        name: Of the store.
-        size: Of a file.
-        root: On the disk of the nvme tier.
-        has_nvme: Whether there is one.
+        server: Holds the store.
+        name: Name of the store.
+        size: Bytes of a file.
+        root: A directory on the disk of the nvme tier.
+        has_nvme: Whether the store has an nvme tier.
     """
 
     def __init__(self, server: Server, name: str, size: int, root: Path, *, has_nvme: bool) -> None:
@@ -55,7 +55,7 @@ class Flush:
         self._numbers = itertools.count()
 
     def __call__(self, source: np.ndarray[Any, Any]) -> dict[str, float]:
-        """Seconds from when a file of this content is closed until it is in the object tier, and the flusher's CPU seconds."""
+        """Return the seconds from the closed file until it is in the object tier, and the flusher's CPU seconds."""
         path = f"{self._path}/{next(self._numbers)}"
         with self._fs.open(path, "wb") as file:
             file.write(source)
@@ -71,19 +71,18 @@ class Flush:
         return {"put": seconds, "put cpu": used}
 
     def stop(self) -> None:
-        """End the flusher."""
         end_flusher(self._fs.status(self._path))
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process and its children have used of the processors."""
+    """Return the processor seconds of a process and its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(child)) for child in children)
 
 
 def end_flusher(status: dict[str, Any]) -> None:
-    """End a flusher that would go on until it is idle for long."""
+    """Stop a flusher, which would otherwise run until it has been idle for long."""
     pid = status["flusher"].get("pid")
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -92,7 +91,7 @@ def end_flusher(status: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def private_slabs() -> Iterator[None]:
-    """Keep slabs in a directory that is removed in the end, whatever happens."""
+    """Keep slabs in a directory that is removed at the end, even after an error."""
     with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as shared:
         os.environ["TIERFS_SHM_DIR"] = shared
         try:
@@ -103,7 +102,7 @@ def private_slabs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def flushes(server: Server, size: int, root: Path) -> Iterator[dict[str, Flush]]:
-    """By name in the report."""
+    """Yield the flushes by their name in the report."""
     found: dict[str, Flush] = {}
     with private_slabs():
         try:
@@ -116,7 +115,7 @@ def flushes(server: Server, size: int, root: Path) -> Iterator[dict[str, Flush]]
 
 
 def moves(server: Server, size: int, rounds: int, root: Path) -> dict[str, Any]:
-    """Seconds by who puts, flushes and gets; how many at a time each had; who could not."""
+    """Return the seconds to put, flush and get by client, each client's concurrency, and the errors of the others."""
     generator = np.random.default_rng(SEED)
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     buffers = [memoryview(target)[at : at + CHUNK_BYTES] for at in range(0, size, CHUNK_BYTES)]

@@ -1,7 +1,7 @@
-"""The servers of `object.py`: ministack, which is S3, and nginx, which is fast.
+"""The servers of `object.py`: ministack, which speaks S3, and nginx, which is fast.
 
-nginx takes and gives objects as files on tmpfs, and knows nothing else of S3: it checks no signature, no condition and no
-checksum, its listings are empty, and its ETags all the same. What is measured against it is what the client costs.
+nginx stores and serves objects as files on tmpfs, and knows nothing else of S3. It checks no signature, condition or
+checksum, its listings are empty, and its ETags are all the same. A figure against it is the cost of the client.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from faultproxy import FaultProxy, proxy_to
 BUCKET = "bucket"
 REGION = "us-east-1"
 START_S_MAX = 30.0
-# What S3 itself keeps.
+# The capabilities of S3 itself.
 _PROMISES = Capabilities(
     conditional_create=True,
     conditional_update=True,
@@ -40,8 +40,9 @@ _PROMISES = Capabilities(
     atomic_put=True,
     checksums=("crc64nvme", "sha256", "md5"),
 )
-# A server gets memory for each object and gives it back when that is deleted. Where the host has taken back what was free, the
-# kernel may need as long to find it again as the server for all the rest, whoever puts. So it keeps what it has.
+# A server allocates memory for each object and frees it on deletion. If the host of a virtual machine took the free
+# memory back, the kernel may need as long to get it as the server needs for the rest, with any client. So the server
+# keeps its memory.
 _KEEPS_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 _XML = '<?xml version="1.0" encoding="UTF-8"?>'
 _CONFIGURATION = """
@@ -66,13 +67,13 @@ http {{
 
 
 class Server:
-    """Somewhere to put objects.
+    """A server for objects.
 
     Attributes:
-        name: In the report.
-        url: Of the endpoint.
-        bucket: Made already, and nobody else's.
-        is_s3: Whether it is more than somewhere to put objects.
+        name: Its name in the report.
+        url: URL of the endpoint.
+        bucket: An existing bucket that nothing else uses.
+        is_s3: Whether it speaks S3, not only PUT and GET.
     """
 
     def __init__(self, name: str, url: str, bucket: str, directory: Path | None = None) -> None:
@@ -85,12 +86,12 @@ class Server:
 
     @contextlib.contextmanager
     def proxied(self) -> Iterator[tuple[Server, FaultProxy]]:
-        """The same server behind a proxy that counts, slowly."""
+        """Yield the same server behind a slow proxy that counts requests, and the proxy."""
         with proxy_to(int(self.url.rpartition(":")[2])) as proxy:
             yield Server(self.name, f"http://127.0.0.1:{proxy.port}", self.bucket), proxy
 
     def options(self) -> dict[str, object]:
-        """For s3fs and tierfs."""
+        """Return the options for s3fs and tierfs."""
         return {
             "key": os.environ["AWS_ACCESS_KEY_ID"],
             "secret": os.environ["AWS_SECRET_ACCESS_KEY"],
@@ -98,7 +99,7 @@ class Server:
         }
 
     def endpoint(self) -> Capabilities:
-        """What tierfs takes it to keep."""
+        """Return the capabilities that tierfs assumes of it."""
         if self._endpoint is None:
             if self.is_s3:
                 self._endpoint = probe(connect("s3", f"{self.bucket}/probe", self.options(), attempts=1)).capabilities
@@ -107,21 +108,21 @@ class Server:
         return self._endpoint
 
     def make_store(self, name: str) -> str:
-        """A new store; gives its URL."""
+        """Create a store and return its URL."""
         root = f"{self.bucket}/{name}"
         objects = as_promised(connect("s3", root, self.options()), self.endpoint())
         create_store(objects, f"s3://{root}", random_bytes=os.urandom(16))
         return f"tierfs::s3://{root}"
 
     def stored(self, prefix: str) -> int:
-        """Bytes that are kept below a prefix."""
+        """Return the bytes stored below a prefix."""
         if self._directory is not None:
             paths = (self._directory / self.bucket / prefix).rglob("*")
             return sum(path.stat().st_size for path in paths if path.is_file())
         return sum(item.size for item in connect("s3", f"{self.bucket}/{prefix}", self.options()).list(""))
 
     def empty(self, prefix: str) -> None:
-        """Delete what is below a prefix: memory is all these servers have."""
+        """Delete the objects below a prefix, because these servers keep everything in memory."""
         if self._directory is not None:
             shutil.rmtree(self._directory / self.bucket / prefix, ignore_errors=True)
         else:
@@ -131,10 +132,10 @@ class Server:
 
 @contextlib.contextmanager
 def nginx() -> Iterator[Server]:
-    """nginx with its files on tmpfs.
+    """Run nginx with its files on tmpfs.
 
     Raises:
-        FileNotFoundError: It is not installed.
+        FileNotFoundError: nginx is not installed.
     """
     program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/local/bin:/usr/bin")
     if program is None:
@@ -146,7 +147,7 @@ def nginx() -> Iterator[Server]:
         base.chmod(0o755)
         for name in ("bodies", "root", f"root/{BUCKET}"):
             (base / name).mkdir()
-            (base / name).chmod(0o777)  # its workers may be another user
+            (base / name).chmod(0o777)  # its workers may run as another user
         port = _free_port()
         (base / "nginx.conf").write_text(_CONFIGURATION.format(base=base, port=port, xml=_XML.replace('"', '\\"')))
         command = [program, "-c", str(base / "nginx.conf"), "-e", str(base / "error.log")]
@@ -163,14 +164,14 @@ def nginx() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def ministack() -> Iterator[Server]:
-    """The server that the tests use; but it keeps its memory."""
+    """Run the tests' server, with settings that make it keep its memory."""
     with s3server.running(_KEEPS_MEMORY) as port:
         yield Server("ministack", f"http://127.0.0.1:{port}", s3server.new_bucket(port))
 
 
 @contextlib.contextmanager
 def running(url: str) -> Iterator[Server]:
-    """A server that runs already, with the credentials in the environment; gets a bucket, and loses it in the end."""
+    """Use a running server with the credentials in the environment, and a new bucket that is deleted at the end."""
     server = Server(url, url, f"tierfs-bench-{uuid.uuid4().hex[:12]}")
     fs = fsspec.filesystem("s3", **server.options())
     fs.mkdir(server.bucket)

@@ -1,4 +1,4 @@
-"""The small language models that `snapshots.py` trains. The names of their parts are those of the files."""
+"""The small language models that `snapshots.py` trains. The file names contain their parameters' names."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ WIDER = 4
 
 
 def feed_forward(width: int) -> nn.Sequential:
-    """Two matrices with a GELU between them."""
+    """Return two matrices with a GELU between them."""
     return nn.Sequential(
         nn.Linear(width, WIDER * width, bias=False), nn.GELU(), nn.Linear(WIDER * width, width, bias=False)
     )
 
 
 class Experts(nn.Module):
-    """A feed-forward layer of which each token uses the best few experts; the others get no gradient at all.
+    """A feed-forward layer in which each token uses the best few experts. The others get no gradient at all.
 
     Args:
-        width: Of the model.
-        count: Experts there are.
+        width: Width of the model.
+        count: Number of experts.
         used: Experts that a token uses.
     """
 
@@ -74,11 +74,11 @@ class Decoder(nn.Module):
 
     Args:
         vocabulary: Rows of the embedding.
-        width: Of the model.
-        layers: Blocks.
-        heads: Of each attention.
+        width: Width of the model.
+        layers: Number of blocks.
+        heads: Heads of each attention.
         experts: Whether the feed-forward layers are experts.
-        tied: Whether the embedding is the head, too; else the head is a matrix of its own, for 8192 tokens.
+        tied: Whether the embedding is also the head. Otherwise the head is its own matrix, for 8192 tokens.
         sparse: Whether the embedding's gradients are sparse.
     """
 
@@ -126,7 +126,7 @@ class Adapted(nn.Module):
 
 
 def adapt(model: Decoder) -> None:
-    """Freeze a model, and put an adapter beside each linear layer of its blocks."""
+    """Freeze a model, and add an adapter to each linear layer of its blocks."""
     model.requires_grad_(requires_grad=False)
     for block in model.blocks:
         block.qkv = Adapted(block.qkv)

@@ -1,20 +1,22 @@
-"""Trains small models for real, and keeps their states at some steps: what `codec.py` measures codecs on.
+"""Train small models and keep their states at some steps, as the input of `codec.py`.
 
     python integration/bench/snapshots.py DIRECTORY [RUN ...] [--steps 900] [--threads 2]
 
-About half an hour on two cores, 6 GB. Needs ``tokenizers``. The text is Python's own library and the host's documentation.
-A state is a directory ``DIRECTORY/RUN/STEP/`` of ``<class>.<tensor>.npy``; the classes are ``w16`` (the bits of the bfloat16 weights, as
-uint16), ``w32`` (float32 weights), ``m`` and ``v`` (AdamW's ``exp_avg`` and ``exp_avg_sq``; uint16 where they are kept in bfloat16).
+Takes about half an hour on two cores, and 6 GB. Needs ``tokenizers``. The text is Python's own library and the host's
+documentation. A state is a directory ``DIRECTORY/RUN/STEP/`` of ``<class>.<tensor>.npy``. The classes are ``w16``
+(the bits of the bfloat16 weights, as uint16), ``w32`` (float32 weights), and ``m`` and ``v`` (AdamW's ``exp_avg`` and
+``exp_avg_sq``; uint16 if they are in bfloat16).
 
 ==========  ==========================================================================================================
 fp32master  weights and moments in float32, computed in bfloat16, with a bfloat16 copy; b2=.95, cosine from 6e-4 to 6e-5
-purebf16    weights and moments in bfloat16, which is what AdamW does for a ``.bfloat16()`` model
-finetune    goes on from fp32master's last state with a small constant rate, 1e-5, then 1e-6; b2=.999
+purebf16    weights and moments in bfloat16, as AdamW keeps them for a ``.bfloat16()`` model
+finetune    continues from fp32master's last state with a small constant rate, 1e-5, then 1e-6; b2=.999
 lora        fp32master's last state, frozen, with adapters of rank 16 beside every linear layer, rate 2e-4
-sparse      16 experts of which a token uses 2, the others get no update; an embedding of 32768 rows with SparseAdam
+sparse      16 experts, of which a token uses 2 and the others get no update; 32768 embedding rows with SparseAdam
 ==========  ==========================================================================================================
 
-The random numbers of a process go on from run to run, so that the same files take the same runs in the same order, torch and threads.
+The random numbers of a process continue from run to run. Equal files take the same runs in the same order, and the
+same torch and threads.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ Rate = Callable[[int], float]
 
 
 def texts() -> Iterator[str]:
-    """What there is to read on any host that has Python, up to a bound."""
+    """Yield text that any host with Python has, up to a limit."""
     library = Path(os.__file__).parent
     patterns = (f"{library}/*.py", f"{library}/[a-z]*/*.py", "/usr/share/doc/**/*.txt", "/usr/share/vim/*/doc/*.txt")
     paths = [path for pattern in patterns for path in glob.glob(pattern, recursive=True)]
-    paths = sorted(paths + glob.glob(f"{library}/test/*.py"))  # these are read twice
+    paths = sorted(paths + glob.glob(f"{library}/test/*.py"))  # the test files are read twice
     count = 0
     for path in paths:
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -62,7 +64,7 @@ def texts() -> Iterator[str]:
 
 
 def tokens(directory: Path, vocabulary: int) -> torch.Tensor:
-    """The text in tokens of this many kinds, made at the first call."""
+    """Return the text in tokens of this vocabulary size. The first call tokenizes the text and stores the tokens."""
     path = directory / f"tok{vocabulary}.npy"
     if not path.exists():
         from tokenizers import ByteLevelBPETokenizer
@@ -75,7 +77,7 @@ def tokens(directory: Path, vocabulary: int) -> torch.Tensor:
 
 
 def keep(directory: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Write the state of a model."""
+    """Write the state of a model and its optimizers."""
     directory.mkdir(parents=True, exist_ok=True)
 
     def write(kind: str, name: str, tensor: torch.Tensor) -> None:
@@ -95,7 +97,7 @@ def keep(directory: Path, model: torch.nn.Module, optimizers: list[torch.optim.O
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """As numpy has it, which knows no bfloat16."""
+    """Return a tensor as a numpy array. numpy has no bfloat16, so its bits become uint16."""
     array: np.ndarray[Any, Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array
 
@@ -104,13 +106,13 @@ class Training:
     """One run.
 
     Args:
-        directory: Of the run.
-        model: Whose parameters the optimizers have.
+        directory: Directory of the run.
+        model: The model whose parameters the optimizers update.
         optimizers: All get the same rate.
-        text: In tokens.
-        batch: Sequences of a step.
-        mixed: Whether it computes in bfloat16 where the weights are float32.
-        targets: The targets are taken modulo this number of tokens; 0 for all of them.
+        text: The text in tokens.
+        batch: Sequences in a step.
+        mixed: Whether float32 weights are computed with in bfloat16.
+        targets: Targets are taken modulo this number of tokens; 0 for all tokens.
     """
 
     def __init__(
@@ -133,14 +135,14 @@ class Training:
         self._targets = targets
 
     def __call__(self, steps: int, rate: Rate, kept: Collection[int], *, start: int = 0, seed: int = 0) -> None:
-        """Train for some steps, after those that were trained before, and keep the states after some of them.
+        """Train some steps after earlier ones, and keep the states after some of them.
 
         Args:
-            steps: How many.
-            rate: The learning rate, by the number of the step, the first being 1.
-            kept: Steps, counted on from ``start``.
-            start: Steps before.
-            seed: Of what is drawn from the text.
+            steps: Number of steps.
+            rate: Learning rate by the number of the step, from 1.
+            kept: Steps to keep, counted on from ``start``.
+            start: Number of earlier steps.
+            seed: Seed of the samples from the text.
         """
         generator = torch.Generator().manual_seed(seed)
         begin, log = time.monotonic(), []
@@ -182,14 +184,14 @@ def adamw(parameters: Any, b2: float) -> torch.optim.Optimizer:
 
 
 def cosine(steps: int, peak: float = 6e-4) -> Rate:
-    """A short rise, then a fall to a tenth."""
+    """Return a rate with a short rise and then a fall to a tenth."""
     return lambda step: (
         peak * min(1, step / WARM_UP_STEPS) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1, step / steps))))
     )
 
 
 def rising(peak: float, steps: int = 20) -> Rate:
-    """A rise, then the same rate for ever."""
+    """Return a rate that rises and then stays the same."""
     return lambda step: peak * min(1, step / steps)
 
 
@@ -198,14 +200,14 @@ def small_model() -> Decoder:
 
 
 def trained(directory: Path) -> Decoder:
-    """What fp32master ended with."""
+    """Return the model that fp32master ended with."""
     model = small_model()
     model.load_state_dict(torch.load(directory / "fp32master.pt")[0])
     return model
 
 
 def kept_steps(steps: int) -> set[int]:
-    """Early and late, each with a step that is 1, 10 and 100 steps later."""
+    """Return early and late steps, each with the steps 1, 10 and 100 later."""
     return {first + later for first in (steps // 6, steps - 110) for later in (0, 1, 10, 100)}
 
 
@@ -255,11 +257,10 @@ RUNS: dict[str, Callable[[Path, int], None]] = {
 
 
 def main() -> None:
-    """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
-    parser.add_argument("--steps", type=int, default=900, help="of fp32master and purebf16")
+    parser.add_argument("--steps", type=int, default=900, help="steps of fp32master and purebf16")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     unknown = set(options.runs) - set(RUNS)

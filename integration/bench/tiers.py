@@ -1,11 +1,12 @@
-"""The local tiers: copies, levels, reads, and what they cost the process that writes.
+"""The local tiers: copies, levels, reads, and their cost to the process that writes.
 
     python integration/bench/tiers.py [--mib 2048] [--rounds 5] [--directory DIR] [--json]
 
-All in one run, interleaved, medians of the rounds after the first, which warms up what a long-running job has warm: slabs,
-the arena's disk blocks, the buffers. The store is a directory on the same disk with an nvme tier in front of it. "memcpy" is
-``numpy.copyto`` between two warm buffers; "direct" is a loop of 16 MiB O_DIRECT writes and one fdatasync, or reads, on a
-preallocated file that was written before. Content is random and new in each round, so that nothing is deduplicated.
+Measurements alternate. Figures are medians of the rounds after the first, which warms up slabs, the arena's disk
+blocks and the buffers, as in a long-running job. The store is a directory on the same disk with an nvme tier in front
+of it. "memcpy" is ``numpy.copyto`` between two warm buffers. "direct" is a loop of 16 MiB O_DIRECT writes and one
+fdatasync, or of reads, on a preallocated file that was written before. Content is random and new in each round, so
+nothing is deduplicated.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ SEED = 1
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
 
 
 class Direct:
-    """A plain loop over a preallocated file, the page cache not used."""
+    """A plain loop over a preallocated file, past the page cache."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -65,13 +66,12 @@ class Direct:
         os.fdatasync(self._fd)
 
     def read(self) -> None:
-        """Read the file."""
         for offset in range(0, self._size, PIECE):
             os.preadv(self._fd, [self._piece], offset)
 
 
 def fresh(buffer: np.ndarray, generator: np.random.Generator) -> None:
-    """Fill a buffer with content that was never there before."""
+    """Fill a buffer with new content."""
     words = buffer.view(np.uint64)
     step = PIECE // 8
     noise = generator.integers(0, 2**63, step, dtype=np.uint64)
@@ -80,7 +80,7 @@ def fresh(buffer: np.ndarray, generator: np.random.Generator) -> None:
 
 
 def peak_mib(pid: int) -> dict[str, float]:
-    """Anonymous memory of a process, now and at its peak where the kernel tells: shared slabs are not in it."""
+    """Return a process's anonymous memory, now and at its peak if the kernel reports it. Shared slabs do not count."""
     fields = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -90,7 +90,7 @@ def peak_mib(pid: int) -> dict[str, float]:
 
 
 class AnonWatch:
-    """Samples the anonymous memory of a process until it is stopped."""
+    """Sample the anonymous memory of a process until stopped."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.peak = pid, 0.0
@@ -112,7 +112,7 @@ class AnonWatch:
 
 
 def copy_into_slab(tiers: Any, source: np.ndarray, share_out: Callable[..., None]) -> None:
-    """Take room for the bytes in slabs, copy them there, and give the room back."""
+    """Reserve slots for the bytes, copy the bytes there, and release the slots."""
     view, slots = memoryview(source), []
 
     def copy(at: int) -> None:
@@ -126,16 +126,16 @@ def copy_into_slab(tiers: Any, source: np.ndarray, share_out: Callable[..., None
 
 
 def one_by_one(task: Callable[[int], None], arguments: range) -> None:
-    """On this thread alone."""
+    """Call the task for each argument on this thread."""
     for argument in arguments:
         task(argument)
 
 
 def large_index(root: Path, chunks: int, rounds: int) -> dict[str, float]:
-    """Seconds that a new process takes to open the store and read a small file of it, and to ask its status.
+    """Time new processes that open the store and read a small file, or ask for its status.
 
-    The store's nvme tier holds ``chunks`` chunks of 4 KiB. Counted from when the interpreter runs and fsspec and numpy are
-    imported, and (``process``) from before it was started.
+    The store's nvme tier holds ``chunks`` chunks of 4 KiB. The time starts when fsspec and numpy are imported. In rows
+    named ``process`` it starts before the process.
     """
     store = tierfs.init(f"file://{root}/indexed")
     fs, path = fsspec.url_to_fs(f"tierfs::file://{root}/indexed/small")
@@ -167,11 +167,10 @@ def large_index(root: Path, chunks: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chunks", type=int, default=100_000, help="in the index of the last measurement")
+    parser.add_argument("--chunks", type=int, default=100_000, help="chunks in the index of the last measurement")
     parser.add_argument("--directory")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -218,7 +217,7 @@ def main() -> None:
             with fs.open(parts[1], "wb") as other:
                 other.write(source)
             fs.wait(path, "object")
-            # Both files again, with new content, so that the arena and the slabs are full of what is warm.
+            # Write both files again with new content, so that the arena and the slabs are full of warm memory.
             fresh(source, generator)
             note("direct write", timed(direct.write))
             begin = time.perf_counter()

@@ -1,17 +1,21 @@
-"""Garbage collection of a large store, and beside restic on the same directory.
+"""Garbage collection and scrubbing of a large store, and gc beside restic on the same directory.
 
-    python integration/bench/upkeep.py [--chunks 1000000] [--latency 20] [--concurrency 64] [--without-lists] [--blobs 100000] [--json]
+    python integration/bench/upkeep.py [--chunks 1000000] [--latency 20] [--concurrency 64] [--without-lists]
+        [--blobs 100000] [--json]
 
-gc: a store of checkpoints of ten files with a hundred chunks each, and a fifth of its chunks that nothing needs. The object tier is simulated:
-chunk objects are rows of a table without bytes, each request takes --latency milliseconds, a listing that for each thousand objects, a deletion that for
-each thousand. The collector, the listings, the reference lists and the condemned lists are real. One run condemns, the next one deletes, at the rate that
-is asked for. Memory is what the process takes beyond what it had before: the table and the records of the simulated tier are not counted.
+gc: a store of checkpoints of ten files with a hundred chunks each. No record needs a fifth of its chunks. The object
+tier is simulated: chunk objects are rows of a table without bytes. Each request takes --latency milliseconds, and a
+listing takes that for each thousand objects. The collector, the listings, the reference lists and the condemned lists
+are real. One run condemns, the next one deletes, at --rate. Memory is the growth of the process, without the table
+and the records of the simulated tier.
 
-scrub: files of 64 MiB, of content that cannot be compressed, in a directory store in the page cache, verified and scrubbed in turns, the best of three each.
+scrub: files of 64 MiB of incompressible content, in a directory store in the page cache. verify and scrub take turns,
+and the best of three runs counts.
 
-restic: a directory of --blobs files of 4 KiB, of content that cannot be compressed, backed up into a local repository; every second file is deleted, the directory backed
-up again, the first snapshot forgotten, and `restic prune` is timed. tierfs has the same files, each a chunk object of its own in a
-directory store (written without its write path, which this is not about), every second one deleted, and `gc --exclusive` is timed. Needs restic 0.14 or later.
+restic: a directory of --blobs files of 4 KiB of incompressible content is backed up into a local repository. Every
+second file is deleted, the directory is backed up again, the first snapshot is forgotten, and `restic prune` is
+timed. tierfs has the same files in a directory store, each a chunk object of its own, written without tierfs's write
+path. Every second file is deleted, and `gc --exclusive` is timed. Needs restic 0.14 or later.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ MIB = 1 << 20
 
 
 class Watched:
-    """Seconds that something takes, and how much memory it takes at most."""
+    """Measure the seconds and the peak memory of a block."""
 
     def __enter__(self) -> Watched:
         self._ended = threading.Event()
@@ -82,7 +86,7 @@ def _resident() -> int:
 
 @dataclass
 class Run:
-    """One gc."""
+    """The figures of one gc."""
 
     seconds: float
     peak_mib: float
@@ -93,7 +97,7 @@ class Run:
 
 
 def simulated(chunks: int, latency_s: float, concurrency: int, rate: float, *, with_lists: bool) -> dict[str, Any]:
-    """A gc that condemns a fifth of a store, and one that deletes it."""
+    """Run a gc that condemns a fifth of a store, and a gc that deletes it."""
     tier = SimulatedObjects(f"/bench-{os.getpid()}-{chunks}", chunks, latency_s, SEED)
     descriptor = Descriptor("0" * 32, 0, KIND, tier.capabilities, lease_s=60, grace_s=3600)
     tier.put(keys.DESCRIPTOR, [descriptor.encode()])
@@ -122,7 +126,7 @@ def _run(watched: Watched, report: GcReport, requests: int) -> Run:
 
 
 def scrub_beside_verify(size: int, root: Path, rounds: int = 3) -> dict[str, float]:
-    """Bytes a second of both over the same warm directory store: the best of some rounds, in turns."""
+    """Return the bytes a second of verify and scrub on a warm directory store: the best of alternating rounds."""
     objects = LocalObjects(root / "scrubbed")
     descriptor = Descriptor("0" * 32, 0, KIND, objects.capabilities, lease_s=60, grace_s=3600)
     objects.put(keys.DESCRIPTOR, [descriptor.encode()])
@@ -141,7 +145,7 @@ def scrub_beside_verify(size: int, root: Path, rounds: int = 3) -> dict[str, flo
 
 
 def beside_restic(blobs: int, root: Path) -> dict[str, Any]:
-    """Both on the same directory."""
+    """Time tierfs and restic on the same directory."""
     source = root / "source"
     names = _make_source(source, blobs)
     found: dict[str, Any] = {"blobs": blobs, "tierfs": _tierfs(source, names, root / "store")}
@@ -212,18 +216,17 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def main() -> None:
-    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=50_000)
-    parser.add_argument("--latency", type=float, default=20.0, help="of a request, in milliseconds")
+    parser.add_argument("--latency", type=float, default=20.0, help="milliseconds of a request")
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=3000.0, help="deletions a second, as of `tierfs gc --rate`")
-    parser.add_argument("--without-lists", action="store_true", help="have gc read every record")
+    parser.add_argument("--rate", type=float, default=3000.0, help="deletions a second, as for `tierfs gc --rate`")
+    parser.add_argument("--without-lists", action="store_true", help="make gc read every record")
     parser.add_argument(
-        "--blobs", type=int, default=2000, help="files of the directory that restic has as well; 0 for none"
+        "--blobs", type=int, default=2000, help="files in the directory that restic backs up; 0 for none"
     )
     parser.add_argument(
-        "--scrub", type=parse_size, default=256 * MIB, metavar="BYTES", help="to verify and to scrub; 0 for none"
+        "--scrub", type=parse_size, default=256 * MIB, metavar="BYTES", help="bytes to verify and to scrub; 0 for none"
     )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""An object tier that has millions of chunk objects without their bytes, and answers each request after some time."""
+"""An object tier with millions of chunk objects without their bytes, which answers each request after a delay."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ CHECKPOINT_FILES = 10
 
 
 class SimulatedObjects(MemoryObjects):
-    """Chunk objects are rows of a table: they are listed and deleted, and have no bytes. All else is in memory.
+    """Chunk objects are rows of a table that can be listed and deleted, without bytes. Other objects are in memory.
 
     Args:
-        root: Of what is in memory.
-        chunks: How many chunk objects there are.
-        latency_s: Of each request, and of each thousand objects of a listing.
-        seed: Of their digests.
+        root: Root of the objects in memory.
+        chunks: Number of chunk objects.
+        latency_s: Delay of each request, and of each thousand objects of a listing.
+        seed: Seed of the digests.
     """
 
     def __init__(self, root: str, chunks: int, latency_s: float, seed: int) -> None:
         super().__init__(root)
-        self.latency_s = 0.0  # while the store is made
+        self.latency_s = 0.0  # no delay while the store is made
         self.wanted_latency_s = latency_s
         self.later_ns = 0
         self.requests = 0
@@ -50,11 +50,10 @@ class SimulatedObjects(MemoryObjects):
         self._old_ns = time.time_ns() - 10**15
 
     def digest(self, index: int) -> bytes:
-        """Of the chunk with this number."""
+        """Return the digest of the chunk with this number."""
         return bytes(self.digests[index]).ljust(16, b"\0")
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Any]:
-        """A page after the other."""
         if not prefix.startswith(keys.CHUNKS):
             for number, item in enumerate(super().list(prefix, delimiter=delimiter)):
                 if number % PAGE == 0:
@@ -71,7 +70,7 @@ class SimulatedObjects(MemoryObjects):
                 yield ObjectInfo(key, STORED_BYTES, Version("1"), self._old_ns)
 
     def delete(self, keys_to_delete: Iterable[str]) -> None:
-        """One request for a thousand."""
+        """Count a request for each thousand keys, and wait once."""
         wanted = list(keys_to_delete)
         self._wait(max(1, len(wanted) // PAGE))
         chunks = [key for key in wanted if key.startswith(keys.CHUNKS)]
@@ -80,18 +79,15 @@ class SimulatedObjects(MemoryObjects):
         super().delete([key for key in wanted if not key.startswith(keys.CHUNKS)])
 
     def put(self, key: str, data: Sequence[Any], **how: Any) -> ObjectInfo:
-        """As in memory."""
         self._wait()
         return self._stamped(super().put(key, data, **how))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """As in memory."""
         self._wait()
         data, info = super().read(key, limit)
         return data, self._stamped(info)
 
     def head(self, key: str) -> ObjectInfo:
-        """As in memory."""
         self._wait()
         return self._stamped(super().head(key))
 
@@ -105,9 +101,9 @@ class SimulatedObjects(MemoryObjects):
 
 
 def fill(tier: SimulatedObjects, needed: int, *, with_lists: bool) -> tuple[int, int]:
-    """Make checkpoints that need the first so many chunks, in an order that is none. Returns checkpoints and files.
+    """Make checkpoints that need `needed` chunks in random order. Return the number of checkpoints and of files.
 
-    With lists the records are only as long as records, because nobody reads them.
+    With lists, records are placeholders of a record's length, because gc does not read them.
     """
     order = np.random.default_rng(1).permutation(len(tier.digests))[:needed]
     checkpoints = files = 0
