@@ -1,4 +1,4 @@
-"""The compiled loops under AddressSanitizer and UBSan: the unit tests of the kernels and of damaged blocks, in a copy of the package."""
+"""The compiled loops under AddressSanitizer and UBSan: unit tests of kernels and damaged blocks, in a package copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAGS = ["-O1", "-g", "-std=c11", "-fPIC", "-shared", "-fsanitize=address,undefi
 
 
 def library(name: str) -> str:
-    """Path of a library of gcc; its name alone where gcc has none."""
+    """Return the path of a library of gcc, or its name alone if gcc has none."""
     return subprocess.run(
         ["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -46,7 +46,7 @@ def test_no_kernel_reads_or_writes_beside_its_buffers(tmp_path: Path) -> None:
             **os.environ,
             "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'tests'}",
             "LD_PRELOAD": sanitizer,
-            # Python frees little at its end, and what NumPy maps counts as lost.
+            # Python frees little at exit, and memory that NumPy maps counts as leaked.
             "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
             "TIERFS_KERNELS": "1",
         },

@@ -1,4 +1,4 @@
-"""Stores to mount: one in a directory of this host, one in S3 with a ram and an nvme tier before it."""
+"""Stores to mount: one in a directory of this host, one in S3 with a ram and an nvme tier in front of it."""
 
 import tempfile
 
@@ -11,7 +11,7 @@ from tierfs.session import init
 
 @pytest.fixture
 def hosts(tmp_path):
-    """Makes hosts; each is unmounted at the end."""
+    """Return a function that makes hosts. Each is unmounted at the end."""
     made = []
 
     def make(url, **options):
@@ -25,7 +25,7 @@ def hosts(tmp_path):
 
 @pytest.fixture
 def local():
-    """The URL of a store in a directory, of tmpfs: no time goes by for a disk."""
+    """Return the URL of a store in a directory on tmpfs, so that no test waits for a disk."""
     with tempfile.TemporaryDirectory(prefix="tierfs-store-", dir="/dev/shm") as directory:
         url = f"file://{directory}/store"
         init(url)
@@ -41,7 +41,7 @@ def s3():
 
 @pytest.fixture
 def bucket(s3):
-    """A new store in S3: its URL, and the options of its filesystem."""
+    """Return the URL of a new store in S3, and the options of its filesystem."""
     url = f"s3://{s3.new_root()}"
     init(url, options=s3.options)
     return url, s3.options
@@ -49,12 +49,12 @@ def bucket(s3):
 
 @pytest.fixture
 def mounted(hosts, local):
-    """The path of a mount of a store in a directory."""
+    """Return the path of a mounted store in a directory."""
     return hosts(local).start()
 
 
 @pytest.fixture
 def mounted_s3(hosts, bucket):
-    """The path of a mount of a store in S3, with local tiers."""
+    """Return the path of a mounted store in S3, with local tiers."""
     url, options = bucket
     return hosts(f"tierfs::{url}", options=options, ack="staged").start()

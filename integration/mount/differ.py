@@ -1,4 +1,4 @@
-"""Do the same random operations in two directories and compare every result: `fsx`, with names and several threads.
+"""Do the same random operations in two directories and compare every result, like `fsx` with names and threads.
 
 python integration/mount/differ.py DIRECTORY REFERENCE [--operations 20000] [--seed 1] [--threads 8]
 """
@@ -27,7 +27,7 @@ KINDS = [
 
 
 class Differ:
-    """One thread's part: a directory of its own below both places."""
+    """One thread's part: a directory of its own in both places."""
 
     def __init__(self, places, seed, name="d"):
         self.random = random.Random(seed)
@@ -40,7 +40,7 @@ class Differ:
         self.log = []
 
     def both(self, what, act):
-        """Do it in both places: results, or errnos, have to be equal."""
+        """Act in both places. Results, or errnos, must be equal."""
         results = []
         for index, place in enumerate(self.places):
             try:
@@ -73,7 +73,7 @@ class Differ:
         if len(self.open_files) >= OPEN_MAX:
             self.close()
         name = self.name()
-        # Without O_TRUNC: a program that has the file open keeps its bytes in a mount of tierfs, by design.
+        # Without O_TRUNC: in a mount of tierfs, a program that has the file open keeps its bytes, by design.
         flags = self.random.choice(
             [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND]
         )
@@ -154,7 +154,7 @@ class Differ:
         self.on_open("mmap write", act)
 
     def whole(self):
-        """A file written anew and put in place by rename, as careful programs do."""
+        """Write a new file and rename it into place, as careful programs do."""
         name, data = self.name(), self.data(self.size())
 
         def act(_, place):
@@ -178,7 +178,7 @@ class Differ:
         self.both(f"exclusive {name}", act)
 
     def emptied(self):
-        """Open with O_TRUNC and write, unless somebody may have the file open."""
+        """Open with O_TRUNC and write, unless a program may have the file open."""
         name, data = self.name(), self.data(self.size())
         if self.open_files:
             return
@@ -236,7 +236,7 @@ class Differ:
         self.both("list", lambda _, place: sorted((entry.name, entry.is_dir()) for entry in os.scandir(place)))
 
     def compare(self):
-        """Every name, mode and byte."""
+        """Compare every name, mode and byte."""
 
         def act(_, place):
             found = {}
@@ -251,7 +251,7 @@ class Differ:
 
 
 def run(places, operations, seed, threads=1, remount=None, rounds=3):
-    """Do it. ``remount`` is called after each round, with all files closed."""
+    """Run the operations. ``remount`` is called after each round, when all files are closed."""
     differs = [Differ(places, seed + number, f"d{number}") for number in range(threads)]
     for _ in range(rounds):
         errors = []

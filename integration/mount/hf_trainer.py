@@ -1,4 +1,4 @@
-"""Trains a tiny model with the Trainer of transformers, and goes on from its newest checkpoint: python hf_trainer.py OUTPUT_DIR."""
+"""Train a tiny model with transformers' Trainer, from its newest checkpoint if any: python hf_trainer.py OUTPUT_DIR."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Mount stores for tests: over /dev/fuse, with a state directory that plays the host."""
+"""Mounted stores for tests. They need /dev/fuse; a state directory stands for a host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = [sys.executable, "-m", "tierfs.cli"]
 
 
 def require():
-    """Skip a module where nothing can be mounted."""
+    """Skip a module if nothing can be mounted."""
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR))
     except OSError as error:
@@ -31,7 +31,7 @@ def require():
 
 
 def require_program(name, package=None):
-    """Where a program is; skip the test where it is missing."""
+    """Return the path of a program, or skip the test if the program is missing."""
     found = find_program(name)
     if found is None:
         pytest.skip(f"{name} is missing: apt-get install {package or name}")
@@ -39,7 +39,7 @@ def require_program(name, package=None):
 
 
 def run(*command, cwd=None, timeout=120, environment=None):
-    """Run a program; its output, or an error with what it said."""
+    """Run a program and return its output. On failure, raise an error with the output."""
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -54,7 +54,7 @@ def run(*command, cwd=None, timeout=120, environment=None):
 
 
 class Host:
-    """A host with one store mounted: its own state directory and its own mount point.
+    """A host with one mounted store, its own state directory and its own mount point.
 
     Args:
         base: A directory of its own.
@@ -71,21 +71,20 @@ class Host:
 
     @property
     def log(self):
-        """What the mount's process said."""
+        """Return the log of the mount's process."""
         return (self.state / "mount" / "mount.log").read_text()
 
     def start(self, **options):
-        """Mount it."""
         self.mount = tierfs.mount(self.url, self.path, **{**self.options, **options})
         return self.path
 
     def remount(self):
-        """Unmount in good order, and mount again."""
+        """Unmount cleanly, and mount again."""
         self.mount.close()
         self.start()
 
     def end(self):
-        """Unmount, whatever state it is in, and let nothing of it run on."""
+        """Unmount in any state, and leave no process running."""
         if mounted_at(self.path) == KIND:
             detach(self.path, lazy=True)
         if self.mount is not None:
@@ -95,7 +94,6 @@ class Host:
                 os.kill(pid, signal.SIGKILL)
 
     def kill(self):
-        """Kill the process that serves the mount."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.mount.pid, signal.SIGKILL)
         self.mount._process.wait(10)

@@ -1,4 +1,4 @@
-"""A directory that was materialized serves programs as any directory does, and shares its bytes where it can."""
+"""A materialized directory serves programs like any directory, and shares bytes if its filesystem can."""
 
 import os
 import random
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @pytest.fixture(params=["xfs", "btrfs"])
 def disk(request):
-    """A filesystem that can share bytes between files."""
+    """Return a directory on a filesystem that can share bytes between files."""
     make = shutil.which(f"mkfs.{request.param}")
     if make is None or os.geteuid():
         pytest.skip(f"takes root and mkfs.{request.param} (apt-get install xfsprogs btrfs-progs)")
@@ -62,7 +62,7 @@ def test_chunks_of_the_nvme_tier_take_no_room_a_second_time(disk, bucket):
     assert (disk / "out" / "weights").read_bytes() == (disk / "out" / "same").read_bytes() == content
     assert (done.files, done.read_bytes, done.shared_bytes) == (2, 0, 2 * len(content))
     assert taken < 16 * MIB
-    # What is written to one of them is nobody else's.
+    # A write to one of them must not change the other.
     with open(disk / "out" / "weights", "r+b") as file:
         file.write(b"mine")
     assert (disk / "out" / "same").read_bytes() == content

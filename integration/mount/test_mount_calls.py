@@ -1,4 +1,4 @@
-"""System calls on a mount: what they do, and the errno of what a store cannot have."""
+"""System calls on a mount: their effects, and the errnos of calls that a store does not support."""
 
 import ctypes
 import errno
@@ -33,14 +33,14 @@ def path(mounted_s3):
 
 
 def number_of(call, *arguments, **options):
-    """The errno that a call ends with."""
+    """Return the errno of a call that must fail."""
     with pytest.raises(OSError, match=r"Errno") as caught:
         call(*arguments, **options)
     return caught.value.errno
 
 
 def called(name, *arguments):
-    """Call a function of the C library that Python does not have."""
+    """Call a function of the C library that Python lacks."""
     if getattr(libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -164,7 +164,7 @@ def test_attributes_tell_where_a_file_is(path):
         file.flush()
         assert os.getxattr(path, "user.tierfs.pending") == b"open"
     room = os.statvfs(path)
-    assert room.f_blocks * room.f_frsize == 256 << 20  # of the nvme tier
+    assert room.f_blocks * room.f_frsize == 256 << 20  # the budget of the nvme tier
     assert 0 < room.f_bavail <= room.f_blocks
 
 

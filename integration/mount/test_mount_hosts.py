@@ -1,4 +1,4 @@
-"""Two hosts mount one store: a file that one closed is what the other opens next."""
+"""Two hosts mount one store: a file that one host closes is the file that the other opens next."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
 
 @pytest.fixture(params=["local", "bucket"])
 def two(request, hosts):
-    """Two paths of one store."""
+    """Return two paths of one store."""
     found = request.getfixturevalue(request.param)
     url, options = found if isinstance(found, tuple) else (found, {})
     return [hosts(f"tierfs::{url}", options=options, ack="object").start() for _ in range(2)]
@@ -86,7 +86,7 @@ def test_a_file_that_another_host_made_is_replaced_and_not_refused(two):
 
 @pytest.fixture
 def proxied(s3, bucket, hosts):
-    """A mount whose object tier can be made to hang, and what makes it."""
+    """Yield a host, not mounted yet, and a proxy that can make its object tier hang."""
     url, _ = bucket
     proxy = FaultProxy(s3.port)
     proxy.start()
@@ -112,7 +112,7 @@ def test_an_object_tier_that_hangs_is_an_error_and_not_a_frozen_process(proxied)
     said = [look.communicate(timeout=20)[1] for look in looks]
     assert all("OSError: [Errno 5]" in one for one in said), said
     assert time.monotonic() - began < 15
-    # What this host has is still there for whoever asks.
+    # Local copies of this host stay readable.
     assert (path / "known").read_bytes() == b"k" * 100
     proxy.set("pass")
     assert not (path / "unknown0").exists()
@@ -162,7 +162,7 @@ def test_a_process_of_the_mount_that_is_gone_can_be_unmounted_and_mounted_again(
 
 
 def test_readers_go_on_while_another_program_writes(two):
-    """Every version that is read is one that was written, whole."""
+    """Every version that a reader sees is complete, and one that was written."""
     here, there = two
     (here / "file").write_bytes(b"0" * 300_000)
     stop, errors = threading.Event(), []

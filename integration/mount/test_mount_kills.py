@@ -1,4 +1,4 @@
-"""The process of a mount is killed at each step of a write; the next mount shows published files alone, each whole."""
+"""Kill the process of a mount at each step of a write. The next mount shows only published files, each complete."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ BOTH = FIRST + SECOND
 
 
 class Write:
-    """Writes a file in steps: each names what the next mount shows as ``file`` and ``tmp`` if the mount ends after it."""
+    """Write a file in steps. Each names the ``file`` and ``tmp`` that the next mount shows if the mount ends there."""
 
     steps = (
         ("create", {OLD}, {None}),
@@ -76,7 +76,7 @@ def test_after_each_step_the_next_mount_shows_what_was_published(host):
     path = host.start()
     for number, (step, *shown) in enumerate(Write.steps):
         if host.options.get("options") and step not in ("sync", "close"):
-            continue  # local tiers keep what was published, and know nothing of the rest
+            continue  # local tiers keep published files and know nothing of the rest
         (path / "file").write_bytes(OLD)
         write = Write(path)
         for name, *_ in Write.steps[: number + 1]:

@@ -1,4 +1,4 @@
-"""Programs for tensors work in a mount, also where a file is replaced while it is mapped."""
+"""Tensor programs work in a mount, even while a file that they mapped is replaced."""
 
 import mmap
 import os
@@ -62,7 +62,7 @@ def test_a_map_keeps_its_bytes_when_its_file_is_replaced_or_removed(mounted_s3):
             first = mapped[:10]
             replace()
             assert first == b"oldoldoldo"
-            # Pages that nobody has looked at before, too.
+            # Also pages that the program has not read before.
             assert mapped[-2_000_000:] == (b"old" * 1_000_000)[-2_000_000:]
 
 

@@ -16,7 +16,7 @@ mounts.require()
 
 @pytest.fixture
 def source(tmp_path):
-    """A tree of small and large files, with an empty one, an old one and an executable one."""
+    """Return a tree of small and large files, with an empty, an old and an executable file."""
     noise = random.Random(3)
     root = tmp_path / "source"
     for name, size in {"a": 10, "b": 70_000, "empty": 0, "d/c": 1_500_000, "d/e/f": 40_000, "d/e/run": 300}.items():
@@ -29,7 +29,7 @@ def source(tmp_path):
 
 
 def same(one, other):
-    """Whether two trees have the same names, bytes, modes and times."""
+    """Return whether two trees have the same names, bytes, modes and times."""
 
     def described(root):
         found = {}

@@ -1,4 +1,4 @@
-"""Azure by azurite, a program for node, which this module installs when it is run: not by pip, nor into the repository."""
+"""Azure by azurite, a node program. Running this module installs it, neither by pip nor into the repository."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tie
 _HOME = _CACHE / f"azurite-{VERSION}"
 _PROGRAM = _HOME / "node_modules/azurite/dist/src/blob/main.js"
 
-# Every azurite has this account with this key, which Microsoft documents.
+# The account and key that every azurite has. Microsoft documents them.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 def install() -> None:
-    """Fetch azurite into this user's cache, unless it is there; needs npm and the network, and takes 15 s and 190 MB.
+    """Install azurite in this user's cache if it is missing. Needs npm, the network, 15 s and 190 MB.
 
     Raises:
         subprocess.CalledProcessError: npm failed.
@@ -38,7 +38,7 @@ def install() -> None:
         try:
             os.rename(f"{directory}/new", _HOME)
         except OSError:
-            if not _PROGRAM.exists():  # else another process was faster
+            if not _PROGRAM.exists():  # unless another process was faster
                 raise
 
 
@@ -54,7 +54,7 @@ def require() -> None:
 def running() -> Iterator[Server]:
     [port] = free_ports(1)
     command = ["node", str(_PROGRAM), "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence"]
-    # It knows the versions of the protocol up to its own, which today's clients are past.
+    # Azurite refuses protocol versions newer than its own, and clients use newer ones.
     with process([*command, "--skipApiVersionCheck", "--silent", "--disableTelemetry"], port):
         yield Server("abfs", port, _options)
 

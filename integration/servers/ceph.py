@@ -1,7 +1,7 @@
 """S3 by Ceph's gateway, with a monitor and one OSD that keeps all in memory: the one real object store here.
 
-It checks signatures and what a body hashes to by them; this version, Debian 12's, knows no ``x-amz-checksum-*`` header,
-as S3 on premises often does not.
+It checks signatures, and the body hashes in them. This version, Debian 12's, does not know the ``x-amz-checksum-*``
+headers, like many S3 servers on premises.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def require() -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[Server]:
-    """Takes a quarter of a minute to start."""
+    """Run the server. It takes a quarter of a minute to start."""
     with tempfile.TemporaryDirectory(prefix="ceph-") as directory, contextlib.ExitStack() as processes:
         mon, mon_v1, osd, port = free_ports(4)
         cluster = str(uuid.uuid4())

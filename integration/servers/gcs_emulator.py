@@ -1,4 +1,4 @@
-"""GCS by gcp-storage-emulator: it checks what objects hash to, and ignores every precondition."""
+"""GCS by gcp-storage-emulator. It checks the hashes of objects, and ignores every precondition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from servers.server import Server, free_ports, gcs, process, require_package
 
-# It answers one request after the other and lets five wait; what more come at once would wait for minutes.
+# It answers one request at a time and queues five. Further requests would wait for minutes.
 PROGRAM = """
 import socketserver
 socketserver.TCPServer.request_queue_size = 128

@@ -1,4 +1,4 @@
-"""GCS by a fake of our own, `servers.gcs_fake_program`: it enforces preconditions, which no emulator to be had does."""
+"""GCS by our own fake, `servers.gcs_fake_program`. It enforces preconditions, which no available emulator does."""
 
 from __future__ import annotations
 

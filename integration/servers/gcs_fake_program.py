@@ -1,8 +1,8 @@
-"""A Google Cloud Storage in memory, ``python gcs_fake_program.py PORT``: the part of the JSON API that objects need.
+"""A Google Cloud Storage in memory, ``python gcs_fake_program.py PORT``: the part of the JSON API for objects.
 
-It enforces the preconditions on generations, verifies ``crc32c`` and ``md5Hash`` of an upload before it stores it, and
-pages its listings. It has no credentials, versions, buckets with rules, or batches; what it does not know it refuses.
-One thread serves every request, and none waits between looking at an object and changing it, so each is atomic.
+It enforces the preconditions on generations, verifies ``crc32c`` and ``md5Hash`` before it stores an upload, and
+pages its listings. It has no credentials, versions, buckets with rules, or batches, and refuses unknown requests.
+One thread serves all requests and never waits between a check of an object and its change, so each request is atomic.
 
 API: https://cloud.google.com/storage/docs/json_api/v1
 """
@@ -30,10 +30,10 @@ from aiohttp import web
 
 PAGE = 1_000
 BYTES = "application/octet-stream"
-# More than an object of these tests ever has.
+# More than any object of these tests.
 MOST_BYTES = 1 << 32
 
-# Any other is refused: one that is passed over could be a condition that was not kept.
+# The fake refuses other parameters, because an ignored parameter could be a precondition.
 PARAMETERS = {
     *("alt", "fields", "prettyPrint", "project", "projection", "userProject"),
     *("uploadType", "upload_id", "name"),
@@ -62,7 +62,7 @@ class Session:
 
 
 class RefusedError(Exception):
-    """An answer other than what was asked for."""
+    """An answer other than success."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class RefusedError(Exception):
 
 
 class Storage:
-    """All there is, and what changes it."""
+    """All objects, and the operations that change them."""
 
     def __init__(self) -> None:
         self.buckets: dict[str, dict[str, Stored]] = {}
@@ -83,7 +83,7 @@ class Storage:
         return self.buckets[name]
 
     def find(self, bucket: str, name: str, wanted: str | None, condition: str | None) -> Stored:
-        """The object: 404 where it has not the wanted generation, 412 where that is a condition."""
+        """Return the object. Refuse another generation with 404, or with 412 if the generation is a condition."""
         stored = self.bucket(bucket).get(name)
         if stored is None or wanted not in (None, stored.resource["generation"]):
             raise RefusedError(404, f"No such object: {bucket}/{name}")
@@ -91,7 +91,7 @@ class Storage:
         return stored
 
     def store(self, bucket: str, resource: dict[str, Any], content: bytes, condition: str | None) -> dict[str, Any]:
-        """Make a new generation of the object that ``resource`` names. Returns its resource."""
+        """Store a new generation of the object that ``resource`` names, and return its resource."""
         objects = self.bucket(bucket)
         name = resource.get("name")
         if not name:
@@ -126,7 +126,7 @@ class Storage:
 
 
 def check(wanted: str | None, stored: Stored | None) -> None:
-    """Hold an object, or that there is none, against a precondition; 412 where it fails."""
+    """Check a precondition against an object, or against its absence. Refuse with 412 if it fails."""
     if wanted not in (None, stored.resource["generation"] if stored else "0"):
         raise RefusedError(412, "At least one of the pre-conditions you specified did not hold.")
 
@@ -183,7 +183,7 @@ async def list_objects(request: web.Request) -> web.Response:
             continue
         head, found, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
         entry = prefix + head + found if found else name
-        # Names under one prefix stand together, and count once.
+        # Names under one prefix are adjacent, and count once.
         if entry <= last:
             continue
         if len(items) + len(prefixes) == most:
@@ -287,7 +287,7 @@ async def cancel_upload(request: web.Request) -> web.Response:
 
 
 def proceed(identity: str, content_range: str, body: bytes) -> web.Response:
-    """Take a piece of a resumable upload, and store the object when it has come whole."""
+    """Take a piece of a resumable upload, and store the object when it is complete."""
     session = sessions.get(identity)
     if session is None:
         raise RefusedError(404, "No such upload")
@@ -310,10 +310,10 @@ def proceed(identity: str, content_range: str, body: bytes) -> web.Response:
 
 
 def two_parts(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes]:
-    """Take a multipart/related body apart: the object's resource, and its content.
+    """Split a multipart/related body into the object's resource and its content.
 
-    Its lines end either all in CRLF, as the RFC has it, or all in LF, as gcsfs has it. A delimiter within the content
-    makes a third part, which is refused; that a client chose it badly shows here, not as an object cut short.
+    All lines end in CRLF, as in the RFC, or all in LF, as in gcsfs. A delimiter within the content makes a third part,
+    which is refused. So a badly chosen delimiter shows here, and not as a truncated object.
     """
     header = Message()
     header["Content-Type"] = content_type
@@ -334,13 +334,13 @@ def bucket_resource(name: str) -> dict[str, str]:
 
 @routes.route("*", "/{path:.*}")
 async def anything_else(request: web.Request) -> web.Response:
-    # Not 404: clients would take it for an object that is not there.
+    # Not 404: clients would take that for a missing object.
     raise RefusedError(400, f"This fake does not know {request.method} {request.path}")
 
 
 @web.middleware
 async def errors(request: web.Request, handler: Callable[[web.Request], Awaitable[web.Response]]) -> web.Response:
-    """Answer as the API does where a request is refused."""
+    """Turn a refusal into an answer of the API."""
     try:
         if unknown := set(request.query) - PARAMETERS:
             raise RefusedError(400, f"This fake does not know {', '.join(sorted(unknown))}")

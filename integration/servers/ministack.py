@@ -1,4 +1,4 @@
-"""S3 by ministack: fast, and strict with checksums; the one that most tests use."""
+"""S3 by ministack: fast, and strict about checksums. Most tests use it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def require() -> None:
 
 @contextlib.contextmanager
 def running(environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A server, with this in its environment besides."""
+    """Run a server with these additional environment variables."""
     [port] = free_ports(1)
-    # It listens on every address unless told otherwise.
+    # By default it listens on every address.
     with process(
         [sys.executable, str(_PROGRAM)],
         port,

@@ -1,8 +1,8 @@
-"""ministack with the two checksums that it computes byte by byte in Python, a second for each chunk, in native code."""
+"""ministack with native code for two checksums. Its own Python code needs a second for each chunk."""
 
 import sys
 
-sys.path.pop(0)  # this directory, whose ministack.py is another
+sys.path.pop(0)  # this directory has another ministack.py
 
 import google_crc32c
 from awscrt import checksums

@@ -1,4 +1,4 @@
-"""S3 by moto: another reading of the protocol; it accepts content whose checksum is wrong."""
+"""S3 by moto, another implementation of the protocol. It accepts content with a wrong checksum."""
 
 from __future__ import annotations
 

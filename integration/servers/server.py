@@ -1,4 +1,4 @@
-"""What every server of this package is once it runs, and the one way to start and stop a process that is one."""
+"""The type of a running server, and the one way to start and stop a server's process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ START_S = 60
 
 @dataclass(frozen=True)
 class Server:
-    """One that runs.
+    """A running server.
 
     Attributes:
-        protocol: As fsspec names it: ``s3``, ``gcs`` or ``abfs``, ``webdav`` or ``sftp``.
-        port: Of 127.0.0.1.
-        options_at: The options of that filesystem, by port: a proxy's, where one stands in front of the server.
-        base: Directory to make buckets in, with a ``/`` at its end; empty where there is none above them.
+        protocol: Its name in fsspec: ``s3``, ``gcs``, ``abfs``, ``webdav`` or ``sftp``.
+        port: A port of 127.0.0.1.
+        options_at: Returns the filesystem's options for a port: the server's, or that of a proxy in front of it.
+        base: Directory for buckets, with a ``/`` at its end; empty if buckets have no directory above them.
     """
 
     protocol: str
@@ -39,11 +39,11 @@ class Server:
 
     @property
     def options(self) -> dict[str, object]:
-        """For s3fs, gcsfs, adlfs or the like."""
+        """Options for s3fs, gcsfs, adlfs or the like."""
         return self.options_at(self.port)
 
     def new_root(self) -> str:
-        """Make a bucket or container; gives the path of a directory in it."""
+        """Make a bucket or container, and return the path of a directory in it."""
         bucket = f"{self.base}bucket-{uuid.uuid4().hex[:12]}"
         fsspec.filesystem(self.protocol, **self.options).mkdir(bucket)
         return f"{bucket}/root"
@@ -73,12 +73,12 @@ def require_program(name: str, install: str) -> None:
 
 
 def find_program(name: str) -> str | None:
-    """Where it is: beside this Python, or in PATH."""
+    """Return the program's path, beside this Python or in PATH."""
     return shutil.which(name, path=os.path.dirname(sys.executable)) or shutil.which(name)
 
 
 def free_ports(count: int) -> list[int]:
-    """Of 127.0.0.1, and all different."""
+    """Return different free ports of 127.0.0.1."""
     with contextlib.ExitStack() as probes:
         sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
         for probe in sockets:
@@ -88,10 +88,10 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def process(command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """A process that listens on ``port`` from the first line of the block to the last.
+    """Run a process that listens on ``port`` from the first line of the block to the last.
 
     Raises:
-        RuntimeError: It ended, or did not listen for `START_S` seconds; with the end of what it said.
+        RuntimeError: The process ended, or did not listen for `START_S` seconds. The error has the end of its output.
     """
     program = find_program(command[0])
     assert program is not None, f"{command[0]} is not installed"

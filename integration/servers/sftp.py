@@ -1,4 +1,4 @@
-"""SFTP by OpenSSH's server, as this user, with keys and a directory of its own: a filesystem without a backend here."""
+"""SFTP by OpenSSH's server, as this user, with its own keys and directory: a filesystem without a tierfs backend."""
 
 from __future__ import annotations
 
@@ -42,15 +42,13 @@ def running() -> Iterator[Server]:
         with open(conf, "w", encoding="utf-8") as file:
             file.write(_CONF.format(port=port, directory=directory))
         if os.geteuid() == 0:
-            os.makedirs(
-                "/run/sshd", mode=0o755, exist_ok=True
-            )  # it asks for it, and only what starts services makes it
+            os.makedirs("/run/sshd", mode=0o755, exist_ok=True)  # sshd requires it, and only service managers create it
 
         def options(port: int) -> dict[str, object]:
             key = {"key_filename": f"{directory}/user", "look_for_keys": False, "allow_agent": False}
             return {"host": "127.0.0.1", "port": port, "username": getpass.getuser(), **key}
 
-        program = find_program("sshd")  # it starts itself anew, and wants to know from where
+        program = find_program("sshd")  # sshd re-executes itself, and needs its full path
         assert program is not None
         with process([program, "-D", "-e", "-f", conf], port):
             yield Server("sftp", port, options, base=f"{directory}/files/")

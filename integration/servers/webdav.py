@@ -1,4 +1,4 @@
-"""WebDAV by wsgidav, on a directory that is its own: a filesystem that tierfs has no backend for."""
+"""WebDAV by wsgidav on a directory of its own: a filesystem without a tierfs backend."""
 
 from __future__ import annotations
 

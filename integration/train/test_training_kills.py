@@ -1,6 +1,6 @@
-"""Two ranks that are killed and signalled at random moments make the losses and weights of an uninterrupted run, bit for bit.
+"""Two ranks killed and signalled at random moments produce an uninterrupted run's losses and weights, bit for bit.
 
-``TIERFS_TRAIN_LIVES=10`` has ten of each kind; by default there are three.
+By default there are three runs of each kind; ``TIERFS_TRAIN_LIVES=10`` runs ten.
 """
 
 import multiprocessing
@@ -37,7 +37,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 @pytest.fixture(scope="module")
 def processes():
-    """Each begins as a fork of one that has imported torch."""
+    """Yield a context whose processes are forks of one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train_life", "tierfs.train.manager", "tierfs.train.state"])
     return context
@@ -81,7 +81,7 @@ def wait_for(ranks, *files):
 
 
 def losses_of(directory, life, rank):
-    """By step, and the step at which the life was stopped."""
+    """Return the losses by step, and the step at which the life was stopped."""
     lines = (directory / f"losses-{life}-{rank}").read_text().splitlines()
     pairs = [line.split() for line in lines]
     losses = {int(step): loss for step, loss in pairs if step != "stopped"}

@@ -1,4 +1,4 @@
-"""One rank's life in a training run that is killed and signalled: FSDP2, dropout, a schedule, a scaler, shuffled data from a worker."""
+"""One rank's life in a killed and signalled training: FSDP2, dropout, schedule, scaler, shuffled data of a worker."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Items(Dataset):
 
 
 class Batches:
-    """Batches without an end, each epoch in another order, loaded by a process; goes on from any batch."""
+    """An endless sequence of batches from a worker process, each epoch in another order. It can resume at any batch."""
 
     def __init__(self, seed: int) -> None:
-        # A worker that is no fork would import torch for seconds.
+        # A worker that is not a fork would import torch, which takes seconds.
         own = {"num_workers": 1, "multiprocessing_context": "fork", "generator": torch.Generator().manual_seed(seed)}
         self._loader = StatefulDataLoader(Items(), batch_size=BATCH, shuffle=True, **own)
         self._batches: Any = None
@@ -59,12 +59,12 @@ class Batches:
 
 
 class Run:
-    """What is trained.
+    """The objects that are trained.
 
     Args:
-        rank: Of this process.
-        size: How many there are.
-        dropout: With it, what ranks draw matters.
+        rank: This process's rank.
+        size: Number of ranks.
+        dropout: Whether to use dropout, so that the ranks' random numbers matter.
     """
 
     def __init__(self, rank: int, size: int, *, dropout: float = 0.2) -> None:
@@ -98,7 +98,7 @@ class Run:
         return float(loss.item())
 
     def weights(self) -> str:
-        """Every bit of this rank's part of them."""
+        """Return every bit of this rank's part of the weights."""
         parts = [
             value.to_local() if isinstance(value, DTensor) else value for value in self.model.state_dict().values()
         ]
@@ -119,7 +119,7 @@ def begin(rank: int, size: int, directory: str, name: str, environment: dict[str
 
 
 def live(rank: int, directory: str, url: str, life: str, steps: int, environment: dict[str, str]) -> None:
-    """Train from the newest checkpoint to the last step, noting each loss before anything can be saved of it."""
+    """Train from the newest checkpoint to the last step. Note each loss before it can be saved."""
     begin(rank, 2, directory, f"world-{life}", environment)
     run = Run(rank, 2)
     with (
@@ -146,7 +146,7 @@ def live(rank: int, directory: str, url: str, life: str, steps: int, environment
 
 
 def evaluate(rank: int, directory: str, url: str, environment: dict[str, str]) -> None:
-    """Make a step, then evaluate for a minute, unless somebody is told to end."""
+    """Make a step, then evaluate for a minute, unless a rank is signalled to end."""
     begin(rank, 2, directory, "world-evaluation", environment)
     run = Run(rank, 2)
     with Manager(url, save=[Preemption(grace="30s")], **OPTIONS) as manager:
@@ -160,7 +160,7 @@ def evaluate(rank: int, directory: str, url: str, environment: dict[str, str]) -
 def reshard(
     rank: int, size: int, directory: str, url: str, begin_at: int, end_at: int, environment: dict[str, str]
 ) -> None:
-    """Train some steps on any number of ranks: the same data for all of them together, and nothing drawn by chance."""
+    """Train some steps on any number of ranks, with the same data in all and nothing random."""
     begin(rank, size, directory, f"world-{begin_at}-{size}", environment)
     run = Run(rank, size, dropout=0.0)
     with (
