@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# Runs everything of tierfs that needs a GPU: the tests of tests/device on it, then integration/bench/device.py. Under 6 minutes.
+# Runs all of tierfs that needs a GPU, in under 6 minutes: the GPU tests of tests/device, then
+# integration/bench/device.py.
 #
 #     integration/device/run.sh [ARGUMENTS OF device.py]
 #
-# Run it from the repository's root, on a machine with Python 3.12, torch 2.11+cu130, CuPy 14, pytest, pytest-timeout and hypothesis.
-# Everything goes to $OUT (/tmp/tierfs-device): device.json, bench.log, tests.log, tests.xml. The short table comes last. Where there is
-# no GPU it says so and ends with 0; otherwise its status is that of the tests.
+# Run it from the repository's root, on a machine with Python 3.12, torch 2.11+cu130, CuPy 14, pytest, pytest-timeout
+# and hypothesis. Results go to $OUT (/tmp/tierfs-device): device.json, bench.log, tests.log, tests.xml. The short
+# table comes last. The status is that of the tests. Without a GPU, the script says so and ends with 0.
 #
-#     OUT                where results go
+#     OUT                directory for results
 #     PYTHON             the interpreter (python3)
-#     BUDGET             seconds for the bench; what is left of 345 s by default
+#     BUDGET             seconds for the bench (the rest of 345 s)
 #     TESTS_S            seconds for the tests at most (60)
-#     TIERFS_BENCH_DIR   where stores and stock's files go; by default $TMPDIR or /tmp, and shared memory where the disk is slow
-#     TIERFS_DEVICE_MOUNT=1   enlarge /dev/shm to 80 % of memory (root; a machine that nobody else uses)
+#     TIERFS_BENCH_DIR   directory for stores and stock's files ($TMPDIR or /tmp, or shared memory if the disk is slow)
+#     TIERFS_DEVICE_MOUNT=1   enlarge /dev/shm to 80 % of memory (needs root, and a machine without other users)
 #
-# What such a machine lacks of tierfs's dependencies travels as wheels in .whl/ (6.2 MB), made with:
+# The machine's missing dependencies of tierfs travel as wheels in .whl/ (6.2 MB). Make them with:
 #
 #     echo /.whl/ >> .git/info/exclude
 #     python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 #         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
 #         --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d .whl zstandard==0.25.0 fsspec==2026.9.0 xxhash==4.1.0
 #
-# zstandard is missing there; fsspec and xxhash are there, of versions that are not known to be new enough.
+# zstandard is missing there. fsspec and xxhash are present, but their versions may be too old.
 set -u
 begun=$SECONDS
 OUT=${OUT:-/tmp/tierfs-device}
@@ -76,7 +77,7 @@ for name in ("torch", "cupy", "numpy", "fsspec", "xxhash", "zstandard", "pytest"
         print(name, repr(error))
 PY
 
-# -c /dev/null: pyproject.toml turns every warning into an error, also those of packages that are older or newer here.
+# -c /dev/null: pyproject.toml turns all warnings into errors, even those of packages that are older or newer here.
 echo "== tests"
 timeout -k 5 "$TESTS_S" "$PYTHON" -m pytest -q --maxfail=20 -p no:cacheprovider -c /dev/null --rootdir "$PWD" -W ignore \
     --timeout 30 --durations 5 --junitxml "$OUT/tests.xml" tests/device -k "gpu or cuda" >"$OUT/tests.log" 2>&1
@@ -103,7 +104,7 @@ PY
 )
     rm -f "$file"
     free=$(df --output=avail -B1 /dev/shm | tail -n 1)
-    # Twelve states are written: with less than 2 GB/s most of the time would go by in waiting for that. 4.6 states are there at once.
+    # The bench writes twelve states. Below 2 GB/s it would mostly wait for the disk. 4.6 states exist at once.
     if [ "${speed:-0}" -lt 2000 ] && [ "$free" -gt 92000000000 ]; then directory=/dev/shm; fi
     echo "one thread writes $speed MB/s to ${TMPDIR:-/tmp}; files go to $directory"
 fi
