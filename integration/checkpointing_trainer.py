@@ -1,4 +1,4 @@
-"""``torch_checkpointing`` with its storage in a store, on each rank of torchrun: ``checkpointing_trainer.py URL``."""
+"""Run ``torch_checkpointing`` with its storage in a store, on each torchrun rank: ``checkpointing_trainer.py URL``."""
 
 import sys
 
@@ -40,7 +40,7 @@ def main(root):
         ),
     }
     for name, save in saves.items():
-        # No resharder: with several ranks, that of 0.1.1 gathers its metadata on CUDA devices alone.
+        # No resharder: on several ranks, the one of 0.1.1 gathers its metadata only on CUDA devices.
         manager = CheckpointManager.Config(save=save, storage_config=TierStorageConfig()).build()
         for seed in (1, 2):
             live = state(mesh, Shard(0), seed)

@@ -1,4 +1,4 @@
-"""No test touches what this host keeps for its user."""
+"""State directories and limits of all integration tests. No test touches the state of this host's user."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import pytest
 from drawing import SEED, SHARE, drawn
 from leftovers import end_flushers
 
-# Files that take minutes, the longest first: two processes that share the files out are done at the same time then.
+# Test files that take minutes, the longest first, so that two processes that share the files end at the same time.
 LONG = (
     "test_tier_kills",
     "test_dcp_kills",
@@ -24,7 +24,7 @@ LONG = (
 )
 
 
-# Tests of kills draw their kills instead, and each case of the last is another benchmark.
+# These files draw a share of their cases themselves. Each case of test_benchmarks is another benchmark.
 ALL_CASES = ("test_tier_kills", "test_dcp_kills", "test_benchmarks")
 
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 UNTIL_S = float(os.environ.get("TIERFS_TESTS_UNTIL", "inf"))
-"""Seconds since the epoch after which no test begins; `.ci/run` has 40 minutes for everything."""
+"""Seconds since the epoch after which no test begins. `.ci/run` has 40 minutes for everything."""
 
 
 def pytest_runtest_setup(item):
@@ -54,13 +54,16 @@ def pytest_runtest_setup(item):
 
 
 def pytest_configure():
-    # A shell that starts the tests in the background has them ignore interrupts, which some of them send.
+    # A shell that starts the tests in the background makes them ignore SIGINT, which some tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def state_of_its_own():
-    """Processes that tests start inherit it too. What one module's tests leave unflushed is in no other's way."""
+    """Give each module its own state directory, which processes of its tests inherit.
+
+    Files that the tests of a module leave unflushed do not affect other modules.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="tierfs-state-") as directory,
         tempfile.TemporaryDirectory(prefix="tierfs-test-", dir="/dev/shm") as shared,
@@ -69,7 +72,7 @@ def state_of_its_own():
         for name in ("TIERFS_CONFIG", "TIERFS_CREATE", "TIERFS_RAM", "TIERFS_NVME"):
             os.environ.pop(name, None)
         yield
-        # One that a test left has work for a server that is gone, and would go on trying.
+        # A flusher that a test left behind would retry forever if its server is gone.
         end_flushers(directory)
         for name in ("TIERFS_STATE_DIR", "TIERFS_SHM_DIR"):
             os.environ.pop(name, None)

@@ -1,7 +1,7 @@
-"""Ranks that save checkpoints and die at a named step, and who looks at what is left: see `test_dcp_kills`.
+"""Ranks that save checkpoints and die at a named step, and processes that inspect the result: see `test_dcp_kills`.
 
-Run as a program it forks what it is told to, with torch loaded, as ``tests/support/killing.py`` does: a gloo world of
-processes that are forked is there in a moment.
+As a program it imports torch once and forks the requested processes, like ``tests/support/killing.py``. Forked
+processes form a gloo group within moments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIXED = -1
 
 
 def content(rank, seed):
-    """What a rank saves: to be told from what any other rank or save has, whole or in part."""
+    """Return a rank's state. It differs from the state of any other rank or save, in whole and in part."""
     import torch
 
     large = torch.arange(NUMBERS, dtype=torch.float32).mul_(seed * WORLD + rank + 1)
@@ -37,7 +37,7 @@ def content(rank, seed):
 
 
 def name_of(key, size):
-    """What a put of an object is for; ``None`` where that is no step of a save."""
+    """Return the purpose of a put; ``None`` if it is no step of a save."""
     from tierfs.errors import FormatError
     from tierfs.format import keys
     from tierfs.format.manifest import TOMBSTONE_BYTES
@@ -54,7 +54,7 @@ def name_of(key, size):
 
 
 def watch_puts(hook):
-    """Have a hook called before and after each put of this process that is a step of a save."""
+    """Call a hook before and after each put of this process that is a step of a save."""
     from tierfs.objects.wrappers.wrapper import WrappedObjects
 
     class Watched(WrappedObjects):
@@ -72,11 +72,11 @@ def watch_puts(hook):
     opened.connect = lambda *arguments: Watched(connect(*arguments))
 
 
-# -- what the processes do ---------------------------------------------------------------------------------------------
+# -- the processes -----------------------------------------------------------------------------------------------------
 
 
 def options_of(spec, ack="staged"):
-    """For TierWriter and TierReader."""
+    """Return the options of TierWriter and TierReader."""
     if spec.get("bare"):
         return {"ack": "object", "ram": "0", "nvme": "0"}
     given = {"ack": ack, "ram": spec["ram"], "nvme": spec["nvme"], "state_dir": spec["state"]}
@@ -84,7 +84,7 @@ def options_of(spec, ack="staged"):
 
 
 def rank(spec):
-    """Does one thing after the other, and says what came of it."""
+    """Run the operations in order and report each outcome."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -102,7 +102,7 @@ def rank(spec):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
     class Writer(TierWriter):
-        """Tells of its steps."""
+        """Report the steps of a save to the hook."""
 
         def stage(self, state_dict):
             return self._around("stage", lambda: super(Writer, self).stage(state_dict))
@@ -154,7 +154,7 @@ def rank(spec):
         hook("between")
     if "leave" in spec:
         killing.await_file(spec["leave"])
-    os._exit(0)  # not through gloo's exit, which would wait for the other rank
+    os._exit(0)  # skips gloo's exit, which would wait for the other rank
 
 
 def flusher(spec):
@@ -163,7 +163,7 @@ def flusher(spec):
 
 
 def waiter(spec):
-    """Another process of a host waits for the whole of checkpoints, and says what came of it."""
+    """Wait, as another process of a host, for complete checkpoints, and report the problems."""
     from tierfs.dcp import TierWriter
     from tierfs.session.tiers import Launcher
 
@@ -181,7 +181,7 @@ def waiter(spec):
 
 
 def loader(spec):
-    """Loads checkpoints, on a host or from nowhere, and says of each whose it is, and what waits beside it."""
+    """Load checkpoints, with or without local tiers, and report each one's seed, its sequence, and pending saves."""
     import torch
 
     from tierfs.dcp.address import Address
@@ -201,7 +201,7 @@ def loader(spec):
 
 
 def load(url, spec):
-    """Which save a checkpoint is of, and its place among the saves; each of its bytes is looked at."""
+    """Return the seed and the sequence number of the save in a checkpoint, after a check of every byte."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -213,7 +213,7 @@ def load(url, spec):
         state |= {key: torch.zeros_like(value) for key, value in content(number, 0).items() if key != "seed"}
 
     class Onlooker(TierReader):
-        """Leaves it to others to publish what is complete."""
+        """Do not publish checkpoints that are complete."""
 
         def _commit(self, store, directory):
             return []
@@ -235,17 +235,17 @@ def load(url, spec):
 
 
 def announced(store, path):
-    """Saves that are announced: the sequence, and which files are not there. Not by the code that commits them."""
+    """Return the sequence and the missing files of each announced save, without the code that commits saves."""
     import json
 
     from tierfs.errors import NotFoundError
     from tierfs.store import find
     from tierfs.store import load as load_file
 
-    # First what waits: a file that arrives in between is not missing.
+    # List the announcements first: a file that arrives in between does not count as missing.
     documents = []
     for entry in find(store, f"{path}/.pending"):
-        with contextlib.suppress(NotFoundError):  # forgotten since
+        with contextlib.suppress(NotFoundError):  # already forgotten
             if not entry.is_directory:
                 documents.append(json.loads(bytes(load_file(store, entry.path))))
     there = {entry.path.rpartition("/")[2] for entry in find(store, path) if not entry.is_directory}
@@ -253,7 +253,7 @@ def announced(store, path):
 
 
 def main():
-    # Before the first fork: torch takes seconds.
+    # Before the first fork, because torch takes seconds to import.
     import tierfs.dcp.planner
     import tierfs.dcp.reader
     import tierfs.dcp.writer

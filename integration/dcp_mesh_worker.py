@@ -1,4 +1,4 @@
-"""What each of the spawned ranks does in the tests of TierWriter on meshes: every case in one world, since torch starts slowly."""
+"""The cases of the tests of TierWriter on meshes. Spawned ranks run all cases in one world: torch starts slowly."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ DEADLINE_S = 100
 
 
 class World:
-    """The meshes of one world, and where it saves. Every rank makes all of them, whether it is in there or not.
+    """The meshes of one world, and the place it saves to. Every rank makes all meshes, even meshes without this rank.
 
     Args:
-        url: Of a place in a store, for this case alone.
-        size: How many ranks.
+        url: A place in a store, for this case alone.
+        size: Number of ranks.
     """
 
     def __init__(self, url: str, size: int) -> None:
@@ -57,7 +57,7 @@ class World:
             self.square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
     def below(self, name: str) -> World:
-        """The same for another place."""
+        """Return the same world with another place."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, url=f"{self.url}/{name}")
         return other
@@ -79,7 +79,7 @@ class World:
         dcp.load(state, storage_reader=self.reader(url), planner=TierLoadPlanner(), **options)
 
 
-# -- what is compared --------------------------------------------------------------------------------------------------
+# -- comparison --------------------------------------------------------------------------------------------------------
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -87,7 +87,7 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def fingerprint(value: Any, path: str = "") -> dict[str, str]:
-    """Every leaf by its path; of a sharded tensor all of it, for which every rank of its mesh has to ask."""
+    """Return every leaf by its path. A sharded tensor is gathered, so every rank of its mesh must call this."""
     if isinstance(value, torch.Tensor):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         raw = whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -101,7 +101,7 @@ def fingerprint(value: Any, path: str = "") -> dict[str, str]:
 
 
 def logical_bytes(value: Any) -> int:
-    """Of a state's tensors, each counted whole and once."""
+    """Return the bytes of a state's tensors, each counted whole and once."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, dict):
@@ -110,7 +110,7 @@ def logical_bytes(value: Any) -> int:
 
 
 def stored_bytes(url: str) -> int:
-    """Of all tensors in the shard files of a checkpoint, whether or not it refers to them."""
+    """Return the bytes of all tensors in a checkpoint's shard files, whether the checkpoint refers to them or not."""
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     objects = json.loads(fs.cat(f"{path}/.metadata"))["objects"]
     total = 0
@@ -131,7 +131,7 @@ def assert_written_once(world: World, state: Any, name: str = "") -> None:
 
 
 class Model(torch.nn.Module):
-    """Layers that divide evenly and some that do not, one of fewer rows than ranks, and two names for one weight."""
+    """Layers that divide evenly, layers that do not, one with fewer rows than ranks, and two names for one weight."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Model(torch.nn.Module):
 
 
 class Trained:
-    """A model in some layout and its optimizer after two steps, from a seed."""
+    """A model in some layout, and its optimizer, after two steps from a seed."""
 
     def __init__(self, seed: int, lay_out: Callable[[Model], Any] = lambda model: None) -> None:
         self.model = Model(seed)
@@ -204,7 +204,7 @@ def layouts(world: World) -> dict[str, Callable[[Model], Any]]:
 
 
 def models_come_back_on_every_other_mesh(world: World) -> None:
-    """Each layout is saved once, and loaded by every layout, on half of the ranks and on one."""
+    """Save each layout once, and load it in every layout, on half of the ranks and on one."""
     made = {name: Trained(1, lay_out) for name, lay_out in layouts(world).items()}
     expected = {}
     for name, trained in made.items():
@@ -212,7 +212,7 @@ def models_come_back_on_every_other_mesh(world: World) -> None:
         expected[name] = fingerprint(state)
         for how in ("save", "async_save"):
             world.save(state, how=how, name=f"{name}-{how}")
-            # Two names of one weight are two tensors in a state.
+            # Two names of one weight are two tensors of a state.
             assert_written_once(world, state, f"{name}-{how}")
     others = {name: Trained(2, lay_out) for name, lay_out in layouts(world).items()}
     for source in made:
@@ -232,7 +232,7 @@ def models_come_back_on_every_other_mesh(world: World) -> None:
 
 
 def fewer_ranks_save_and_all_load(world: World) -> None:
-    """A save of a group of its own, while the other ranks do something else."""
+    """Save in a group of some ranks, while the other ranks do something else."""
     expected: list[Any] = [None]
     if world.rank < world.size // 2:
         half = Trained(5, sharded_on(world.first))
@@ -280,12 +280,12 @@ def uneven_tensors_come_back_under_every_placement(world: World) -> None:
         world.save(state, how="async_save" if number % 2 else "save", name=str(number))
         assert_written_once(world, state, str(number))
     for number in range(len(every)):
-        # Not all pairs: from each to itself, and to three that differ from one to the next.
+        # Not all pairs: each layout is loaded by itself and by three others.
         for step in (0, 1, 4, 7):
             mesh, placed = every[(number + step) % len(every)]
             state = matrices(mesh, placed, seed=99)
             world.load(state, name=str(number))
-            # What each rank holds: gloo gathers no tensors of some of the dtypes.
+            # Compare each rank's local parts, because gloo cannot gather some of the dtypes.
             expected = fingerprint(local_parts(matrices(mesh, placed, seed=1)))
             assert fingerprint(local_parts(state)) == expected, (every[number], placed)
 
@@ -362,7 +362,7 @@ def what_one_rank_cannot_save_is_told_to_all(world: World) -> None:
     assert_there_is_none(world.url)
 
 
-# -- saves one after the other -------------------------------------------------------------------------------------------
+# -- saves one after the other -----------------------------------------------------------------------------------------
 
 
 def assert_there_is_none(url: str) -> None:
@@ -467,7 +467,7 @@ def overlapping_saves_do_not_mix(world: World) -> None:
 
 
 def what_a_writer_learns_of_replicas_harms_no_save(world: World) -> None:
-    """What it has learned of replicas from one save serves the next, and harms none."""
+    """A writer reuses its knowledge of replicas from one save in the next. This must not harm any save."""
     meshes = [placed for mesh, placed in placements(world) if mesh is world.square]
     writer = world.writer()
 
@@ -475,7 +475,7 @@ def what_a_writer_learns_of_replicas_harms_no_save(world: World) -> None:
         found: dict[str, Any] = {}
         for number, placed in enumerate(meshes):
             for shape in ((9, 6), (700, 500)):
-                if (number + seed) % 5:  # each save has some that another one has not
+                if (number + seed) % 5:  # each save lacks some tensors of another
                     whole = values(*shape, seed=seed + number)
                     found[f"{number}-{shape}"] = distribute_tensor(whole, world.square, placed, src_data_rank=None)
         found["plain"] = values(31, seed=seed).to(torch.bfloat16 if seed % 3 else torch.float32)
@@ -488,7 +488,7 @@ def what_a_writer_learns_of_replicas_harms_no_save(world: World) -> None:
 
     for seed in (1, 1, 1, 2, 3, 3, 4, 4):
         expected = fingerprint(parts(state(seed)))
-        # A save that fails is forgotten.
+        # The writer forgets a save that fails.
         for planner in (Failing(), None) if seed == 3 else (None,):
             live = state(seed)
             future = dcp.async_save(live, storage_writer=writer, checkpoint_id=f"{world.url}/{seed}", planner=planner)
@@ -507,7 +507,7 @@ def what_a_writer_learns_of_replicas_harms_no_save(world: World) -> None:
 
 
 class Failing(DefaultSavePlanner):
-    """One rank cannot give its data."""
+    """Fail on one rank when its data is resolved."""
 
     def resolve_data(self, write_item: Any) -> Any:
         if dist.get_rank() == 1:
@@ -559,7 +559,7 @@ def a_rank_may_have_nothing(world: World) -> None:
         world.load({}, name=f"{how}-nothing")
 
 
-# -- a training that goes on -----------------------------------------------------------------------------------------------
+# -- a training that goes on -------------------------------------------------------------------------------------------
 
 
 def training(world: World, *, seed: int) -> TrainingState:
@@ -611,7 +611,7 @@ def saves_change_nothing_of_a_training_that_goes_on(world: World) -> None:
         assert other.digest() == expected, step
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------------
+# -- the cost of a save ------------------------------------------------------------------------------------------------
 
 
 def descriptors_and_mappings() -> tuple[int, int]:
@@ -619,7 +619,7 @@ def descriptors_and_mappings() -> tuple[int, int]:
 
 
 def descriptors_and_mappings_do_not_grow_with_the_number_of_tensors(world: World, **options: Any) -> None:
-    """Looked at while torch asks for the first tensor's data: in this process, or in the one that saves for it."""
+    """Count when torch has planned the save, in this process or in the process that saves for it."""
     held = []
     for number, count in enumerate((10, 10, 1000)):
         note = f"{os.environ['DCP_MESH_NOTES']}/{world.rank}-{number}"
@@ -630,14 +630,14 @@ def descriptors_and_mappings_do_not_grow_with_the_number_of_tensors(world: World
             **options,
         ).result()
         held.append((descriptors_and_mappings(), json.loads(Path(note).read_text())))
-    # The first makes the segment and starts what is to be started.
+    # The first save creates the segment and starts helpers.
     for few, many in zip(held[1], held[2], strict=True):
         assert many[0] - few[0] <= 4, held
         assert many[1] - few[1] <= 20, held
 
 
 class Counting(DefaultSavePlanner):
-    """Notes what its process holds open when the data is asked for."""
+    """Note the descriptors and mappings of the process when the plan is finished."""
 
     def __init__(self, note: str) -> None:
         super().__init__()
@@ -652,7 +652,7 @@ def a_process_needs_no_more_descriptors_for_more_tensors(world: World) -> None:
     descriptors_and_mappings_do_not_grow_with_the_number_of_tensors(world, async_checkpointer_type=PROCESS)
 
 
-# -- running them --------------------------------------------------------------------------------------------------------------
+# -- running the cases -------------------------------------------------------------------------------------------------
 
 OF_FOUR = (
     models_come_back_on_every_other_mesh,
@@ -682,7 +682,7 @@ CASES = {4: OF_FOUR, 2: OF_TWO}
 
 
 def main(rank: int, size: int, directory: Path, url: str) -> None:
-    """What a spawned process does: every case of a world, up to the first that fails on any rank."""
+    """Run every case of a world in a spawned process, up to the first case that fails on any rank."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), DCP_MESH_NOTES=str(directory))
     dist.init_process_group(
@@ -693,7 +693,7 @@ def main(rank: int, size: int, directory: Path, url: str) -> None:
         timeout=timedelta(seconds=DEADLINE_S),
     )
     world = World(url, size)
-    logging.getLogger("torch").setLevel(logging.ERROR)  # it tells of every fall-back and every process
+    logging.getLogger("torch").setLevel(logging.ERROR)  # torch logs every fallback and every process
     outcomes: dict[str, str] = {}
     for case in CASES[size]:
         try:

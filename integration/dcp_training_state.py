@@ -1,7 +1,7 @@
-"""Everything a run of the demo's model needs to go on as if it had never stopped, as one DCP ``Stateful``.
+"""The complete state of a training run with the demo's model, as one DCP ``Stateful``, for an exact resume.
 
-Model and optimizer go through `torch.distributed.checkpoint.state_dict`; what differs from rank to rank (random
-generators, data position) is kept under a key per rank, because DCP stores one value per name.
+Model and optimizer go through `torch.distributed.checkpoint.state_dict`. Values that differ by rank (random
+generators, data position) have one key for each rank, because DCP stores one value per name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TrainingState(Stateful):
         rank: This rank.
 
     Attributes:
-        step: How many steps were made.
+        step: Number of steps so far.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stream: ByteStream, *, rank: int) -> None:
@@ -42,7 +42,7 @@ class TrainingState(Stateful):
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Views of the model's and optimizer's shards, copies of the rest. A collective: all ranks call it."""
+        """Return views of model and optimizer shards, and copies of the rest. A collective: all ranks call it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         _, words, _ = self.stream.generator.getstate()
         own = {
@@ -53,7 +53,7 @@ class TrainingState(Stateful):
         return {"step": self.step, "model": model, "optimizer": optimizer, f"rank_{self.rank}": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a loaded state back into the model, the optimizer, the data and the generators."""
+        """Restore the model, the optimizer, the data and the generators from a loaded state."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -68,7 +68,7 @@ class TrainingState(Stateful):
         torch.set_rng_state(own["torch_rng"])
 
     def digest(self) -> str:
-        """One digest over the bytes of model, optimizer and generators of all ranks. A collective."""
+        """Return one digest of the bytes of model, optimizer and generators of all ranks. A collective."""
         hasher = hashlib.blake2b(digest_size=16)
         for path, tensor in _tensors(self.state_dict()):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -80,7 +80,7 @@ class TrainingState(Stateful):
 
 
 def _tensors(value: object, path: str = "") -> list[tuple[str, Tensor]]:
-    """Every tensor in a nested state dict with its path, in the order of the dict."""
+    """Return every tensor in a nested state dict with its path, in the order of the dict."""
     if isinstance(value, Tensor):
         return [(path, value)]
     if isinstance(value, dict):

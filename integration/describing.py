@@ -1,7 +1,7 @@
-"""Contents that say of themselves who wrote them and when, so that a reader needs no word with the writer to judge them.
+"""Self-describing contents: a reader can check them, and tell their writer and order, without asking the writer.
 
-A file is one record or several, one after the other: a head, then bytes that follow from the head. A writer gives each
-record a number that only grows.
+A file is one or more records. A record is a head and bytes that follow from the head. A writer numbers its records
+in increasing order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 BODY_BYTES_MAX = 8 << 20
 _HEAD = struct.Struct("<8s16sQQQ")
 _MAGIC = b"RECORD01"
-# Not to be compressed; every record is a stretch of it of its own.
+# Incompressible; each record's body is another range of it.
 _NOISE = random.Random(20261120).randbytes(2 * BODY_BYTES_MAX)
 
 
@@ -21,9 +21,9 @@ class Record(NamedTuple):
     """One record.
 
     Attributes:
-        writer: Who wrote it, at most 16 ASCII characters.
-        number: Which of its records it is.
-        length: Bytes of the whole.
+        writer: Name of the writer, at most 16 ASCII characters.
+        number: Its number among the writer's records.
+        length: Bytes of the whole record.
     """
 
     writer: str
@@ -32,17 +32,17 @@ class Record(NamedTuple):
 
 
 def encode(writer: str, number: int, length: int) -> bytes:
-    """A record of ``length`` bytes, at least as many as its head."""
+    """Return a record of ``length`` bytes, which must be at least the size of its head."""
     body = max(length - _HEAD.size, 0)
     start = random.Random(f"{writer} {number}").randrange(BODY_BYTES_MAX)
     return _HEAD.pack(_MAGIC, writer.encode(), number, body, start) + _NOISE[start : start + body]
 
 
 def decode(content: bytes | bytearray) -> list[Record]:
-    """The records of a whole file.
+    """Return the records of a whole file.
 
     Raises:
-        AssertionError: Some byte of it is not what was written.
+        AssertionError: A byte differs from the byte that was written.
     """
     found = []
     at = 0

@@ -1,4 +1,4 @@
-"""Draws a share of the cases by a seed: `.ci/run` has no time for all of them."""
+"""Draw a share of the cases by a seed, because `.ci/run` has no time for all of them."""
 
 import os
 import random
@@ -8,7 +8,7 @@ SHARE = int(os.environ.get("TIERFS_TESTS_SHARE", "1"))
 
 
 def drawn(cases, what):
-    """Draw one in ``SHARE`` of these cases, at least one, in their order. The name ``what`` is part of the seed."""
+    """Draw one in ``SHARE`` of the cases, at least one, and keep their order. ``what`` is part of the seed."""
     if SHARE == 1:
         return cases
     count = -(-len(cases) // SHARE)

@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that refuses, hangs, answers 503, or loses answers, as it is told."""
+"""A proxy in front of an S3 server that refuses connections, hangs, answers 503, or loses answers on request."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class FaultProxy:
     """One proxy, between `start` and `stop`.
 
     Attributes:
-        port: Where it listens; the same in every mode.
-        mode: ``"pass"``, ``"hang"``: requests are read and never answered, ``"unavailable"``: they are answered 503,
-            ``"no-puts"``: those that would store something are, ``"no-chunks"``: those that would store a chunk are, ``"lose"``: those that ``loses`` selects are carried out, and
-            the connection is dropped instead of an answer.
-        loses: By method and path.
-        asked: Requests by method and path, whatever became of them.
-        lost: How many answers were lost.
+        port: The port it listens on; the same in every mode.
+        mode: ``"pass"`` forwards all requests. ``"hang"`` reads requests and never answers. ``"unavailable"`` answers
+            503. ``"no-puts"`` does so for requests that store something, and ``"no-chunks"`` for those that store a
+            chunk. ``"lose"`` forwards the requests that ``loses`` selects, and drops the connection instead of an
+            answer.
+        loses: Selects requests by method and path.
+        asked: Requests by method and path, whatever their outcome.
+        lost: Number of lost answers.
         stored: How often each path was stored.
         fetched: How often content of each path was fetched, in whole or in part.
-        fetched_bytes: Of all of these together.
+        fetched_bytes: Bytes of all fetches.
     """
 
     def __init__(self, server_port: int) -> None:
@@ -44,13 +45,13 @@ class FaultProxy:
         self._server: _Server | None = None
 
     def start(self) -> None:
-        """Listen, on the same port as before."""
+        """Listen on a free port, or on the same port as before."""
         self._server = _Server(("127.0.0.1", self.port), self)
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), name="fault-proxy", daemon=True).start()
 
     def stop(self) -> None:
-        """Refuse connections from now on, and drop those that there are."""
+        """Refuse new connections and drop existing ones."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -58,7 +59,7 @@ class FaultProxy:
             self._server = None
 
     def set(self, mode: str) -> None:
-        """Be like this from now on; ``"refuse"`` is `stop`."""
+        """Change the mode; ``"refuse"`` is `stop`."""
         if mode == "refuse":
             self.stop()
             return
@@ -67,7 +68,7 @@ class FaultProxy:
             self.start()
 
     def note(self, method: str, path: str, status: int, length: int) -> None:
-        """Count a request that was carried out."""
+        """Count a request that the server carried out."""
         with self._lock:
             if method == "PUT" and status < 300:
                 self.stored[path] += 1
@@ -76,12 +77,11 @@ class FaultProxy:
                 self.fetched_bytes += length
 
     def refuses(self, method: str, path: str) -> bool:
-        """Whether to answer 503."""
         puts = {"no-puts": "", "no-chunks": "/.tierfs/chunks/"}.get(self.mode)
         return self.mode == "unavailable" or (puts is not None and method == "PUT" and puts in path)
 
     def loses_answer(self, method: str, path: str) -> bool:
-        """Whether to lose the answer to this request."""
+        """Return whether to lose the answer to this request, and count it."""
         with self._lock:
             loses = self.mode == "lose" and self.loses(method, path)
             self.lost += loses
@@ -90,7 +90,7 @@ class FaultProxy:
 
 @contextlib.contextmanager
 def proxy_to(server_port: int) -> Iterator[FaultProxy]:
-    """A proxy to a server on this machine."""
+    """Run a proxy to a server on this machine."""
     proxy = FaultProxy(server_port)
     proxy.start()
     try:
@@ -116,7 +116,7 @@ class _Server(ThreadingHTTPServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients that went away
+        pass  # the client closed its connection
 
 
 class _Handler(BaseHTTPRequestHandler):

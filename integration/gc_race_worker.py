@@ -1,4 +1,4 @@
-"""One process of the race: writes files whose chunks others wrote before, or deletes and renames them, or collects garbage."""
+"""One process of `test_gc_race`: it rewrites files with known chunks, deletes and renames, or collects garbage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATHS = [*(f"d{number % 3}/f{number}" for number in range(20)), *(f"d{number}/.m
 
 
 def content(number: int) -> bytes:
-    """The same bytes each time: every writer finds chunks of others."""
+    """Return the same bytes each time, so that every writer finds chunks of other writers."""
     return random.Random(number).randbytes(70_000 + 1000 * number)
 
 

@@ -1,4 +1,4 @@
-"""Flushers that tests leave behind, found by the state directory that they serve."""
+"""Find and stop flushers that tests leave behind, by the state directory that they serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PATIENCE_S = 10
 
 
 def flushers(directory):
-    """Process ids of those that serve a state directory that is this one or lies below it."""
+    """Return the process ids of flushers whose state directory is this directory or below it."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -24,7 +24,7 @@ def flushers(directory):
 
 
 def end_flushers(directory):
-    """Have them end after the steps that are under way, or else at once. What is pending for a server that is gone stays."""
+    """Stop them, after the steps in progress if possible. Pending files for a server that is gone stay pending."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in flushers(directory):
             with contextlib.suppress(ProcessLookupError):

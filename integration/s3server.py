@@ -1,4 +1,4 @@
-"""An S3 server by its port, for tests with a proxy before it; `servers.ministack` is the server."""
+"""An S3 server by its port, for tests with a proxy in front of it. The server is `servers.ministack`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ require = ministack.require
 
 @contextlib.contextmanager
 def running(environment: Mapping[str, str] | None = None) -> Iterator[int]:
-    """A server, with this in its environment besides; gives its port."""
+    """Run a server with these additional environment variables, and yield its port."""
     with ministack.running(environment) as server:
         yield server.port
 
 
 def options(port: int) -> dict[str, object]:
-    """For s3fs."""
+    """Return the options for s3fs."""
     return s3(port).options
 
 
 def new_bucket(port: int) -> str:
-    """Make a bucket, and give its name."""
+    """Make a bucket and return its name."""
     return s3(port).new_root().partition("/")[0]

@@ -7,7 +7,7 @@ import threading
 
 @contextlib.contextmanager
 def saying(answer):
-    """A server that says this to the first request, and hangs up."""
+    """Run a server that sends these bytes to the first request and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():

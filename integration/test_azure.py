@@ -52,7 +52,7 @@ def backend(server, root):
 
 @pytest.fixture
 def requests(monkeypatch):
-    """What has been sent: methods and the names of blobs."""
+    """Yield the requests sent so far: methods and names of blobs."""
     sent = []
     send = AioHttpTransport.send
 
@@ -65,7 +65,7 @@ def requests(monkeypatch):
 
 
 def container(server, root):
-    """As others see it."""
+    """Return the container as Microsoft's client shows it."""
     return ContainerClient.from_connection_string(server.options["connection_string"], root.partition("/")[0])
 
 
@@ -97,7 +97,7 @@ def test_bytes_with_another_md5_are_refused_and_not_stored(backend):
 
 
 def test_a_crc64_is_sent_as_azure_writes_it(backend, monkeypatch):
-    # azurite knows none; by Microsoft's azure-storage-extensions 0.1.0 this content has 0x02e51cc85efce1a5.
+    # azurite computes none. Microsoft's azure-storage-extensions 0.1.0 gives 0x02e51cc85efce1a5 for this content.
     sent = []
     send = AioHttpTransport.send
     monkeypatch.setattr(AioHttpTransport, "send", lambda *given, **more: sent.append(given[1]) or send(*given, **more))
@@ -239,7 +239,7 @@ async def _append(items, item):
 
 @contextmanager
 def answering(status, headers):
-    """A server that gives one answer to everything; gives its port and the requests."""
+    """Run a server with one answer to everything; yield its port and the requests."""
     seen = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -326,7 +326,7 @@ def test_no_secret_is_shown(server, root, caplog):
         (InvalidInputError, f"AccountName=devstoreaccount1;{SECRET};{gone}"),
         (InvalidInputError, f"AccountKey={SECRET}"),
         (StoreError, {**account, "sas_token": f"sv=2024-01-01&sig={SECRET}"}),
-        (InvalidInputError, {**account, "account_key": SECRET}),  # by an address it cannot tell the account
+        (InvalidInputError, {**account, "account_key": SECRET}),  # it cannot tell the account from an address
         (InvalidInputError, {"account_key": SECRET}),
     ]
     for kind, given in ways:

@@ -1,7 +1,7 @@
-"""Every benchmark runs to its end at its smallest size. No figure of such a run means anything, so none is looked at.
+"""Every benchmark runs to its end at its smallest size. The figures of such a run mean nothing and are not checked.
 
-Of ``codec.py`` only the speeds: the rest needs states of models that ``snapshots.py`` trains for half an hour. `test_device_run.py` runs
-``device.py``.
+Of ``codec.py`` only the speeds run: the rest needs model states that ``snapshots.py`` trains for half an hour.
+`test_device_run.py` runs ``device.py``.
 """
 
 import json

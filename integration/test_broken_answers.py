@@ -1,4 +1,4 @@
-"""An answer that breaks off at any of its bytes is no other answer: what is told is right, or may be asked for again."""
+"""Answers that break off at any byte: a call returns the right result, or an error that allows a retry."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tierfs.testing import TcpFault, TcpFaultProxy
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
 
 HEAD_BYTES = 1200
-STRIDE = 61  # behind the head
+STRIDE = 61  # after the head
 CONTENT = bytes(range(256)) * 2
 NAMES = [f"run/{number}" for number in range(5)]
 
 
 @contextlib.contextmanager
 def unless_lost(*lost):
-    """Let what says that it may be asked for again pass, and these errors."""
+    """Suppress transient errors, and these errors."""
     try:
         yield
     except lost:
@@ -42,7 +42,7 @@ def server(request):
 
 @pytest.fixture(scope="module")
 def cut(server):
-    """Objects behind a proxy that cuts answers short; gives the same ones as they are, and what calls with every cut."""
+    """Return intact objects, and a function that runs a call with every cut of the answer by a proxy."""
     root = server.new_root()
     tierfs.init(f"{server.protocol}://{root}", options=server.options)
     sound = connect(server.protocol, root, server.options)
@@ -76,7 +76,7 @@ def test_what_an_object_is(cut):
     info = sound.head(NAMES[0])
 
     def is_right(found):
-        # What broke off within a length is shorter by some digits: nothing else tells of the end of an answer to HEAD.
+        # A cut within the length drops digits of it, because nothing else marks the end of an answer to HEAD.
         return found == info or (found.version, found.size) == (
             info.version,
             int(str(info.size)[: len(str(found.size))]),
@@ -122,7 +122,7 @@ def test_what_was_created(cut):
         sound.delete(["created"])
         return objects.put("created", [CONTENT], mode=CREATE)
 
-    # A client that sends it again on its own meets what it has made, as one does that is sent again by us.
+    # A client that retries on its own finds the object that it made. A retry by tierfs finds it, too.
     each(create, lambda found: found == sound.head("created"), (AlreadyExistsError,))
 
 
@@ -194,7 +194,7 @@ def test_a_bucket_that_is_not_there(cut, ask):
     def is_told(objects):
         try:
             ask(objects)
-        except NotFoundError:  # of an answer that broke off before it said what
+        except NotFoundError:  # the answer broke off before its reason
             return True
         except StoreError as error:
             if error.transient:

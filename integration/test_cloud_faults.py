@@ -1,4 +1,4 @@
-"""Hundreds of operations on each cloud's server, over a network that fails: what was acknowledged is there and right."""
+"""Hundreds of operations on each cloud's server over a faulty network. Acknowledged data must be there and right."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ def server(request):
 
 
 def sends_content(method, path):
-    """Not a listing, say: without TLS nothing guards what that tells of names."""
+    """Select uploads. Without TLS nothing protects the names in a listing."""
     return method in ("PUT", "POST") and "delete" not in path and "batch" not in path
 
 
 def fetches_content(method, path):
-    """Nor what GCS tells of an object: a generation that was flipped on the way is that of no object."""
+    """Select downloads of content.
+
+    GCS's answers about an object are excluded: a generation with a flipped bit belongs to no object.
+    """
     about = "/o/" in path and "alt=media" not in path
     return method == "GET" and "prefix=" not in path and not about
 
@@ -56,7 +59,7 @@ FAULTS = (
     PlannedTcpFault(TcpFault.BIT_FLIP, body_only=True, aim=fetches_content),
 )
 
-# Chance leaves one out now and then: each strikes several times in any case.
+# Chance may leave a fault out, so each also strikes several times at fixed points.
 CERTAIN = [
     replace(
         fault,
@@ -68,10 +71,11 @@ CERTAIN = [
 
 
 class Model:
-    """What may stand at each path: after a success one content, after a failure that or the one before; ``None`` is nothing.
+    """The contents that each path may have; ``None`` is no file.
 
-    What failed may also take effect later, where the server was slow to begin it: until something else succeeded, which makes
-    its condition fail.
+    After a success it is one content. After a failure it is that content or the previous one. A failed operation may
+    also take effect later, if the server was slow to begin it. Another success ends that, because the late operation's
+    condition then fails.
     """
 
     def __init__(self):
@@ -92,7 +96,7 @@ class Model:
 
 
 def operate(fs, root, random, model):
-    """One operation. An error is allowed; other bytes than were written are not."""
+    """Run one random operation. It may fail, but it must not return bytes that were not written."""
     path = random.choice(PATHS)
     where = f"{root}/{path}"
     match random.choices(["write", "read", "range", "delete", "move", "list"], [10, 8, 4, 2, 2, 2])[0]:
@@ -187,7 +191,7 @@ def test_what_breaks_off_while_it_is_decoded_is_asked_for_again(server, fault):
         through = {**server.options_at(proxy.port), **IMPATIENT[server.protocol]}
         fs = tierfs.TierFileSystem(target_options=through, skip_instance_cache=True, **options)
         fs.info(f"{root}/run/text")
-        # In the third of five blocks, when those before it are decoded, where bytes are used as they come.
+        # In the third of five blocks: bytes are used as they arrive, and the earlier blocks are decoded by then.
         proxy.inject(fault, at=1_000_000, body_only=True, aim=fetches_content)
         assert fs.cat_file(f"{root}/run/text") == content
         assert [fired[0] for fired in proxy.fired] == [fault]

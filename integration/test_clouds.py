@@ -1,4 +1,4 @@
-"""The whole of tierfs on each cloud's server: the object tier, the filesystem, DCP, the demo."""
+"""All of tierfs on each cloud's server: the object tier, the filesystem, DCP, and the demo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(request):
 
 @pytest.fixture
 def cloud(server, monkeypatch):
-    """The server, with its options where fsspec, and what is started from here, finds them."""
+    """Yield the server. fsspec and child processes find its options."""
     monkeypatch.setenv(f"FSSPEC_{server.protocol.upper()}", json.dumps(server.options))
     monkeypatch.setitem(fsspec.config.conf, server.protocol, dict(server.options))
     return server
@@ -45,7 +45,7 @@ def cloud(server, monkeypatch):
 
 @pytest.fixture
 def url(cloud):
-    """Of a place for a store."""
+    """Return the URL of a place for a store."""
     return f"{cloud.protocol}://{cloud.new_root()}"
 
 

@@ -1,4 +1,4 @@
-"""A directory of a real filesystem whose times are whole seconds, and whose inode numbers are used again at once."""
+"""A directory on a real filesystem with times in whole seconds, which reuses inode numbers at once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """SIGKILL of ranks, flushers and whole hosts at each step of a checkpoint's save, on one host and on two.
 
-A host here is a state directory, a folder of shared memory and the processes that use them; all share one object tier.
-What has to hold: the newest checkpoint that is complete loads, from anywhere, and each of its bytes is what one save put
-there; a save whose files all reached the object tier is that checkpoint as soon as somebody looks; one that did not come
-to its end is an error on every rank that is left, and changes nothing.
+A host here is a state directory, a folder of shared memory and the processes that use them. All hosts share one
+object tier. The newest complete checkpoint must load from anywhere, with each byte from one save. A save whose files
+all reached the object tier becomes that checkpoint as soon as a process looks. A save that did not finish is an error
+on every surviving rank and changes nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from support.killing import MIB, Child, Zygote, points_of
 from tierfs.session import parse_url
 from tierfs.session.open import open_bare
 
-# TIERFS_TEST_KILLS=1000 kills once at each step of each process, and TIERFS_TEST_KILLS_S=3600 goes on for a night.
+# TIERFS_TEST_KILLS=1000 kills once at each step of each process. TIERFS_TEST_KILLS_S=3600 kills at random for an hour.
 KILLS = int(os.environ.get("TIERFS_TEST_KILLS", "0"))
 KILLS_S = float(os.environ.get("TIERFS_TEST_KILLS_S", "20"))
 PARALLEL = 2
@@ -53,12 +53,12 @@ PATIENCE_S = 60
 UNREACHED_S = 2
 INCOMPLETE_S = 0.5
 COMPLETE_S = 30
-BEFORE = 1  # the seed of the checkpoint that is there already
+BEFORE = 1  # the seed of the existing checkpoint
 NAMES = re.compile(r"waits for \d of \d files: rank-0000\d")
 
 
 class Machine:
-    """What makes a host of its processes: where they keep what they know, and their shared memory."""
+    """A host: its processes, their state directory, and their shared memory."""
 
     def __init__(self, job, name):
         self.state, self.shm = job.directory / f"state-{name}", job.shm / name
@@ -66,13 +66,13 @@ class Machine:
         self.processes = []
 
     def kill(self):
-        """All processes end at once."""
+        """Kill all processes at once."""
         for process in self.processes:
             process.kill()
         self.kill_flushers()
 
     def kill_flushers(self):
-        """Those that its processes started."""
+        """Kill the flushers that its processes started."""
         while found := flushers(self.state):
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
@@ -80,7 +80,7 @@ class Machine:
             time.sleep(0.002)
 
     def crash(self):
-        """All processes end at once, and with them what was in memory."""
+        """Kill all processes at once, and delete shared memory."""
         self.kill()
         shutil.rmtree(self.shm)
         self.shm.mkdir()
@@ -95,9 +95,9 @@ class Job:
 
     Args:
         zygote: Forks the processes.
-        hosts: How many.
-        template: The store is a copy of this job's; else it is empty.
-        spec: For all processes; see `dcp_kill_worker`.
+        hosts: Number of hosts.
+        template: A job whose store is copied. Without it the store is empty.
+        spec: Options of all processes; see `dcp_kill_worker`.
     """
 
     def __init__(self, zygote, hosts, *, template=None, ram=64 * MIB, nvme=96 * MIB, **spec):
@@ -142,7 +142,7 @@ class Job:
         return child
 
     def start_ranks(self, operations, *, hosts=None, points=None, **spec):
-        """All of them, on the job's hosts or on these; ``points`` are where they die."""
+        """Start all ranks on the job's hosts, or on these. ``points`` maps ranks to the steps at which they die."""
         hosts = hosts or self.hosts
         meeting = self.directory / f"meeting-{next(self._numbers)}"
         common = {"operations": operations, "meeting": str(meeting), "is_one_host": len(hosts) == 1, **spec}
@@ -153,13 +153,13 @@ class Job:
         ]
 
     def ask(self, role, host, **spec):
-        """Have a process look at something, and return what it says."""
+        """Run a process that inspects something, and return its report."""
         child = self.start(role, host, **spec)
         assert child.wait() == 0, self.logs()
         return self.lines(child)[-1]
 
     def look(self, host=None, names=("ck",), **spec):
-        """What is there, as seen from a host, or from one that never had to do with it."""
+        """Return the state of checkpoints as a host sees it; without `host`, a new one without local tiers."""
         if host is None:
             host, spec = self.new_host(), {**spec, "bare": True}
         return self.ask("loader", host, names=names, **spec)["found"]
@@ -169,14 +169,14 @@ class Job:
         return [json.loads(line) for line in child.said.read_text().splitlines()] if child.said.exists() else []
 
     def await_word(self, children, word):
-        """Until each of them has said this, or has ended."""
+        """Wait until each child has reported this word or has ended."""
         ends = time.monotonic() + PATIENCE_S
         while not all(told(child, word) or child.has_ended() for child in children):
             assert time.monotonic() < ends, self.logs()
             time.sleep(0.002)
 
     def await_end(self, children, patience_s=PATIENCE_S):
-        """Until all have ended. Returns whether they did."""
+        """Wait until all children have ended. Return whether they did in time."""
         ends = time.monotonic() + patience_s
         return all(child.has_ended(max(0.0, ends - time.monotonic())) for child in children)
 
@@ -186,7 +186,7 @@ class Job:
 
 
 def told(child, word):
-    """The operations of which a rank said this."""
+    """Return the operations for which a rank reported this word."""
     return [line[word] for line in Job.lines(child) if word in line]
 
 
@@ -195,14 +195,14 @@ def told(child, word):
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How many hosts there are, what they have, and at which level they save."""
+    """The number of hosts, their tiers, and the level of their saves."""
 
     hosts: int
     ack: str
     nvme: int = 96 * MIB
 
     def survives(self, scope):
-        """Whether what was acknowledged, or is on its way, survives this."""
+        """Return whether acknowledged saves, and saves in flight, survive this scope."""
         if scope in {"process", "ranks", "everything"} or self.ack == "object":
             return True
         return scope in {"crash", "crash of all"} and self.ack == "local"
@@ -210,15 +210,15 @@ class Mode:
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """Who dies where, and what else dies with it.
+    """A process to kill, the step at which it dies, and the scope of the failure.
 
     Attributes:
         role: ``rank`` or ``flusher``.
-        number: Of the rank, or of the flusher's host.
-        point: The step, and which time it is passed.
+        number: Number of the rank, or of the flusher's host.
+        point: The step, and the number of the visit to it.
         scope: ``process`` alone, all ``ranks``, all processes of all hosts (``everything``), those of one host and its
             memory (``crash``), its disk as well (``loss``), those of all hosts and their memory (``crash of all``).
-        waits: Whether ranks that survive wait for the whole of the checkpoint, and so look after it themselves.
+        waits: Whether surviving ranks wait for the complete checkpoint, and so help to commit it.
     """
 
     role: str
@@ -229,13 +229,13 @@ class Kill:
 
 
 def saves(mode, waits_s):
-    """Two saves to where a checkpoint is, the second while the first is on its way."""
+    """Return two saves over an existing checkpoint, the second while the first is in flight."""
     found = [["async", "ck", mode.ack, BEFORE + 1], ["async", "ck", mode.ack, BEFORE + 2]]
     return found + ([["wait", "ck", mode.ack, waits_s]] if waits_s else [])
 
 
 def run(zygote, template, mode, kill):
-    """Returns whether the process got to where it was to die. If not, because of another order, it died in the end."""
+    """Run one kill and check the result. Return whether the process reached its step; if not, it dies at the end."""
     with Job(zygote, mode.hosts, template=template, nvme=mode.nvme) as job:
         is_safe = mode.survives(kill.scope)
         is_up = kill.scope in {"process", "ranks"}
@@ -253,7 +253,7 @@ def run(zygote, template, mode, kill):
         before = job.look(looks_on=True)["ck"]
         assert before["seed"] in {BEFORE, *seeds(operations)}, f"{before}\n{job.logs()}"
         if kill.role == "flusher" and is_up:
-            job.start("flusher", host)  # as the next process that opens the store there
+            job.start("flusher", host)  # like the next process that opens the store there
         alive = [rank for rank in ranks if rank not in dead]
         assert job.await_end(alive), f"a rank hangs\n{job.logs()}"
         check_told(job, operations, ranks, alive)
@@ -267,7 +267,7 @@ def run(zygote, template, mode, kill):
 
 
 def await_death(job, doomed, ranks):
-    """Until it has died, or has no reason to any more; then it dies, too. Returns whether it got there."""
+    """Wait until the process has died, or all ranks have ended; then kill it. Return whether it reached its step."""
     ends = time.monotonic() + PATIENCE_S
     while not doomed.has_ended(0.005) and not all(rank.has_ended() for rank in ranks):
         assert time.monotonic() < ends, f"nothing comes to an end\n{job.logs()}"
@@ -277,7 +277,7 @@ def await_death(job, doomed, ranks):
 
 
 def bring_down(job, scope, host, doomed, ranks):
-    """Let die what dies with a process. Returns which ranks are dead."""
+    """Kill everything else in the scope. Return the dead ranks."""
     if scope == "ranks":
         for rank in ranks:
             rank.kill()
@@ -295,7 +295,7 @@ def bring_down(job, scope, host, doomed, ranks):
 
 
 def recover(job, scope, host):
-    """Where nothing ran any more it does again; in place of a host that is lost there is another one."""
+    """Start flushers on hosts without processes. A new host replaces a lost one."""
     down = {"crash": [host], "loss": [host]}.get(scope, job.hosts if scope in {"everything", "crash of all"} else [])
     if scope == "loss":
         job.hosts[job.hosts.index(host)] = new = job.new_host()
@@ -309,7 +309,7 @@ def seeds(operations):
 
 
 def check_told(job, operations, ranks, alive):
-    """A save that a rank was told is done, is; one that failed on a rank failed on all that are left."""
+    """A save reported as done is done. A save that failed on one rank failed on all surviving ranks."""
     finished = told(ranks[0], "finished")
     may_stand = [number for number in told(ranks[0], "begin") if passed(ranks[0], "before finish") > number]
     for rank in alive:
@@ -323,12 +323,12 @@ def check_told(job, operations, ranks, alive):
 
 
 def passed(child, point):
-    """How often a process passed a step."""
+    """Return how often a process passed a step."""
     return sum(step == point for step, _ in points_of(child))
 
 
 def check_waited(job, operations, alive, is_up):
-    """Who waits for a checkpoint is told that it stands, or what is missing, or that a later one does, or that its save failed."""
+    """A rank that waits for a checkpoint succeeds, or learns which files are missing or that its save failed."""
     for rank in alive:
         failed = {line["failed"] for line in job.lines(rank) if "failed" in line}
         for line in job.lines(rank):
@@ -344,7 +344,7 @@ def check_waited(job, operations, alive, is_up):
 
 
 def check_end(job, mode, kill, operations, ranks, before):
-    """With everything there that is ever to be there again: which checkpoint stands, and that no complete one does not."""
+    """Check, with every recoverable host up, which checkpoint is current, and that every complete one was published."""
     finished = [operations[number][3] for number in told(ranks[0], "finished")]
     begun = [operations[number][3] for number in range(passed(ranks[0], "before finish"))]
     is_safe = mode.survives(kill.scope)
@@ -368,7 +368,7 @@ def check_end(job, mode, kill, operations, ranks, before):
 
 
 def await_commit(job):
-    """Until nothing is announced any more: nobody but flushers looks after it."""
+    """Wait until no save is announced any more. Only flushers are at work."""
     store = bare(job)
     ends = time.monotonic() + COMPLETE_S
     while left := worker.announced(store, "ck"):
@@ -377,12 +377,12 @@ def await_commit(job):
 
 
 def bare(job):
-    """The store without local tiers."""
+    """Return the store without local tiers."""
     return open_bare(parse_url(job.spec["url"]))[0]
 
 
 def wait_on(job, host, names, timeout_s, **spec):
-    """What keeps checkpoints from standing, once what the host itself has is published: another host's parts alone."""
+    """Return why checkpoints are incomplete after the host published its own files: files of other hosts."""
     problems = {"": ["", "have not reached"]}
     ends = time.monotonic() + PATIENCE_S
     while any("have not reached" in message for _, message in problems.values()):
@@ -402,7 +402,7 @@ def found_zygotes():
 
 @pytest.fixture(scope="module")
 def template(found_zygotes):
-    """A store with a checkpoint in it."""
+    """Yield a job whose store has a checkpoint."""
     with Job(found_zygotes[0], 2) as job:
         for host in job.hosts:
             job.start("flusher", host)
@@ -414,7 +414,7 @@ def template(found_zygotes):
         yield job
 
 
-# And how many kills.
+# Each mode, and its number of kills.
 MODES = {
     "two hosts, staged": (Mode(2, "staged"), 32),
     "two hosts, staged, ram tier alone": (Mode(2, "staged", nvme=0), 14),
@@ -427,7 +427,7 @@ SCOPES = {
     1: ["process", "process", "ranks", "everything", "crash"],
     2: ["process", "process", "ranks", "everything", "crash", "loss", "crash of all"],
 }
-# Those in between are others' business: see test_tier_kills.
+# test_tier_kills covers the steps in between.
 STEPS = re.compile(
     "(before|after) (stage|write_data|chunk.seal|draft.seal|announce|finish|put.*|arena.write|settle.commit|"
     "release.draft|publish.record|finish.release|index.release)|said finish|between"
@@ -456,7 +456,7 @@ def test_a_kill_at_any_step_of_a_save_leaves_the_newest_checkpoint_that_is_compl
 
 
 def work(zygote, template, mode, waiting):
-    """Kill until nothing is left to be killed. Returns what came of each."""
+    """Run the waiting kills. Return each kill with its error, if any, and whether it reached its step."""
     done = []
     while True:
         try:
@@ -470,7 +470,7 @@ def work(zygote, template, mode, waiting):
 
 
 def steps(zygote, template, mode):
-    """The steps that each process passes when none dies."""
+    """Return the steps that each process passes if none dies."""
     with Job(zygote, mode.hosts, template=template, nvme=mode.nvme) as job:
         flushers = [job.start("flusher", host) for host in job.hosts]
         ranks = job.start_ranks(saves(mode, COMPLETE_S))
@@ -482,7 +482,7 @@ def steps(zygote, template, mode):
 
 
 def plan(mode, found, noise):
-    """One kill for each step and each process that passes it."""
+    """Yield one kill for each step of each process."""
     for (role, number), points in found.items():
         by_step = {}
         for step, visit in points:
@@ -499,7 +499,7 @@ def plan(mode, found, noise):
 
 @pytest.mark.parametrize("back", ["before that is published", "after that is published"])
 def test_a_save_on_the_host_that_is_left_stands_whenever_the_other_is_back(found_zygotes, template, back):
-    """The other brings back a part that completes an earlier save."""
+    """The other host returns with a part that completes an earlier save."""
     with Job(found_zygotes[0], 2, template=template) as job:
         here, there = job.hosts
         held, go = job.directory / "held", job.directory / "go"
@@ -533,7 +533,7 @@ def test_a_save_on_the_host_that_is_left_stands_whenever_the_other_is_back(found
 
 
 def await_missing(job, part):
-    """Until all but this part of what is announced are there."""
+    """Wait until this part is the only missing file of the announced save."""
     store, ends = bare(job), time.monotonic() + PATIENCE_S
     while [[name.startswith(part) for name in missing] for _, missing in worker.announced(store, "ck")] != [[True]]:
         assert time.monotonic() < ends, job.logs()
@@ -544,23 +544,23 @@ def await_missing(job, part):
 
 
 class History:
-    """A job that saves on and on, on both hosts or on one of them, and what has to stand by now.
+    """A job that saves repeatedly, on both hosts or on one, and the saves that must not be lost.
 
     Args:
         job: The store and the hosts.
-        noise: Decides what happens.
+        noise: Random decisions.
     """
 
     def __init__(self, job, noise):
         self.job, self.noise = job, noise
         self._seeds = itertools.count(BEFORE + 1)
-        # The saves by name of the checkpoint: all, the last that was seen to stand, the last that was acknowledged at a
-        # level that outlives a crash, the last that was acknowledged and of which no crash since can have taken anything.
+        # Saves by name of the checkpoint: all; the last seen as the current one; the last acknowledged at a level that
+        # outlives a crash; and the last acknowledged that no crash since can have lost.
         self.begun, self.seen, self.safe, self.finished = {}, {}, {}, {}
         self.rounds = self.saves = self.kills = 0
 
     def round(self):
-        """Some saves, in the middle of which something dies; then a look."""
+        """Run some saves, kill something in the middle, and check the checkpoints."""
         self.rounds += 1
         operations = self._operations()
         hosts = self.noise.choice([self.job.hosts, self.job.hosts, *([host] for host in self.job.hosts)])
@@ -579,7 +579,7 @@ class History:
         self._look(looks_on=True)
 
     def settle(self):
-        """With both hosts at work: what was saved to the end and not lost stands."""
+        """Check, with both hosts up, that each checkpoint is at least as new as its last safe save."""
         for host in self.job.hosts:
             wait_on(self.job, host, list(self.begun), INCOMPLETE_S, launches=True)
         found = self._look()
@@ -596,7 +596,7 @@ class History:
         return operations
 
     def _kill(self, ranks):
-        """A rank, all of them, the flusher of a host, or all of a host. Returns whether memory was lost with it."""
+        """Kill a rank, all ranks, a host's flusher, or a host. Return whether memory was lost."""
         self.kills += 1
         time.sleep(self.noise.uniform(0, 0.2))
         host = self.noise.choice(self.job.hosts)
@@ -610,7 +610,7 @@ class History:
                 host.kill_flushers()
             case "crash":
                 host.crash()
-                self.finished = {}  # may have been lost with it
+                self.finished = {}  # the crash may have lost them
                 return True
         return False
 

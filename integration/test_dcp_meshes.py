@@ -1,4 +1,4 @@
-"""TierWriter and TierReader on meshes of two and four gloo ranks: what was saved comes back, on whatever mesh it is loaded."""
+"""TierWriter and TierReader on meshes of two and four gloo ranks: saved states load on any mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each rank found, by world and case."""
+    """Return what each rank reported, by world and case."""
     found = {}
     for size in dcp_mesh_worker.CASES:
         directory = tmp_path_factory.mktemp(f"world-of-{size}")

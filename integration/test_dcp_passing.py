@@ -1,6 +1,6 @@
-"""DCP saves in a process of its own what TierWriter staged in the trainer; either of them dies by SIGKILL, at any moment.
+"""DCP saves, in a process of its own, the state that TierWriter staged in the trainer; either one dies by SIGKILL.
 
-A save is whole or not there, and whatever became of it no slot of the ram tier stays behind.
+Kills come at any moment. A save is then complete or absent, and no slot of the ram tier leaks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 OPTIONS = {"ram": "512MiB", "nvme": "0", "ack": "staged"}
-SWEPT_S = 3.0  # a flusher has looked for what the dead left since
+SWEPT_S = 3.0  # after this time a flusher has swept up after dead processes
 SEED = 20261121
 ROUNDS = 6
 
@@ -50,7 +50,7 @@ def job(tmp_path):
 
 
 class Dying(TierWriter):
-    """What happens in the process that saves, while it saves the step called ``fatal``."""
+    """Kill the saving process, the trainer or both during the save of the step called ``fatal``."""
 
     when = "before"
     whom = "us"
@@ -101,7 +101,7 @@ def save_and_die(rank, job, when, whom):
     future = save(writer, job, "fatal", 2)
     with pytest.raises(RuntimeError, match="process is dead"):
         future.result(DEADLINE_S)
-    settled(job)  # though what failed still refers to what was staged
+    settled(job)  # although the exception still refers to staged tensors
     os._exit(0)
 
 
@@ -121,7 +121,7 @@ def is_there(job, name):
 
 
 def settled(job):
-    """Wait until the ram tier holds nothing but clean copies."""
+    """Wait until the ram tier holds only clean copies."""
     tiers = Address.of(job.root, options_of(job)).open()[0].tiers
     tiers.writer.announce()
     ends = time.monotonic() + DEADLINE_S

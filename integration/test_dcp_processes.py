@@ -1,4 +1,4 @@
-"""Stock DCP through the URL while processes die by SIGKILL: what was saved before stays, and no half file appears."""
+"""Stock DCP through the URL, with processes killed by SIGKILL: earlier saves stay, and no partial file appears."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 WORLD = 2
-NUMBERS = 3 << 20  # 12 MiB as float32; a data file of three fills two chunks and a part of a third
+NUMBERS = 3 << 20  # 12 MiB as float32; a data file with three of them fills two chunks and part of a third
 PARTS = 3
 DEADLINE_S = 120
 KILLED = -signal.SIGKILL
@@ -44,7 +44,7 @@ ROUNDS = 5
 
 
 class Job(NamedTuple):
-    """What the processes of one world do."""
+    """The task of the processes of one world."""
 
     root: str
     directory: Path
@@ -52,7 +52,7 @@ class Job(NamedTuple):
 
 
 class KillingPlanner(DefaultSavePlanner):
-    """Lets the process die while it writes: in the middle of its file, with chunks on their way."""
+    """Kill the process in the middle of its file, with chunks in flight."""
 
     def __init__(self, parts: int = PARTS - 1) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def job(tmp_path):
     return Job(f"tierfs::file://{tmp_path}/store", tmp_path)
 
 
-# -- a rank dies -----------------------------------------------------------------------------------------------------
+# -- a rank dies -------------------------------------------------------------------------------------------------------
 
 
 def save_and_maybe_die(rank, job, name, seed, victim=None):
@@ -133,7 +133,7 @@ def save_and_maybe_die(rank, job, name, seed, victim=None):
         dcp.save(content(rank, seed), checkpoint_id=f"{job.root}/{name}", planner=planner)
     except BaseException:
         failed = True
-    # Not through Python's exit, which would wait for the other rank.
+    # Skips Python's exit, which would wait for the other rank.
     os._exit(0 if failed is (victim is not None) else 1)
 
 
@@ -153,7 +153,7 @@ def test_a_rank_killed_while_it_writes_leaves_no_metadata_and_the_checkpoint_bef
 
 
 def test_a_rank_killed_while_it_saves_to_the_same_id_leaves_each_file_old_or_new(job):
-    """Whole files, but of two saves, which DCP cannot tell: an id is best used once."""
+    """The files are complete, but of two saves, which DCP cannot tell apart: an id is best used once."""
     fs, path = fsspec.url_to_fs(job.root)
     names = [f"__{rank}_0.distcp" for rank in range(WORLD)]
     digests = {}
@@ -168,7 +168,7 @@ def test_a_rank_killed_while_it_saves_to_the_same_id_leaves_each_file_old_or_new
     assert fs.isfile(f"{path}/ck/.metadata")
 
 
-# -- the coordinator dies between the data and the metadata ----------------------------------------------------------
+# -- the coordinator dies between the data and the metadata ------------------------------------------------------------
 
 
 def save_and_die_at_the_rename(rank, job):
@@ -190,7 +190,7 @@ def test_a_coordinator_killed_before_the_rename_leaves_a_save_that_a_rename_comp
     assert loaded_digest(f"{job.root}/ck", everything(2)) == digest(everything(2))
 
 
-# -- the process that saves in the background dies -------------------------------------------------------------------
+# -- the process that saves in the background dies ---------------------------------------------------------------------
 
 
 def save_in_a_process_that_dies(rank, job):
@@ -215,7 +215,7 @@ def test_a_killed_background_process_is_reported_and_leaves_the_checkpoint_befor
     assert loaded_digest(f"{job.root}/step_1", everything(1, world=1)) == digest(everything(1, world=1))
 
 
-# -- a trainer dies at any moment ------------------------------------------------------------------------------------
+# -- a trainer dies at any moment --------------------------------------------------------------------------------------
 
 
 def save_step_after_step(rank, job, first):
@@ -237,9 +237,7 @@ def test_whenever_a_trainer_is_killed_every_step_with_metadata_is_whole(job):
         while not (job.directory / f"began-{first}").exists():
             assert time.monotonic() - began < DEADLINE_S
             time.sleep(0.01)
-        time.sleep(
-            chance.uniform(0.1, 1.2 if number < ROUNDS else number)
-        )  # where others work, too, a save takes its time
+        time.sleep(chance.uniform(0.1, 1.2 if number < ROUNDS else number))  # a busy machine saves slowly
         process.kill()
         process.join()
         assert process.exitcode == KILLED
@@ -251,7 +249,7 @@ def test_whenever_a_trainer_is_killed_every_step_with_metadata_is_whole(job):
             state = content(0, step, parts=2)
             if step >= first:
                 assert loaded_digest(f"{job.root}/step_{step}", state) == digest(state), f"seed {SEED}, step {step}"
-        # As after a restart: what is incomplete is saved again.
+        # As after a restart, save incomplete steps again.
         first = len(complete)
         if first > 0 and number >= ROUNDS - 1:
             break

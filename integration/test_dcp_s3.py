@@ -1,4 +1,4 @@
-"""Checkpoints on an S3 server: what several ranks of one host want is fetched once, and a slice costs what it needs."""
+"""Checkpoints on an S3 server: ranks of a host fetch each chunk once, and a slice fetches little beyond itself."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def port():
 
 @pytest.fixture
 def checkpoint(port, tmp_path, monkeypatch):
-    """The URL of one, on a store that this host has never seen."""
+    """Return the URL of a checkpoint in a store that this host has never opened."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "writer"))
     options = s3server.options(port)
     bucket = s3server.new_bucket(port)
@@ -70,9 +70,10 @@ def checkpoint(port, tmp_path, monkeypatch):
 
 
 def load_on(count, port, url, directory, *, at_once=True):
-    """Load the whole of it on so many ranks of a host that has nothing. Returns how often each chunk was fetched.
+    """Load the whole checkpoint on this many ranks of a host without state. Return how often each chunk was fetched.
 
-    No rank ends before all have loaded, as in a job, where they agree on it: what it keeps for the others would go with it.
+    No rank ends before all have loaded, like the ranks of a job. The chunks that a rank keeps for the others would end
+    with it.
     """
     with proxy_to(port) as proxy:
         environment = {**os.environ, "TIERFS_STATE_DIR": str(directory), "LOCAL_WORLD_SIZE": str(count)}
@@ -104,9 +105,9 @@ def test_ranks_of_a_host_fetch_each_chunk_once(port, checkpoint, tmp_path, at_on
 
 
 def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch):
-    """By a writer that saved before: two records, one look at what stands there, and the reference list.
+    """A writer that saved before sends two records, one lookup of the existing checkpoint, and the reference list.
 
-    For that list the writer looks at the directory, and at the record that the flusher published.
+    For the list it also looks at the directory, and at the record that the flusher published.
     """
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "writer"))
     with proxy_to(port) as proxy:
@@ -121,7 +122,7 @@ def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch
             chunks = [method for method, path in proxy.asked.elements() if "/chunks/" in path]
             assert chunks.count("PUT") >= 2
             if step:
-                # What the saves have in common is read back when it is reused first, and not again in that lease.
+                # Chunks that the saves share are read back at their first reuse, and not again in that lease.
                 assert chunks.count("GET") <= (1 if step == 1 else 0)
                 assert chunks.count("PUT") + chunks.count("GET") == len(chunks)
                 others = [method for method, path in proxy.asked.elements() if "/chunks/" not in path]
@@ -130,7 +131,7 @@ def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("part", range(0, 8, 3))
 def test_a_slice_fetches_what_it_needs(port, checkpoint, tmp_path, monkeypatch, part):
-    """An eighth of the rows of every tensor, on a host that has nothing: 1.1 times that, and a block for each range."""
+    """Fetch an eighth of the rows of every tensor without local tiers: 1.1 times that, and a block for each range."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "reader"))
     rows = ROWS // 8
     with proxy_to(port) as proxy:
@@ -157,6 +158,6 @@ def test_a_slice_fetches_what_it_needs(port, checkpoint, tmp_path, monkeypatch, 
     for number in range(TENSORS):
         assert torch.equal(state[f"w{number}"], whole(number)[part * rows : (part + 1) * rows])
     needed = sum(tensor.nbytes for tensor in state.values())
-    ranges = 2 * TENSORS  # a slice may lie in two chunks
-    heads = 64 << 10  # manifests, and of each chunk its table of blocks
+    ranges = 2 * TENSORS  # a slice may span two chunks
+    heads = 64 << 10  # manifests, and the table of blocks of each chunk
     assert fetched <= 1.1 * needed + ranges * (1 << 20) + heads, (fetched, needed)

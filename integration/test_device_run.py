@@ -1,4 +1,4 @@
-"""`integration/device/run.sh` where no GPU is: it says so, and is no failure."""
+"""`integration/device/run.sh` without a GPU reports that there is none, and succeeds."""
 
 import os
 import subprocess

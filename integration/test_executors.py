@@ -1,4 +1,4 @@
-"""Scrubbing and importing on a Dask cluster of two workers, and under MPI: the same store, the same findings."""
+"""Scrubbing and importing on a Dask cluster of two workers and under MPI: the same store, the same findings."""
 
 import importlib.util
 import json

@@ -1,6 +1,6 @@
-"""A race: gc in a loop, four writers that deduplicate against old chunks, two that delete and rename.
+"""A race of gc in a loop, four writers that deduplicate against old chunks, and two that delete and rename.
 
-It takes half a minute; ``TIERFS_RACE_S=60`` makes it a longer one.
+It takes half a minute; ``TIERFS_RACE_S=60`` makes it longer.
 """
 
 import os
@@ -16,7 +16,7 @@ from tierfs.store.maintenance.gc import GcOptions, collect
 HERE = Path(__file__).parent
 SECONDS = float(os.environ.get("TIERFS_RACE_S", "15"))
 LEASE_S, GRACE_S = 1, 4
-# A chunk is old after a grace and 2 s, and may be deleted after as long again: the first one goes after so many seconds.
+# A chunk is old after a grace and 2 s, and may be deleted after the same time again. This is the first deletion.
 FIRST_DELETION_S = 2 * (GRACE_S + 2)
 
 
@@ -39,7 +39,7 @@ def test_no_manifest_ever_misses_a_chunk(tmp_path, monkeypatch):
     looks = 0
     while any(worker.poll() is None for worker in workers):
         report = verify(store)
-        # A chunk may go after its manifest went: what is damaged is looked at again.
+        # A chunk may be deleted after its manifest, so each damage is checked again.
         lost = [damage for damage in report.damage if damage.path and not damage.path.startswith(".tierfs")]
         for damage in lost:
             try:

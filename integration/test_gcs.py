@@ -1,4 +1,4 @@
-"""The GCS backend against a fake that is as strict as the cloud; `test_lax_servers` has the one that is not."""
+"""The GCS backend against a fake as strict as the cloud. `test_lax_servers` tests the emulator, which is not."""
 
 import contextlib
 import gzip
@@ -119,7 +119,7 @@ def test_an_option_that_is_wrong_is_told(options):
 
 @contextlib.contextmanager
 def refusing_server(status):
-    """Gives its port, and what it is asked."""
+    """Run a server that refuses with this status; yield its port and the requests."""
     asked = []
 
     class Refusal(http.server.BaseHTTPRequestHandler):
@@ -199,7 +199,7 @@ assert backend.read("b", 100)[0] == b"content"
 
 def test_a_forked_child_that_ends_leaves_the_connections_of_its_parent_alone(fake):
     program = FORKING.format(options=fake.options)
-    # The limit is below the time after which a server counts as silent.
+    # The limit is shorter than the time after which a server counts as silent.
     command = [sys.executable, "-W", "default", "-c", program, fake.new_root()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Processes that write are killed with SIGKILL at random moments; every file is then an old one or a new one, whole."""
+"""Writing processes are killed with SIGKILL at random moments. Every file is then an old or a new one, complete."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Servers that speak a cloud's protocol and pass over conditions or checksums: found out, told, and made up for."""
+"""Servers that ignore conditions or checksums of a cloud's protocol: tierfs detects, reports and compensates."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Filesystems without a backend of their own here, on real servers: what they keep, and what is said of the rest."""
+"""Filesystems without a tierfs backend, on real servers: the guarantees they give, and the warnings about the rest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server(request):
 
 @pytest.fixture
 def configured(server, monkeypatch):
-    """The server, with its options where fsspec, and what is started from here, finds them."""
+    """Yield the server. fsspec and child processes find its options."""
     monkeypatch.setenv(f"FSSPEC_{server.protocol.upper()}", json.dumps(server.options))
     monkeypatch.setitem(fsspec.config.conf, server.protocol, dict(server.options))
     return server
@@ -38,7 +38,7 @@ def configured(server, monkeypatch):
 
 @pytest.fixture
 def url(configured):
-    """Of a place for a store."""
+    """Return the URL of a place for a store."""
     return f"{configured.protocol}://{configured.new_root()}"
 
 
@@ -48,7 +48,7 @@ def kept(server):
 
 
 class TestObjects(ObjectTierTests):
-    # A hundred puts of one object take two minutes where times count seconds.
+    # A hundred puts of one object take two minutes if times count seconds.
     test_every_put_makes_a_version_of_its_own = None
 
     @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_directory_removed_by_others_is_made_again(server):
     objects = connect(server.protocol, root, server.options, attempts=1)
     objects.put("run/a", [b"something"])
     fsspec.filesystem(server.protocol, **server.options).rm(root, recursive=True)
-    with contextlib.suppress(StoreError):  # WebDAV's client makes it by itself, at once
+    with contextlib.suppress(StoreError):  # WebDAV's client creates it at once by itself
         objects.put("run/a", [b"something"])
     objects.put("run/a", [b"something"])
     assert objects.read("run/a", 100)[0] == b"something"

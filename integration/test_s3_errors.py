@@ -1,4 +1,4 @@
-"""What s3fs raises, over the wire, becomes the error that says what to do."""
+"""Errors that s3fs raises over the wire become the tierfs error for the caller's next action."""
 
 import http.server
 import threading
@@ -59,7 +59,7 @@ ANSWER = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>said</Message>
 
 @pytest.fixture
 def answering():
-    """An endpoint that answers everything with one status and code; gives a function that sets them and connects."""
+    """Yield a function that sets the one status and code of an endpoint's answers, and connects."""
     answer = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -164,7 +164,7 @@ def test_an_answer_that_broke_off_may_be_asked_for_again(answer, ask):
 
 @pytest.mark.parametrize("head", [b"", b"Content-Type: application/xml\r\nx-amz-i"], ids=["before", "within a line"])
 def test_a_listing_whose_answer_broke_off_in_its_head_is_not_empty(head):
-    # The HTTP client takes the head for ended, and botocore an answer without a body for one that says nothing.
+    # The HTTP client takes the head as complete, and botocore takes an empty answer as one without a message.
     with saying(b"HTTP/1.1 200 OK\r\n" + head) as port, pytest.raises(StoreError) as caught:
         list(connect("s3", "bucket/run", s3server.options(port), attempts=1).list(""))
     assert caught.value.transient

@@ -1,4 +1,4 @@
-"""The servers that stand in for the clouds: each starts, serves its filesystem, and is as strict as its documentation says."""
+"""The servers that stand in for the clouds start, serve their filesystem, and are as strict as documented."""
 
 import base64
 import hashlib
@@ -35,7 +35,7 @@ def server(name):
 def fs(server):
     import fsspec
 
-    # botocore takes content that arrived damaged for something to try again.
+    # botocore retries content that arrived damaged.
     once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if server.protocol == "s3" else {}
     return fsspec.filesystem(server.protocol, use_listings_cache=False, **once, **server.options)
 
@@ -46,7 +46,7 @@ def root(server):
 
 
 def put_with_md5(server, fs, path, content, md5):
-    """One request, by what each filesystem has for it."""
+    """Put with an MD5 in one request, by each filesystem's own call."""
     encoded = base64.b64encode(md5).decode()
     if server.protocol == "s3":
         fs.pipe_file(path, content, ContentMD5=encoded)
@@ -85,7 +85,7 @@ def test_only_one_of_many_creates_an_object(name, fs, root):
     def create(number):
         try:
             fs.pipe_file(f"{root}/a", b"%d" % number, mode="create")
-        except OSError:  # FileExistsError is one, and s3fs has EINVAL for what it does not recognise
+        except OSError:  # includes FileExistsError; s3fs raises EINVAL for errors that it does not recognise
             return None
         return number
 
@@ -111,7 +111,7 @@ def test_content_that_has_another_md5_is_refused(name, server, fs, root):
     assert not fs.exists(f"{root}/wrong")
 
 
-# The fake, by requests of our own.
+# The fake, by raw requests.
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def ask(server, method, path, content=b"", headers=None, **query):
 
 
 def upload(server, bucket, key, content, query=None, newline="\r\n", **resource):
-    """Multipart; gives the answer's status, headers and body."""
+    """Send a multipart upload; return the answer's status, headers and body."""
     described = json.dumps({"name": key, **resource})
     head = ["--a-b", "Content-Type: application/json", "", described, "--a-b", "Content-Type: text/plain", "", ""]
     body = newline.join(head).encode() + content + f"{newline}--a-b--{newline}".encode()

@@ -1,4 +1,4 @@
-"""Stock DCP through the URL with tiers: a save is over before S3 has it, and outlives whoever made it."""
+"""Stock DCP through the URL with tiers: a save ends before S3 has it, and survives the process that made it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 class Job(NamedTuple):
-    """What the processes of one world do; `url` and `options` as fsspec takes them."""
+    """The task of the processes of one world; `url` and `options` as fsspec takes them."""
 
     root: str
     directory: object
@@ -100,7 +100,7 @@ def save_all(rank, job, steps, die):
 
 
 def save_while_s3_is_away(rank, job, step):
-    """The store is opened while it is there, and gone when the checkpoint is saved."""
+    """Open the store while S3 is up, and save the checkpoint while S3 is down."""
     join_world(rank, job)
     dcp.save(content(rank, 1), storage_writer=writer_of(job, "step_1"))
     (job.directory / f"ready-{rank}").touch()
@@ -161,7 +161,7 @@ def test_a_checkpoint_is_read_back_after_a_restart_and_reaches_s3(job, s3):
 
 
 def test_ranks_killed_right_after_the_save_leave_it_loadable_here_at_once_and_in_s3_later(job, s3, proxy):
-    proxy.set("no-chunks")  # or the flusher may have published all of it before the door is shut
+    proxy.set("no-chunks")  # else the flusher may have published all of it before the proxy refuses requests
     assert run(save_all, job, [1], True) == [-signal.SIGKILL] * WORLD
     proxy.set("refuse")
     try:

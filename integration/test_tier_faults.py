@@ -1,4 +1,4 @@
-"""Disks that are full, tiers that fail, bytes that rot, directories that are no good: what was saved gets there all the same."""
+"""Full disks, failing tiers, damaged bytes, unusable state directories: saved data still reaches the object tier."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PATIENCE_S = 120
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-# -- what the tests are made of ----------------------------------------------------------------------------------------
+# -- shared by the tests -----------------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """A process that does what it is told; see `tier_trainer`."""
+    """A process that runs the given steps; see `tier_trainer`."""
 
     def __init__(self, url, options, *steps, shm=None, prefix=(), environment=None):
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
@@ -48,7 +48,7 @@ class Trainer:
         )
 
     def end(self, timeout_s=PATIENCE_S):
-        """What it found out, step by step, what it logged, and what it ended with."""
+        """Return its findings step by step, its log, and its exit code."""
         try:
             out, err = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -66,7 +66,7 @@ class Ended:
         self.said, self.log, self.code = said, log, code
 
     def sound(self):
-        """The same, if every step went well."""
+        """Assert that every step went well, and return self."""
         failed = [found for found in self.said.values() if "error" in found]
         assert not failed, f"{failed}\n{self.log[-5000:]}"
         return self
@@ -84,7 +84,7 @@ def train(url, options, *steps, **more):
 
 
 def train_in_two(tmp_path, url, options, before, meanwhile, after, **more):
-    """The same with something that happens in between, in the same process."""
+    """Run ``meanwhile`` between two lists of steps of one process."""
     ready, go = tmp_path / "ready", tmp_path / "go"
     for file in (ready, go):
         file.unlink(missing_ok=True)
@@ -107,14 +107,14 @@ def train_in_two(tmp_path, url, options, before, meanwhile, after, **more):
 
 @pytest.fixture(autouse=True)
 def no_tiers_of_our_own(monkeypatch):
-    """The trainers have some; this process only looks at what gets to the object tier."""
+    """Disable local tiers in this process, which only checks the object tier. The trainers have some."""
     monkeypatch.setenv("TIERFS_RAM", "0")
     monkeypatch.setenv("TIERFS_NVME", "0")
 
 
 @pytest.fixture
 def state(tmp_path):
-    """A state directory whose flushers are ended with the test."""
+    """Yield a state directory. Its flushers end with the test."""
     yield tmp_path / "state"
     for pid in flushers(tmp_path):
         with contextlib.suppress(ProcessLookupError):
@@ -134,7 +134,7 @@ def proxy(s3):
         yield proxy
 
 
-# So that a client gives up in seconds, not minutes: what tierfs does then is the matter here.
+# Clients give up within seconds, not minutes, so that tierfs has to react.
 IMPATIENT = {"config_kwargs": {"connect_timeout": 1, "read_timeout": 2, "retries": {"max_attempts": 0}}}
 
 
@@ -157,7 +157,7 @@ class Remote:
         }
 
     def plain(self):
-        """The object tier alone."""
+        """Open the object tier alone."""
         return fsspec.url_to_fs(self.url, ack="object", ram="0", nvme="0", s3=self.direct)
 
     def assert_holds(self, **numbers):
@@ -175,7 +175,7 @@ def remote(proxy, s3, state):
 
 @contextlib.contextmanager
 def mounted(directory, size, *, kind="tmpfs"):
-    """A small filesystem of its own, for root alone: in memory, or ext4 in a file."""
+    """Mount a small filesystem, in memory or ext4 in a file. Needs root."""
     directory.mkdir(exist_ok=True)
     image = directory.with_name(f"{directory.name}.img")
     what = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs"]
@@ -193,7 +193,7 @@ def mounted(directory, size, *, kind="tmpfs"):
 
 
 def run(*argv):
-    """Do a step of the mounting, which not everybody may, nor can everywhere."""
+    """Run a step of mounting; skip if it is not permitted or not possible here."""
     try:
         subprocess.run(argv, check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
@@ -204,12 +204,12 @@ def run(*argv):
 
 @pytest.fixture(params=["ext4", "tmpfs"])
 def disk(request):
-    """What mounts a small disk to fill: where no loop devices can be made, the one in memory has to do."""
+    """Return a function that mounts a small disk to fill. If loop devices are unavailable, only tmpfs is tested."""
     return functools.partial(mounted, kind=request.param)
 
 
 def fill(directory, leave=0):
-    """Take all room of a filesystem but ``leave`` bytes."""
+    """Fill a filesystem except for ``leave`` bytes."""
     with open(directory / "filler", "wb", buffering=0) as file:
         with contextlib.suppress(OSError):
             while True:
@@ -221,7 +221,7 @@ def fill(directory, leave=0):
             file.truncate(max(file.tell() - leave, 0))
 
 
-# -- shared memory is full -----------------------------------------------------------------------------------------------
+# -- shared memory is full ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nvme", ["0", "256MiB"])
@@ -271,11 +271,11 @@ def test_an_arena_that_does_not_fit_onto_its_disk_is_said_and_the_data_gets_ther
 
 
 def test_where_the_index_finds_no_room_the_data_goes_to_the_object_tier_from_memory(remote, tmp_path, disk):
-    """Nor does the log: what is to be said waits for room, and who says it goes on."""
+    """The log has no room either: its messages wait, and the flusher goes on."""
     with disk(tmp_path / "state", "96m") as state:
         remote.options |= {"nvme": "64MiB"}
         before = [f"save:f:1:{8 * MIB}", "wait:f:object:60"]
-        # They lie in their manifests, and these in the index: it has to grow, whatever room it has left.
+        # These files lie in their manifests, and the manifests in the index, which must grow whatever room is left.
         names = [f"g{number}" for number in range(40)]
         after = [*(f"save:{name}:2:60000" for name in names), "wait::object:30", "status"]
         full = functools.partial(fill, state)
@@ -286,7 +286,7 @@ def test_where_the_index_finds_no_room_the_data_goes_to_the_object_tier_from_mem
         remote.assert_holds(f=1, **dict.fromkeys(names, 2))
 
 
-# Not enough for the index; for that, but not for its journal; for both, but for nothing in them.
+# No room for the index; room for it, but not for its journal; room for both, but not for any content.
 @pytest.mark.parametrize("left", [0, 44 << 10, 48 << 10, 64 << 10])
 def test_where_there_is_room_for_the_arena_alone_the_data_goes_to_the_object_tier_from_memory(
     remote, tmp_path, disk, left
@@ -296,7 +296,7 @@ def test_where_there_is_room_for_the_arena_alone_the_data_goes_to_the_object_tie
         train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
         fill(state, leave=(64 << 20) + left)
         remote.options |= {"nvme": "64MiB"}
-        # The second flusher finds what the first one could not finish.
+        # The second flusher finds the unfinished work of the first.
         for name, number in (("f", 2), ("g", 3)):
             stop_flushers(tmp_path)
             ended = train(remote.url, remote.options, f"save:{name}:{number}:{8 * MIB}", "wait::object:60", "status")
@@ -319,7 +319,7 @@ def test_a_flusher_that_begins_on_a_full_disk_brings_there_what_is_pending(remot
 
 
 def test_a_flusher_that_has_no_room_to_make_the_index_anew_is_an_error_that_says_so(remote, state, tmp_path):
-    # A disk that keeps what is on it: nobody is told that a file is safe in memory.
+    # A disk whose content survives, so that no process is told that a file is safe in memory.
     with mounted(state, "96m", kind="ext4"):
         remote.options |= {"nvme": "64MiB"}
         train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
@@ -332,7 +332,7 @@ def test_a_flusher_that_has_no_room_to_make_the_index_anew_is_an_error_that_says
         fill(state)
         remote.proxy.set("pass")
         ended = train(remote.url, remote.options, "wait:f:object:20", "hard-exit")
-        # The flusher's own words, if there was room for them.
+        # The flusher's own message, if there was room for it.
         assert "free some" in ended["wait:f"]["message"], ended
         (state / "filler").unlink()
         train(remote.url, remote.options, "wait::object:60", "read:f:2").sound()
@@ -350,7 +350,7 @@ def test_a_state_directory_without_any_room_is_an_error_that_says_so_or_does_for
             assert ended["save:f"]["error"] == "CapacityError", ended
             assert str(state) in ended["save:f"]["message"]
             assert "free some room" in ended["save:f"]["message"]
-            # Where nobody asked for tiers, there are none.
+            # Without an explicit request for local tiers, the store is used without them.
             environment = {"TIERFS_STATE_DIR": str(state)}
             options = {"s3": remote.options["s3"]}
             ended = train(remote.url, options, f"save:f:1:{8 * MIB}", "ack:f", environment=environment).sound()
@@ -387,7 +387,7 @@ def test_while_the_object_tier_is_away_saves_go_on_and_get_there_when_it_is_back
 
 
 def test_a_store_that_the_host_knows_is_opened_while_its_object_tier_is_away(remote):
-    """A trainer that is started again reads what is pending, and goes on."""
+    """A restarted trainer reads pending files and goes on."""
     remote.proxy.set("no-puts")
     train(remote.url, remote.options, f"save:x/1:1:{3 * MIB}", "hard-exit").sound()
     remote.proxy.set("refuse")
@@ -408,22 +408,22 @@ def test_answers_that_are_lost_make_no_conflict_and_nothing_twice(remote):
     assert ended["status"]["status"]["conflicts"] == []
     remote.assert_holds(**{f"x/{number}": number for number in range(3)})
     twice = {path for path, times in remote.proxy.stored.items() if times > 1 and "/chunks/" in path}
-    # Sent again by the client itself, below tierfs, where it is the same object again.
+    # The client retries them below tierfs, with the same content.
     assert len(twice) <= 3
 
 
-# -- bytes rot ---------------------------------------------------------------------------------------------------------
+# -- damaged bytes -----------------------------------------------------------------------------------------------------
 
 
 def shared_memory(state):
-    """The host's own folder in it."""
+    """Return the host's folder in shared memory."""
     from tierfs.host.host import Host
 
     return Host(state).segments
 
 
 def damage_chunk(file, number, length, *, at):
-    """Flip a byte of a record where it lies in a slab or in the arena. Returns whether it was there."""
+    """Flip a byte of a record in a slab or in the arena. Return whether the record was there."""
     content = describing.encode("trainer", number, length)
     raw = file.read_bytes()
     start = raw.find(content[at : at + 64])
@@ -436,7 +436,7 @@ def damage_chunk(file, number, length, *, at):
 
 
 def stop_flushers(directory, number=signal.SIGKILL):
-    """End them, with the processes gone when this returns."""
+    """End the flushers, and wait until the processes are gone."""
     for pid in flushers(directory):
         os.kill(pid, number)
     began = time.monotonic()
@@ -466,7 +466,7 @@ def test_a_damaged_pending_file_is_an_error_that_names_it_and_is_never_published
     train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
     remote.proxy.set("no-puts")
     train(remote.url, remote.options, f"save:run/f:2:{size}", "hard-exit").sound()
-    stop_flushers(tmp_path)  # it may have a sound copy on its way
+    stop_flushers(tmp_path)  # it may have a sound copy in flight
     found = [damage_chunk(file, 2, size, at=3 * MIB) for file in shared_memory(state).glob("*.slab")]
     assert any(found)
     remote.proxy.set("pass")
@@ -511,11 +511,11 @@ def test_a_damaged_index_is_made_anew_from_the_arena_and_what_was_pending_gets_t
     train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
     remote.proxy.set("no-puts")
     after = [f"save:x/{number}:{number}:{3 * MIB}:local" for number in range(2, 6)]
-    # Another version of one of them, and a small one.
+    # Another version of one of the files, and a small file.
     after += [f"save:x/2:20:{2 * MIB}:local", "save:x/small:7:1000:local", "hard-exit"]
     train(remote.url, remote.options, *after).sound()
     stop_flushers(tmp_path)
-    # As after a crash of the host: memory is gone.
+    # As after a crash of the host, memory is lost.
     for slab in shared_memory(state).glob("*.slab"):
         slab.unlink()
     damage(arena_of(remote, state).with_name("nvme.db"))
@@ -537,7 +537,7 @@ def test_garbage_in_a_slab_that_a_trainer_left_keeps_nobody_from_working(remote,
     remote.assert_holds(f=1, g=2)
 
 
-# -- the state directory is no good ------------------------------------------------------------------------------------
+# -- the state directory is unusable -----------------------------------------------------------------------------------
 
 
 def local_store(tmp_path):
@@ -581,7 +581,7 @@ def test_a_state_directory_that_cannot_be_written_is_an_error_if_asked_for_and_e
         ended = train(url, {}, f"save:f:1:{MIB}", "read:f:1", "ack:f", environment=environment).sound()
         assert ended["ack:f"]["ack"] == "object"
         assert ended.log.count("is used without local tiers") == 1
-        # One that is there, and was this user's before its disk was mounted so.
+        # A directory that exists, and belonged to this user before its disk became read-only.
         ended = train(url, {"state_dir": str(state), "ram": "64MiB"}, f"save:f:1:{MIB}")
         assert ended["save:f"]["error"] in {"ReadOnlyError", "StoreError"}
         ended = train(url, {}, f"save:f:1:{MIB}", "read:f:1", environment={"TIERFS_STATE_DIR": str(state)}).sound()
@@ -645,13 +645,13 @@ def test_a_child_of_a_trainer_that_has_pending_writes_disturbs_nothing(remote, t
 
 @pytest.mark.parametrize("shm", ["shared", "small"])
 def test_a_trainer_in_a_container_shares_the_flusher_outside(remote, tmp_path, state, shm):
-    """Its own process ids and mounts; the state directory is the same, and so is shared memory, or it is its own."""
+    """The container has its own process ids and mounts. It shares the state directory, and shared memory or not."""
     prefix = ["unshare", "--fork", "--pid", "--mount-proc"]
     tried = subprocess.run([*prefix, "true"], check=False, capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"no namespaces can be made here: {tried.stderr.strip()}")
     remote.options |= {"nvme": "0"}
-    # Outside, a trainer that keeps the flusher busy, so that it is not the container's.
+    # A trainer outside starts the flusher first, so that it is not the container's.
     train(remote.url, remote.options, f"save:outside:1:{MIB}", "wait::object:60").sound()
     (outside,) = flushers(tmp_path)
     with contextlib.ExitStack() as stack:

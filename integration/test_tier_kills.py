@@ -1,7 +1,7 @@
-"""SIGKILL at every ordered step of a trainer and of its flusher, in every way that the local tiers are set up.
+"""SIGKILL at every ordered step of a trainer and of its flusher, with every setup of the local tiers.
 
-After each the next flusher takes up what is there, and what a process was told is safe is in the object tier, whole.
-``tests/support/killing.py`` says how; the steps are those that a run without a kill passes.
+After each kill the next flusher continues, and every acknowledged file must reach the object tier, complete.
+``tests/support/killing.py`` has the method. The steps are those of a run without a kill.
 """
 
 import itertools
@@ -46,7 +46,7 @@ LARGEST = 256 * MIB
 
 
 def checkpoints(*levels):
-    """Two of them, and what goes on around: levels are those of files, of ``latest``, of what is moved and deleted."""
+    """Return operations of two checkpoints. Levels are those of files, of ``latest``, and of moves and deletions."""
     files, latest, others = levels * 3 if len(levels) == 1 else levels
     return [
         write("run/1/inline", 1000, files),
@@ -77,7 +77,7 @@ PASSING = [
     write("latest", 101, "staged"),
 ]
 LARGER = [write("run/1/a", MIB, "staged"), write("run/1/large", 90 * MIB, "staged"), write("latest", 101, "staged")]
-# So much that the second segment finds no room for its file.
+# Large enough that the second segment finds no room for its file.
 MANY = [
     write("run/1/a", 30 * MIB, "local"),
     write("run/2/a", 30 * MIB, "local"),
@@ -85,8 +85,8 @@ MANY = [
     write("latest", 101, "local"),
 ]
 
-# How the tiers are set up; how many visits of each step the flusher is killed at, and the trainer with a flusher at work,
-# and with one that does nothing yet.
+# The setup of the tiers, and the visits of each step that are killed: of the flusher, of the trainer with a working
+# flusher, and of the trainer with a flusher that does nothing yet.
 MODES = {
     "both tiers, mixed levels": (Mode(checkpoints("local", "object", "staged")), 2, 2, 0),
     "both tiers, staged": (Mode(checkpoints("staged"), ram=128 * MIB), 1, 1, 1),
@@ -110,7 +110,7 @@ KILLS_MIN = 500
 
 @pytest.fixture(scope="module")
 def kills():
-    """How many there were."""
+    """Numbers of kills by name."""
     return {}
 
 
@@ -152,7 +152,7 @@ def with_case(zygote, mode, what, *arguments, **options):
 
 
 def do_all(zygotes, mode, jobs, name):
-    """Do these, or a share of them that is drawn by their name, several at once. Returns how many there were."""
+    """Run these kills, or a share drawn by name, several at once. Return their number."""
     jobs = drawn(jobs, name)
     print(f"{len(jobs)} kills")
     waiting, failures = queue.Queue(), []
@@ -189,7 +189,7 @@ def kill_both_the_trainer_first(case, point):
 
 
 def chosen(points, visits, noise):
-    """So many visits of each step."""
+    """Choose this many visits of each step."""
     by_step = {}
     for step, number in points:
         by_step.setdefault(step, []).append(number)
@@ -200,7 +200,7 @@ def chosen(points, visits, noise):
     ]
 
 
-# -- flushers that die while they begin -------------------------------------------------------------------------------
+# -- flushers that die while they start --------------------------------------------------------------------------------
 
 FILLING = [
     write("run/1/a", 17 * MIB + 5, "local"),
@@ -219,7 +219,7 @@ FILLED = Mode(FILLING, ram=128 * MIB)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.timeout(600)
 def test_flushers_that_die_while_they_make_the_index_anew_lose_nothing_that_was_local(damage, kills):
-    """Once, and twice in a row: the second finds what the first one left, or the index damaged once more."""
+    """One flusher dies, or two in a row. The second finds the work of the first, or the index damaged again."""
     noise = seeded(damage)
     with zygotes(PARALLEL) as found:
         points = with_case(found[0], FILLED, opening_points, Life(damage))
@@ -233,7 +233,7 @@ def test_flushers_that_die_while_they_make_the_index_anew_lose_nothing_that_was_
 
 @pytest.mark.timeout(600)
 def test_a_flusher_that_dies_in_a_commit_and_the_next_while_it_takes_that_back_lose_nothing_that_was_local(kills):
-    """And the third one, which has to make the index anew."""
+    """The third flusher, which must rebuild the index, may die as well."""
     noise = seeded("commits")
     steps = {
         "after arena.intents",
@@ -255,7 +255,7 @@ def test_a_flusher_that_dies_in_a_commit_and_the_next_while_it_takes_that_back_l
 
 @pytest.mark.timeout(600)
 def test_flushers_that_die_while_they_grow_or_shrink_the_arena_lose_nothing_that_was_local(kills):
-    """The budget is another one each time; the smallest is less than what is in the arena."""
+    """The budget differs each time. The smallest is less than the content of the arena."""
     noise = seeded("sizes")
     budgets = [128 * MIB, 48 * MIB, 24 * MIB]
     jobs = []
@@ -301,13 +301,13 @@ MIXED = [
     write("run/2/b", 1000, "staged"),
     write("latest", 102, "staged"),
 ]
-# Without an nvme tier the writer would publish by itself what is to be `local`.
+# Without an nvme tier, the writer itself would publish files at level `local`.
 STAGED = [[*one[:-1], "staged"] if one[0] == "write" else one for one in MIXED]
 
 
 @pytest.fixture
 def case(tmp_path):
-    """Makes one, on a disk where it is asked for; it ends before that goes."""
+    """Yield a function that makes a case, on a disk if asked. The case ends before its directory is removed."""
     made = []
     with zygotes(1) as (zygote,):
 
@@ -322,7 +322,7 @@ def case(tmp_path):
 
 
 def run_until_staged(case, **spec):
-    """Do what comes before the wait; then, with a flusher that does nothing any more, the rest."""
+    """Run the operations before the wait, then stop the flusher from working, and run the rest."""
     go, held = case.file("go"), case.file("held")
     operations = [["await", str(go)] if one[0] == "await" else one for one in case.mode.operations]
     hold = ["before arena.write", "before settle.commit", "before publish.record"]
@@ -365,7 +365,7 @@ def test_the_end_of_a_container_keeps_what_is_local_and_what_was_staged_is_not_t
 
 
 def test_a_host_that_is_started_anew_keeps_what_is_local_whatever_lies_in_its_shared_memory(case, tmp_path):
-    """A folder on a disk outlives the kernel; what is in it then is none of the new one's business."""
+    """A folder on a disk outlives a reboot. The rebooted host must ignore its content."""
     case = case(Mode(MIXED, ram=128 * MIB), tmp_path)
     for child in run_until_staged(case, boot="0123456789abcdef" * 2):
         child.kill()
@@ -417,7 +417,7 @@ def command(*arguments, **options):
 
 
 def test_a_flusher_that_a_rank_started_survives_the_end_of_its_process_group_and_finishes(tmp_path, monkeypatch):
-    """torchrun ends a job by killing the group of its ranks."""
+    """torchrun ends a job by killing the process group of its ranks."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     url, tree = f"file://{tmp_path}/store", tmp_path / "store/.tierfs/tree/run"
     command("init", url)
@@ -433,7 +433,7 @@ def test_a_flusher_that_a_rank_started_survives_the_end_of_its_process_group_and
         assert len(flushers) == 1, "each rank started one"
         (flusher,) = flushers
         assert os.getpgid(flusher) != job.pid
-        # It stands still, so that what comes is certainly not published yet.
+        # Stop the flusher, so that it cannot publish the next files.
         os.kill(flusher, signal.SIGSTOP)
         stopped = flusher
         job.stdin.write(b"go\n")

@@ -1,4 +1,4 @@
-"""Many processes on one host through tiers that are too small for what they do: nothing is lost, mixed up or left over."""
+"""Many processes on one host, with tiers too small for their work: nothing is lost, mixed up or left over."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierfs.store import Store, verify
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
-# TIERFS_TEST_LOAD_S=15 for a look, 3600 for a night.
+# TIERFS_TEST_LOAD_S=15 is a quick run, 3600 a long one.
 SECONDS = float(os.environ.get("TIERFS_TEST_LOAD_S", "60"))
 S3_SHARE = 0.4
 PATIENCE_S = 150
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 class Load:
-    """The processes of one run, and what they say at its end."""
+    """The processes of one run, and their results."""
 
     def __init__(self, directory, url, options, *, seconds, writers=WRITERS, readers=READERS, races=True):
         self.directory, self.url, self.options = directory, url, options
@@ -61,7 +61,7 @@ class Load:
         self.spec.write_text(json.dumps(spec))
 
     def run(self):
-        """Run to the end, or fail with what everybody was at."""
+        """Run to the end, or fail with the stacks of the processes that hang."""
         environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(HERE)}
         with contextlib.ExitStack() as stack:
             processes = {}
@@ -102,7 +102,7 @@ class Load:
 
 
 def dump_flushers(directory):
-    """What the flushers of a state directory are at, from py-spy, or from faulthandler, which ends them."""
+    """Return the stacks of the flushers of a state directory, by py-spy, or by faulthandler, which ends them."""
     dumps = []
     for pid in flushers(directory):
         spy = shutil.which("py-spy")
@@ -130,7 +130,7 @@ def summed(results):
 
 
 def judge(load, results, store):
-    """What every run has to have come to."""
+    """Check the result of a run: all writes are in the object tier, and nothing is pending or damaged."""
     fs, root = fsspec.url_to_fs(load.url, **load.options)
     fs.wait(root, "object", PATIENCE_S)
     report = fs.status(root)
@@ -139,10 +139,10 @@ def judge(load, results, store):
     assert report["tiers"]["ram"]["dirty_bytes"] == report["tiers"]["nvme"]["dirty_bytes"] == 0, report
     total = summed(results)
     print(f"seed {SEED}: {total}; {report['counters']}")
-    # The tiers were as small as meant.
+    # The tiers stayed within their small budgets.
     for tier in ("ram", "nvme"):
         assert report["tiers"][tier]["used_bytes"] <= report["tiers"][tier]["budget_bytes"]
-    # By the object tier alone, and by way of the local ones.
+    # Through the local tiers, and from the object tier alone.
     plain, _ = fsspec.url_to_fs(load.url, **{**load.options, "ram": "0", "nvme": "0", "ack": "object"})
     for where in (fs, plain):
         increments = 0
@@ -179,14 +179,14 @@ def judge_files(fs, directory, said):
 
 
 def judge_leftovers(load, state, uuid):
-    """Once the flusher has ended: no process, nothing in shared memory but clean slabs within the budget, no stray lock."""
+    """Check after the flusher's end: no process, only clean slabs within the budget, and no stray lock."""
     stopped = subprocess.run(
         [sys.executable, "-m", "tierfs.cli", "flusher", "stop", load.url, "--state-dir", str(state)],
         check=False,
         capture_output=True,
         text=True,
     )
-    if "s3" not in load.url:  # there it has no credentials
+    if "s3" not in load.url:  # for s3, the command has no credentials
         assert stopped.returncode == 0, stopped.stderr
     deadline = time.monotonic() + 60
     while flushers(load.directory):
@@ -198,7 +198,7 @@ def judge_leftovers(load, state, uuid):
     assert kinds[""] <= 1, "the file that says whose folder it is"
     total = sum(path.stat().st_size for folder in host.folders for path in folder.glob("*.slab"))
     assert total <= 192 << 20
-    # Those of the dead go when the next process of the host makes its own.
+    # Locks of dead processes are removed when the next process of the host creates its own.
     own = host.owner()
     alive = [path.stem for path in (state / "processes").glob("*.lock") if path.stem != own]
     assert all(host.is_alive(owner) for owner in alive), "the dead are buried"
@@ -221,7 +221,7 @@ def judge_leftovers(load, state, uuid):
 
 @pytest.fixture
 def state(tmp_path):
-    """A state directory whose flushers are ended with the test, however that ends."""
+    """Yield a state directory. Its flushers end with the test, even if the test fails."""
     yield tmp_path / "state"
     end_flushers(tmp_path)
 
@@ -255,8 +255,8 @@ def test_many_processes_on_s3_lose_nothing_and_read_no_wrong_byte(tmp_path, stat
             seconds=SECONDS * S3_SHARE,
             writers=4,
             readers=2,
-            # Through the generic backend it is a single-writer store: of two processes that put a record past the flusher at
-            # the same moment one may replace the other's, which its descriptor and `tierfs init` say.
+            # Through the generic backend the store is single-writer. If two processes put a record past the flusher at
+            # the same moment, one may replace the other's, as the descriptor and `tierfs init` say.
             races=False,
         )
         results = load.run()

@@ -1,4 +1,4 @@
-"""Endpoints as they are in the world: behind TLS, with a certificate that somebody has signed."""
+"""Endpoints behind TLS, as in production, with a certificate from a private authority."""
 
 import http.server
 import json
@@ -43,7 +43,7 @@ def bundle(authority, tmp_path_factory):
 
 
 def options_at(server, port):
-    """Those of the server, for TLS at this port."""
+    """Return the server's options for TLS at this port."""
     plain = json.dumps(server.options_at(port))
     return json.loads(
         plain.replace("http://", "https://").replace("EndpointsProtocol=http;", "EndpointsProtocol=https;")
@@ -99,7 +99,7 @@ def test_an_answer_that_breaks_off_within_tls_is_none(tls, bundle, monkeypatch, 
 
 
 def test_a_payload_is_not_hashed_for_its_signature(tls, bundle, monkeypatch):
-    """TLS keeps it from being changed, and the checksum is signed."""
+    """TLS protects the payload from changes, and its checksum is signed."""
     monkeypatch.setenv("AWS_CA_BUNDLE", bundle)
     hashes = []
 

@@ -1,4 +1,4 @@
-"""``torch_checkpointing`` on two ranks, with its process that saves: the store holds what it saved, and it is loaded."""
+"""``torch_checkpointing`` on two ranks with its saving process: the store holds its saves, and they load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchtitan's checkpoint manager with ``folder`` in a store: it saves, lists, resumes and purges by the URL alone."""
+"""torchtitan's checkpoint manager with ``folder`` in a store saves, lists, resumes and purges by the URL alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_training_that_is_resumed_ends_as_one_that_is_not(tmp_path, mode, dcp)
     for run in ("whole", "parts"):
         fs, path = fsspec.url_to_fs(f"{root}/{run}")
         steps = {int(name.rpartition("-")[2]) for name in fs.ls(path, detail=False)}
-        # keep_latest_k=2 is applied before a save that goes on is listed, and not at the last step.
+        # keep_latest_k=2 applies before the save in flight is listed, and not at the last step.
         assert {4, 5, 6} <= steps <= {3, 4, 5, 6}
         for step in steps:
             assert fs.cat_file(f"{path}/step-{step}/.metadata")[:1] == (b"{" if dcp == "1" else b"\x80")

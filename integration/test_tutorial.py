@@ -1,4 +1,4 @@
-"""The tutorials work as they are written: their commands are run one after the other, in a directory of their own."""
+"""The tutorials work as written: their commands run one after the other in a new directory."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def test_every_command_of_the_tutorial_does_what_it_says(tmp_path):
         .replace("/tmp/hello", str(tmp_path / "hello"))
     )
     blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
-    assert "pip install" in blocks[0][1]  # what the environment of this test has done already
+    assert "pip install" in blocks[0][1]  # already done in the environment of this test
     outputs = []
     for language, block in blocks[1:]:
         if language == "python":

@@ -1,8 +1,8 @@
-"""One process of `test_tier_load`: a writer, or a reader that knows at each moment what it must at least find.
+"""One process of `test_tier_load`: a writer, or a reader that knows at each moment what it must find at least.
 
 Usage: python tier_load_worker.py SPEC ROLE NUMBER, where SPEC is a JSON file. The processes share a table, a file of
-u64: per writer and name the number of the last record that was begun, the last that was committed, and the last removal
-that was begun. What was committed before a reader begins to look has to be seen by it, or something newer.
+u64. For each writer and name it has the last record begun, the last one committed, and the last removal begun. A
+reader must see the record that was committed before its read began, or a newer one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOG_RECORDS_MAX = 6
 
 
 class Table:
-    """What the writers have done, as everybody sees it."""
+    """The progress of all writers, in a file that all processes map."""
 
     def __init__(self, path, writers):
         self._columns = len(NAMES) * 3
@@ -132,7 +132,7 @@ class Writer(Process):
             self.put(self.path(name), content)
 
     def replace(self):
-        """As DCP writes its metadata."""
+        """Write a temporary file and rename it, as DCP does with its metadata."""
         name = self.noise.choice(NAMES[:3])
         number, content = self.record()
         with self.changing(name, number):
@@ -159,7 +159,7 @@ class Writer(Process):
                 self.fs.rm_file(self.path(name))
 
     def copy(self):
-        """Nobody reads the copies meanwhile, which share their chunks with what is overwritten soon."""
+        """Copy a file. Nothing reads the copies, which share chunks with files that are soon overwritten."""
         name = self.noise.choice(NAMES[:3])
         if self.table.get(self.number, name, COMMITTED) > self.table.get(self.number, name, REMOVED):
             self.fs.cp_file(self.path(name), self.path(f"copy-of-{name}"))
@@ -177,7 +177,7 @@ class Writer(Process):
             self.counts["reads"] += 1
 
     def count(self):
-        """All writers raise one number, one after the other: each begins from what another one left pending."""
+        """Increment a number that all writers share. Each starts from a value that another writer left pending."""
         path = f"{self.root}/shared/number"
         with open(self.spec["table"] + ".lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -190,7 +190,7 @@ class Writer(Process):
             self.increments += 1
 
     def race(self):
-        """All writers add to one list without asking each other: who is told that it worked finds its entry there."""
+        """Append to a list of all writers without coordination. An acknowledged entry must be in it at the end."""
         if not self.spec["races"]:
             return
         race = self.noise.randrange(RACES)
@@ -198,7 +198,7 @@ class Writer(Process):
         mine = f"{self.name}.{len(self.races.get(str(race), [])) + self.counts['conflicts']}"
         try:
             with self.fs.open(path, "wb", ack="object") as file:
-                # After it was opened: what was there then is what this depends on.
+                # Read after the open: the write depends on the content at that time.
                 try:
                     before = self.fs.cat_file(path)
                 except FileNotFoundError:
@@ -285,7 +285,7 @@ class Reader(Process):
 
 
 def main():
-    # The test asks for it where something hangs.
+    # The test sends the signal when a process hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     with open(sys.argv[1]) as file:

@@ -1,8 +1,8 @@
-"""One trainer process, as `test_tier_faults` tells it: each argument after the URL and the options is a step.
+"""One trainer process of `test_tier_faults`. Each argument after the URL and the options is a step.
 
-Usage: python tier_trainer.py URL OPTIONS STEP..., OPTIONS in JSON. What a step finds out is printed, one JSON object a
-line. Steps: save:NAME:NUMBER:BYTES[:ACK], read:NAME:NUMBER, wait:PREFIX:LEVEL:SECONDS, ack:NAME, status, evict:NAME:TIER,
-kill, hard-exit, touch:FILE, await:FILE, fork:STEP (the child does it, ends, and is waited for), patch-clock.
+Usage: python tier_trainer.py URL OPTIONS STEP..., OPTIONS in JSON. Each step prints its findings as a line of JSON.
+Steps: save:NAME:NUMBER:BYTES[:ACK], read:NAME:NUMBER, wait:PREFIX:LEVEL:SECONDS, ack:NAME, status, evict:NAME:TIER,
+kill, hard-exit, touch:FILE, await:FILE, fork:STEP (a child runs it and ends, and the trainer waits), patch-clock.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Trainer:
         return {"child": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}
 
     def do_patch_clock(self):
-        """From now on the wall clock goes backwards, an hour at a time."""
+        """Make the wall clock go backwards from now on, an hour at a time."""
         real, start = time.time_ns, time.time_ns()
         jumps = iter(range(1, 1 << 60))
         time.time_ns = lambda: real() - next(jumps) * 3600 * 10**9

@@ -1,7 +1,7 @@
-"""A training with torchtitan's checkpoint manager, optimizers and schedulers. It knows of tierfs by the folder's URL alone.
+"""Train with torchtitan's checkpoint manager, optimizers and schedulers. Only the folder's URL refers to tierfs.
 
-Run by torchrun as ``titan_trainer.py FOLDER ASYNC_MODE``: two trainings, one of which is resumed from what it saved, end the
-same.
+torchrun runs it as ``titan_trainer.py FOLDER ASYNC_MODE``. Of two trainings, one resumes from its saves; both must
+end the same.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ KEPT = 2
 
 
 class Progress:
-    """What torchtitan's trainer saves of itself."""
+    """The part of the state that torchtitan's trainer saves of itself."""
 
     step = 0
     tokens = 0
@@ -56,7 +56,7 @@ class Training:
         )
 
     def run(self, end):
-        """Train to a step, saving at each, and end as torchtitan's trainer does."""
+        """Train to a step with a save at each, and end as torchtitan's trainer does."""
         while self.progress.step < end:
             self.progress.step += 1
             self.progress.tokens += 100

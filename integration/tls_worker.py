@@ -1,6 +1,6 @@
-"""A process that stores, reads and verifies where its environment says whom to trust: ``PROTOCOL ROOT OPTIONS DIRECTORY``.
+"""Store, read and verify with certificates trusted by the environment: ``PROTOCOL ROOT OPTIONS DIRECTORY``.
 
-It has to stand before the clients are imported: some read it then, and never again.
+It is a program, because some clients read the environment once, at their import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONTENT = os.urandom(20_000_000)
 
 
 def main() -> None:
-    """Exit with 0 if all came back."""
+    """Exit with 0 if all content came back."""
     protocol, root, options, directory = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
     store = tierfs.init(f"{protocol}://{root}", options=options)
     assert store.descriptor.endpoint.checksums, "the server verifies none"

@@ -1,4 +1,4 @@
-"""A training started as users do, with torchrun: two ranks on this host."""
+"""Start a training as users do, with torchrun: two ranks on this host."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ RANKS = 2
 
 
 def require_entry_point():
-    """Skip where torch would not find tierfs."""
+    """Skip if torch would not find tierfs."""
     if not any(entry.value.startswith("tierfs.") for entry in entry_points(group="torch.backends")):
         pytest.skip("tierfs was installed before it had an entry point for torch: install it again")
 
@@ -21,10 +21,10 @@ def torchrun(directory, program, *arguments, **variables):
     """Run a program that prints DONE on every rank.
 
     Args:
-        directory: To work in.
-        program: Its path.
-        *arguments: Of the program.
-        **variables: Set for it in the environment.
+        directory: Working directory.
+        program: Path of the program.
+        *arguments: Arguments of the program.
+        **variables: Environment variables of the program.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     with subprocess.Popen(
@@ -38,7 +38,7 @@ def torchrun(directory, program, *arguments, **variables):
         try:
             said, errors = running.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
-            running.terminate()  # SIGTERM, with which torchrun ends its workers too
+            running.terminate()  # on SIGTERM, torchrun also ends its workers
             raise
     assert running.returncode == 0, errors
     assert said.count("DONE") == RANKS, said
