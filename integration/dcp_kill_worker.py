@@ -76,7 +76,6 @@ def watch_puts(hook):
 
 
 def options_of(spec, ack="staged"):
-    """Return the options of TierWriter and TierReader."""
     if spec.get("bare"):
         return {"ack": "object", "ram": "0", "nvme": "0"}
     given = {"ack": ack, "ram": spec["ram"], "nvme": spec["nvme"], "state_dir": spec["state"]}

@@ -57,7 +57,6 @@ class World:
             self.square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
     def below(self, name: str) -> World:
-        """Return the same world with another place."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, url=f"{self.url}/{name}")
         return other

@@ -19,10 +19,8 @@ def running(environment: Mapping[str, str] | None = None) -> Iterator[int]:
 
 
 def options(port: int) -> dict[str, object]:
-    """Return the options for s3fs."""
     return s3(port).options
 
 
 def new_bucket(port: int) -> str:
-    """Make a bucket and return its name."""
     return s3(port).new_root().partition("/")[0]

@@ -45,7 +45,6 @@ def cloud(server, monkeypatch):
 
 @pytest.fixture
 def url(cloud):
-    """Return the URL of a place for a store."""
     return f"{cloud.protocol}://{cloud.new_root()}"
 
 

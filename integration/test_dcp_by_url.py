@@ -1,4 +1,4 @@
-"""``TIERFS_DCP=1 torchrun train.py``: a training script that knows tierfs only by the URL works from its first save on."""
+"""``TIERFS_DCP=1 torchrun train.py``: a script that knows tierfs only by the URL works from its first save on."""
 
 from __future__ import annotations
 

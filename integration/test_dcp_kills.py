@@ -66,13 +66,11 @@ class Machine:
         self.processes = []
 
     def kill(self):
-        """Kill all processes at once."""
         for process in self.processes:
             process.kill()
         self.kill_flushers()
 
     def kill_flushers(self):
-        """Kill the flushers that its processes started."""
         while found := flushers(self.state):
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
@@ -186,7 +184,6 @@ class Job:
 
 
 def told(child, word):
-    """Return the operations for which a rank reported this word."""
     return [line[word] for line in Job.lines(child) if word in line]
 
 
@@ -323,7 +320,6 @@ def check_told(job, operations, ranks, alive):
 
 
 def passed(child, point):
-    """Return how often a process passed a step."""
     return sum(step == point for step, _ in points_of(child))
 
 
@@ -377,7 +373,6 @@ def await_commit(job):
 
 
 def bare(job):
-    """Return the store without local tiers."""
     return open_bare(parse_url(job.spec["url"]))[0]
 
 
@@ -402,7 +397,6 @@ def found_zygotes():
 
 @pytest.fixture(scope="module")
 def template(found_zygotes):
-    """Yield a job whose store has a checkpoint."""
     with Job(found_zygotes[0], 2) as job:
         for host in job.hosts:
             job.start("flusher", host)
@@ -482,7 +476,6 @@ def steps(zygote, template, mode):
 
 
 def plan(mode, found, noise):
-    """Yield one kill for each step of each process."""
     for (role, number), points in found.items():
         by_step = {}
         for step, visit in points:

@@ -20,7 +20,6 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Return what each rank reported, by world and case."""
     found = {}
     for size in dcp_mesh_worker.CASES:
         directory = tmp_path_factory.mktemp(f"world-of-{size}")

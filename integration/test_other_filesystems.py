@@ -38,7 +38,6 @@ def configured(server, monkeypatch):
 
 @pytest.fixture
 def url(configured):
-    """Return the URL of a place for a store."""
     return f"{configured.protocol}://{configured.new_root()}"
 
 

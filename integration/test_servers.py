@@ -137,7 +137,6 @@ def ask(server, method, path, content=b"", headers=None, **query):
 
 
 def upload(server, bucket, key, content, query=None, newline="\r\n", **resource):
-    """Send a multipart upload; return the answer's status, headers and body."""
     described = json.dumps({"name": key, **resource})
     head = ["--a-b", "Content-Type: application/json", "", described, "--a-b", "Content-Type: text/plain", "", ""]
     body = newline.join(head).encode() + content + f"{newline}--a-b--{newline}".encode()

@@ -157,7 +157,6 @@ class Remote:
         }
 
     def plain(self):
-        """Open the object tier alone."""
         return fsspec.url_to_fs(self.url, ack="object", ram="0", nvme="0", s3=self.direct)
 
     def assert_holds(self, **numbers):
@@ -209,7 +208,6 @@ def disk(request):
 
 
 def fill(directory, leave=0):
-    """Fill a filesystem except for ``leave`` bytes."""
     with open(directory / "filler", "wb", buffering=0) as file:
         with contextlib.suppress(OSError):
             while True:
@@ -416,7 +414,6 @@ def test_answers_that_are_lost_make_no_conflict_and_nothing_twice(remote):
 
 
 def shared_memory(state):
-    """Return the host's folder in shared memory."""
     from tierfs.host.host import Host
 
     return Host(state).segments

@@ -110,7 +110,6 @@ KILLS_MIN = 500
 
 @pytest.fixture(scope="module")
 def kills():
-    """Numbers of kills by name."""
     return {}
 
 
@@ -189,7 +188,6 @@ def kill_both_the_trainer_first(case, point):
 
 
 def chosen(points, visits, noise):
-    """Choose this many visits of each step."""
     by_step = {}
     for step, number in points:
         by_step.setdefault(step, []).append(number)
@@ -233,7 +231,7 @@ def test_flushers_that_die_while_they_make_the_index_anew_lose_nothing_that_was_
 
 @pytest.mark.timeout(600)
 def test_a_flusher_that_dies_in_a_commit_and_the_next_while_it_takes_that_back_lose_nothing_that_was_local(kills):
-    """The third flusher, which must rebuild the index, may die as well."""
+    """A third flusher, which has to rebuild the index, dies, too."""
     noise = seeded("commits")
     steps = {
         "after arena.intents",

@@ -43,7 +43,6 @@ def bundle(authority, tmp_path_factory):
 
 
 def options_at(server, port):
-    """Return the server's options for TLS at this port."""
     plain = json.dumps(server.options_at(port))
     return json.loads(
         plain.replace("http://", "https://").replace("EndpointsProtocol=http;", "EndpointsProtocol=https;")

@@ -17,7 +17,6 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def zstd(tensors: dict[str, torch.Tensor]) -> int:
-    """Return the bytes of the tensors after zstd."""
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     return sum(len(compressor.compress(tensor_bytes(tensor))) for tensor in tensors.values())
 
@@ -38,7 +37,6 @@ def zstd_from(tensors: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -
 
 
 def zipnn(tensors: dict[str, torch.Tensor]) -> int:
-    """Return the bytes of the tensors after zipnn."""
     try:
         from zipnn import ZipNN
     except ImportError:

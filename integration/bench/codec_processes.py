@@ -56,8 +56,6 @@ def report(cases: dict[tuple[str, str], Case], rounds: int) -> dict[str, dict[st
 
 
 def _seconds(workers: list[Connection], job: _Job) -> float:
-    """Time these workers on all blocks of a case."""
-
     def all_of_it() -> None:
         for worker in workers:
             worker.send((*job, len(workers)))

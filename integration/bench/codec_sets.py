@@ -129,7 +129,6 @@ class Saved:
         return f"{self._url}/run/step_{step}"
 
     def _stored(self) -> int:
-        """Return the bytes of all objects in the object tier."""
         found = (os.path.join(base, name) for base, _, names in os.walk(self._root / "store") for name in names)
         return sum(os.stat(path).st_size for path in found)
 

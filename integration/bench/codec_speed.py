@@ -79,7 +79,6 @@ class Case:
 
     @property
     def ratio(self) -> float:
-        """Encoded over raw bytes."""
         return sum(len(data) for _, data in self.encoded) / self.size
 
     def encode(self, room: memoryview, begin: int, step: int) -> None:
@@ -164,7 +163,6 @@ def blocks(step: Path, kind: str) -> list[memoryview]:
 
 
 def cases(snapshots: Path) -> dict[tuple[str, str], Case]:
-    """Return the cases by codec and class."""
     steps = steps_of(snapshots / RUN)
     kinds = {kind for widths in CASES.values() for kind in widths}
     late, later = ({kind: blocks(steps[number], kind) for kind in kinds} for number in (LATE, LATER))

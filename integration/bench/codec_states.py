@@ -39,7 +39,6 @@ def bytes_of(state: dict[str, torch.Tensor]) -> int:
 
 
 def changed(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors whose bits changed."""
     return {name: tensor for name, tensor in state.items() if not same(tensor, before[name])}
 
 

@@ -79,7 +79,6 @@ class Bench:
         return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
     def footprint(self, size: int) -> dict[str, dict[int, dict[str, int]]]:
-        """Return descriptors and memory by the number of tensors."""
         return {
             name: {count: self._workers(["footprint"], size, name, count)[0] for count in FOOTPRINT_TENSORS}
             for name in ("tierfs", "stock")

@@ -39,7 +39,6 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def write_limit(path: Path, size: int, piece: bytearray) -> None:
-    """Write and flush ``size`` bytes."""
     with open(path, "wb", buffering=0) as file:
         file.writelines(itertools.repeat(piece, size // PIECE))
         os.fsync(file.fileno())

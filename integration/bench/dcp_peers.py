@@ -163,7 +163,6 @@ def torchsnapshot() -> Peer | None:
 
 
 def flush(directory: Path) -> None:
-    """Flush the files below a directory to disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

@@ -33,7 +33,6 @@ DRAIN_TURNS = 2
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin

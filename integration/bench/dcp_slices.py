@@ -55,7 +55,6 @@ class SlicePlanner(DefaultLoadPlanner):
         pass
 
     def check(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Compare the loaded parts with the saved tensors."""
         for fqn, loaded in self.out.items():
             offsets, lengths = box(tensors[fqn].shape, self._part)
             expected = tensors[fqn]

@@ -112,7 +112,6 @@ def empty_like(state: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether all tensors have the same bytes."""
     pairs = zip(tensors_of(one), tensors_of(other), strict=True)
     return all(torch.equal(left.view(torch.int32), right.view(torch.int32)) for left, right in pairs)
 

@@ -269,7 +269,6 @@ class Big:
         }
 
     def lazily(self) -> dict[str, Any]:
-        """Measure the cost of a lazy save to the next steps."""
         self._drop_device()
         ours = Ours(self._card, self.store, "lazy")
         try:
@@ -280,7 +279,6 @@ class Big:
             ours.close()
 
     def stock(self) -> dict[str, Any]:
-        """Measure the cost of stock's save to the next steps."""
         return self._stock(process=False)
 
     def stock_process(self) -> dict[str, Any]:

@@ -193,7 +193,6 @@ def _limits(card: Card, length: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about the host as plain values."""
     with open("/proc/meminfo", encoding="ascii") as file:
         memory = {
             name: int(kib) << 10

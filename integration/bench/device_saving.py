@@ -123,7 +123,6 @@ class Ours:
         self._name = stage
 
     def url(self) -> str:
-        """Return the URL of the newest save."""
         return f"{self.store.url}/{self._name}_{self._number}"
 
     def begin(self, state: dict[str, Any]) -> Pending:

@@ -99,7 +99,6 @@ class Trainer:
 
     @property
     def size(self) -> int:
-        """Bytes of the state's tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
     def step(self, before_optimizer: Callable[[], object] | None = None) -> None:

@@ -234,7 +234,6 @@ def cpu_s(call: Callable[[], object]) -> float:
 
 
 def requests(store: Store, method: str, call: Callable[[], object]) -> float:
-    """Return the number of requests of a method that a call makes."""
     objects = store.objects
     assert isinstance(objects, MeasuredObjects)
     before = objects.snapshot()[method]["requests"]
@@ -327,7 +326,6 @@ def queues(largest: int) -> dict[str, dict[int, float]]:
 
 
 def host(largest: int) -> dict[str, dict[int, float]]:
-    """Return the rows of `growth_host`."""
     most = min(largest // 25, 400)
     some = [max(most // divisor, 1) for divisor in (27, 9, 3, 1)]
     count = 4 if largest >= SMALL_LARGEST else 2  # the smallest run only shows that everything works

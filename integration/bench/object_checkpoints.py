@@ -67,7 +67,6 @@ class Savers:
         return make
 
     def writer(self, who: str, url: str, threads: int) -> Any:
-        """Return the writer of one checkpoint."""
         if who == STOCK:
             return FsspecWriter(url, thread_count=threads, **self._server.options())
         from s3torchconnector.dcp import S3StorageWriter
@@ -91,7 +90,6 @@ def state_of(size: int, make: Callable[[int, int], torch.Tensor] = torch.randn) 
 
 
 def content(state: Any) -> str:
-    """Return a checksum of the tensors."""
     tensors = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in states.tensors_of(state))
     return digest.checksum(*(memoryview(array).cast("B") for array in tensors)).hex()
 

@@ -108,14 +108,12 @@ class Server:
         return self._endpoint
 
     def make_store(self, name: str) -> str:
-        """Create a store and return its URL."""
         root = f"{self.bucket}/{name}"
         objects = as_promised(connect("s3", root, self.options()), self.endpoint())
         create_store(objects, f"s3://{root}", random_bytes=os.urandom(16))
         return f"tierfs::s3://{root}"
 
     def stored(self, prefix: str) -> int:
-        """Return the bytes stored below a prefix."""
         if self._directory is not None:
             paths = (self._directory / self.bucket / prefix).rglob("*")
             return sum(path.stat().st_size for path in paths if path.is_file())

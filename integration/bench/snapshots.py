@@ -200,7 +200,6 @@ def small_model() -> Decoder:
 
 
 def trained(directory: Path) -> Decoder:
-    """Return the model that fp32master ended with."""
     model = small_model()
     model.load_state_dict(torch.load(directory / "fp32master.pt")[0])
     return model

@@ -43,7 +43,6 @@ SEED = 1
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
@@ -60,7 +59,6 @@ class Direct:
         self._size = size
 
     def write(self) -> None:
-        """Write and flush the file."""
         for offset in range(0, self._size, PIECE):
             os.pwrite(self._fd, self._piece, offset)
         os.fdatasync(self._fd)
@@ -71,7 +69,6 @@ class Direct:
 
 
 def fresh(buffer: np.ndarray, generator: np.random.Generator) -> None:
-    """Fill a buffer with new content."""
     words = buffer.view(np.uint64)
     step = PIECE // 8
     noise = generator.integers(0, 2**63, step, dtype=np.uint64)

@@ -145,7 +145,6 @@ def scrub_beside_verify(size: int, root: Path, rounds: int = 3) -> dict[str, flo
 
 
 def beside_restic(blobs: int, root: Path) -> dict[str, Any]:
-    """Time tierfs and restic on the same directory."""
     source = root / "source"
     names = _make_source(source, blobs)
     found: dict[str, Any] = {"blobs": blobs, "tierfs": _tierfs(source, names, root / "store")}

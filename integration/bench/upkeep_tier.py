@@ -50,7 +50,6 @@ class SimulatedObjects(MemoryObjects):
         self._old_ns = time.time_ns() - 10**15
 
     def digest(self, index: int) -> bytes:
-        """Return the digest of the chunk with this number."""
         return bytes(self.digests[index]).ljust(16, b"\0")
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Any]:

@@ -41,7 +41,6 @@ def s3():
 
 @pytest.fixture
 def bucket(s3):
-    """Return the URL of a new store in S3, and the options of its filesystem."""
     url = f"s3://{s3.new_root()}"
     init(url, options=s3.options)
     return url, s3.options
@@ -49,7 +48,6 @@ def bucket(s3):
 
 @pytest.fixture
 def mounted(hosts, local):
-    """Return the path of a mounted store in a directory."""
     return hosts(local).start()
 
 

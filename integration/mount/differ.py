@@ -236,8 +236,6 @@ class Differ:
         self.both("list", lambda _, place: sorted((entry.name, entry.is_dir()) for entry in os.scandir(place)))
 
     def compare(self):
-        """Compare every name, mode and byte."""
-
         def act(_, place):
             found = {}
             for folder, names, files in os.walk(place):

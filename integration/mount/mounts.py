@@ -71,7 +71,6 @@ class Host:
 
     @property
     def log(self):
-        """Return the log of the mount's process."""
         return (self.state / "mount" / "mount.log").read_text()
 
     def start(self, **options):

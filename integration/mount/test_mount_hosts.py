@@ -23,7 +23,6 @@ SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
 
 @pytest.fixture(params=["local", "bucket"])
 def two(request, hosts):
-    """Return two paths of one store."""
     found = request.getfixturevalue(request.param)
     url, options = found if isinstance(found, tuple) else (found, {})
     return [hosts(f"tierfs::{url}", options=options, ack="object").start() for _ in range(2)]

@@ -29,8 +29,6 @@ def source(tmp_path):
 
 
 def same(one, other):
-    """Return whether two trees have the same names, bytes, modes and times."""
-
     def described(root):
         found = {}
         for path in sorted(Path(root).rglob("*")):

@@ -78,7 +78,6 @@ def find_program(name: str) -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different free ports of 127.0.0.1."""
     with contextlib.ExitStack() as probes:
         sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
         for probe in sockets:

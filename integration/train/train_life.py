@@ -98,7 +98,6 @@ class Run:
         return float(loss.item())
 
     def weights(self) -> str:
-        """Return every bit of this rank's part of the weights."""
         parts = [
             value.to_local() if isinstance(value, DTensor) else value for value in self.model.state_dict().values()
         ]
