@@ -3,8 +3,8 @@
     python integration/bench/upkeep.py [--chunks 1000000] [--latency 20] [--concurrency 64] [--without-lists]
         [--blobs 100000] [--json]
 
-gc: a store of checkpoints of ten files with a hundred chunks each. No record needs a fifth of its chunks. The object
-tier is simulated: chunk objects are rows of a table without bytes. Each request takes --latency milliseconds, and a
+gc: a store of checkpoints of ten files with a hundred chunks each. One chunk in five is garbage. The object tier is
+simulated: chunk objects are rows of a table without bytes. Each request takes --latency milliseconds, and a
 listing takes that for each thousand objects. The collector, the listings, the reference lists and the condemned lists
 are real. One run condemns, the next one deletes, at --rate. Memory is the growth of the process, without the table
 and the records of the simulated tier.
