@@ -29,6 +29,10 @@ REPLACED = {  # a word, and the one that is used instead
     r"\b(let|lets) go\b": "released",
     r"\blesser way\b": "fallback",
     r"\b(is|are) away\b": "unreachable",
+    r"\b([Ss]omebody|[Ww]hoever)\b": "the process, thread or user that is meant",
+    r"\bno good\b": "invalid",
+    r"\bfrom afar\b": "remotely",
+    r"\btheirs stands\b": "their version is kept",
 }
 
 
