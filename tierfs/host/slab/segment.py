@@ -226,11 +226,23 @@ class Segment:
         """
         end = slot if last is None else last
         with self._view_lock:
-            fd = self._open()
-            if not self._mapped_whole:
-                self._map, self._mapped_whole = map_shared(fd.number, self.size), True
-            bytes_ = self._map[slot.offset : end.offset + end.length]
+            bytes_ = self._map_whole()[slot.offset : end.offset + end.length]
         return bytes_ if self.owned and slot.state is SlotState.FILLING else bytes_.toreadonly()
+
+    def whole(self) -> memoryview:
+        """Return the whole segment as writable memory, for the owner to register it with a device. Keeps it mapped.
+
+        Raises:
+            NotFoundError: The segment was closed.
+        """
+        with self._view_lock:
+            return self._map_whole()
+
+    def _map_whole(self) -> memoryview:
+        fd = self._open()
+        if not self._mapped_whole:
+            self._map, self._mapped_whole = map_shared(fd.number, self.size), True
+        return self._map
 
     def seal(
         self,
@@ -327,7 +339,8 @@ class Segment:
         """Free the clean slots, release all memory that is not dirty or being filled, and stop allocating slots.
 
         Only the owner may call this, or, if the owner is dead, a process that keeps others from adopting the segment.
-        If the filesystem cannot punch holes, the memory stays allocated.
+        The segment must not be registered with a device. If the filesystem cannot punch holes, the memory stays
+        allocated.
         """
         table = self._table
         with self._lock.held():
