@@ -302,7 +302,7 @@ def test_a_plain_directory_is_verified_shown_and_compared(tmp_path, step_10, cap
     report = told(capsys, "verify", plain)
     assert (report["damage"], report["tensors"]) == ([], 2)
     assert report["undigested"] == [os.path.basename(name) for name in os.listdir(plain) if name != ".metadata"]
-    assert "no digests" in shown(capsys, "verify", plain)
+    assert "without digests" in shown(capsys, "verify", plain)
     assert [item["name"] for item in told(capsys, "show", plain)["tensors"]] == ["b", "w"]
     made = step_10.replace("step_10", "plain")
     assert main(["checkpoint", "import", plain, made]) == 0

@@ -132,7 +132,7 @@ def test_the_limit_is_halved_when_the_endpoint_asks_for_it(
     assert limits == [16, 8, 4, 2, 1, 1, 1, 1]
     assert objects.throttled == 8
     assert [record.getMessage() for record in caplog.records] == [
-        "the object tier asks for fewer requests: 16 at a time instead of 32, and more again as it answers"
+        "the object tier asks for fewer requests: sending at most 16 at a time instead of 32, and more again as it answers"
     ]
     assert "concurrency=32 (1 for now, throttled 8 times))" in repr(objects)
 

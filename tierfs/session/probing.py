@@ -80,7 +80,7 @@ def _probe_bare(location: Location, root: str, url: str) -> Findings:
     if location.protocol not in LOCAL:
         return probe(connect(location.protocol, root, location.options, attempts=1))
     if not os.path.isdir(root):
-        raise NotFoundError(f"{url} is not a directory: make it, or probe the directory that will hold it", path=url)
+        raise NotFoundError(f"{url} is not a directory: create it, or probe the directory that will hold it", path=url)
     # A put makes directories and locks. In a temporary directory, they can be removed, because no other process uses
     # them.
     with translated(url), tempfile.TemporaryDirectory(prefix=".tierfs-probe-", dir=root) as directory:

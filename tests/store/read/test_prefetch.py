@@ -48,7 +48,7 @@ def test_prefetch_into_a_ram_tier_without_room_for_all_says_how_much_lies_there(
     monkeypatch.setattr(
         host.objects, "get", lambda key, *rest, **options: gets.append(key) or real(key, *rest, **options)
     )
-    with pytest.raises(CapacityError, match=r"the ram tier holds \d+ MiB of \d+ MiB by now: raise ram="):
+    with pytest.raises(CapacityError, match=r"the ram tier now holds \d+ MiB of \d+ MiB: raise ram="):
         prefetch(host.store, "b", "ram")
     assert len([key for key in gets if "/chunks/" in key]) < 20, "it went on for long"
     assert load(host.store, "b") == data
