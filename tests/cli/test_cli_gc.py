@@ -90,4 +90,6 @@ def test_a_lease_and_a_grace_are_fixed_when_the_store_is_made(root):
     assert init(str(root), lease_s=1, grace_s=2).descriptor == store.descriptor
     assert main(["init", str(root), "--grace", "100"]) == 2
     assert main(["init", str(root.parent / "other"), "--lease", "10", "--grace", "19"]) == 2
+    assert main(["init", str(root.parent / "other"), "--lease", "0"]) == 2
+    assert not (root.parent / "other").exists()
     assert init(str(root.parent / "other"), lease_s=600).descriptor.grace_s == 3600

@@ -75,7 +75,7 @@ def init(
     location = parse_url(url)
     location = replace(location, options={**location.options, **(options or {})})
     kind = DigestKind.from_label(digest)
-    check_times(lease_s or LEASE_S, grace_s)
+    check_times(LEASE_S if lease_s is None else lease_s, grace_s)
     known = _open_known(location)
     if known is not None:
         check_digests(known.descriptor, kind, known.url)
@@ -108,7 +108,7 @@ def _init(location: Location, kind: DigestKind, lease_s: int | None, grace_s: in
         except (NotFoundError, _RefusedError):
             continue
         raise InvalidInputError(f"{location.url} lies inside the store {outer.url}: use that one", path=location.url)
-    return _create(location, location.path, kind, lease_s or LEASE_S, grace_s)
+    return _create(location, location.path, kind, LEASE_S if lease_s is None else lease_s, grace_s)
 
 
 def _open_known(location: Location) -> Store | None:
