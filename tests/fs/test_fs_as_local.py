@@ -142,6 +142,21 @@ def test_a_directory_is_not_opened(place, mode):
     assert place.fs.isdir(place / "d")
 
 
+@pytest.mark.parametrize(("verb", "target"), [("cp_file", "d/f"), ("cp", "d/"), ("mv", "d"), ("move", "d/")])
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_file_does_not_take_the_name_of_a_directory(directory_place, verb, target, is_marked):
+    place = directory_place
+    place.fs.pipe(place / "f", b"file")
+    if is_marked:
+        place.fs.makedirs(place / "d/f")
+    else:
+        place.fs.pipe(place / "d/f/g", b"1")
+    with pytest.raises(IsADirectoryError, match="directory"):
+        getattr(place.fs, verb)(place / "f", place / target)
+    assert place.fs.isdir(place / "d/f")
+    assert place.fs.cat(place / "f") == b"file"
+
+
 def test_a_directory_of_files_that_tierfs_did_not_write_is_not_opened(directory_place):
     os.makedirs(directory_place / "theirs")
     with open(directory_place / "theirs/x", "wb") as file:

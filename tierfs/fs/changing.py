@@ -13,6 +13,7 @@ from tierfs import store as verbs
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.fs.reading import Reading
 from tierfs.fs.threads import run_in_thread
+from tierfs.store import Store
 from tierfs.store.transfers import transfers
 
 __all__ = ["Changing"]
@@ -108,7 +109,10 @@ class Changing(Reading):
         entry = verbs.stat_to_read(source, source_path)
         if entry.is_directory:
             verbs.make_directory(target, target_path, exist_ok=True)
-        elif source is target:
+            return
+        if (source, source_path) != (target, target_path):
+            _refuse_directory(target, target_path, path2)
+        if source is target:
             verbs.copy(source, source_path, target_path)
         else:
             verbs.transfer(source, source_path, target, target_path)
@@ -119,6 +123,8 @@ class Changing(Reading):
     def _mv_now(self, path1: str, path2: str) -> None:
         source, source_path = self._locate(path1)
         target, target_path = self._locate(path2, write=True)
+        if (source, source_path) != (target, target_path):
+            _refuse_directory(target, target_path, path2)
         if source is target:
             verbs.rename(source, source_path, target_path)
         else:
@@ -177,3 +183,9 @@ class Changing(Reading):
             with contextlib.suppress(NotFoundError):
                 if not verbs.list_directory(store, relative, detail=False):
                     verbs.remove_directory(store, relative)
+
+
+def _refuse_directory(store: Store, relative: str, path: str) -> None:
+    """Raise `IsADirectoryError` if a new file would get the name of a directory. In a bucket, it may."""
+    if verbs.is_directory_nearby(store, relative) and verbs.kind_of(store, relative) == "directory":
+        raise IsADirectoryError(f"{path} is a directory, and a file cannot replace it")
