@@ -171,6 +171,26 @@ def test_a_file_and_a_directory_of_one_name_are_found_before_anything_is_written
     assert stored(f"{url}/run") == {"a": b"a file"}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cp", "{tree}/zero", "{url}/file/new"],
+        ["cp", "-r", "{tree}/a", "{url}/file/new/"],
+        ["cp", "-", "{url}/file/new"],
+        ["cp", "{url}/other", "{url}/file/deep/new"],
+        ["mv", "{url}/other", "{url}/file/new"],
+        ["mv", "{url}/file", "{url}/file/new"],
+        ["sync", "{tree}", "{url}/file/new"],
+    ],
+)
+def test_no_command_puts_a_file_below_a_file(url, tree, capsys, words):
+    put(f"{url}/file", b"file")
+    put(f"{url}/other", b"other")
+    assert main([word.format(url=url, tree=tree) for word in words]) == 4
+    assert "/file is a file" in capsys.readouterr().err
+    assert stored(url) == {"file": b"file", "other": b"other"}
+
+
 def test_within_a_store_only_the_manifest_is_copied(url, tree, monkeypatch):
     put(f"{url}/a/big", FILES["a/big"])
     monkeypatch.setattr(Writer, "write", None)

@@ -10,7 +10,7 @@ from typing import cast
 
 from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import Kind, LocalPlace, Place, any_place
-from tierfs.cli.files.targets import add_target_arguments, clash, final_place
+from tierfs.cli.files.targets import add_target_arguments, clash, final_place, refuse_below_file
 from tierfs.cli.files.transfer import ContentSource, ContentTarget, RawInput, StreamSource, StreamTarget, transfer
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
@@ -87,6 +87,8 @@ def _plan(arguments: argparse.Namespace) -> _CopyPlan:
     if isinstance(target, LocalPlace) and all(isinstance(source, LocalPlace) for source in sources):
         raise InvalidInputError("all of these are local paths: a path in a store starts with tierfs:: or tierfs://")
     target_kind = target.kind()
+    if target_kind is None:
+        refuse_below_file(target)
     into = not arguments.no_target_directory and (arguments.target.endswith("/") or target_kind == "directory")
     plan = _CopyPlan()
     for source in sources:
@@ -137,6 +139,9 @@ def _plan_stream(arguments: argparse.Namespace) -> _CopyPlan:
     if sys.stdin is None:
         raise InvalidInputError("stdin is closed: there is nothing to copy")
     target = any_place(arguments.target, write=True)
-    if arguments.target.endswith("/") or target.kind() == "directory":
+    target_kind = target.kind()
+    if arguments.target.endswith("/") or target_kind == "directory":
         raise InvalidInputError(f"{target.url} is a directory: name the file to write stdin to", path=target.url)
+    if target_kind is None:
+        refuse_below_file(target)
     return _CopyPlan([(StreamSource(cast("RawInput", sys.stdin.buffer)), target.target())])

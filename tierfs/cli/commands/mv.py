@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tierfs.cli.arguments import PLACE
 from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import StorePlace, kind_of, store_place
-from tierfs.cli.files.targets import add_target_arguments, clash, final_place
+from tierfs.cli.files.targets import add_target_arguments, clash, final_place, refuse_below_file
 from tierfs.cli.files.trees import Listing, read_tree, refuse_foreign_files, remove_directories
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress
@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace) -> _RenamePlan:
     target_kind = target.kind()
+    if target_kind is None:
+        refuse_below_file(target)
     into = not arguments.no_target_directory and (arguments.target.endswith("/") or target_kind == "directory")
     plan = _RenamePlan()
     for source in sources:

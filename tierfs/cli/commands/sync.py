@@ -8,6 +8,7 @@ import os
 
 from tierfs.cli.arguments import add_url_argument, require_url
 from tierfs.cli.files.places import store_place
+from tierfs.cli.files.targets import refuse_below_file
 from tierfs.cli.mirror.up import sync
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
@@ -41,8 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not os.path.isdir(directory):
         raise InvalidInputError(f"{directory} is not a directory: `tierfs cp` copies a file", path=directory)
     place = store_place(arguments.url, write=True)
-    if place.kind() == "file":
+    kind = place.kind()
+    if kind == "file":
         raise InvalidInputError(f"{place.url} is a file: name a directory", path=place.url)
+    if kind is None:
+        refuse_below_file(place)
     with Progress("sync", wanted=arguments.progress) as progress:
         done = sync(place, directory, progress, deletes=arguments.delete)
     if arguments.json:

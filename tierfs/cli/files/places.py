@@ -122,6 +122,16 @@ class StorePlace:
         except NotFoundError:
             return None
 
+    def file_above(self) -> str | None:
+        """Return the location of the file in place of a directory above this path, or None."""
+        above = self.path.rpartition("/")[0]
+        while above:
+            kind = StorePlace(self.url, self.store, above).kind()
+            if kind is not None:
+                return self.store.where(above) if kind == "file" else None
+            above = above.rpartition("/")[0]
+        return None
+
     def taken(self) -> dict[str, Kind]:
         """Return the kind of every entry below, by relative path."""
         entries = find(self.store, self.path, detail=False)
@@ -183,6 +193,9 @@ class LocalPlace:
         if os.path.isdir(self.url):
             return "directory"
         return "file" if os.path.exists(self.url) else None
+
+    def file_above(self) -> None:
+        """Return None: the operating system itself refuses a path below a file."""
 
     def taken(self) -> dict[str, Kind]:
         """Return an empty dict: the operating system itself refuses to put a file where a directory is."""

@@ -7,7 +7,7 @@ import argparse
 from tierfs.cli.files.places import Kind, Place
 from tierfs.errors import AlreadyExistsError, InvalidInputError
 
-__all__ = ["add_target_arguments", "clash", "final_place"]
+__all__ = ["add_target_arguments", "clash", "final_place", "refuse_below_file"]
 
 
 def add_target_arguments(parser: argparse.ArgumentParser, *, described: str) -> None:
@@ -59,6 +59,19 @@ def final_place(
     if there is not None and there != kind:
         raise clash(final.url, there)
     return final
+
+
+def refuse_below_file(target: Place) -> None:
+    """Check that no file is in place of a directory above a target where nothing is yet.
+
+    An object store accepts such a target, but its files could not be copied to a local directory.
+
+    Raises:
+        AlreadyExistsError: There is such a file.
+    """
+    above = target.file_above()
+    if above is not None:
+        raise clash(above, "file")
 
 
 def clash(url: str, there: Kind) -> AlreadyExistsError:
