@@ -250,6 +250,13 @@ def test_a_time_that_changed_alone_stores_no_bytes(url, store, tree, capsys):
     assert load(store, "run/d/big") == BIG
 
 
+def test_an_empty_directory_goes_into_a_store(url, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    assert main(["sync", str(tmp_path / "nothing"), f"{url}/new"]) == 0
+    assert main(["materialize", f"{url}/new", str(tmp_path / "back")]) == 0
+    assert list((tmp_path / "back").iterdir()) == []
+
+
 def test_a_directory_in_place_of_a_file_needs_delete(url, store, tree, capsys):
     run(capsys, "sync", tree, url)
     (tree / "a").unlink()

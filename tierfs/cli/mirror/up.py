@@ -61,7 +61,7 @@ class _Sync:
         self._delete(early)
         self._remove_directories(filter(is_in_the_way, directories))
         implied = {relative.rpartition("/")[0] for relative in (*local.files, *local.directories)}
-        for relative in local.directories - directories - implied:
+        for relative in {"", *local.directories} - directories - implied:
             make_directory(self._store, self._inside(relative), exist_ok=True)
         run_in_parallel(self._one, sorted(local.files))
         if deletes:
@@ -76,7 +76,7 @@ class _Sync:
         return None if found.is_directory else found
 
     def _inside(self, relative: str) -> str:
-        return inside(self._place.path, relative)
+        return inside(self._place.path, relative) if relative else self._place.path
 
     def _delete(self, gone: Collection[str]) -> None:
         def delete_one(relative: str, _stop: threading.Event) -> None:
