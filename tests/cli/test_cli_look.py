@@ -81,6 +81,19 @@ def test_a_relative_path_is_a_local_one(tmp_path, tell, monkeypatch):
     assert tell("ls", "here") == ""
 
 
+def test_dots_in_a_local_path_are_resolved(tmp_path, tell, monkeypatch, url):
+    (tmp_path / "link").symlink_to(tmp_path / "store" / "run")
+    for directory, path in [
+        ("store", "../store/run"),
+        ("store/run", "."),
+        ("store/run", "../run/./"),
+        ("store/run", f"{tmp_path}/store/deep/../run"),
+        ("", "link/../run"),
+    ]:
+        monkeypatch.chdir(tmp_path / directory)
+        assert json.loads(tell("stat", path, "--json"))["url"] == f"{url}/run"
+
+
 def test_a_named_store_can_be_used_by_its_name(url, tmp_path, tell, monkeypatch):
     config = tmp_path / "config.toml"
     config.write_text(f'[stores.mine]\nurl = "{url.removeprefix("tierfs::")}"\n')

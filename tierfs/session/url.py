@@ -174,7 +174,16 @@ def parse_url(url: str) -> Location:
         return Location(protocol, path, options)
     if url.startswith(_NAMED):
         return named_location(path)
-    return Location("file", strip("file", path))
+    return Location("file", _resolve_dots(strip("file", path)))
+
+
+def _resolve_dots(path: str) -> str:
+    """Resolve ``.`` and ``..`` in an absolute local path as the kernel does. Links behind the last ``..`` stay."""
+    parts = [part for part in path.split("/") if part != "."]
+    if ".." not in parts:
+        return "/".join(parts) or "/"
+    end = len(parts) - parts[::-1].index("..")
+    return os.path.join(os.path.realpath("/".join(parts[:end])), *parts[end:])
 
 
 def asks_to_create(location: Location) -> bool:
