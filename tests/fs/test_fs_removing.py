@@ -128,6 +128,18 @@ def test_rm_of_a_list_and_of_a_pattern(place):
     assert place.names() == ["d"]
 
 
+@pytest.mark.parametrize("as_list", [False, True])
+def test_rm_takes_a_name_with_wildcards_literally(place, as_list):
+    place.fs.pipe({place / name: b"x" for name in ("a[1]", "a1", "d[1]/e", "d[1]/f/g", "d1/e", "b1", "b2")})
+    for name, options in [("a[1]", {}), ("d[1]", {"recursive": True}), ("b[1]", {})]:
+        place.fs.rm([place / name] if as_list else place / name, **options)
+    assert place.names() == ["a1", "b2", "d1/e"]
+    assert place.fs.expand_path(place / f"[{300 * 'a'}]1") == [place / "a1"]
+    place.fs.pipe(place / "a*", b"star")
+    assert place.fs.cat(place / "a*") == b"star"
+    assert place.fs.expand_path([place / "a*", place / "b*", place / "c*"]) == [place / "a*", place / "b2"]
+
+
 def test_rm_of_a_pattern_that_matches_nothing_is_an_error(place):
     with pytest.raises(FileNotFoundError):
         place.fs.rm(place / "a*")

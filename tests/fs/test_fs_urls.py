@@ -155,7 +155,10 @@ def test_pathlib_paths_are_paths(directory_place):
     path = pathlib.Path(directory_place.root) / "a"
     directory_place.fs.pipe_file(path, b"x")
     assert directory_place.fs.cat_file(path) == b"x"
+    assert directory_place.fs.cat(path) == b"x"
     assert directory_place.fs.exists(path)
+    directory_place.fs.rm(path)
+    assert not directory_place.fs.exists(path)
 
 
 def test_local_is_another_name_of_file(directory_place):

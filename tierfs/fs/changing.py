@@ -143,7 +143,7 @@ class Changing(Reading):
             for pair in zip(path1, path2, strict=True):
                 self.mv(*pair)
             return
-        sources = [path1] if isinstance(path1, str) and self.lexists(path1) else self.expand_path(path1)
+        sources = self.expand_path(path1)
         if isinstance(path1, str) and self._strip(path1) == self._strip(path2):
             self._info_now(path1)
             return

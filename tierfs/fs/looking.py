@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime as dt
+import os
 from collections.abc import AsyncIterator, Iterator
+from glob import has_magic
 from typing import Any
 
 from fsspec.asyn import sync
 from fsspec.utils import tokenize
 
 from tierfs import store as verbs
-from tierfs.errors import NotFoundError
+from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.fs.paths import PathSpace
 from tierfs.fs.threads import run_in_thread
 from tierfs.gc_pause import Uncollected
@@ -67,6 +69,30 @@ class Looking(PathSpace):
         """
         detail = kwargs.get("detail", False)
         return await super()._glob(path, maxdepth, **kwargs, kinds_alone=not detail)
+
+    async def _expand_path(self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        """Expand patterns as fsspec does, but take a pattern literally if it is the name of a file or directory.
+
+        Otherwise ``rm("run[1]", recursive=True)`` would delete ``run1``.
+        """
+        paths = self._strip([path] if isinstance(path, str | os.PathLike) else list(path))
+        literal = [name for name in paths if has_magic(name) and await self._is_name(name)]
+        if not literal:
+            return await super()._expand_path(paths, recursive, maxdepth, **kwargs)
+        found = set(literal)
+        if recursive:
+            for name in literal:
+                found |= set(await self._find(name, maxdepth=maxdepth, withdirs=True))
+        if others := [name for name in paths if name not in literal]:
+            with contextlib.suppress(FileNotFoundError):
+                found |= set(await super()._expand_path(others, recursive, maxdepth, **kwargs))
+        return sorted(found)
+
+    async def _is_name(self, pattern: str) -> bool:
+        try:
+            return await self._exists(pattern)
+        except InvalidInputError:  # a pattern may be longer than a name
+            return False
 
     def _find_now(self, path: str, maxdepth: int | None, *, withdirs: bool, detail: bool) -> dict[str, dict[str, Any]]:
         """Return everything below a path, by name. Without ``detail``, return names and types alone."""
