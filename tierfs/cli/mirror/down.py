@@ -19,6 +19,7 @@ from tierfs.cli.mirror.local import PART_PREFIX, remove_directories, remove_file
 from tierfs.cli.mirror.record import MirrorRecord, Synced, content_of
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
+from tierfs.localfile import naming
 from tierfs.mount.attributes import attributes_of
 from tierfs.store import Entry, Reader, Store, find, open_entry
 
@@ -89,13 +90,14 @@ class _Materializer:
         part = os.path.join(self._root, _part(relative))
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            is_same = self._fill(fd, entry, content, target if status is not None else None, stop)
+            with naming(target):
+                is_same = self._fill(fd, entry, content, target if status is not None else None, stop)
             if is_same:
                 os.unlink(part)
             else:
                 os.ftruncate(fd, entry.length)
-                self._describe(fd, entry)
                 os.fsync(fd)
+                self._describe(fd, entry)  # last: the next run could not open a part whose mode forbids writing
                 os.replace(part, target)
         finally:
             os.close(fd)
