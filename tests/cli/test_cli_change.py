@@ -150,6 +150,22 @@ def test_rm_with_r_deletes_what_is_a_file_and_a_directory_as_a_whole(url, capsys
     assert names(url) == ALL - {"run/a"}
 
 
+def test_a_word_behind_two_dashes_is_no_option(url, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path / "store")
+    for name in ("-r", "--json"):
+        save(open_store(parse_url(url))[0], name, b"named")
+    before = names(url)
+    assert main(["rm", "--", "-r", "run"]) == 2
+    assert "add -r" in capsys.readouterr().err
+    assert names(url) == before
+    assert main(["cat", "--", "--json"]) == 0
+    assert capsys.readouterr().out == "named"
+    assert main(["cat", "--", "--missing"]) == 3
+    assert main(["ls", "--json", "--", "--missing"]) == 3
+    assert main(["mv", "--", "-r", "--json", "kept"]) == 0
+    assert names(url) == before - {"-r", "--json"} | {"kept/-r", "kept/--json"}
+
+
 def test_rm_of_the_root_empties_the_store_and_leaves_it_there(url):
     assert main(["rm", "-r", url]) == 0
     assert names(url) == set()

@@ -98,6 +98,8 @@ Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 already exists,
 130 interrupted, 141 output closed.
 """
 
+_LITERAL = "\0"  # before a word that begins with - and is no option; no argument of a process contains it
+
 
 class Command(Protocol):
     """The interface of a command's module."""
@@ -127,8 +129,24 @@ class CommandWithActions(Protocol):
 class _Parser(argparse.ArgumentParser):
     """A parser that raises `InvalidInputError` instead of exiting, so that ``--json`` also applies to its errors."""
 
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
+        """Parse words of which options may stand between positional arguments, but not after ``--``.
+
+        argparse removes ``--`` in a first pass, and takes words behind it for options in a second one.
+        """
+        words = list(args or ())
+        end = words.index("--") if "--" in words else len(words)
+        literal = [_LITERAL + word if word.startswith("-") else word for word in words[end:][1:]]
+        arguments = super().parse_intermixed_args([*words[: end + 1], *literal])
+        for name, value in vars(arguments).items():
+            if isinstance(value, str):
+                setattr(arguments, name, value.removeprefix(_LITERAL))
+            elif isinstance(value, list):
+                setattr(arguments, name, [one.removeprefix(_LITERAL) if isinstance(one, str) else one for one in value])
+        return arguments
+
     def error(self, message: str) -> NoReturn:
-        raise InvalidInputError(f"{message}; `{self.prog} --help` shows examples")
+        raise InvalidInputError(f"{message.replace(_LITERAL, '')}; `{self.prog} --help` shows examples")
 
 
 class ActionsParser(_Parser):
@@ -151,7 +169,7 @@ class ActionsParser(_Parser):
             self.error("name an action" if place is None else f"{words[place]!r} is not an action")
         action = words.pop(place)
         parser = self.actions[action]
-        for word in words[: words.index("--")] if "--" in words else words:
+        for word in _options(words):
             option = word.partition("=")[0]
             is_foreign = option.startswith("--") and not self._takes(parser, option)
             if is_foreign and any(self._takes(other, option) for other in self.actions.values()):
@@ -260,10 +278,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         return 141
     except KeyboardInterrupt:
-        return _report(Failure("interrupted", "interrupted", None, 130), as_json="--json" in words)
+        return _report(Failure("interrupted", "interrupted", None, 130), as_json="--json" in _options(words))
     except (TierfsError, OSError) as error:
-        return _report(describe(error), as_json="--json" in words)
+        return _report(describe(error), as_json="--json" in _options(words))
     return code
+
+
+def _options(words: Sequence[str]) -> Sequence[str]:
+    """Return the words before ``--``, of which any may be an option."""
+    return words[: words.index("--")] if "--" in words else words
 
 
 def _dispatch(words: list[str]) -> int:
