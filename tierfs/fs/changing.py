@@ -83,8 +83,9 @@ class Changing(Reading):
         def remove(path: str) -> None:
             store, relative = self._locate(path)
             try:
-                if relative:
-                    verbs.delete(store, relative)
+                if not relative:
+                    raise NotFoundError(f"{path} is the root of a store", path=relative)
+                verbs.delete(store, relative)
             except NotFoundError:
                 # Not a file. A directory without a record disappears with the last file below it, perhaps just now.
                 if recursive:
