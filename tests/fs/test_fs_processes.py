@@ -6,10 +6,11 @@ import asyncio
 import multiprocessing
 import os
 import pickle
+import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from random import Random
 from typing import Any
 
@@ -101,6 +102,27 @@ def test_eight_threads_write_and_read_fifty_files_each(place):
         thread.join()
     assert not problems, problems[0]
     assert len(place.names()) == 400
+
+
+@pytest.mark.parametrize("length", [1000, 300_000])
+def test_threads_may_write_to_one_handle(place, length):
+    interval = sys.getswitchinterval()
+    pieces = {bytes([number]) * length for number in range(1, 161)}
+    todo = list(pieces)
+
+    def write():
+        while todo:
+            handle.write(todo.pop())
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with place.fs.open(place / "a", "wb") as handle, ThreadPoolExecutor(8) as pool:
+            for future in [pool.submit(write) for _ in range(8)]:
+                future.result()
+    finally:
+        sys.setswitchinterval(interval)
+    data = place.fs.cat(place / "a")
+    assert {data[start : start + length] for start in range(0, len(data), length)} == pieces
 
 
 def test_threads_share_a_read_handle_s_store_but_not_its_position(place):

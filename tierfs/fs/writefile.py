@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from types import TracebackType
@@ -31,6 +32,8 @@ class WriteFile(io.BufferedIOBase):
     ``close`` also raises, unless a ``with`` passes the exception on. A failed write leaves a hole. After it,
     every write and ``close`` raise the same error, and nothing is published.
 
+    Several threads may write to a handle: each call of ``write`` appends its bytes as a whole.
+
     Args:
         fs: The filesystem that opened the file.
         path: The path in the form of that filesystem.
@@ -46,6 +49,7 @@ class WriteFile(io.BufferedIOBase):
         self._failure: BaseException | None = None
         self._descriptor: WriteDescriptor | None = None
         self._process = os.getpid()
+        self._lock = threading.RLock()  # held while the writer is used; a forked child may find it held forever
         self._error_at_open = sys.exc_info()[1]
         self._outcome_known = False  # published, or the caller knows that it is not
 
@@ -80,12 +84,16 @@ class WriteFile(io.BufferedIOBase):
             raise ValueError(
                 f"{self.path} was opened before this process was forked: only the process that opened it can write it"
             )
-        self._raise_failure()
         view = view.cast("B")
-        with self._keeping_failure():
-            if self._descriptor is None:
-                return self._writer.write(view)
-            self._descriptor.write(view, self._writer.write)
+        with self._lock:
+            self._check_open()  # another thread may have closed it
+            self._raise_failure()
+            if self._writer is None:
+                return view.nbytes
+            with self._keeping_failure():
+                if self._descriptor is None:
+                    return self._writer.write(view)
+                self._descriptor.write(view, self._writer.write)
         return view.nbytes
 
     def tell(self) -> int:
@@ -168,12 +176,13 @@ class WriteFile(io.BufferedIOBase):
         self._close_handle()
         writer, self._writer = self._writer, None
         if writer is not None and self._is_ours():
-            try:
-                writer.commit()
-            finally:
-                # Commit may raise after the file became pending, say because it missed its level. Only a delete undoes
-                # that.
-                self._outcome_known = writer.is_done
+            with self._lock:
+                try:
+                    writer.commit()
+                finally:
+                    # Commit may raise after the file became pending, say because it missed its level. Only a delete
+                    # undoes that.
+                    self._outcome_known = writer.is_done
 
     def discard(self) -> None:
         """Close the handle and publish nothing."""
@@ -259,16 +268,17 @@ class WriteFile(io.BufferedIOBase):
         """Pass the bytes that were written to the descriptor to the writer."""
         if self._descriptor is not None and self._writer is not None and self._is_ours():
             self._raise_failure()
-            with self._keeping_failure():
+            with self._lock, self._keeping_failure():
                 self._descriptor.collect(self._writer.write)
 
     def _collect_rest(self) -> None:
         """Collect the last bytes, and seal the descriptor, so that a child that still holds it cannot write."""
         if self._descriptor is not None and self._writer is not None and self._is_ours() and self._failure is None:
             try:
-                self._descriptor.collect(self._writer.write)
-                self._descriptor.seal()
-                self._descriptor.collect(self._writer.write)
+                with self._lock:
+                    self._descriptor.collect(self._writer.write)
+                    self._descriptor.seal()
+                    self._descriptor.collect(self._writer.write)
             except BaseException:
                 self.discard()
                 raise
@@ -277,9 +287,10 @@ class WriteFile(io.BufferedIOBase):
         writer, self._writer = self._writer, None
         if writer is None or not self._is_ours():
             return False
-        if self._descriptor is not None:
-            self._descriptor.seal()
-        writer.abort()
+        with self._lock:
+            if self._descriptor is not None:
+                self._descriptor.seal()
+            writer.abort()
         return True
 
     def _is_ours(self) -> bool:
