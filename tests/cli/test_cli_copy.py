@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import fsspec
@@ -227,6 +228,26 @@ def test_a_stream_goes_in_and_out(url, capsysbinary, monkeypatch):
     capsysbinary.readouterr()
     assert main(["cp", f"{url}/stream", "-"]) == 0
     assert capsysbinary.readouterr().out == content
+
+
+def test_a_pipe_that_does_not_block_is_read_to_its_end(url, monkeypatch):
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.write(writing, b"first, ")
+
+    def write():
+        for piece in (b"second, ", b"last"):
+            time.sleep(0.3)
+            os.write(writing, piece)
+        os.close(writing)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with open(reading, encoding="utf-8") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert main(["cp", "-", f"{url}/in"]) == 0
+    writer.join()
+    assert stored(url) == {"in": b"first, second, last"}
 
 
 def test_a_pipe_is_copied_when_it_is_named(url):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,7 +55,13 @@ class RawInput(Protocol):
     """A binary file open for reading."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the buffer from its start, and return the number of bytes; 0 at the end."""
+        """Fill the buffer from its start, and return the number of bytes; 0 at the end.
+
+        None means that the file is non-blocking and has no bytes yet.
+        """
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
 
 
 class ContentTarget(Protocol):
@@ -185,8 +192,11 @@ def read_pieces(reader: Reader, start: int, stop: int) -> Iterator[memoryview]:
 
 def _read_file(file: RawInput) -> Iterator[memoryview]:
     with buffers().lend(CHUNK_BYTES) as buffer:
-        while count := file.readinto(buffer):
-            yield buffer[:count]
+        while (count := file.readinto(buffer)) != 0:
+            if count is None:  # another process made the pipe non-blocking, as ssh and node do
+                select.select([file], [], [])
+            else:
+                yield buffer[:count]
 
 
 def known_size(path: str) -> int | None:
