@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +19,8 @@ from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.train.agree import World
 from tierfs.train.reasons import reason_of
-from tierfs.train.run import About, RunDirectory
-from tierfs.train.state import as_state
+from tierfs.train.run import ABOUT, OWN, About, RunDirectory
+from tierfs.train.state import Wanted, as_state
 
 __all__ = ["Restored", "Restorer"]
 
@@ -40,7 +42,7 @@ class Restored:
         level: The lowest level that a part of the checkpoint has reached, as this host sees it.
         tier: The farthest tier that any rank read chunks from: ``ram``, ``nvme`` or ``object``.
         passed_over: Newer steps that could not be loaded, each with the reason, the newest first.
-        notes: The parts that are only approximately restored, in words; empty for an exact restore.
+        notes: The parts that are restored only approximately or not at all, in words; empty for an exact restore.
         about: The checkpoint's own description; ``None`` if no manager saved it.
     """
 
@@ -59,20 +61,27 @@ class Restored:
 
 
 class _Planner(TierLoadPlanner):
-    """Loads the values whose names match a pattern, and leaves the rest of the state unchanged."""
+    """Loads the values whose names match a pattern, and leaves the rest of the state unchanged.
+
+    Attributes:
+        not_loaded: The names of saved values that the state has no place for; empty if there are patterns.
+    """
 
     def __init__(self, only: Sequence[str]) -> None:
         super().__init__()
         self._only = only
+        self.not_loaded: AbstractSet[str] = frozenset()
 
     def create_local_plan(self) -> LoadPlan:
         if not self._only:
-            return super().create_local_plan()
-        flat: dict[str, Any] = {name: value for name, value in self.state_dict.items() if self._is_wanted(name)}
+            plan = super().create_local_plan()
+            self.not_loaded = self.metadata.state_dict_metadata.keys() - self.state_dict.keys()
+            return plan
+        flat: dict[str, Any] = {name: value for name, value in self.state_dict.items() if self.is_wanted(name)}
         return create_default_local_load_plan(flat, self.metadata, strict=True)
 
-    def _is_wanted(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._only)
+    def is_wanted(self, name: str) -> bool:
+        return not self._only or any(fnmatch.fnmatchcase(name, pattern) for pattern in self._only)
 
 
 class Restorer:
@@ -184,21 +193,24 @@ class Restorer:
 
     def _load(self, step: int, state: Any, only: Sequence[str], passed_over: Mapping[int, str]) -> Restored:
         run, world = self._run, self._world
-        about = self._about(step)
+        about, names = self._description(step)
         kind = about.kind if about is not None else "full"
         parts = as_state(state)
-        values = parts.to_load(kind, about)
+        planner = _Planner(only)
+        values = parts.to_load(Wanted(kind, about, names, [name for name in names if planner.is_wanted(name)]))
         before = self._read_bytes()
         dcp.load(
             values,
             storage_reader=TierReader(run.url_of(step), **self._options),
-            planner=_Planner(only),
+            planner=planner,
             process_group=world.training,
             no_dist=world.size == 1,
         )
         notes = parts.loaded(values, about)
         read = {tier for tier, count in self._read_bytes().items() if count > before[tier]}
-        tiers = set().union(*world.gather(read, world.training))
+        told = world.gather((read, planner.not_loaded), world.training)
+        tiers = set().union(*(each for each, _ in told))
+        notes += _not_loaded(frozenset.intersection(*(frozenset(each) for _, each in told)))
         standing = run.standing(step)
         level = standing.level.label if standing.level is not None else "none"
         skipped = tuple(sorted(passed_over.items(), reverse=True))
@@ -212,19 +224,22 @@ class Restorer:
         tiers = self._run.open()[0].tiers
         return {tier: tiers.counters[f"{tier}_read_bytes"] if tiers is not None else 0 for tier in TIERS}
 
-    def _about(self, step: int) -> About | None:
-        """Read a checkpoint's own description on every rank. If one rank fails, all raise."""
+    def _description(self, step: int) -> tuple[About | None, Sequence[str]]:
+        """Read a checkpoint's own description and the names of its values on every rank. If one rank fails, all raise."""
         about: About | None = None
+        names: Sequence[str] = ()
         failure: Exception | None = None
         try:
-            about = self._run.about(step)
+            checkpoint = self._run.checkpoint(step)
+            about = self._run.about(checkpoint)
+            names = tuple(checkpoint.metadata.state_dict_metadata)
         except TierfsError as error:
             failure = error
         failures = self._world.gather(failure, self._world.training)
         found = {rank: (error, None) for rank, error in enumerate(failures) if error is not None}
         if found:
             raise CheckpointException("read", found)
-        return about
+        return about, names
 
     def _mark(self, step: int, problem: str) -> None:
         try:
@@ -238,6 +253,14 @@ class Restorer:
             f"{self._run.url}: checkpoints exist, but none can be loaded: {listed}; `tierfs checkpoint verify` "
             "says more, and `tierfs repair` may help. Training does not start from scratch by itself"
         )
+
+
+def _not_loaded(names: AbstractSet[str]) -> list[str]:
+    """Say which saved values no rank has a place for. Values of single ranks, and of the manager, do not count."""
+    found = sorted(name for name in names if not name.startswith(OWN) and name != ABOUT)
+    if not found:
+        return []
+    return [f"{len(found)} saved values have no place in the state, and are not loaded: {reprlib.repr(found)}"]
 
 
 def _damage_in(error: CheckpointException) -> str:

@@ -23,10 +23,12 @@ from tierfs.store import Store, delete, directories_in, list_directory, open_ent
 from tierfs.store.commit import Commits
 from tierfs.store.transfers import transfers
 
-__all__ = ["ABOUT", "About", "RunDirectory", "SavedStep"]
+__all__ = ["ABOUT", "OWN", "About", "RunDirectory", "SavedStep"]
 
 ABOUT = "tierfs.about"
 """The name of the value that holds a checkpoint's own description."""
+OWN = "rank_"
+"""Prefix of the names of values that belong to one rank: random generators, the data loader."""
 NOTE_BYTES_MAX = 256 << 20
 _STEP = re.compile(r"step_([0-9]{1,18})")
 _logger = logging.getLogger("tierfs.train")
@@ -216,13 +218,13 @@ class RunDirectory:
         """Return the metadata of a step. Raises as `open_checkpoint` does."""
         return open_checkpoint(*self.path_of(step))
 
-    def about(self, step: int) -> About | None:
+    @staticmethod
+    def about(checkpoint: Checkpoint) -> About | None:
         """Read a checkpoint's own description; ``None`` if no manager saved it.
 
         Raises:
-            NotFoundError, CorruptionError, FormatError: The checkpoint or its description cannot be read.
+            NotFoundError, CorruptionError, FormatError: The description cannot be read.
         """
-        checkpoint = self.checkpoint(step)
         if ABOUT not in checkpoint.metadata.state_dict_metadata:
             return None
         place = checkpoint.object(ABOUT)

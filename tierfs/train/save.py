@@ -25,12 +25,9 @@ from tierfs.train.digests import TENSOR, digests_of, first_difference
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.proof import encode_history
 from tierfs.train.reasons import reason_of
-from tierfs.train.run import ABOUT, RunDirectory
+from tierfs.train.run import ABOUT, OWN, RunDirectory
 
 __all__ = ["RunWriter", "SaveChecks", "SaveThread"]
-
-OWN = "rank_"
-"""Prefix of the names of values that belong to one rank: random generators, the data loader."""
 
 _logger = logging.getLogger("tierfs.train")
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _init_optim_state,
     get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 
 from tierfs.errors import InvalidInputError
@@ -26,6 +29,37 @@ FULL_ONLY = "optimizer"
 """The entry of a dict that a light checkpoint leaves out."""
 LEFT_OUT = ("optimizer", "data loader", "scaler", "extra values")
 """The parts of a `TrainState` that a light checkpoint leaves out."""
+
+
+class Wanted:
+    """The values that a restore loads.
+
+    Args:
+        kind: The kind of the checkpoint, ``full`` or ``light``.
+        about: The description of the checkpoint; ``None`` if it has none.
+        names: The names of all saved values.
+        only: The names of those that are loaded.
+
+    Attributes:
+        kind: As given.
+        about: As given.
+        is_partial: Whether some saved values are not loaded.
+    """
+
+    def __init__(self, kind: str, about: About | None, names: Collection[str], only: Collection[str]) -> None:
+        self.kind = kind
+        self.about = about
+        self.is_partial = len(only) < len(names)
+        self._only = only
+        self._saved = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+
+    def has(self, section: str) -> bool:
+        """Return whether something of a section of the state is loaded; always if everything is."""
+        return not self.is_partial or any(name == section or name.startswith(f"{section}.") for name in self._only)
+
+    def saved_in(self, section: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return those values of a section for which something was saved."""
+        return {key: value for key, value in values.items() if f"{section}.{key}" in self._saved}
 
 
 class _Missing:
@@ -126,7 +160,9 @@ class TrainState:
         """
         self.check()
         self.step = step
-        values = self._weights(kind)
+        values: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if kind == "full" and self._optimizers:
+            values["optimizer"] = _joined(self._optimizer_to_save(each) for each in self._optimizers)
         values["scheduler"] = [pack(each.state_dict()) for each in _listed(self.scheduler)]
         own = {"rng": pack(generators())}
         if kind == "full":
@@ -136,14 +172,12 @@ class TrainState:
         values[f"rank_{_rank()}"] = own
         return values, {"epoch": self.epoch, "lr": self.learning_rates}
 
-    def to_load(self, kind: str, about: About | None) -> dict[str, Any]:
-        """Collect live tensors to load into, and empty text for packed values. A collective if the model is sharded.
-
-        Args:
-            kind: The kind of the checkpoint to load.
-            about: The description of the checkpoint; ``None`` if it has none.
-        """
-        values = self._weights(kind)
+    def to_load(self, wanted: Wanted) -> dict[str, Any]:
+        """Collect live tensors to load into, and empty text for packed values. A collective if the model is sharded."""
+        kind, about = wanted.kind, wanted.about
+        values: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if kind == "full" and self._optimizers and wanted.has(FULL_ONLY):
+            values["optimizer"] = _joined(self._optimizer_to_load(each, wanted) for each in self._optimizers)
         values["scheduler"] = ["" for _ in _listed(self.scheduler)]
         own = {"rng": ""}
         if kind == "full":
@@ -164,15 +198,9 @@ class TrainState:
         Returns:
             The parts that are only approximately restored, in words.
         """
+        set_model_state_dict(self.model, values["model"])
         if "optimizer" in values:
-            set_state_dict(
-                self.model,
-                self._optimizers,
-                model_state_dict=values["model"],
-                optim_state_dict=values["optimizer"],
-            )
-        else:
-            set_model_state_dict(self.model, values["model"])
+            self._set_optimizers(values["optimizer"])
         for scheduler, text in zip(_listed(self.scheduler), values["scheduler"], strict=True):
             if text:
                 scheduler.load_state_dict(unpack(text, "scheduler"))
@@ -210,11 +238,34 @@ class TrainState:
             notes += set_generators(unpack(own["rng"], "rng"))
         return notes
 
-    def _weights(self, kind: str) -> dict[str, Any]:
-        if kind == "light" or not self._optimizers:
-            return {"model": get_model_state_dict(self.model)}
-        model, optimizer = get_state_dict(self.model, self._optimizers)
-        return {"model": model, "optimizer": optimizer}
+    def _optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        is_new = not optimizer.state
+        found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
+        if is_new:
+            # torch made a step with zero gradients for it. Going on from there differs from a new optimizer's first step.
+            optimizer.state.clear()
+            found["state"] = {}
+        return found
+
+    def _optimizer_to_load(self, optimizer: torch.optim.Optimizer, wanted: Wanted) -> dict[str, Any]:
+        with _complete_state(optimizer, wanted):
+            found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
+        found["state"] = wanted.saved_in(f"{FULL_ONLY}.state", found["state"])
+        return found
+
+    def _set_optimizers(self, values: Mapping[str, Any]) -> None:
+        """Set the state of each optimizer. A parameter without saved state, which no step has used, gets none."""
+        groups = iter(values["param_groups"])
+        for optimizer in self._optimizers:
+            own = [next(groups) for _ in optimizer.param_groups]
+            names = {name for group in own for name in group["params"]}
+            state = {name: each for name, each in values["state"].items() if name in names}
+            set_optimizer_state_dict(
+                self.model,
+                optimizer,
+                {"state": state, "param_groups": own},
+                options=StateDictOptions(strict=False),
+            )
 
 
 class DictState:
@@ -230,10 +281,22 @@ class DictState:
         self._entries = entries
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.to_load(kind, None), {}
+        return {name: _state_of(value) for name, value in self._of_kind(kind)}, {}
 
-    def to_load(self, kind: str, about: About | None) -> dict[str, Any]:
-        return {name: _state_of(value) for name, value in self._entries.items() if kind == "full" or name != FULL_ONLY}
+    def to_load(self, wanted: Wanted) -> dict[str, Any]:
+        values = {}
+        for name, value in self._of_kind(wanted.kind):
+            if isinstance(value, torch.optim.Optimizer) and wanted.has(name):
+                with _complete_state(value, wanted):
+                    _init_optim_state(value)
+                values[name] = value.state_dict()
+                values[name]["state"] = wanted.saved_in(f"{name}.state", values[name]["state"])
+            else:
+                values[name] = _state_of(value)
+        return values
+
+    def _of_kind(self, kind: str) -> Iterator[tuple[str, Any]]:
+        return ((name, value) for name, value in self._entries.items() if kind == "full" or name != FULL_ONLY)
 
     def loaded(self, values: Mapping[str, Any], about: About | None) -> list[str]:
         for name, value in values.items():
@@ -251,6 +314,36 @@ def as_state(state: Any) -> TrainState | DictState:
 def _listed(part: Any) -> list[Any]:
     """Return the items of a part that may be ``None``, one object or a sequence."""
     return [] if part is None else list(part) if isinstance(part, Sequence) else [part]
+
+
+def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the states of several optimizers as one."""
+    joined: dict[str, Any] = {"state": {}, "param_groups": []}
+    for part in parts:
+        joined["state"].update(part["state"])
+        joined["param_groups"].extend(part["param_groups"])
+    return joined
+
+
+@contextmanager
+def _complete_state(optimizer: torch.optim.Optimizer, wanted: Wanted) -> Iterator[None]:
+    """Let torch make the state of every parameter anew, to load into.
+
+    torch makes it only for an optimizer that has neither state nor gradients. Without it, saved state would be skipped.
+    """
+    if wanted.is_partial:  # the rest of the state stays
+        yield
+        return
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    gradients = [each.grad for each in parameters]
+    optimizer.state.clear()
+    for each in parameters:
+        each.grad = None
+    try:
+        yield
+    finally:
+        for each, gradient in zip(parameters, gradients, strict=True):
+            each.grad = gradient
 
 
 def _state_of(value: Any) -> Any:

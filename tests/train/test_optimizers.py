@@ -1,0 +1,148 @@
+"""An optimizer goes on from a checkpoint as it would have gone on without one."""
+
+import pytest
+import torch
+
+from tierfs.train import Manager, TrainState
+
+OPTIONS = {"ram": "0", "nvme": "0", "save": ()}
+
+
+class Heads(torch.nn.Module):
+    """Two heads, of which training uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def complete(model, optimizer):
+    return TrainState(model=model, optimizer=optimizer, scheduler=None, dataloader=None)
+
+
+def as_dict(model, optimizer):
+    return {"model": model, "optimizer": optimizer}
+
+
+def train(model, optimizer, steps=3, x=None):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(3) if x is None else x).square().sum().backward()
+        optimizer.step()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("wrap", [complete, as_dict])
+def test_moments_come_back_into_a_new_optimizer(root, wrap):
+    model = Heads()
+    optimizer = adam(model)
+    train(model, optimizer)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, wrap(model, optimizer))
+    expected = train(model, optimizer)
+    other = Heads()
+    resumed = adam(other)
+    with Manager(root, **OPTIONS) as run:
+        assert run.restore(wrap(other, resumed)).is_exact
+    assert resumed.state_dict()["state"].keys() == {0, 1}  # the head without gradients has no moments
+    assert same(train(other, resumed), expected)
+
+
+@pytest.mark.parametrize("wrap", [complete, as_dict])
+def test_moments_come_back_where_gradients_are_left(root, wrap):
+    model = Heads()
+    optimizer = adam(model)
+    train(model, optimizer)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, wrap(model, optimizer))
+    expected = train(model, optimizer)
+    other = Heads()
+    resumed = adam(other)
+    other(torch.ones(3)).sum().backward()
+    left = other.used.weight.grad.clone()
+    with Manager(root, **OPTIONS) as run:
+        run.restore(wrap(other, resumed))
+    assert torch.equal(other.used.weight.grad, left)
+    assert same(train(other, resumed), expected)
+
+
+def test_moments_come_back_that_the_optimizer_lacks_now(root):
+    model = Heads()
+    optimizer = adam(model)
+    for head in (model.used, model.other):
+        head(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, complete(model, optimizer))
+    other = Heads()
+    resumed = adam(other)
+    train(other, resumed)
+    with Manager(root, **OPTIONS) as run:
+        run.restore(complete(other, resumed))
+    assert resumed.state_dict()["state"].keys() == {0, 1, 2, 3}
+
+
+def test_a_save_before_the_first_step_changes_nothing(root):
+    model = Heads()
+    expected = train(model, adam(model))
+    model = Heads()
+    optimizer = adam(model)
+    with Manager(root, **OPTIONS) as run:
+        run.save(0, complete(model, optimizer))
+        assert same(train(model, optimizer), expected)
+        other = Heads()
+        resumed = adam(other)
+        run.restore(complete(other, resumed))
+    assert same(train(other, resumed), expected)
+
+
+def test_loading_weights_alone_leaves_a_new_optimizer_new(root):
+    model = Heads()
+    optimizer = adam(model)
+    train(model, optimizer)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, complete(model, optimizer))
+        other = Heads()
+        resumed = adam(other)
+        run.restore(complete(other, resumed), only=["model.*"])
+    assert resumed.state_dict()["state"] == {}
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_optimizers_with_and_without_state_come_back(root):
+    def made():
+        model = Heads()
+        return model, [torch.optim.SGD(model.other.parameters(), lr=0.1), adam(model.used)]
+
+    model, optimizers = made()
+    train(model, optimizers[1])
+    optimizers[0].param_groups[0]["lr"] = 0.5
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, complete(model, optimizers))
+    expected = train(model, optimizers[1])
+    other, resumed = made()
+    with Manager(root, **OPTIONS) as run:
+        run.restore(complete(other, resumed))
+    assert resumed[0].param_groups[0]["lr"] == 0.5
+    assert same(train(other, resumed[1]), expected)
+
+
+def test_saved_values_without_a_place_are_named(root):
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, {"model": torch.ones(3), "average": torch.ones(3), "note": "seen"})
+        restored = run.restore({"model": torch.zeros(3)})
+    assert not restored.is_exact
+    assert "2 saved values have no place in the state" in restored.notes[0]
+    assert "'average', 'note'" in restored.notes[0]
