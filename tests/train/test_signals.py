@@ -68,3 +68,52 @@ def test_off_the_main_thread_nothing_is_handled_and_that_is_said(before, caplog)
         thread.join()
     assert "SIGUSR1 are not handled" in caplog.text
     assert signal.getsignal(signal.SIGUSR1) is theirs
+
+
+@pytest.fixture
+def default():
+    """SIGUSR1 ends the process, as in one that handles nothing."""
+    old = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGUSR1, old)
+
+
+def status_of_child(does):
+    """Return how a forked child ends."""
+    child = os.fork()
+    if not child:
+        does()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_signal_ends_a_forked_child(default):
+    signals = Signals([signal.SIGUSR1])
+    assert status_of_child(lambda: os.kill(os.getpid(), signal.SIGUSR1)) == -signal.SIGUSR1
+    assert not signals.received
+    signals.close()
+
+
+def test_signals_work_as_before_in_whatever_order_all_close(default):
+    def overlap():
+        first, second = Signals([signal.SIGUSR1]), Signals([signal.SIGUSR1])
+        first.close()
+        second.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    assert status_of_child(overlap) == -signal.SIGUSR1
+
+
+def test_a_closed_handler_that_comes_back_passes_signals_on(before):
+    first, second = Signals([signal.SIGUSR1]), Signals([signal.SIGUSR1])
+    first.close()
+    second.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (before, first.received, second.received) == ([signal.SIGUSR1], 0, 0)
+
+
+def test_an_ignored_signal_stays_ignored_in_a_child(default):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals = Signals([signal.SIGUSR1])
+    assert status_of_child(lambda: os.kill(os.getpid(), signal.SIGUSR1)) == 0
+    signals.close()

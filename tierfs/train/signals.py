@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -37,6 +38,8 @@ class Signals:
         self.received = 0
         self.received_s = 0.0
         self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._is_closed = False
         numbers = sorted(set(wanted))
         if not numbers:
             return
@@ -55,19 +58,29 @@ class Signals:
         return f"Signals({sorted(self._before)}, received={self.received})"
 
     def close(self) -> None:
-        """Restore the previous handlers, except where other code has set a handler since. Main thread only."""
+        """Restore the previous handlers, except where other code has set a handler since.
+
+        That code may call this handler, or restore it. From now on it only passes signals on. Python lets no other
+        thread than the main one restore handlers.
+        """
+        self._is_closed = True
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, before in self._before.items():
+        for number, before in list(self._before.items()):
             if signal.getsignal(number) == self._handle:
                 # A handler that C code set reads as None, and Python cannot restore it.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before = {}
+                del self._before[number]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.received:
+        # A forked child inherits the handler, and nothing in it asks for the signal.
+        is_noted = not self._is_closed and os.getpid() == self._pid
+        if is_noted and not self.received:
             self.received_s = time.monotonic()
             self.received = number
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
+        elif not is_noted and before is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
