@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from support.flipping import flip_shard
@@ -257,3 +258,58 @@ def test_a_save_is_cancelled_only_before_it_begins(root):
         with pytest.raises(TierfsError, match="cancelled"):
             second.wait(timeout=30)
         assert [each.step for each in run.checkpoints] == [1]
+
+
+@pytest.mark.parametrize("wrong", [-1, 5.0, 10**18, "7", None])
+def test_a_step_that_could_not_be_found_again_is_refused(root, wrong):
+    with manager(root) as run:
+        with pytest.raises(InvalidInputError, match="a step is an integer from 0"):
+            run.save(wrong, state(1))
+        with pytest.raises(InvalidInputError, match="a step is an integer from 0"):
+            run.step(wrong, state(1))
+
+
+@pytest.mark.parametrize("step", [np.int64(6), torch.tensor(6)])
+def test_a_step_may_be_any_integer(root, step):
+    with manager(root) as run:
+        run.save(step, state(1)).wait(timeout=30)
+        run.step(step, state(1)).wait(timeout=30)
+        assert run.restore(blank()).step == 6
+
+
+@pytest.mark.parametrize("metric", [torch.tensor(1.0, requires_grad=True), np.float32(1), np.int64(1), True])
+def test_a_metric_may_be_any_number(root, metric):
+    with manager(root) as run:
+        run.step(2, state(2), metrics={"loss": metric}).wait(timeout=30)
+        assert run.best("loss") == 2
+        assert run.checkpoints[0].metrics == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("wrong", ["much", None, torch.ones(2), 1j])
+def test_a_metric_that_is_not_a_number_is_refused(root, wrong):
+    with manager(root) as run:
+        with pytest.raises(InvalidInputError, match="'loss' is not a number"):
+            run.step(1, state(1), metrics={"loss": wrong})
+        with pytest.raises(InvalidInputError, match="'loss' is not a number"):
+            run.save(1, state(1), metrics={"loss": wrong})
+
+
+def test_metrics_are_those_of_their_step(root):
+    metrics, loss = {}, torch.zeros(())
+    with manager(root, save=[Every(steps=3)]) as run:
+        for step in range(1, 4):
+            metrics["loss"] = loss.fill_(step)
+            run.step(step, state(step), metrics=metrics)
+        metrics.clear()
+        run.wait(timeout=30)
+        (history,) = run._run.record_of(3)["history"]
+    assert history == [[step, {"loss": float(step).hex()}] for step in (1, 2, 3)]
+
+
+def test_a_closed_manager_saves_nothing(root):
+    with manager(root) as run:
+        run.save(1, state(1))
+    for call in (run.save, run.step):
+        with pytest.raises(InvalidInputError, match="the manager is closed"):
+            call(2, state(2))
+    run.close()

@@ -28,7 +28,7 @@ from tierfs.train.policies import Preemption, as_save_policies
 from tierfs.train.proof import UNKNOWN, PartCheck, Prover, ResumeReport, history_in
 from tierfs.train.restore import Restored, Restorer
 from tierfs.train.retention import Retention
-from tierfs.train.run import About, RunDirectory, SavedStep
+from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, checked_step
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
 from tierfs.train.state import as_state
 from tierfs.train.timing import StepTimer
@@ -128,10 +128,10 @@ class Manager:
         self._on_corrupt = on_corrupt
         self._run_id = secrets.token_hex(8)
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
-        self._last: tuple[int, Any, Mapping[str, float] | None] | None = None
-        self._history: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=HISTORY_STEPS)
+        self._last: tuple[int, Any, Mapping[str, Any]] | None = None
+        self._history: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=HISTORY_STEPS)
         self._restored: Restored | None = None  # None once a step was made since
-        self._is_stopping = False
+        self._is_stopping = self._is_closed = False
         self._signal = 0
         self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._is_saving)
 
@@ -156,24 +156,26 @@ class Manager:
         Every rank calls this after every step.
 
         Args:
-            step: The step that was made.
+            step: The step that was made, from 0 to 10**18 - 1.
             state: A `TrainState`, or a dict of tensors and objects with ``state_dict``. It is only read. Training may
                 change it after this returns.
-            metrics: Numbers by name. They are kept with the checkpoint for `best` and keep policies, and recorded for
+            metrics: Numbers by name, or tensors of one number. They are kept with the checkpoint for `best` and keep policies, and recorded for
                 `verify_resume` even if this step is not saved.
 
         Returns:
             The save; ``None`` if there is none at this step.
 
         Raises:
-            InvalidInputError: The state cannot be saved.
+            InvalidInputError: The state cannot be saved, an argument is invalid, or the manager is closed.
             ConflictError: Ranks are not at the same step.
             TierfsError: Too many saves failed, or no step has reached the object tier within ``max_age``.
         """
-        self._last = step, state, metrics
+        self._check_open()
+        step, taken = checked_step(step), checked_metrics(metrics)
+        self._last = step, state, taken
         self._restored = None
-        if metrics:
-            self._history.append((step, metrics))
+        if taken:
+            self._history.append((step, taken))
         with self._decider.at_step(step) as agreed:
             return self._act(agreed)
 
@@ -260,10 +262,12 @@ class Manager:
             The save in flight. If it fails, its ``error`` and `errors` tell the reason.
 
         Raises:
-            InvalidInputError: The state or an argument is invalid.
+            InvalidInputError: The state or an argument is invalid, or the manager is closed.
         """
         if kind not in KINDS:
             raise InvalidInputError(f"kind must be 'full' or 'light', not {kind!r}")
+        self._check_open()
+        step, taken = checked_step(step), checked_metrics(metrics)
         last = self._handles[-1] if self._handles else None
         if last is not None and last.step == step and last.kind == kind and not force and not self._has_failed(last):
             return last
@@ -272,7 +276,8 @@ class Manager:
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
             self._handles[0].settle(self._timeout_s)
-        order = SaveOrder(step, kind, metrics=dict(metrics or {}), history=tuple(self._history), overwrite=overwrite)
+        numbers = {name: float(value) for name, value in taken.items()}
+        order = SaveOrder(step, kind, metrics=numbers, history=tuple(self._history), overwrite=overwrite)
         handle = SaveHandle(self._run, order)
         try:
             values, said = as_state(state).to_save(step, kind)
@@ -289,6 +294,10 @@ class Manager:
         handle.blocked_s = time.perf_counter() - begun
         self._decider.made_save(step, handle.blocked_s)
         return handle
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidInputError(f"{self._run.url}: the manager is closed: it saves nothing any more")
 
     def _has_failed(self, handle: SaveHandle) -> bool:
         """Return whether any rank knows that a save failed. A collective: ranks notice it at different times."""
@@ -476,6 +485,7 @@ class Manager:
 
     def close(self) -> None:
         """Restore the previous signal handlers, and wait for the saves in flight, at most ``timeout``."""
+        self._is_closed = True
         self._decider.close()
         if not self._saves.close(self._timeout_s):
             _logger.error("%s: a save did not finish within %g s", self._run.url, self._timeout_s)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from tierfs.checkpoint.catalog import Candidate, Standing, standing
 from tierfs.checkpoint.notes import DAMAGED, METRICS, PINNED, RECORD, is_pinned, metrics_of, read_note
@@ -23,15 +26,47 @@ from tierfs.store import Store, delete, directories_in, list_directory, open_ent
 from tierfs.store.commit import Commits
 from tierfs.store.transfers import transfers
 
-__all__ = ["ABOUT", "OWN", "About", "RunDirectory", "SavedStep"]
+__all__ = ["ABOUT", "OWN", "About", "RunDirectory", "SavedStep", "checked_metrics", "checked_step"]
 
 ABOUT = "tierfs.about"
 """The name of the value that holds a checkpoint's own description."""
 OWN = "rank_"
 """Prefix of the names of values that belong to one rank: random generators, the data loader."""
 NOTE_BYTES_MAX = 256 << 20
+STEP_MAX = 10**18 - 1
 _STEP = re.compile(r"step_([0-9]{1,18})")
 _logger = logging.getLogger("tierfs.train")
+
+
+def checked_step(step: Any) -> int:
+    """Return a step as an integer.
+
+    Raises:
+        InvalidInputError: It is not an integer from 0 to `STEP_MAX`. A checkpoint of any other step would not be found.
+    """
+    try:
+        found = operator.index(step)
+    except TypeError:
+        found = -1
+    if not 0 <= found <= STEP_MAX:
+        raise InvalidInputError(f"step={step!r}: a step is an integer from 0 to {STEP_MAX}")
+    return found
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of metrics, which later changes do not affect. It may hold tensors: they are not read here.
+
+    Raises:
+        InvalidInputError: A metric is not a number.
+    """
+    found: dict[str, Any] = {}
+    for name, value in (metrics or {}).items():
+        is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+        try:
+            found[name] = value.detach().clone() if is_tensor else float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidInputError(f"metrics: {name!r} is not a number: {error}") from error
+    return found
 
 
 @dataclass(frozen=True, slots=True)
