@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierfs
-from tierfs.dcp import TierLoadPlanner, TierReader
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.errors import InvalidInputError
 from tierfs.session import open_store, parse_url
 
@@ -201,3 +201,14 @@ def test_all_of_numpy_can_be_allowed_together(save_object):
     saved = {"state": np.random.RandomState(5).get_state(), "scalar": np.float32(2.5), "text": np.array(["a", "bc"])}
     loaded = load(save_object(saved), TierLoadPlanner(allow=allow))
     assert repr(loaded) == repr(saved)
+
+
+def test_a_value_comes_back_under_a_key_that_is_no_text(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    url = f"tierfs::file://{tmp_path}/store/run"
+    dcp.save(
+        {"a": {0: {"n": 5}, None: "x", 2.5: [7], "b": [{3: 4}]}}, storage_writer=TierWriter(url, ram="0", nvme="0")
+    )
+    found = {"a": {0: {"n": 0}, None: "", 2.5: [], "b": [{3: 0}]}}
+    dcp.load(found, storage_reader=TierReader(url, ram="0", nvme="0"), planner=TierLoadPlanner())
+    assert found == {"a": {0: {"n": 5}, None: "x", 2.5: [7], "b": [{3: 4}]}}

@@ -6,11 +6,13 @@ a checkpoint can run code wherever it is loaded.
 
 from __future__ import annotations
 
+import functools
 import io
+import operator
 import pickle
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,12 +87,39 @@ def object_loader(planner: Any) -> Callable[[ReadItem, io.BytesIO], None]:
 
 def _load_object(planner: Any, read_item: ReadItem, value: io.BytesIO, allow: Sequence[Any]) -> None:
     fqn = read_item.dest_index.fqn
-    hint = "if you trust its source, import {modules}, and load with planner=TierLoadPlanner(allow=[{name}])"
+    hint = (
+        "if you trust its source, import {modules}, and load with planner=TierLoadPlanner(allow=[{name}]), or call "
+        "torch.serialization.add_safe_globals([{name}]) first"
+    )
     loaded = unpickle_safely(repr(fqn), value, allow=allow, hint=hint)
     if planner.flatten_state_dict:
-        set_element(planner.original_state_dict, planner.mappings[fqn], loaded)
+        path = _keys_of(planner.original_state_dict, planner.mappings[fqn])
+        if path is None:
+            set_element(planner.original_state_dict, planner.mappings[fqn], loaded)
+        else:
+            functools.reduce(operator.getitem, path[:-1], planner.original_state_dict)[path[-1]] = loaded
     else:
         planner.state_dict[fqn] = loaded
+
+
+def _keys_of(state: Any, path: Sequence[Any]) -> list[Any] | None:
+    """Return the keys and indexes that lead to a value in a state; ``None`` if there is no value.
+
+    A path of torch has the text of each key. `set_element` would add an object under the text ``"0"`` beside the key
+    ``0``, and leave the value of that key unchanged.
+    """
+    keys = []
+    for part in path:
+        key = part
+        if isinstance(state, Mapping) and part not in state:
+            is_number = isinstance(part, str) and part.isdecimal() and int(part) in state
+            key = int(part) if is_number else next((each for each in state if str(each) == part), part)
+        try:
+            state = state[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+        keys.append(key)
+    return keys
 
 
 def unpickle_safely(
