@@ -313,3 +313,13 @@ def test_a_closed_manager_saves_nothing(root):
         with pytest.raises(InvalidInputError, match="the manager is closed"):
             call(2, state(2))
     run.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [({1}, {2}), (torch.Size([1]), torch.Size([2]))])
+def test_a_value_that_nothing_compares_is_saved_again(root, first, second):
+    found = {"weight": torch.zeros(3), "note": None}
+    with manager(root) as run:
+        run.save(1, {"weight": torch.ones(3), "note": first}).wait(timeout=30)
+        run.save(1, {"weight": torch.ones(3), "note": second}, force=True).wait(timeout=30)
+        run.restore(found)
+    assert found["note"] == second

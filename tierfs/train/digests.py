@@ -13,7 +13,7 @@ from tierfs.dcp.save.replicas import RemoteReplica
 from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.digest import CHUNK_BYTES, checksum
 
-__all__ = ["digests_of", "first_difference", "leaves"]
+__all__ = ["digests_of", "first_difference", "has_others", "leaves"]
 
 TENSOR, VALUE = "t", "v"
 """The first letter of a digest: of a tensor, or of another value."""
@@ -65,22 +65,35 @@ def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mappin
     return ""
 
 
-def _digest(value: Any) -> str | None:
-    if isinstance(value, RemoteReplica):
-        return None
+def has_others(state: Mapping[str, Any]) -> bool:
+    """Return whether this rank saves values of types without a digest. Nothing tells whether they have changed."""
+    return any(not _has_digest(value) and not isinstance(value, RemoteReplica) for _, value in leaves(state))
+
+
+def _has_digest(value: Any) -> bool:
     if isinstance(value, DTensor):
         value = value.to_local()
     if type(value) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
-        if value.layout is not torch.strided or value.is_quantized:
-            return None
+        return value.layout is torch.strided and not value.is_quantized
+    return _is_array(value) or _is_plain(value)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject
+
+
+def _digest(value: Any) -> str | None:
+    if not _has_digest(value):
+        return None
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, torch.Tensor):
         return TENSOR + _of(repr((value.dtype, tuple(value.shape))), bytes_of(value))
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    if _is_array(value):
         return VALUE + _of(
             repr((value.dtype.str, value.shape)), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
         )
-    if _is_plain(value):
-        return VALUE + _of(repr(value), memoryview(b""))
-    return None
+    return VALUE + _of(repr(value), memoryview(b""))
 
 
 def _is_plain(value: Any) -> bool:

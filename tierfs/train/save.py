@@ -21,7 +21,7 @@ from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World
-from tierfs.train.digests import TENSOR, digests_of, first_difference
+from tierfs.train.digests import TENSOR, digests_of, first_difference, has_others
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.proof import encode_history
 from tierfs.train.reasons import reason_of
@@ -164,16 +164,19 @@ class SaveThread:
         world, group = self._world, self._world.saving
         problem = None if order.problem is None else str(order.problem)
         history = encode_history(order.history)
-        told = world.gather((digests, problem, handle.begin(), self._is_stale(order, digests), history), group)
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _, _) in enumerate(told) if problem]
+        stale, others = self._is_stale(order, digests), has_others(order.staged)
+        told = world.gather((digests, problem, handle.begin(), stale, history, others), group)
+        problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _, _, _) in enumerate(told) if problem]
         if problems:
             raise order.problem or TierfsError(f"{handle.url}: another rank could not save: {'; '.join(problems)}")
-        if any(is_cancelled for _, _, is_cancelled, _, _ in told):
+        if any(is_cancelled for _, _, is_cancelled, _, _, _ in told):
             raise TierfsError(f"{handle.url}: the save was cancelled")
-        if all(is_stale for _, _, _, is_stale, _ in told):
+        if all(is_stale for _, _, _, is_stale, _, _ in told):
             self._say_stale(handle)
-        record = {"ranks": [each for each, _, _, _, _ in told], "history": [each for _, _, _, _, each in told]}
+        record = {"ranks": [each for each, _, _, _, _, _ in told], "history": [each for _, _, _, _, each, _ in told]}
         found = world.from_first(self._look(order, record) if world.is_first else None, group)
+        if found == "same" and any(has_others for _, _, _, _, _, has_others in told):
+            found = ""  # values that nothing compares may differ
         if found == "other":
             raise AlreadyExistsError(
                 f"{handle.url} already exists with other content: save with overwrite=True to replace it",
