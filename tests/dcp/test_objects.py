@@ -228,7 +228,7 @@ def test_the_advice_loads_a_value_when_it_is_followed(value, caplog):
         unpickle_safely("'v'", pickled(value), hint=hint)
     for advice in (saving, str(raised.value)):
         space = {"TierLoadPlanner": TierLoadPlanner}
-        modules, call = re.search(r"(import [\w., ]+), and .*planner=(TierLoadPlanner.*)$", advice).groups()
+        modules, call = re.search(r"(import [\w., ]+), and .*planner=(TierLoadPlanner\([^)]*\))", advice).groups()
         exec(modules, space)
         planner = eval(call, space)
         found = unpickle_safely("'v'", pickled(value), allow=planner._allow)

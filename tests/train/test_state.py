@@ -1,6 +1,9 @@
 """A run that is restored from its complete state continues as if it had never stopped."""
 
+import logging
 import random
+import re
+from collections import Counter, deque
 
 import numpy as np
 import pytest
@@ -176,3 +179,21 @@ def test_what_a_checkpoint_brings_along_is_not_run():
 def test_what_is_no_packed_value_is_refused(text):
     with pytest.raises(FormatError):
         unpack(text, "it")
+
+
+def test_the_milestones_of_a_scheduler_stay_a_counter():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4])
+    found = unpack(pack(scheduler.state_dict()), "it")["milestones"]
+    assert (type(found), found) == (Counter, Counter([2, 4, 4]))
+
+
+def test_what_loading_has_to_allow_is_told_when_it_is_saved(caplog):
+    value = {"at": deque([1, 2], maxlen=3)}
+    with caplog.at_level(logging.WARNING, "tierfs.dcp"):
+        text = pack(value)
+    assert "torch.serialization.add_safe_globals([collections.deque])" in caplog.text
+    with pytest.raises(InvalidInputError, match=re.escape("add_safe_globals([collections.deque])")):
+        unpack(text, "it")
+    with torch.serialization.safe_globals([deque]):
+        assert unpack(text, "it") == value

@@ -259,8 +259,8 @@ def check_object(fqn: str, data: memoryview) -> None:
         _warned.update(fresh)
         _logger.warning(
             "%r is built with %s, which loading does not allow by default: to load it, import %s, and pass "
-            "planner=TierLoadPlanner(allow=[%s])",
-            fqn, ", ".join(needed), ", ".join(dict.fromkeys(needed.values())), ", ".join(needed),
+            "planner=TierLoadPlanner(allow=[%s]), or call torch.serialization.add_safe_globals([%s]) first",
+            fqn, ", ".join(needed), ", ".join(dict.fromkeys(needed.values())), ", ".join(needed), ", ".join(needed),
         )  # fmt: skip
 
 

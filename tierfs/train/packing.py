@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
+from tierfs.dcp.objects import check_object
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.digest import Buffer
@@ -18,18 +20,19 @@ from tierfs.errors import FormatError, InvalidInputError, TierfsError
 
 __all__ = ["pack", "unpack"]
 
+_HINT = "if you trust its source, import {modules}, and call torch.serialization.add_safe_globals([{name}]) first"
 _AS_THEY_ARE = (bool, int, float, str, type(None))
 
 
 def pack(value: Any) -> str:
     """Encode a value as JSON.
 
-    Plain values, lists, tuples, sets, dicts, bytes, CPU tensors and NumPy arrays come back exactly. A subclass of dict
-    comes back as a dict. Any other value is pickled by ``torch.save``.
+    Plain values, lists, tuples, sets, dicts, bytes, CPU tensors and NumPy arrays come back exactly, and so does a Counter.
+    Any other subclass of dict comes back as a dict. Any other value is pickled by ``torch.save``.
 
     Raises:
         InvalidInputError: NumPy cannot describe the dtype of an array: another package defines it, or its fields
-            overlap.
+            overlap. Or a value could not be loaded, whatever is allowed.
     """
     return json.dumps(_encode(value), separators=(",", ":"))
 
@@ -64,6 +67,8 @@ def _encode(value: Any) -> Any:
     if kind in {set, frozenset}:
         # A set has no order, but equal sets must give equal text.
         return {kind.__name__: sorted((_encode(inner) for inner in value), key=json.dumps)}
+    if kind is Counter:
+        return {"counter": [[_encode(key), _encode(inner)] for key, inner in value.items()]}
     if isinstance(value, dict):  # subclasses, too: an object that loads one accepts a dict
         return {"dict": [[_encode(key), _encode(inner)] for key, inner in value.items()]}
     if kind is bytes:
@@ -75,6 +80,7 @@ def _encode(value: Any) -> Any:
         return {name: [_encode(_described(value.dtype)), list(value.shape), _text(value.tobytes())]}
     buffer = io.BytesIO()
     torch.save(value, buffer)
+    check_object(kind.__name__, buffer.getbuffer())
     return {"pickle": _text(buffer.getvalue())}
 
 
@@ -99,8 +105,9 @@ def _decode(value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
-    if kind == "dict":
-        return {_decode(key, where): _decode(inner, where) for key, inner in content}
+    if kind in {"dict", "counter"}:
+        pairs = {_decode(key, where): _decode(inner, where) for key, inner in content}
+        return pairs if kind == "dict" else Counter(pairs)
     if kind in {"tuple", "set", "frozenset"}:
         make: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
         return make(_decode(inner, where) for inner in content)
@@ -114,7 +121,7 @@ def _decode(value: Any, where: str) -> Any:
         array = np.frombuffer(base64.b64decode(text, validate=True), dtype).reshape(shape).copy()
         return array if kind == "array" else array[()]
     if kind == "pickle":
-        return unpickle_safely(where, io.BytesIO(base64.b64decode(content, validate=True)))
+        return unpickle_safely(where, io.BytesIO(base64.b64decode(content, validate=True)), hint=_HINT)
     raise FormatError(f"{where} has a {kind!r}, which this version does not know")
 
 
