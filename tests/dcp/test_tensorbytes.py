@@ -92,3 +92,12 @@ def test_a_buffer_that_does_not_fit_or_may_not_be_written_is_refused():
 
 def test_names_of_safetensors_are_each_for_one_dtype():
     assert len(set(SAFETENSORS_NAMES.values())) == len(SAFETENSORS_NAMES)
+
+
+@pytest.mark.parametrize(("shape", "stride"), [((1,), (2,)), ((1,), (0,)), ((1, 1), (7, 5)), ((1, 3), (9, 1))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.complex64, torch.bool])
+def test_one_element_may_have_any_strides(dtype, shape, stride):
+    memory = torch.arange(40).to(torch.uint8).repeat(8).view(torch.uint8)
+    tensor = (memory % 2 if dtype is torch.bool else memory).view(dtype)[1:].as_strided(shape, stride)
+    assert bytes_of(tensor) == bytes_of(tensor.clone(memory_format=torch.contiguous_format).reshape(-1).clone())
+    assert writable_bytes(tensor) == bytes_of(tensor)

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
+from tierfs.device.accelerator import as_bytes
 from tierfs.digest import Buffer
 from tierfs.errors import InvalidInputError
 
@@ -177,7 +178,7 @@ def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:
 
 
 def _flat(tensor: Any) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(as_bytes(tensor).numpy())
 
 
 def lies_nowhere(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "CudaAccelerator",
     "Event",
     "accelerator_of",
+    "as_bytes",
     "has_accelerator",
     "register_accelerator",
     "view_of",
@@ -208,7 +209,7 @@ class CudaAccelerator:
                 continue
             dtype, pair = source.dtype, (target, source)
             if dtype not in _FUSED:
-                dtype, pair = torch.uint8, (target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8))
+                dtype, pair = torch.uint8, (as_bytes(target), as_bytes(source))
             to, begin = fused.setdefault(dtype, ([], []))
             to.append(pair[0])
             begin.append(pair[1])
@@ -281,6 +282,14 @@ class CudaAccelerator:
 def view_of(memory: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous view of uint8 memory at an offset, with the dtype and shape of a tensor."""
     return memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as a flat tensor that shares its memory.
+
+    A tensor of one element counts as contiguous whatever its strides are, and ``view(-1)`` would keep them.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _has_cupy() -> bool:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from tierfs import digest
-from tierfs.device.accelerator import Accelerator, Event
+from tierfs.device.accelerator import Accelerator, Event, as_bytes
 from tierfs.device.detached import detached
 from tierfs.device.digests import DIGEST_BYTES, cut_blocks
 from tierfs.device.drain import Drain, DrainPiece
@@ -383,8 +383,7 @@ def _is_small(region: MemoryRegion) -> bool:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor. Copy it only if it is not contiguous, or is conjugated or negated lazily."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8)
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -17,6 +17,7 @@ import torch
 
 from tierfs import kernels
 from tierfs.dcp.tensorbytes import lies_nowhere
+from tierfs.device.accelerator import as_bytes
 from tierfs.processors import processors
 
 __all__ = ["LARGE_BYTES", "Batch", "copy_large", "copy_tensors"]
@@ -77,8 +78,8 @@ def copy_tensors(batches: Iterable[Batch]) -> None:
                 targets.append(target)
                 sources.append(source)
             elif _is_plain(source):
-                targets.append(target.view(-1).view(torch.uint8))
-                sources.append(source.detach().view(-1).view(torch.uint8))
+                targets.append(as_bytes(target))
+                sources.append(as_bytes(source))
             else:
                 target.copy_(source)
     if targets:
