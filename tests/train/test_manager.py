@@ -1,6 +1,7 @@
 """One rank saves, restores and inspects its checkpoints through the manager."""
 
 import logging
+import os
 import threading
 from collections import Counter
 
@@ -323,3 +324,42 @@ def test_a_value_that_nothing_compares_is_saved_again(root, first, second):
         run.save(1, {"weight": torch.ones(3), "note": second}, force=True).wait(timeout=30)
         run.restore(found)
     assert found["note"] == second
+
+
+@pytest.mark.parametrize("wrong", [None, torch.nn.Linear(1, 1), [torch.ones(1)]])
+def test_a_state_that_is_no_mapping_is_refused(root, wrong):
+    with manager(root) as run:
+        with pytest.raises(InvalidInputError, match="give a TrainState or a dict"):
+            run.save(1, wrong)
+        with pytest.raises(InvalidInputError, match="give a TrainState or a dict"):
+            run.restore(wrong)
+        assert run.errors == []
+
+
+def test_one_pattern_may_be_given_as_it_is(root):
+    found = blank()
+    with manager(root) as run:
+        run.save(1, state(1))
+        run.restore(found, only="model.*")
+    assert same(found, {**blank(), "model": state(1)["model"]})
+
+
+def test_a_pattern_without_a_value_is_refused(root):
+    with manager(root) as run:
+        run.save(1, state(1))
+        with pytest.raises(InvalidInputError, match=r"no value that matches only=\['modle\.\*'\]"):
+            run.restore(blank(), only=["modle.*"])
+
+
+def test_a_forked_child_cannot_save_with_its_parents_manager(root):
+    with manager(root) as run:
+        run.save(1, state(1)).wait(timeout=30)
+        child = os.fork()
+        if not child:
+            try:
+                run.save(2, state(2))
+            except InvalidInputError as error:
+                os._exit(7 if "belongs to its parent" in str(error) else 1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        run.save(3, state(3)).wait(timeout=30)

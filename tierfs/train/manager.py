@@ -127,6 +127,7 @@ class Manager:
         self._restorer = Restorer(self._run, options, self._world)
         self._on_corrupt = on_corrupt
         self._run_id = secrets.token_hex(8)
+        self._pid = os.getpid()
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
         self._last: tuple[int, Any, Mapping[str, Any]] | None = None
         self._history: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=HISTORY_STEPS)
@@ -267,7 +268,7 @@ class Manager:
         if kind not in KINDS:
             raise InvalidInputError(f"kind must be 'full' or 'light', not {kind!r}")
         self._check_open()
-        step, taken = checked_step(step), checked_metrics(metrics)
+        step, taken, parts = checked_step(step), checked_metrics(metrics), as_state(state)
         last = self._handles[-1] if self._handles else None
         if last is not None and last.step == step and last.kind == kind and not force and not self._has_failed(last):
             return last
@@ -280,7 +281,7 @@ class Manager:
         order = SaveOrder(step, kind, metrics=numbers, history=tuple(self._history), overwrite=overwrite)
         handle = SaveHandle(self._run, order)
         try:
-            values, said = as_state(state).to_save(step, kind)
+            values, said = parts.to_save(step, kind)
             timer = self._decider.timer
             about = About(step, kind, self._world.size, self._run_id, timer.blocked_s, timer.save_s, said)
             staged: Any = self._writer.stage(about.added_to(values))
@@ -298,6 +299,10 @@ class Manager:
     def _check_open(self) -> None:
         if self._is_closed:
             raise InvalidInputError(f"{self._run.url}: the manager is closed: it saves nothing any more")
+        if os.getpid() != self._pid:
+            raise InvalidInputError(
+                f"{self._run.url}: this process was forked, and the manager belongs to its parent: make another one here"
+            )
 
     def _has_failed(self, handle: SaveHandle) -> bool:
         """Return whether any rank knows that a save failed. A collective: ranks notice it at different times."""
@@ -343,14 +348,14 @@ class Manager:
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
-    def restore(self, state: Any, *, step: int | None = None, only: Sequence[str] = ()) -> Restored | None:
+    def restore(self, state: Any, *, step: int | None = None, only: Sequence[str] | str = ()) -> Restored | None:
         """Load the newest step that every rank can load, in place. A collective.
 
         Args:
             state: As for `step`.
             step: Load this step instead of the newest one.
-            only: Shell patterns of names, such as ``["model.*"]``. The rest of the state stays unchanged. ``()`` loads
-                all of it.
+            only: Shell patterns of names, such as ``["model.*"]``, or one of them. The rest of the state stays
+                unchanged. ``()`` loads all of it.
 
         Returns:
             The outcome; ``None`` only if the root has no complete checkpoint.
@@ -359,9 +364,11 @@ class Manager:
             CorruptionError: There are checkpoints, but none can be loaded. With ``step``, that one is missing or
                 damaged. With ``on_corrupt="raise"``, the newest one is damaged. The state may hold parts of a
                 checkpoint.
+            InvalidInputError: The state is invalid, or no saved value matches ``only``.
             Exception: Loading failed for a reason that an older step would not avoid.
         """
         self.wait(self._timeout_s)
+        only = (only,) if isinstance(only, str) else only
         found = self._restorer.restore(state, step=step, only=only, on_corrupt=self._on_corrupt)
         timer = self._decider.timer = StepTimer()
         if found is not None and found.about is not None:

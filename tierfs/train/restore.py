@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from tierfs.dcp import TierLoadPlanner, TierReader
-from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.train.agree import World
 from tierfs.train.reasons import reason_of
 from tierfs.train.run import ABOUT, OWN, About, RunDirectory
-from tierfs.train.state import Wanted, as_state
+from tierfs.train.state import DictState, TrainState, Wanted, as_state
 
 __all__ = ["Restored", "Restorer"]
 
@@ -114,10 +114,12 @@ class Restorer:
             NotFoundError: The given step was never saved, or was removed.
             CorruptionError: No complete step can be loaded, or the given one is incomplete or damaged. The state may
                 hold parts of a checkpoint.
+            InvalidInputError: The state is invalid, or no saved value matches ``only``.
             Exception: Loading failed for a reason that another step would not avoid.
         """
         passed_over: dict[int, str] = {}
         bound: int | None = None
+        parts = as_state(state)
         while True:
             found, problem = self._newest(bound, passed_over) if step is None else self._that(step)
             if found == NONE:
@@ -126,7 +128,7 @@ class Restorer:
                 return None
             if not problem:
                 try:
-                    return self._load(found, state, only, passed_over)
+                    return self._load(found, parts, only, passed_over)
                 except CheckpointException as error:
                     problem = _damage_in(error)
                     if not problem:
@@ -191,13 +193,17 @@ class Restorer:
         except _PASSED_OVER as error:
             return str(error)
 
-    def _load(self, step: int, state: Any, only: Sequence[str], passed_over: Mapping[int, str]) -> Restored:
+    def _load(
+        self, step: int, parts: TrainState | DictState, only: Sequence[str], passed_over: Mapping[int, str]
+    ) -> Restored:
         run, world = self._run, self._world
         about, names = self._description(step)
         kind = about.kind if about is not None else "full"
-        parts = as_state(state)
         planner = _Planner(only)
-        values = parts.to_load(Wanted(kind, about, names, [name for name in names if planner.is_wanted(name)]))
+        wanted = [name for name in names if planner.is_wanted(name)]
+        if only and not wanted:
+            raise InvalidInputError(f"{run.url_of(step)} has no value that matches only={list(only)}")
+        values = parts.to_load(Wanted(kind, about, names, wanted))
         before = self._read_bytes()
         dcp.load(
             values,

@@ -306,7 +306,15 @@ class DictState:
 
 
 def as_state(state: Any) -> TrainState | DictState:
-    """Return a user's state with the interface of `TrainState`: wrap a mapping, return anything else as it is."""
+    """Return a user's state with the interface of `TrainState`, and wrap a mapping.
+
+    Raises:
+        InvalidInputError: The state is neither a mapping nor a `TrainState`.
+    """
+    if not isinstance(state, Mapping) and not hasattr(state, "to_save"):
+        raise InvalidInputError(
+            f"the state is a {type(state).__name__}: give a TrainState or a dict, {{'model': model}}"
+        )
     found: TrainState | DictState = DictState(state) if isinstance(state, Mapping) else state
     return found
 
