@@ -146,3 +146,38 @@ def test_saved_values_without_a_place_are_named(root):
     assert not restored.is_exact
     assert "2 saved values have no place in the state" in restored.notes[0]
     assert "'average', 'note'" in restored.notes[0]
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.5)
+
+
+def test_a_save_that_fails_leaves_an_optimizer_as_it_is(root):
+    model = Heads()
+    optimizer = lbfgs(model)
+    with Manager(root, **OPTIONS) as run:
+        handle = run.save(0, complete(model, optimizer))
+        handle.settle(30)
+    assert isinstance(handle.error, TypeError)  # torch steps it without a closure
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert model.used.weight.grad is None
+
+
+def test_an_optimizer_that_cannot_be_prepared_is_named(root, caplog):
+    model = Heads()
+    optimizer = lbfgs(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(3)) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    other = Heads()
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, as_dict(model, optimizer))
+        restored = run.restore(as_dict(other, lbfgs(other)))
+    assert "a LBFGS can load only the state that it has by now" in caplog.text
+    assert "optimizer.state.0" in restored.notes[0]
+    assert same(other.state_dict(), model.state_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from tierfs.train.run import About
 
 __all__ = ["DictState", "TrainState", "as_state"]
 
+_logger = logging.getLogger("tierfs.train")
 FULL_ONLY = "optimizer"
 """The entry of a dict that a light checkpoint leaves out."""
 LEFT_OUT = ("optimizer", "data loader", "scaler", "extra values")
@@ -240,7 +242,8 @@ class TrainState:
 
     def _optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         is_new = not optimizer.state
-        found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
+        with _unchanged(optimizer):
+            found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
         if is_new:
             # torch made a step with zero gradients for it. Going on from there differs from a new optimizer's first step.
             optimizer.state.clear()
@@ -287,8 +290,11 @@ class DictState:
         values = {}
         for name, value in self._of_kind(wanted.kind):
             if isinstance(value, torch.optim.Optimizer) and wanted.has(name):
-                with _complete_state(value, wanted):
-                    _init_optim_state(value)
+                try:
+                    with _complete_state(value, wanted):
+                        _init_optim_state(value)
+                except Exception as error:  # noqa: BLE001 - a step without a closure may raise anything
+                    _logger.warning("a %s can load only the state that it has by now: %s", type(value).__name__, error)
                 values[name] = value.state_dict()
                 values[name]["state"] = wanted.saved_in(f"{name}.state", values[name]["state"])
             else:
@@ -334,24 +340,41 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
+def _unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[torch.Tensor]]:
+    """Yield the parameters, and restore their gradients and the learning rates.
+
+    torch changes both while it makes an optimizer's state, and leaves them so if that fails.
+    """
+    groups = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    gradients = [each.grad for each in parameters]
+    try:
+        yield parameters
+    finally:
+        for group, rate in groups:
+            group["lr"] = rate
+        for each, gradient in zip(parameters, gradients, strict=True):
+            each.grad = gradient
+
+
+@contextmanager
 def _complete_state(optimizer: torch.optim.Optimizer, wanted: Wanted) -> Iterator[None]:
-    """Let torch make the state of every parameter anew, to load into.
+    """Let torch make the state of every parameter anew, to load into. If that fails, the state stays as it was.
 
     torch makes it only for an optimizer that has neither state nor gradients. Without it, saved state would be skipped.
     """
-    if wanted.is_partial:  # the rest of the state stays
-        yield
-        return
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    gradients = [each.grad for each in parameters]
-    optimizer.state.clear()
-    for each in parameters:
-        each.grad = None
-    try:
-        yield
-    finally:
-        for each, gradient in zip(parameters, gradients, strict=True):
-            each.grad = gradient
+    before = dict(optimizer.state)
+    with _unchanged(optimizer) as parameters:
+        if not wanted.is_partial:  # otherwise the rest of the state stays
+            optimizer.state.clear()
+            for each in parameters:
+                each.grad = None
+        try:
+            yield
+        except BaseException:
+            optimizer.state.clear()
+            optimizer.state.update(before)
+            raise
 
 
 def _state_of(value: Any) -> Any:
