@@ -197,3 +197,41 @@ def test_what_loading_has_to_allow_is_told_when_it_is_saved(caplog):
         unpack(text, "it")
     with torch.serialization.safe_globals([deque]):
         assert unpack(text, "it") == value
+
+
+class Lazy:
+    """A data loader that makes its iterator when it is first needed, as torchdata's, and draws a number for it."""
+
+    def __init__(self):
+        self.iterator, self.at = None, 0
+
+    def __iter__(self):
+        if self.iterator is None:
+            torch.rand(1)
+            self.iterator = iter(range(self.at, 100))
+        return self
+
+    def __next__(self):
+        self.at = next(self.iterator) + 1
+        return self.at
+
+    def state_dict(self):
+        iter(self)
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.iterator, self.at = None, state["at"]
+
+
+def test_a_loader_that_draws_for_its_iterator_goes_on_exactly(root):
+    model = torch.nn.Linear(1, 1)
+    loader = Lazy()
+    batches = iter(loader)
+    next(batches)
+    with Manager(root, **OPTIONS) as run:
+        run.save(0, TrainState(model=model, optimizer=None, scheduler=None, dataloader=loader))
+    expected = next(batches), torch.rand(1)
+    other = Lazy()
+    with Manager(root, **OPTIONS) as run:
+        assert run.restore(TrainState(model=model, optimizer=None, scheduler=None, dataloader=other)).is_exact
+    assert (next(iter(other)), torch.rand(1)) == expected

@@ -235,6 +235,9 @@ class TrainState:
             states = unpack(own["loader"], "loader")
             for loader, state in zip(_listed(self.dataloader), states, strict=True):
                 loader.load_state_dict(state)
+                # torchdata's loader makes its iterator here instead of in the loop. The uninterrupted run has one already,
+                # and making it draws a random number.
+                loader.state_dict()
         if own["rng"]:
             # Last, because the steps before may have drawn random numbers.
             notes += set_generators(unpack(own["rng"], "rng"))
