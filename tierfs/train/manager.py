@@ -160,8 +160,8 @@ class Manager:
             step: The step that was made, from 0 to 10**18 - 1.
             state: A `TrainState`, or a dict of tensors and objects with ``state_dict``. It is only read. Training may
                 change it after this returns.
-            metrics: Numbers by name, or tensors of one number. They are kept with the checkpoint for `best` and keep policies, and recorded for
-                `verify_resume` even if this step is not saved.
+            metrics: Numbers by name, or tensors of one number. They are kept with the checkpoint for `best` and keep
+                policies, and recorded for `verify_resume` even if this step is not saved.
 
         Returns:
             The save; ``None`` if there is none at this step.
@@ -298,7 +298,7 @@ class Manager:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise InvalidInputError(f"{self._run.url}: the manager is closed: it saves nothing any more")
+            raise InvalidInputError(f"{self._run.url}: the manager is closed and cannot save")
         if os.getpid() != self._pid:
             raise InvalidInputError(
                 f"{self._run.url}: this process was forked, and the manager belongs to its parent: make another one here"

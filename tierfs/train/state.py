@@ -297,7 +297,7 @@ class DictState:
                     with _complete_state(value, wanted):
                         _init_optim_state(value)
                 except Exception as error:  # noqa: BLE001 - a step without a closure may raise anything
-                    _logger.warning("a %s can load only the state that it has by now: %s", type(value).__name__, error)
+                    _logger.warning("a %s can load only the state that it has already: %s", type(value).__name__, error)
                 values[name] = value.state_dict()
                 values[name]["state"] = wanted.saved_in(f"{name}.state", values[name]["state"])
             else:
