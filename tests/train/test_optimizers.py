@@ -178,6 +178,6 @@ def test_an_optimizer_that_cannot_be_prepared_is_named(root, caplog):
     with Manager(root, **OPTIONS) as run:
         run.save(1, as_dict(model, optimizer))
         restored = run.restore(as_dict(other, lbfgs(other)))
-    assert "a LBFGS can load only the state that it has by now" in caplog.text
+    assert "a LBFGS can load only the state that it has already" in caplog.text
     assert "optimizer.state.0" in restored.notes[0]
     assert same(other.state_dict(), model.state_dict())
