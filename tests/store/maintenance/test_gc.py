@@ -125,6 +125,19 @@ def test_exclusive_deletes_at_once_and_is_refused_while_a_writer_has_a_lease(wor
     assert verify(world.open_on()).damage == []
 
 
+def test_an_exclusive_dry_run_changes_nothing_and_tells_the_truth(world):
+    three_files(world)
+    delete(world.store, "b")
+    world.clock.sleep(LEASE_S + 5)
+    before = {item.key: item.version for item in world.tier.list("")}
+    would = world.gc(dry_run=True, exclusive=True)
+    assert {item.key: item.version for item in world.tier.list("")} == before
+    did = world.gc(exclusive=True)
+    assert (would.deleted, would.condemned) == (did.deleted, did.condemned)
+    assert did.deleted.count == 1
+    assert world.gc(dry_run=True, exclusive=True).deleted.count == 0
+
+
 def test_a_writer_that_begins_during_an_exclusive_run_stops_it(world):
     three_files(world)
     delete(world.store, "b")

@@ -238,15 +238,18 @@ class _Run:
 
     def _delete_published(self) -> None:
         """With ``exclusive``: delete the chunks that were just condemned, unless a writer has a live lease."""
+        deleted, condemned = self._report.deleted, self._report.condemned
+        self._report.condemned = Tally()
+        if self._options.dry_run:
+            deleted.add(condemned.count, condemned.bytes)
+            return
         self._turn.renew()
         self._begun_ns = self._turn.now_ns
         self._check_leases()
         lists = read_lists(self._store, dict.fromkeys(self._published, True))
-        condemned = self._report.condemned
         for prefix in range(256):
             self._delete([(name, 0, epoch) for name, epoch in lists.ripe(prefix).items()])
-        self._report.deleted.bytes += condemned.bytes
-        self._report.condemned = Tally()
+        deleted.bytes += condemned.bytes
 
     def _finish(
         self, epochs: dict[int, EpochState], ripe: dict[int, bool], lists: CondemnedLists, interval_ns: int
