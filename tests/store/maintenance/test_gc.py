@@ -138,6 +138,17 @@ def test_an_exclusive_dry_run_changes_nothing_and_tells_the_truth(world):
     assert world.gc(dry_run=True, exclusive=True).deleted.count == 0
 
 
+def test_exclusive_deletes_what_an_earlier_run_condemned(world):
+    three_files(world)
+    delete(world.store, "b")
+    pass_grace(world)
+    assert world.gc().condemned.count == 1
+    would, did = world.gc(dry_run=True, exclusive=True), world.gc(exclusive=True)
+    assert (did.deleted.count, did.waiting.count) == (1, 0)
+    assert would.deleted == did.deleted
+    assert world.count(keys.CHUNKS) == 2
+
+
 def test_a_writer_that_begins_during_an_exclusive_run_stops_it(world):
     three_files(world)
     delete(world.store, "b")

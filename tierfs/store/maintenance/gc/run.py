@@ -90,7 +90,11 @@ class _Run:
             self._begun_ns = turn.now_ns  # the mark reads no state that is older
             interval_ns = self._check_leases()
             epochs = dict(turn.record.epochs)
-            ripe = {epoch: self._is_over(state.seen_ns, interval_ns) for epoch, state in epochs.items()}
+            # With `exclusive`, no writer has a live lease. A writer that begins now reads these lists first.
+            is_ripe_at_once = self._options.exclusive
+            ripe = {
+                epoch: is_ripe_at_once or self._is_over(state.seen_ns, interval_ns) for epoch, state in epochs.items()
+            }
             lists = read_lists(store, ripe)
             marked = mark(
                 store,
