@@ -23,7 +23,7 @@ from support.opened import know_no_store
 import tierfs
 from tierfs.cli import main
 from tierfs.cli.commands._status_table import UploadRate, one_line, table
-from tierfs.errors import StoreError
+from tierfs.errors import CorruptionError, StoreError
 from tierfs.flusher.priority import NICER
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.pending.levels import Level
@@ -447,6 +447,18 @@ def test_what_is_kept_of_a_conflict_can_be_exported(conflict, host, fail, tell):
     assert fail("flusher", "export", f"{conflict}/run/f0", str(target))[0] == 4
     assert fail("flusher", "export", f"{conflict}/run/f0")[0] == 2
     assert fail("flusher", "export", f"{conflict}/run/f9", str(host / "other"))[0] == 3
+    tell("flusher", "discard", f"{conflict}/run/f0")
+
+
+def test_an_export_that_fails_leaves_no_file(conflict, host, fail, tell, monkeypatch):
+    def broken(*_):
+        yield b"the first bytes"
+        raise CorruptionError("damaged")
+
+    assert fail("wait", conflict)[0] == 5
+    monkeypatch.setattr("tierfs.cli.files.transfer.read_pieces", broken)
+    assert fail("flusher", "export", f"{conflict}/run/f0", str(host / "ours"))[0] == 6
+    assert not (host / "ours").exists()
     tell("flusher", "discard", f"{conflict}/run/f0")
 
 

@@ -345,13 +345,19 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from tierfs.cli.files.transfer import read_pieces  # noqa: PLC0415 - only what a command needs
+    from tierfs.localfile import naming  # noqa: PLC0415
     from tierfs.session import open_store  # noqa: PLC0415
     from tierfs.store import open_conflict  # noqa: PLC0415
 
     store, path = open_store(_location(arguments))
     reader = open_conflict(store, path)
-    with open(arguments.file, "xb") as file:
-        file.writelines(read_pieces(reader, 0, reader.length))
+    with naming(arguments.file), open(arguments.file, "xb") as file:
+        try:
+            file.writelines(read_pieces(reader, 0, reader.length))
+            file.flush()
+        except BaseException:
+            os.unlink(arguments.file)
+            raise
     if arguments.json:
         print_json({"bytes": reader.length})
     else:
