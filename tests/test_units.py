@@ -3,7 +3,7 @@
 import pytest
 
 from tierfs.errors import InvalidInputError
-from tierfs.units import parse_share, parse_size
+from tierfs.units import bounded_timeout, parse_share, parse_size
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,24 @@ def test_a_share_of_more_than_all_is_refused(text):
 def test_what_is_neither_size_nor_share_is_refused(text):
     with pytest.raises(InvalidInputError, match="not a size"):
         parse_share(text, 1000)
+
+
+def test_a_whole_float_is_a_size():
+    assert parse_size(1e9) == 10**9
+
+
+@pytest.mark.parametrize("number", [-1, -0.5, 1.5, float("inf"), float("nan"), True])
+def test_a_number_that_is_no_size_is_refused(number):
+    with pytest.raises(InvalidInputError, match="not a size"):
+        parse_share(number, 1000)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300, None])
+def test_a_timeout_without_an_end_is_no_limit(seconds):
+    assert bounded_timeout(seconds) is None
+
+
+def test_a_timeout_that_is_no_number_is_refused():
+    assert bounded_timeout(0.0) == 0
+    with pytest.raises(InvalidInputError, match="nan"):
+        bounded_timeout(float("nan"))

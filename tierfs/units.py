@@ -1,14 +1,17 @@
-"""Format and parse sizes."""
+"""Format and parse sizes; check timeouts."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["format_bytes", "parse_share", "parse_size"]
+__all__ = ["bounded_timeout", "format_bytes", "parse_share", "parse_size"]
 
 BINARY = 1024
+# About thirty years. The system's calls refuse much longer timeouts, and JSON has no infinity.
+TIMEOUT_S_MAX = 1e9
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _PERCENT = re.compile(r"\s*([0-9]{1,3})(?:\.([0-9]{1,12}))?\s*%\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtTpP]?)(i?)([bB]?)\s*")
@@ -27,15 +30,15 @@ def format_bytes(count: int) -> str:
     return f"{value:.0f} {unit}" if abs(value) >= 999.5 else f"{value:.3g} {unit}"  # noqa: PLR2004
 
 
-def parse_size(text: str | int) -> int:
-    """Parse ``"8GiB"``, ``"10M"`` or ``"512"``; return an int as it is. ``i`` means powers of 1024, else of 1000.
+def parse_size(text: str | float) -> int:
+    """Parse ``"8GiB"``, ``"10M"`` or ``"512"``; return a whole number as it is. ``i`` means powers of 1024, else of 1000.
 
     Raises:
-        InvalidInputError: The text is no size.
+        InvalidInputError: The text is no size; or the number is negative or not whole.
     """
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text)
+    if not isinstance(text, (str, bool)) and 0 <= text < math.inf and text == int(text):
+        return int(text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise InvalidInputError(f"{text!r} is not a size: write a number with a unit, like 512, 10M or 8GiB")
     number, prefix, binary, _ = match.groups()
@@ -43,7 +46,7 @@ def parse_size(text: str | int) -> int:
     return int(float(number) * (BINARY if binary else 1000) ** power)
 
 
-def parse_share(text: str | int, whole: int) -> int:
+def parse_share(text: str | float, whole: int) -> int:
     """Parse a size like `parse_size`, or ``"25%"`` or ``"0.5%"`` as that share of ``whole``, rounded down.
 
     Raises:
@@ -57,3 +60,14 @@ def parse_share(text: str | int, whole: int) -> int:
     if part > all_parts:
         raise InvalidInputError(f"{text!r} is more than 100%: write a share from 0% to 100%, or a size like 8GiB")
     return whole * part // all_parts
+
+
+def bounded_timeout(seconds: float | None) -> float | None:
+    """Return a timeout that every call accepts: ``None``, for no limit, if it is infinite or over `TIMEOUT_S_MAX`.
+
+    Raises:
+        InvalidInputError: It is not a number.
+    """
+    if seconds is not None and math.isnan(seconds):
+        raise InvalidInputError("a timeout of nan is not a number of seconds")
+    return seconds if seconds is not None and seconds <= TIMEOUT_S_MAX else None

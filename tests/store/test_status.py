@@ -243,3 +243,15 @@ def test_status_says_why_there_are_no_local_tiers(tmp_path, monkeypatch):
     assert tiers["ram"] == tiers["nvme"]
     assert tiers["ram"]["gives"] == ""
     assert "/proc/self/no" in tiers["ram"]["problem"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("timeout", "nan"), ("timeout", -1), ("nvme", -1), ("bandwidth", -1)])
+def test_a_setting_that_makes_no_sense_is_refused(name, value):
+    with pytest.raises(InvalidInputError, match="not a"):
+        resolve(TierOptions(**{name: value}), "0" * 32, host_local=True, process_local=False)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), "inf", 1e300])
+def test_a_timeout_may_be_infinite(timeout):
+    found = resolve(TierOptions(timeout=timeout), "0" * 32, host_local=True, process_local=False)
+    assert found.timeout_s is None

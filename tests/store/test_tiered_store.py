@@ -57,6 +57,13 @@ def test_a_staged_file_is_read_back_before_and_after_it_reaches_the_object_tier(
     assert load(any_host.plain(), "run/a") == data
 
 
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300])
+def test_a_wait_may_have_an_infinite_timeout(host, timeout_s):
+    save(host.store, "a", content(MIB))
+    wait(host.store, "a", Level.OBJECT, timeout_s)
+    assert level_of(host.store, "a") is Level.OBJECT
+
+
 def test_looking_past_the_local_tiers_teaches_the_store_and_its_flusher(any_host, monkeypatch):
     store, told = any_host.store, []
     monkeypatch.setattr(store.tiers, "report_damage", told.append)

@@ -7,6 +7,7 @@ tier off.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from tierfs.host.nvme.stored import ARENA_FILE, BUDGET_BYTES_MIN
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
 from tierfs.store.encode.codecs import AUTO, Codecs
-from tierfs.units import format_bytes, parse_share, parse_size
+from tierfs.units import bounded_timeout, format_bytes, parse_share, parse_size
 
 __all__ = ["ResolvedTiers", "TierOptions", "from_environment", "ranks_here", "resolve"]
 
@@ -44,8 +45,8 @@ class TierOptions:
             Default: ``10%`` when the tier is made, then its size; ``0`` if the object tier is a directory of this host.
         state_dir: The state directory, an absolute path or one that begins with ``~``. A relative path is refused:
             programs in two directories would be two hosts. Default: see ``TIERFS_STATE_DIR``.
-        timeout: Seconds that a write waits for room, and a change for its level. A wait for room that cannot come ends
-            at once. Default: 600.
+        timeout: Seconds that a write waits for room, and a change for its level; ``inf`` for no limit. A wait for room
+            that cannot come ends at once. Default: 600.
         bandwidth: Bytes per second from the flusher to the object tier, counted after encoding. Each host has one
             flusher per store, and the process that starts it decides. Writes that bypass the flusher, as with
             ``ack="object"``, are not limited. Default: no limit.
@@ -55,13 +56,13 @@ class TierOptions:
     """
 
     ack: str | None = None
-    ram: str | int | None = None
-    nvme: str | int | None = None
+    ram: str | float | None = None
+    nvme: str | float | None = None
     state_dir: str | None = None
     timeout: float | str | None = None
-    bandwidth: str | int | None = None
+    bandwidth: str | float | None = None
     codecs: str | None = None
-    device: str | int | None = None
+    device: str | float | None = None
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ class ResolvedTiers:
         ram_bytes: Budget; 0 switches the tier off.
         nvme_bytes: Budget; 0 switches the tier off.
         directory: The state directory.
-        timeout_s: How long a writer waits for room, and for its level.
+        timeout_s: How long a writer waits for room, and for its level; ``None`` for no limit.
         bandwidth: Most bytes per second from the flusher to the object tier; 0 for no limit.
         codecs: Codecs that chunks may have.
         device_bytes: Budget of the device tier of each process; 0 switches the tier off.
@@ -118,7 +119,7 @@ class ResolvedTiers:
     ram_bytes: int
     nvme_bytes: int
     directory: Path
-    timeout_s: float
+    timeout_s: float | None
     bandwidth: int = 0
     codecs: Codecs = AUTO
     device_bytes: int = 0
@@ -139,13 +140,9 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     """
     directory = state_directory(options.state_dir)
     ram = options.ram if options.ram is not None else "0" if process_local else RAM_SHARE
-    nvme: str | int = "0" if host_local or process_local else _default_nvme(directory / "stores" / uuid)
+    nvme: str | float = "0" if host_local or process_local else _default_nvme(directory / "stores" / uuid)
     if options.nvme is not None:
         nvme = options.nvme
-    try:
-        timeout_s = TIMEOUT_S if options.timeout is None else float(options.timeout)
-    except ValueError:
-        raise InvalidInputError(f"timeout={options.timeout!r} is not a number of seconds") from None
     free_bytes = _free_bytes(directory)
     ram_bytes, nvme_bytes = parse_share(ram, memory_limit()), parse_share(nvme, free_bytes)
     problems = {"ram": _ram_problem(options, ram_bytes)}
@@ -155,12 +152,27 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         ram_bytes=ram_bytes,
         nvme_bytes=nvme_bytes,
         directory=directory,
-        timeout_s=timeout_s,
+        timeout_s=_timeout(options.timeout),
         bandwidth=parse_size(options.bandwidth) if options.bandwidth is not None else 0,
         codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
         device_bytes=parse_size(options.device) if options.device is not None else 0,
         problems={tier: problem for tier, problem in problems.items() if problem},
     )
+
+
+def _timeout(given: float | str | None) -> float | None:
+    """Return the number of seconds of the setting; ``None`` for no limit.
+
+    Raises:
+        InvalidInputError: The setting is not a number, or is negative.
+    """
+    try:
+        seconds = TIMEOUT_S if given is None else float(given)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise InvalidInputError(f"timeout={given!r} is not a number of seconds from 0 on")
+    return bounded_timeout(seconds)
 
 
 def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int, free_bytes: int) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.store.read.reader import Reader, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.tree.listing import stat_to_read
+from tierfs.units import bounded_timeout
 
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
@@ -20,7 +21,8 @@ __all__ = ["discard_conflict", "level_of", "open_conflict", "wait"]
 def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) -> None:
     """Wait until this host's changes at or below ``path``, made before the call, have reached ``level``.
 
-    A path without such changes is not waited for: its file is in the object tier already, or does not exist.
+    A path without such changes is not waited for: its file is in the object tier already, or does not exist. A timeout
+    of ``None`` or infinity means no limit.
 
     Raises:
         TimeoutError: The level was not reached in time. The message names the pending changes.
@@ -31,7 +33,7 @@ def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) 
     tiers = _tiers_of(store)
     if tiers is not None:
         store.hand_over(writes=False)
-        tiers.wait(path, level, timeout_s)
+        tiers.wait(path, level, bounded_timeout(timeout_s))
 
 
 def level_of(store: Store, path: str) -> Level:
