@@ -12,7 +12,7 @@ from support.tiered import MIB, Host
 
 from tierfs.clock import ManualClock
 from tierfs.digest import DigestKind
-from tierfs.errors import StoreError
+from tierfs.errors import CapacityError, ReadOnlyError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.host.pending.levels import Level
@@ -171,6 +171,32 @@ def test_nothing_is_changed_without_healing():
     version = store.objects.head(key).version
     assert not scrub(store, ScrubOptions(heal=False, concurrency=1)).is_sound
     assert store.objects.head(key).version == version
+
+
+class RefusingObjects(WrappedObjects):
+    """Refuses every put while ``error`` is set."""
+
+    error = None
+
+    def put(self, key, data, **options):
+        if self.error is not None:
+            raise self.error
+        return super().put(key, data, **options)
+
+
+@pytest.mark.parametrize("error", [CapacityError("the disk is full"), ReadOnlyError("read-only")])
+def test_a_store_that_takes_no_put_is_still_verified(error):
+    store = make_store("off", wrap=lambda tier, _: RefusingObjects(tier))
+    replica = make_store("off")
+    for each in (store, replica):
+        save(each, "a", content(1))
+    (key,) = chunk_keys(store)
+    in_a_block(store, key)
+    store.objects.error = error
+    report = scrub(store, replicas=[replica])
+    assert [(each.key, each.healed) for each in report.damage] == [(key, "")]
+    store.objects.error = None
+    assert [each.key for each in scrub(store, replicas=[replica]).damage if each.healed] == [key]
 
 
 def test_another_object_of_the_same_content_heals():

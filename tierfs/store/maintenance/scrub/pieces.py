@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierfs.clock import Clock
-from tierfs.errors import FormatError, ReadOnlyError, StoreError
+from tierfs.errors import CapacityError, FormatError, ReadOnlyError, StoreError
 from tierfs.format import keys
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import examine
@@ -84,7 +84,7 @@ def scrub_piece(
     """Verify one piece. Changes only damaged objects that it can heal.
 
     Raises:
-        StoreError, ReadOnlyError, CapacityError: The object tier failed.
+        StoreError, ReadOnlyError: The object tier failed.
     """
     bare = store.without_local_tiers()
     healer = Healer(store, replicas)
@@ -128,7 +128,7 @@ def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage
     if healer is not None:
         try:
             healed = healer.heal(name, item.size, again.raw_length)
-        except (StoreError, ReadOnlyError) as error:
+        except (StoreError, ReadOnlyError, CapacityError) as error:
             _logger.warning("%s cannot be healed now: %s", store.where(item.key), error)
     return ScrubDamage(item.key, again.kind, again.problem, healed)
 

@@ -16,7 +16,15 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, ReadOnlyError
+from tierfs.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    ReadOnlyError,
+)
 from tierfs.format import keys
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
 from tierfs.objects.checksums import put_checked
@@ -113,7 +121,7 @@ def scrub(
         stop: Set to start no further piece.
 
     Raises:
-        StoreError, ReadOnlyError, CapacityError: The object tier failed. The progress before that is saved.
+        StoreError, ReadOnlyError: The object tier failed. The progress before that is saved.
     """
     options = options or ScrubOptions()
     run = run_piece or (lambda piece: scrub_piece(store, piece, replicas=replicas, progress=progress))
@@ -258,7 +266,7 @@ class _Round:
                 put_checked(store.objects, keys.SCRUB, [record.encode()], mode=mode)
             except (AlreadyExistsError, ConflictError):
                 continue
-            except ReadOnlyError as error:
+            except (ReadOnlyError, CapacityError) as error:
                 _logger.warning("the progress of scrubbing cannot be saved: %s", error)
             break
         return record
