@@ -330,6 +330,27 @@ def test_an_arena_that_was_cut_short_is_noticed_when_it_is_opened(stored):
     tier.close()
 
 
+INDEX_LEAF = 0x0A  # the first byte of a page of SQLite's file format
+
+
+@pytest.mark.parametrize("entry", [b"a-path-of-its-own", content_of(4)[0]])
+def test_an_index_of_sqlite_that_differs_from_its_table_is_rebuilt(directory, entry):
+    tier = open_tier(directory)
+    save(tier, "a-path-of-its-own", 1, 4)
+    tier.close()
+    data = bytearray((directory / "nvme.db").read_bytes())
+    leaves = [page for page in range(0, len(data), 4096) if data[page] == INDEX_LEAF]
+    found = [at for page in leaves if (at := data.find(entry, page, page + 4096)) >= 0]
+    data[found[-1]] ^= 1
+    (directory / "nvme.db").write_bytes(data)
+    tier = open_tier(directory)
+    assert tier.usage().fallbacks["rebuilt"] == 1
+    assert paths(tier) == ["a-path-of-its-own"]
+    reader = NvmeReader(directory)
+    assert [item.state for item in reader.drafts_below("a-path-of-its-own")] == ["pending"]
+    reader.close()
+
+
 @pytest.mark.parametrize("left", [0, 5, 4096, GRANULE - 1, GRANULE])
 @pytest.mark.parametrize("damage", [delete, empty, garbage])
 def test_a_tier_without_an_index_whose_arena_was_cut_short_begins_anew_and_says_so(stored, damage, left, caplog):
