@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sqlite3
 import sys
 import threading
 import time
@@ -536,6 +537,21 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
     save(host.store, "a", b"after")
     wait(host.store, "", Level.OBJECT, 30)
     assert load(host.plain(), "a") == b"after"
+
+
+def test_a_discarded_change_of_the_nvme_tier_is_not_counted(host):
+    with host.held():
+        save_at(host.store, "a", b"after", Level.LOCAL)
+        host.close()
+    with contextlib.closing(sqlite3.connect(host.tiers.nvme.directory / "nvme.db")) as database, database:
+        database.execute("UPDATE drafts SET data = x'00'")
+    host.open()
+    with pytest.raises(CorruptionError, match="damaged and cannot be recovered"):
+        wait(host.store, "", Level.OBJECT, 30)
+    assert status(host.store)["unreadable_drafts"] == 1
+    assert discard_conflict(host.store, "a") == 1
+    assert status(host.store)["unreadable_drafts"] == 0
+    wait(host.store, "", Level.OBJECT, 30)
 
 
 def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import NamedTuple
 
 from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
@@ -23,6 +24,13 @@ _PENDING = (SlotState.SEALED, SlotState.CONFLICT)
 _logger = logging.getLogger("tierfs.flush")
 
 
+class _LostDraft(NamedTuple):
+    """An unreadable draft: its path, and its place as a seq in the nvme tier or as a slot."""
+
+    path: str
+    place: int | Slot
+
+
 class PendingScan:
     """Adds an entry to the queue for each new draft. Thread-safe."""
 
@@ -31,13 +39,12 @@ class PendingScan:
         self._boot = boot_id()
         self._looking = threading.Lock()  # a concurrent `discover` waits, so that it has the results of this one, too
         self._walk_at_s = float("-inf")
-        self._unreadable: set[bytes] = set()  # write ids
-        self._lost: dict[int | Slot, str] = {}  # paths of unreadable drafts, by seq in the nvme tier or by slot
+        self._lost: dict[bytes, _LostDraft] = {}  # by write id
 
     @property
     def unreadable(self) -> int:
         """Number of drafts that were found but cannot be decoded."""
-        return len(self._unreadable)
+        return len(self._lost)
 
     def resume(self) -> None:
         """Find the drafts that an earlier flusher left in the nvme tier, then those in slabs.
@@ -50,8 +57,7 @@ class PendingScan:
                 try:
                     draft = Draft.decode(stored.data, f"draft {stored.seq} in the nvme tier")
                 except TierfsError as error:
-                    self._unreadable.add(stored.write_id)
-                    self._lost[stored.seq] = stored.path
+                    self._lost[stored.write_id] = _LostDraft(stored.path, stored.seq)
                     lost = stored.path or "a file"
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - a trace adds nothing
                     continue
@@ -113,9 +119,8 @@ class PendingScan:
         try:
             draft = Draft.decode(data, f"draft in slab {segment.id}")
         except TierfsError as error:
-            if slot.name not in self._unreadable:
-                self._unreadable.add(slot.name)
-                self._lost[slot] = where
+            if slot.name not in self._lost:
+                self._lost[slot.name] = _LostDraft(where, slot)
                 _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - a trace adds nothing
             return
         with state.changed:
@@ -149,9 +154,9 @@ class PendingScan:
         """
         for name, error in self._state.ram.damaged().items():
             raise damaged_segment(name, error, path)
-        for number, where in list(self._lost.items()):
+        for where, place in list(self._lost.values()):
             if not where or is_at_or_below(where, path):
-                if isinstance(number, int):
+                if isinstance(place, int):
                     advice = "write it again, or discard it with `tierfs flusher discard`"
                 else:  # an unreadable draft in a slab also keeps writers from its path, so discard it first
                     of = "" if where else " for the store's root"
@@ -159,20 +164,19 @@ class PendingScan:
                 raise CorruptionError(
                     f"{where or 'a file'}: this host's last write is damaged and cannot be recovered: {advice}",
                     path=where,
-                    tier="nvme" if isinstance(number, int) else "ram",
+                    tier="nvme" if isinstance(place, int) else "ram",
                 )
 
     def discard_lost(self, path: str) -> int:
         """Discard the unreadable drafts of ``path``. Return how many."""
-        lost = [number for number, where in list(self._lost.items()) if where == path]
-        for number in lost:
-            if isinstance(number, int):
+        lost = {write_id: draft.place for write_id, draft in list(self._lost.items()) if draft.path == path}
+        for write_id, place in lost.items():
+            if isinstance(place, int):
                 assert self._state.nvme is not None
-                self._state.nvme.forget_drafts(number)
+                self._state.nvme.forget_drafts(place)
             else:
-                number.segment.mark(number, SlotState.CLEAN)
-                self._unreadable.discard(number.name)
-            del self._lost[number]
+                place.segment.mark(place, SlotState.CLEAN)
+            del self._lost[write_id]
         return len(lost)
 
     # -- dead owners ---------------------------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ class PendingScan:
             state.counters["reclaimed_bytes"] += freed
             _logger.info("freed %d bytes that dead processes left in slabs", freed)
         gone = [holder for holder in list(state.holders) if not state.ram.host.is_alive(holder.split(":")[1])]
-        if gone and state.nvme is not None and not self._unreadable and not state.ram.is_blind():
+        if gone and state.nvme is not None and not self._lost and not state.ram.is_blind():
             # The owners may have sealed drafts right before they died. Look for these first.
             self.discover()
             if state.ram.is_blind():
@@ -203,7 +207,7 @@ class PendingScan:
         self.discover()
         chunks = segment.slots(kind=SlotKind.CHUNK)
         with state.changed:
-            if self._unreadable or is_blind or state.ram.is_blind():
+            if self._lost or is_blind or state.ram.is_blind():
                 # An unreadable draft may need any of these chunks.
                 return {chunk.index for chunk in chunks}
             named = {

@@ -378,5 +378,5 @@ def _discard(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"discarded": count})
     else:
-        print(f"discarded {count} changes of {store.where(path)}: the other writer's version is kept")
+        print(f"discarded {count} changes of {store.where(path)}")
     return 0
