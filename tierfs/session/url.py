@@ -269,7 +269,7 @@ def _configuration() -> dict[str, Any] | None:
             configuration = dict(tomllib.load(file))
     except FileNotFoundError:
         return None
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{path} cannot be read: {error}") from None
     if unknown := sorted(set(configuration) - _TABLES):
         raise InvalidInputError(f"{path}: unknown table {unknown[0]!r}; settings are in [tiers] and [stores.NAME]")
