@@ -2,6 +2,7 @@
 
 import json
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,51 @@ def test_a_problem_exits_with_1_and_says_what_to_change(tmp_path, monkeypatch, c
     shown = capsys.readouterr().out
     assert "unknown table 'tier'" in shown
     assert "-> set TIERFS_STATE_DIR to a directory on a local disk" in shown
+
+
+@pytest.mark.parametrize(
+    ("make", "found"), [(lambda path: path.mkdir(mode=0o755), "chmod 700"), (Path.touch, "is not")]
+)
+def test_an_unusable_state_directory_is_a_problem(tmp_path, monkeypatch, capsys, make, found):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    make(tmp_path / "state")
+    assert main(["doctor", "--json"]) == 1
+    (check,) = [each for each in json.loads(capsys.readouterr().out)["checks"] if each["name"] == "state directory"]
+    assert check["state"] == "problem"
+    assert found in check["found"]
+
+
+def problems(capsys):
+    assert main(["doctor", "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    return {each["name"]: each["found"] for each in checks if each["state"] == "problem"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "check"),
+    [
+        ("TIERFS_RAM", "much", "shared memory"),
+        ("TIERFS_NVME", "10", "configuration"),
+        ("TIERFS_SHM_DIR", "relative", "shared memory"),
+    ],
+)
+def test_a_wrong_setting_is_a_problem(monkeypatch, capsys, name, value, check):
+    monkeypatch.setenv(name, value)
+    assert value in problems(capsys)[check]
+
+
+def test_the_configured_state_directory_is_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TIERFS_STATE_DIR")
+    (tmp_path / "file").touch()
+    (tmp_path / "config.toml").write_text(f"[tiers]\nstate_dir = '{tmp_path}/file'\n")
+    monkeypatch.setenv("TIERFS_CONFIG", str(tmp_path / "config.toml"))
+    assert f"{tmp_path}/file" in problems(capsys)["state directory"]
+
+
+def test_a_configuration_that_is_no_text_is_a_problem(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.toml").write_bytes(b"\xeb")
+    monkeypatch.setenv("TIERFS_CONFIG", str(tmp_path / "config.toml"))
+    assert "cannot be read" in problems(capsys)["configuration"]
 
 
 def test_an_endpoint_is_tested_too(tmp_path, capsys):

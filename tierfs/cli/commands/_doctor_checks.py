@@ -24,8 +24,9 @@ from tierfs.cli.terminal.failures import describe
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable, is_network
 from tierfs.host.host import state_directory
+from tierfs.host.private import check_private
 from tierfs.host.slab.memory import memory_limit
-from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, from_environment
+from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, TierOptions, from_environment, resolve
 from tierfs.session.url import configured_tiers
 from tierfs.units import format_bytes, parse_share
 
@@ -94,10 +95,11 @@ def check_machine() -> Iterator[Check]:
     """Run every check but `check_endpoint`, in the order in which a person reads the results."""
     yield _versions()
     yield check_configuration()
+    settings = _settings()
     folder = Path(os.environ.get("TIERFS_SHM_DIR") or SHARED_MEMORY)
-    yield check_shared_memory(folder, memory_limit())
+    yield check_shared_memory(folder, memory_limit(), RAM_SHARE if settings.ram is None else settings.ram)
     yield check_huge_pages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), platform.release())
-    yield check_state_directory()
+    yield check_state_directory(settings.state_dir)
     yield check_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_kernels(kernels.status())
     if kernels.active is None:  # else the kernels copy past the caches, whatever glibc does
@@ -109,23 +111,37 @@ def check_machine() -> Iterator[Check]:
 
 
 def check_configuration() -> Check:
-    """Check that the configuration file can be read."""
+    """Check that the configuration file can be read, and the settings of the local tiers in it and the environment."""
     path = os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml"
     try:
-        configured_tiers()
+        resolve(from_environment().over(configured_tiers()), "0" * 32, host_local=False, process_local=False)
     except InvalidInputError as error:
-        return Check("configuration", "problem", str(error), "correct the file: docs/reference/configuration.md")
+        return Check("configuration", "problem", str(error), "correct the setting: docs/reference/configuration.md")
     there = Path(path).expanduser().exists()
     return Check("configuration", "ok", path if there else "no file: the defaults apply")
 
 
-def check_shared_memory(folder: Path, memory_bytes: int) -> Check:
+def _settings() -> TierOptions:
+    """Return the settings of the local tiers, without those of an invalid configuration file."""
+    try:
+        return from_environment().over(configured_tiers())
+    except InvalidInputError:
+        return from_environment()
+
+
+def check_shared_memory(folder: Path, memory_bytes: int, ram: str | float = RAM_SHARE) -> Check:
     """Check that the ram tier fits into shared memory."""
+    if not folder.is_absolute():
+        advice = "set TIERFS_SHM_DIR to an absolute path: there are no local tiers"
+        return Check("shared memory", "problem", f"{folder} is a relative path", advice)
+    try:
+        budget = parse_share(ram, memory_bytes)
+    except InvalidInputError as error:
+        return Check("shared memory", "problem", str(error), "correct ram= (TIERFS_RAM)")
     enlarge = "give the container more shared memory (docker: --shm-size=64g), or name another tmpfs in TIERFS_SHM_DIR"
     if not folder.is_dir():
         return Check("shared memory", "note", f"{folder} does not exist: segments go to the disk", enlarge)
     usage, kind = shutil.disk_usage(folder), filesystem_of(folder)
-    budget = parse_share(from_environment().ram or RAM_SHARE, memory_bytes)
     found = f"{folder}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
     if kind not in {"tmpfs", "ramfs", "unknown"}:
         return Check("shared memory", "note", found, f"{kind} is not a memory filesystem: {enlarge}")
@@ -150,14 +166,19 @@ def check_huge_pages(setting: Path, release: str) -> Check:
     return Check("huge pages", "ok", "enabled for shared memory")
 
 
-def check_state_directory() -> Check:
+def check_state_directory(given: str | None) -> Check:
     """Check that the nvme tier is on a durable local disk with enough room."""
     elsewhere = "set TIERFS_STATE_DIR to a directory on a local disk"
     try:
-        directory = state_directory()
+        directory = state_directory(given)
     except InvalidInputError as error:
         return Check("state directory", "problem", str(error), elsewhere)
     existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if existing == directory:
+        try:
+            check_private(directory)
+        except TierfsError as error:
+            return Check("state directory", "problem", str(error), f"correct that, or {elsewhere}")
     kind, usage = filesystem_of(directory), shutil.disk_usage(existing)
     found = f"{directory}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
     if not os.access(existing, os.W_OK):
