@@ -93,3 +93,8 @@ def test_a_lease_and_a_grace_are_fixed_when_the_store_is_made(root):
     assert main(["init", str(root.parent / "other"), "--lease", "0"]) == 2
     assert not (root.parent / "other").exists()
     assert init(str(root.parent / "other"), lease_s=600).descriptor.grace_s == 3600
+
+
+@pytest.mark.parametrize("words", [["gc", "--rate", "nan"], ["scrub", "--max-seconds", "nan"]])
+def test_nan_is_refused(root, words):
+    assert main([*words, str(root)]) == 2

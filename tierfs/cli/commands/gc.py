@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError(
             "--without may delete data that unreadable files need: check these files first, then add --yes"
         )
-    if arguments.concurrency < 1 or arguments.rate <= 0:
+    if arguments.concurrency < 1 or not arguments.rate > 0:
         raise InvalidInputError("--concurrency must be at least 1 and --rate more than 0")
     if arguments.wait and arguments.dry_run:
         raise InvalidInputError("--wait and --dry-run exclude each other")

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import add_replicas_argument, add_url_argument
+from tierfs.cli.arguments import add_replicas_argument, add_url_argument, require_seconds
 from tierfs.cli.executors import add_executor_argument, open_executor
 from tierfs.cli.files.places import store_place, whole_store
 from tierfs.cli.terminal.output import add_json_argument, print_json, printable
@@ -60,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Scrub, and return the exit code of damage if any remains."""
     bandwidth = None if arguments.bandwidth is None else parse_size(arguments.bandwidth)
-    if arguments.concurrency < 1 or bandwidth == 0 or (arguments.max_seconds is not None and arguments.max_seconds < 0):
-        raise InvalidInputError("--concurrency, --bandwidth and --max-seconds must be more than 0")
+    if arguments.max_seconds is not None:
+        require_seconds("--max-seconds", arguments.max_seconds)
+    if arguments.concurrency < 1 or bandwidth == 0:
+        raise InvalidInputError("--concurrency and --bandwidth must be more than 0")
     is_local = arguments.tier != "object"
     if is_local and (arguments.replicas or arguments.executor or arguments.no_heal):
         raise InvalidInputError("--from, --executor and --no-heal are for the object tier")
