@@ -539,6 +539,29 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
     assert load(host.plain(), "a") == b"after"
 
 
+@pytest.mark.parametrize(("at", "path"), [(3, "a"), (7, ""), (16, "a"), (23, "a"), (31, "a")])
+def test_a_change_with_a_damaged_head_is_not_passed_over(make_host, at, path, monkeypatch):
+    host = make_host(nvme=0)
+    save(host.store, "b", b"other")
+    wait(host.store, "", Level.OBJECT, 30)
+    with monkeypatch.context() as patch:
+        stop_looking(host, patch)
+        save(host.store, "a", b"after")
+        (slot,) = host.tiers.ram.drafts()
+    head, memory = PAGE_BYTES + slot.index * HEAD_BYTES + at, slot.segment._fd.number
+    os.pwrite(memory, bytes([os.pread(memory, 1, head)[0] ^ 0x80]), head)
+    host.close()
+    host.open()
+    with pytest.raises(CorruptionError, match="this host's last write"):
+        load(host.store, "a")
+    with pytest.raises(CorruptionError, match="damaged and cannot be recovered"):
+        wait(host.store, "", Level.OBJECT, 30)
+    assert status(host.store)["unreadable_drafts"] == 1
+    assert discard_conflict(host.store, path) == 1
+    wait(host.store, "", Level.OBJECT, 30)
+    assert status(host.store)["unreadable_drafts"] == 0
+
+
 def test_a_discarded_change_of_the_nvme_tier_is_not_counted(host):
     with host.held():
         save_at(host.store, "a", b"after", Level.LOCAL)

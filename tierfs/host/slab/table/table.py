@@ -224,8 +224,9 @@ class Table:
         self._metas[index, : len(meta)] = np.frombuffer(meta, np.uint8)
 
     def meta(self, index: int) -> bytes:
-        length = min(int(self.heads["meta_length"][index]), META_BYTES_MAX)
-        return self._metas[index, :length].tobytes()
+        """Return the metadata of a slot; empty if its length is damaged."""
+        length = int(self.heads["meta_length"][index])
+        return self._metas[index, :length].tobytes() if length <= META_BYTES_MAX else b""
 
     def sums(self) -> Sums:
         """Return the allocated bytes by state. Approximate while other processes change the table."""
