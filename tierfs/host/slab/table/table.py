@@ -34,6 +34,7 @@ __all__ = [
 HEAD_BYTES = 96
 SLOT_BYTES = 1024
 NAME_BYTES_MAX = 33
+WRITE_ID_BYTES = 16
 META_BYTES_MAX = 900
 
 CHANGES_AT = 512  # in the header page, behind the part that never changes
@@ -120,9 +121,24 @@ class SlotRow(NamedTuple):
             and self.kind in {SlotKind.CHUNK, SlotKind.DRAFT}
             and self.name_length <= NAME_BYTES_MAX
             and self.meta_length <= META_BYTES_MAX
-            and self.offset % PAGE_BYTES == 0
-            and layout.data_at <= self.offset
-            and self.offset + self.length <= layout.size
+            and self._is_inside(layout)
+        )
+
+    def salvage(self, layout: Layout) -> SlotRow | None:
+        """Return a damaged head as that of a dirty draft, which may be nowhere else; ``None`` if it is of another slot.
+
+        The draft's own checksum tells whether its bytes can be used. A draft whose place is damaged has no bytes.
+        """
+        # The name of a chunk has another length.
+        may_be_draft = self.kind != SlotKind.CHUNK and self.name_length == WRITE_ID_BYTES
+        if not (self.kind == SlotKind.DRAFT or may_be_draft) or self.state not in DIRTY_STATES:
+            return None
+        offset, length = (self.offset, self.length) if self._is_inside(layout) else (layout.data_at, 0)
+        return self._replace(kind=SlotKind.DRAFT, offset=offset, length=length)
+
+    def _is_inside(self, layout: Layout) -> bool:
+        return (
+            self.offset % PAGE_BYTES == 0 and layout.data_at <= self.offset and self.offset + self.length <= layout.size
         )
 
 

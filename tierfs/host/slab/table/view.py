@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from tierfs.host.slab.table.table import DATA_STATES, DIRTY_STATES, Layout, SlotKind, SlotRow, SlotState, Table
+from tierfs.host.slab.table.table import DATA_STATES, Layout, SlotKind, SlotRow, SlotState, Table
 
 __all__ = ["TableView"]
 
@@ -18,8 +18,8 @@ class TableView:
 
     Attributes:
         changes: The table's counter of changes when it was copied; -1 before the first copy.
-        rows: The slots that are not free and pass `SlotRow.is_sound`, by index. A dirty draft that fails it is there,
-            too, with a length of 0.
+        rows: The slots that are not free and pass `SlotRow.is_sound`, by index. Of the others, those that
+            `SlotRow.salvage` returns.
         unsound: The slots that fail `SlotRow.is_sound`, by index.
         changed_drafts: Slots that hold or held a draft, and changed since a caller last emptied this set.
     """
@@ -92,10 +92,10 @@ class TableView:
             return
         if not row.is_sound(self._layout):
             self.unsound.add(index)
-            if row.kind != SlotKind.DRAFT or row.state not in DIRTY_STATES:
+            salvaged = row.salvage(self._layout)
+            if salvaged is None:
                 return
-            # The change may be nowhere else. Without bytes, it counts as a draft that cannot be read.
-            row = row._replace(offset=self._layout.data_at, length=0)
+            row = salvaged
         self.rows[index] = row
         if row.kind == SlotKind.DRAFT:
             self.changed_drafts.add(index)
