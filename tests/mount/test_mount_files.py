@@ -9,7 +9,7 @@ import pytest
 
 from tierfs import store as verbs
 from tierfs.errors import CapacityError, ConflictError, ReadOnlyError, StoreError
-from tierfs.mount import reading
+from tierfs.mount import reading, staging
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Writer
 
@@ -218,6 +218,43 @@ def test_another_owner_is_refused(hand):
     with pytest.raises(PermissionError) as caught:
         set_attributes(hand, hand.node("a"), Valid.UID, uid=os.getuid() + 1)
     assert caught.value.errno == errno.EPERM
+
+
+def test_a_write_that_fails_does_not_extend_the_file(hand, monkeypatch):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"abc"))
+    real = os.pwrite
+
+    def full_halfway(fd, data, offset):
+        if len(data) == 1:
+            raise OSError(errno.ENOSPC, "no room")
+        return real(fd, data[:1], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.os, "pwrite", full_halfway)
+        for offset in (3, 5000):
+            with pytest.raises(OSError, match="no room"):
+                hand.files.write(handle, offset, memoryview(b"xy"))
+    assert hand.read(handle) == b"abc"
+    set_attributes(hand, handle.node, Valid.SIZE, size=6)
+    assert hand.read(handle) == b"abc\0\0\0"
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == b"abc\0\0\0"
+
+
+def test_a_length_that_the_local_disk_refuses_is_an_error(hand, monkeypatch):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"abc"))
+
+    def too_large(*_):
+        raise OSError(errno.EFBIG, "too large")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.os, "ftruncate", too_large)
+        with pytest.raises(OSError, match="too large"):
+            set_attributes(hand, handle.node, Valid.SIZE, size=1 << 20)
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == b"abc"
 
 
 def test_a_hole_cannot_be_punched(hand):

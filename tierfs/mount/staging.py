@@ -117,14 +117,19 @@ class StagedInode:
 
     def _write_here(self, offset: int, data: memoryview) -> None:
         end = offset + len(data)
-        if offset > self.length:
-            self.resize(offset)
+        if offset > self.length and self.length % BLOCK_BYTES:
+            self._take_over(self.length // BLOCK_BYTES)
         first, last = offset // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         for block in {first, last}:
             is_whole = offset <= block * BLOCK_BYTES and end >= min((block + 1) * BLOCK_BYTES, self._base_length)
             if not is_whole:
                 self._take_over(block)
-        self._write_local(offset, data)
+        try:
+            self._write_local(offset, data)
+        except OSError:
+            if end > self.length:
+                os.ftruncate(self._fd, self.length)  # part of the data may lie behind the end
+            raise
         self._own.update(range(first, last + 1))
 
     def write_ahead(self, make: Callable[[], Writer | None]) -> None:
@@ -220,7 +225,12 @@ class StagedInode:
             writer.abort()
 
     def resize(self, length: int) -> None:
-        """Cut the file at ``length``, or append zeros up to it."""
+        """Cut the file at ``length``, or append zeros up to it.
+
+        Raises:
+            OSError: The local file cannot have this length. The content is unchanged.
+            TierfsError: The last block that stays cannot be read, or the writer failed.
+        """
         if length == self.length:
             return
         if length or self.error is not None:
@@ -233,8 +243,10 @@ class StagedInode:
                 self._take_over(length // BLOCK_BYTES)
             self._base_length = min(self._base_length, length)
             os.ftruncate(self._fd, length)
-        elif length > self.length and self.length % BLOCK_BYTES:
-            self._take_over(self.length // BLOCK_BYTES)
+        else:
+            if self.length % BLOCK_BYTES:
+                self._take_over(self.length // BLOCK_BYTES)
+            os.ftruncate(self._fd, length)  # the local disk has a largest size of a file
         self._changed(min(length, self.length))
         self.length = length
 
