@@ -86,6 +86,21 @@ def test_a_file_that_was_replaced_keeps_its_bytes_for_who_has_it_open(hand):
     assert handle.node is not hand.node("a")
 
 
+def test_a_file_that_others_keep_opening_can_be_emptied(hand):
+    hand.write_file("a", b"old")
+    first = hand.open("a")
+    with pytest.raises(OSError) as caught:
+        hand.files.open(hand.node("a"), os.O_WRONLY | os.O_TRUNC)
+    assert caught.value.errno == errno.ESTALE
+    second = hand.open("a")
+    hand.close(hand.open("a"))
+    handle = hand.files.open(hand.node("a"), os.O_WRONLY | os.O_TRUNC)  # the kernel tries no third time
+    hand.files.write(handle, 0, memoryview(b"new"))
+    hand.close(handle)
+    assert hand.read(first) == b"old"
+    assert hand.read(second) == hand.read_file("a") == b"new"
+
+
 def test_a_file_that_another_host_replaced_is_another_inode(hand, other):
     if hand.state.store.tiers is not None:
         pytest.skip("what is staged here is not seen there")

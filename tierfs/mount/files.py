@@ -60,9 +60,14 @@ class Files:
             if writes and node.entry is not None and node.entry.foreign is not None:
                 raise refusal(errno.EACCES, f"{node.path} was not written by tierfs and can only be read")
             if flags & os.O_TRUNC and node.attributes.size:
-                if node.handles and not node.has_changes and not any(handle.writes for handle in node.handles):
-                    # Programs that have the file open or mapped keep its bytes. The new content gets another inode.
-                    self._state.nodes.split(node)
+                is_read = node.handles and not node.has_changes and not any(handle.writes for handle in node.handles)
+                if is_read and node.path is not None:
+                    # Programs that have the file open or mapped keep its bytes. The new content gets another inode. It
+                    # is emptied here, because other programs may open it before the kernel repeats this request.
+                    emptied = self._state.nodes.split(node)
+                    with emptied.lock:
+                        self._resize(emptied, 0)
+                        emptied.awaits_writer = True
                     raise refusal(errno.ESTALE)
                 self._resize(node, 0)
             handle = self._handle(node, writes=writes)
@@ -233,7 +238,9 @@ class Files:
         Bytes that could not be published are lost. ``close`` or ``fsync`` has reported the error.
         """
         staged = node.staged
-        if staged is None or any(one.writes for one in node.handles) or (node.path is None and node.handles):
+        if staged is None or any(one.writes for one in node.handles):
+            return
+        if node.handles if node.path is None else node.awaits_writer:
             return
         is_lost = staged.is_dirty and node.path is not None
         staged.close()
@@ -345,6 +352,7 @@ class Files:
 
     def _handle(self, node: Node, *, writes: bool) -> Handle:
         handle = Handle(self._state.next_handle(), node, writes)
+        node.awaits_writer = node.awaits_writer and not writes
         node.handles.add(handle)
         self._handles[handle.id] = handle
         return handle

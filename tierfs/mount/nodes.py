@@ -42,6 +42,7 @@ class Node:
         has_new_attributes: Whether mode or time differ from the published ones.
         is_replaced: Whether another writer replaced the file, so that changes to this inode cannot be published.
         is_settled: Whether the file belongs to a complete checkpoint, whose files do not change.
+        awaits_writer: Whether the file was emptied for an open that the kernel repeats on this inode.
         has_marker: Whether a directory is known to have a marker, so that it stays when it is empty.
         lock: Held while the content, path or version is being changed.
     """
@@ -58,6 +59,7 @@ class Node:
     has_new_attributes: bool = False
     is_replaced: bool = False
     is_settled: bool = False
+    awaits_writer: bool = False
     has_marker: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -175,15 +177,15 @@ class Nodes:
             self.changed(path)
             return node
 
-    def split(self, node: Node) -> None:
-        """Give the path to a new inode of the same version. Open handles keep the old inode."""
+    def split(self, node: Node) -> Node:
+        """Give the path to a new inode of the same version, and return it. Open handles keep the old inode."""
         with self._lock:
             path, entry = node.path, node.entry
             assert path is not None
             assert entry is not None
             self._detach(node, is_replaced=True)
             self._last_id += 1
-            self._add(self._last_id, entry)
+            return self._add(self._last_id, entry)
 
     def remove(self, node: Node) -> None:
         """Take the path from an inode whose file was removed."""
