@@ -101,6 +101,12 @@ def test_a_file_that_others_keep_opening_can_be_emptied(hand):
     assert hand.read(second) == hand.read_file("a") == b"new"
 
 
+def test_a_file_opened_to_read_and_truncate_is_emptied(hand):
+    hand.write_file("a", b"old")
+    hand.close(hand.open("a", os.O_RDONLY | os.O_TRUNC))
+    assert verbs.load(hand.state.store, "a") == hand.read_file("a") == b""
+
+
 def test_a_file_that_another_host_replaced_is_another_inode(hand, other):
     if hand.state.store.tiers is not None:
         pytest.skip("what is staged here is not seen there")

@@ -54,7 +54,7 @@ class Files:
         """
         if node.is_directory:
             raise refusal(errno.EISDIR)
-        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        writes = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
         with node.lock:
             self._check_is_newest(node, thread)
             if writes and node.entry is not None and node.entry.foreign is not None:
