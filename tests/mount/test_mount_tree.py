@@ -3,7 +3,9 @@
 import errno
 import os
 import struct
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.mount_hand import Hand
@@ -47,6 +49,32 @@ def test_a_rename_replaces_what_has_the_name(hand):
     assert hand.names() == ["a"]
     assert hand.read_file("a") == b"new"
     assert hand.read(handle) == b"old"
+
+
+def test_a_close_during_a_rename_over_its_file_succeeds(hand, monkeypatch):
+    hand.write_file("tmp", b"new")
+    hand.write_file("a", b"old")
+    handle = hand.open("a", os.O_RDWR)
+    hand.files.write(handle, 0, memoryview(b"mid"))
+    is_publishing, commit, keep = threading.Event(), verbs.Writer.commit, hand.files.keep_bytes
+    closed = []
+
+    def slow(writer):
+        is_publishing.set()
+        time.sleep(0.3)
+        return commit(writer)
+
+    def close_after(node):
+        keep(node)
+        closed.append(pool.submit(hand.close, handle))
+        is_publishing.wait(0.3)
+
+    monkeypatch.setattr(verbs.Writer, "commit", slow)
+    monkeypatch.setattr(hand.files, "keep_bytes", close_after)
+    with ThreadPoolExecutor(1) as pool:
+        rename(hand, "tmp", "a")
+        closed[0].result(10)
+    assert hand.read_file("a") == b"new"
 
 
 def test_a_rename_that_must_not_replace_is_refused(hand):

@@ -231,7 +231,8 @@ class NameTree:
 
     def _rename_file(self, node: Node, there: Node | None, target: str, *, overwrite: bool) -> None:
         nodes, store = self._state.nodes, self._state.store
-        with node.lock:
+        # If the replaced file is being published, that ends before the rename. Later it would be a conflict.
+        with node.lock, there.lock if there is not None else contextlib.nullcontext():
             source = self._alive(node)
             if there is not None:
                 self._files.keep_bytes(there)
