@@ -193,6 +193,40 @@ def test_a_file_that_was_removed_can_be_read_and_written_by_who_has_it_open(hand
     assert verbs.kind_of(hand.state.store, "b") is None
 
 
+def opened_twice(hand, node, flags):
+    """Open an inode as the kernel does, which repeats an open that ends with ESTALE."""
+    with pytest.raises(OSError) as caught:
+        hand.files.open(node, flags)
+    assert caught.value.errno == errno.ESTALE
+    return hand.files.open(node, flags)
+
+
+@pytest.mark.parametrize("size", [100, MIB])
+def test_a_removed_file_can_be_opened_by_its_descriptor(hand, size):
+    hand.write_file("a", b"x" * size)
+    first = hand.open("a")
+    hand.tree.remove_file(hand.state.nodes.root, "a")
+    second = opened_twice(hand, first.node, os.O_RDWR)
+    hand.files.write(second, 0, memoryview(b"y"))
+    hand.close(second)
+    assert hand.read(first) == b"y" + b"x" * (size - 1)
+    emptied = opened_twice(hand, first.node, os.O_WRONLY | os.O_TRUNC)
+    hand.close(emptied)
+    assert hand.read(first) == b""
+    hand.close(first)
+    assert hand.names() == []
+
+
+def test_a_small_file_that_is_renamed_over_while_opened_is_read(hand):
+    hand.write_file("a", b"old")
+    hand.write_file("tmp", b"new")
+    node = hand.node("a")
+    hand.state.nodes.told(node)
+    hand.tree.rename(*hand.parent("tmp"), *hand.parent("a"), 0)
+    assert hand.read(opened_twice(hand, node, os.O_RDONLY)) == b"old"
+    assert hand.read_file("a") == b"new"
+
+
 def test_an_open_file_whose_bytes_cannot_be_kept_is_not_removed(hand, monkeypatch):
     if hand.state.store.tiers is None:
         pytest.skip("what is in the object tier can be read there")

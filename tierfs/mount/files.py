@@ -333,7 +333,7 @@ class Files:
             OSError: The store has another version, and the kernel has to look the name up again (ESTALE).
         """
         path = node.path if node.path is not None or node.entry is None else node.entry.path
-        if self._state.stale.take((path, thread)) and (node.path is not None or node.is_replaced):
+        if self._state.stale.take((path, thread)) and (node.path is not None or self._has_bytes(node)):
             return
         if node.path is None:
             self._state.stale.note((path, thread))
@@ -349,6 +349,16 @@ class Files:
             self._state.stale.note((path, thread))
             self._state.nodes.replaced(node)
             raise refusal(errno.ESTALE)
+
+    def _has_bytes(self, node: Node) -> bool:
+        """Return whether the bytes of an inode without a path can still be read.
+
+        The chunks of a pending draft are released with its name, if no handle was open. See `keep_bytes`.
+        """
+        if node.is_replaced or node.handles or node.staged is not None:
+            return True
+        manifest = node.entry.manifest if node.entry is not None else None
+        return manifest is not None and (manifest.inline is not None or self._state.store.tiers is None)
 
     def _handle(self, node: Node, *, writes: bool) -> Handle:
         handle = Handle(self._state.next_handle(), node, writes)
