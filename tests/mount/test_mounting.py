@@ -1,5 +1,6 @@
 """Mount from a process with many descriptors, such as a training process, and find mounts."""
 
+import errno
 import fcntl
 import os
 import resource
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.mount import attachment
+from tierfs.errors import StoreError
+from tierfs.mount import attachment, mounting
 from tierfs.mount.mounting import _is_ready
 
 
@@ -41,3 +43,44 @@ def test_a_mount_is_found_by_any_name(monkeypatch, tmp_path, name):
     monkeypatch.setattr(attachment, "MOUNTS", lines)
     assert attachment.mounted_at(Path("/mnt") / name) == attachment.KIND
     assert attachment.mounted_at(Path("/mnt") / f"{name}.no") is None
+
+
+class _Mounted:
+    """Stands in for the mount that `unmount` sees. ``calls`` has the names of the calls that change it."""
+
+    def __init__(self, monkeypatch, pid=None, error=None):
+        self.calls = []
+        self.pid, self.error = pid, error
+        monkeypatch.setattr(mounting, "mounted_at", lambda _: attachment.KIND)
+        monkeypatch.setattr(
+            mounting, "detach", lambda _, lazy: self.calls.append("detach lazily" if lazy else "detach")
+        )
+        monkeypatch.setattr(mounting.os, "getxattr", self.getxattr)
+        monkeypatch.setattr(mounting.os, "setxattr", lambda *_: self.calls.append("flush"))
+
+    def getxattr(self, *_):
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        return str(self.pid).encode()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_mount_that_cannot_publish_stays_mounted(monkeypatch, tmp_path, number):
+    mounted = _Mounted(monkeypatch, error=number)
+    with pytest.raises(StoreError, match="still mounted"):
+        mounting.unmount(tmp_path)
+    assert mounted.calls == []
+    mounting.unmount(tmp_path, force=True)
+    assert mounted.calls == ["detach lazily"]
+
+
+def test_a_mount_whose_process_is_gone_is_detached(monkeypatch, tmp_path):
+    mounted = _Mounted(monkeypatch, error=errno.ENOTCONN)
+    mounting.unmount(tmp_path)
+    assert mounted.calls == ["detach lazily"]
+
+
+def test_a_mount_of_another_pid_namespace_publishes(monkeypatch, tmp_path):
+    mounted = _Mounted(monkeypatch, pid=(1 << 22) + 1)  # above every process id of Linux
+    mounting.unmount(tmp_path)
+    assert mounted.calls == ["flush", "detach"]

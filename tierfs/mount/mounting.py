@@ -161,18 +161,23 @@ def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, forc
     Raises:
         InvalidInputError: No store is mounted on the directory.
         TimeoutError: Changes are not published, or have not reached their level. The message names the files.
-        StoreError: Files are open, or a process works in the directory.
+        StoreError: Files are open, or a process works in the directory. Or the mount belongs to another user or does not
+            answer, so that its changes cannot be published.
     """
     place = Path(directory).absolute()
     if mounted_at(place) != KIND:
         raise InvalidInputError(f"no store is mounted on {place}", path=str(place))
     try:
         pid = int(os.getxattr(place, f"{PREFIX}pid"))
-        watched = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-    except (OSError, ValueError):
-        # The process that served the mount is gone, and its unpublished changes with it.
+    except OSError as error:
+        # If the process that served the mount is gone, its unpublished changes are lost already.
+        if not force and error.errno not in (errno.ENOTCONN, errno.ECONNABORTED):
+            raise _refused(place, error) from error
         detach(place, lazy=True)
         return
+    watched = None
+    with contextlib.suppress(OSError):  # the process is in another PID namespace
+        watched = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     try:
         _flush(place, timeout, force=force)
         try:
@@ -203,11 +208,21 @@ def _flush(place: Path, timeout: float, *, force: bool) -> None:
             return
         if error.errno == errno.EROFS:
             return
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise _refused(place, error) from error
         names = os.getxattr(place, f"{PREFIX}pending").decode().split("\n")
         what = ", ".join(name for name in names[:5] if name) or "written files have not reached their level"
         raise TimeoutError(
             f"{place} is still mounted, because some changes are not safe after {timeout:g} s: {what}"
         ) from error
+
+
+def _refused(place: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{place} is still mounted, because its changes cannot be published: {error.strerror}. Run this as the user who "
+        "mounted it; --force unmounts it without publishing",
+        path=str(place),
+    )
 
 
 def _error(answer: Mapping[str, Any]) -> TierfsError:
