@@ -16,8 +16,8 @@ from tierfs.store import Writer
 MIB = 1 << 20
 
 
-def set_attributes(hand, node, valid, *, size=0, mtime_ns=0, mode=0, uid=0):
-    hand.files.set_attributes(node, SetAttr(valid, 0, size, mtime_ns, mode, uid, 0))
+def set_attributes(hand, node, valid, *, size=0, mtime_ns=0, mode=0):
+    hand.files.set_attributes(node, SetAttr(valid, 0, size, mtime_ns, mode, 0, 0))
 
 
 def test_a_new_file_is_in_the_store_once_it_is_closed(hand):
@@ -266,13 +266,6 @@ def test_what_the_fsspec_door_kept_with_a_file_stays(hand):
     hand.files.write(handle, 0, memoryview(b"y"))
     hand.close(handle)
     assert verbs.stat(hand.state.store, "a").manifest.metadata["run"] == 7
-
-
-def test_another_owner_is_refused(hand):
-    hand.write_file("a", b"x")
-    with pytest.raises(PermissionError) as caught:
-        set_attributes(hand, hand.node("a"), Valid.UID, uid=os.getuid() + 1)
-    assert caught.value.errno == errno.EPERM
 
 
 def test_a_write_that_fails_does_not_extend_the_file(hand, monkeypatch):

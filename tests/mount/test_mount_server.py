@@ -25,7 +25,7 @@ from tierfs.mount.errnos import errno_of
 from tierfs.mount.extended import FLUSH
 from tierfs.mount.process import _refuse_own_places
 from tierfs.mount.server import Server
-from tierfs.mount.wire import Opcode
+from tierfs.mount.wire import Opcode, Valid
 
 
 class Kernel:
@@ -212,6 +212,23 @@ def test_requests_of_the_kernel_are_understood(hand):
     with pytest.raises(OSError) as caught:
         ask(47, 1)  # COPY_FILE_RANGE
     assert caught.value.errno == errno.ENOSYS
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+@pytest.mark.parametrize("valid", [Valid.UID, Valid.GID, Valid.UID | Valid.MODE])
+def test_another_owner_is_refused(hand, name, valid):
+    hand.write_file("file", b"x")
+    hand.tree.make_directory(*hand.parent("folder"), 0o755)
+    node = hand.node(name)
+
+    def own(uid, gid):
+        body = struct.pack("<IIQQQQQQIIIIIIII", valid, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o700, 0, uid, gid, 0)
+        hand.requests(wire.RequestHeader(128, Opcode.SETATTR, 1, node.id, 0, 0, 0, 0), memoryview(body))
+
+    with pytest.raises(PermissionError) as caught:
+        own(os.getuid() + 1, os.getgid() + 1)
+    assert caught.value.errno == errno.EPERM
+    own(os.getuid(), os.getgid())
 
 
 def test_a_request_for_a_file_that_is_being_stored_has_as_much_time(kernel_for):

@@ -110,6 +110,8 @@ class Requests:
 
     def _setattr(self, header: RequestHeader, body: memoryview) -> Answer:
         node, wanted = self._node(header.node), SetAttr.parse(body)
+        if wanted.changes_owner(node.attributes):
+            raise refusal(errno.EPERM, "all files of a mount belong to the user who mounted it")
         if node.is_directory:
             self.tree.set_attributes(node, wanted)
         else:

@@ -164,6 +164,11 @@ class SetAttr(NamedTuple):
     uid: int
     gid: int
 
+    def changes_owner(self, attributes: Attributes) -> bool:
+        """Return whether another owner or group is requested."""
+        is_other_user = self.valid & Valid.UID and self.uid != attributes.uid
+        return bool(is_other_user or (self.valid & Valid.GID and self.gid != attributes.gid))
+
     def applied_to(self, attributes: Attributes, now_ns: int) -> Attributes:
         """Return the attributes with the requested mode and time."""
         mtime_ns = now_ns if self.valid & Valid.MTIME_NOW else self.mtime_ns
