@@ -2,14 +2,17 @@
 
 import errno
 import fcntl
+import math
 import os
 import resource
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tierfs.errors import StoreError
+from tierfs.errors import InvalidInputError, StoreError
 from tierfs.mount import attachment, mounting
+from tierfs.mount.extended import FLUSH
 from tierfs.mount.mounting import _is_ready
 
 
@@ -56,12 +59,16 @@ class _Mounted:
             mounting, "detach", lambda _, lazy: self.calls.append("detach lazily" if lazy else "detach")
         )
         monkeypatch.setattr(mounting.os, "getxattr", self.getxattr)
-        monkeypatch.setattr(mounting.os, "setxattr", lambda *_: self.calls.append("flush"))
+        monkeypatch.setattr(mounting.os, "setxattr", self.setxattr)
 
     def getxattr(self, *_):
         if self.error is not None:
             raise OSError(self.error, os.strerror(self.error))
         return str(self.pid).encode()
+
+    def setxattr(self, _, name, value):
+        assert (name, math.isfinite(float(value))) == (FLUSH, True)
+        self.calls.append("flush")
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
@@ -84,3 +91,23 @@ def test_a_mount_of_another_pid_namespace_publishes(monkeypatch, tmp_path):
     mounted = _Mounted(monkeypatch, pid=(1 << 22) + 1)  # above every process id of Linux
     mounting.unmount(tmp_path)
     assert mounted.calls == ["flush", "detach"]
+
+
+def test_an_unmount_may_wait_for_ever(monkeypatch, tmp_path):
+    with subprocess.Popen(["true"]) as process:
+        mounted = _Mounted(monkeypatch, pid=process.pid)
+        mounting.unmount(tmp_path, timeout=math.inf)
+    assert mounted.calls == ["flush", "detach"]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, "x"])
+def test_a_timeout_that_is_no_time_is_refused(tmp_path, timeout):
+    with pytest.raises(InvalidInputError, match="seconds over 0"):
+        mounting.mount(f"file://{tmp_path}", tmp_path, timeout=timeout)
+    with pytest.raises(InvalidInputError, match="seconds over 0"):
+        mounting.unmount(tmp_path, timeout=timeout)
+
+
+def test_an_option_that_is_no_json_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match="option"):
+        mounting.mount(f"file://{tmp_path}", tmp_path, options={"session": object()})

@@ -31,6 +31,8 @@ __all__ = ["Mount", "mount", "start", "unmount"]
 
 START_S = 60.0
 END_S = 15.0
+WAIT_S_MAX = 1_000_000.0
+"""11 days. ``poll`` takes no more than 24 days, and a wait for a thread has a limit too."""
 LOG_NAME = "mount.log"
 
 
@@ -104,7 +106,7 @@ def mount(
         TierfsError: The store could not be opened.
     """
     TierOptions.from_mapping(tiers, "mount")
-    given = {} if timeout is None else {"timeout_s": timeout}
+    given = {} if timeout is None else {"timeout_s": _seconds(timeout)}
     wanted = MountOptions(read_only, allow_other, ack, tiers=tiers, options=dict(options or {}), **given)
     place = Path(directory).absolute()
     return Mount(place, start(url, place, wanted))
@@ -118,6 +120,10 @@ def start(url: str, directory: Path, options: MountOptions) -> subprocess.Popen[
     Raises:
         TierfsError: The store could not be mounted.
     """
+    try:
+        line = options.to_json()
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"an option cannot be passed to the process of the mount: {error}") from error
     logs = state_directory(options.tiers.get("state_dir")) / "mount"
     make_private(logs.parent)
     make_private(logs)
@@ -133,13 +139,13 @@ def start(url: str, directory: Path, options: MountOptions) -> subprocess.Popen[
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(options.to_json() + "\n")
+        process.stdin.write(f"{line}\n")
     if not _is_ready(process.stdout.fileno(), START_S):
         process.kill()
         raise StoreError(f"{directory} was not mounted within {START_S:g} s: see {logs / LOG_NAME}")
     with process.stdout:
-        line = process.stdout.readline()
-    answer = json.loads(line) if line else {}
+        said = process.stdout.readline()
+    answer = json.loads(said) if said else {}
     if "ready" in answer:
         return process
     process.wait()
@@ -159,11 +165,12 @@ def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, forc
         force: Unmount even if changes are not published or files are open. Unpublished changes are lost then.
 
     Raises:
-        InvalidInputError: No store is mounted on the directory.
+        InvalidInputError: No store is mounted on the directory, or ``timeout`` is invalid.
         TimeoutError: Changes are not published, or have not reached their level. The message names the files.
         StoreError: Files are open, or a process works in the directory. Or the mount belongs to another user or does not
             answer, so that its changes cannot be published.
     """
+    timeout = min(_seconds(timeout), WAIT_S_MAX)
     place = Path(directory).absolute()
     if mounted_at(place) != KIND:
         raise InvalidInputError(f"no store is mounted on {place}", path=str(place))
@@ -191,6 +198,16 @@ def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, forc
     finally:
         if watched is not None:
             os.close(watched)
+
+
+def _seconds(timeout: float) -> float:
+    try:
+        seconds = float(timeout)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise InvalidInputError(f"timeout={timeout!r} is not a number of seconds over 0")
+    return seconds
 
 
 def _is_ready(descriptor: int, timeout_s: float) -> bool:
