@@ -375,6 +375,19 @@ def test_what_could_not_be_stored_is_not_shown_as_the_file(hand, monkeypatch):
     assert hand.node("a") is not handle.node
 
 
+def test_a_reader_of_a_file_that_was_lost_gets_an_error(hand, monkeypatch):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"lost"))
+    reader = hand.open("a")
+    monkeypatch.setattr(Writer, "commit", lambda self: (self.abort(), raise_full())[1])
+    for end in (hand.files.flush, hand.files.release):
+        with pytest.raises(CapacityError):
+            end(handle)
+    with pytest.raises(OSError, match="lost") as caught:
+        hand.read(reader)
+    assert caught.value.errno == errno.EIO
+
+
 def raise_full():
     raise CapacityError("no room")
 

@@ -11,10 +11,11 @@ import pytest
 from support.mount_hand import Hand
 
 from tierfs import store as verbs
-from tierfs.errors import AlreadyExistsError, CorruptionError
+from tierfs.errors import AlreadyExistsError, CorruptionError, StoreError
 from tierfs.mount import wire
 from tierfs.mount.state import MISSING_S
 from tierfs.mount.tree import NO_REPLACE
+from tierfs.mount.wire import Valid
 from tierfs.session import TierOptions, init, open_store
 from tierfs.session.url import Location
 from tierfs.testing import damage
@@ -263,3 +264,22 @@ def test_a_file_that_another_host_removes_after_a_rename_is_gone(hand, other, mo
     hand.write_file("b", b"x")
     rename(hand, "b", "c")
     assert hand.names() == ["e"]
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_a_mode_that_cannot_be_stored_is_not_shown(hand, monkeypatch, name):
+    hand.write_file("file", b"x")
+    hand.tree.make_directory(*hand.parent("folder"), 0o755)
+    node = hand.node(name)
+    hand.state.nodes.told(node)
+    mode = node.attributes.mode
+
+    def fails(*_, **__):
+        raise StoreError("unreachable")
+
+    for verb in ("annotate", "annotate_directory"):
+        monkeypatch.setattr(verbs, verb, fails)
+    body = struct.pack("<IIQQQQQQIIIIIIII", Valid.MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o700, 0, 0, 0, 0)
+    with pytest.raises(StoreError):
+        hand.requests(wire.RequestHeader(128, wire.Opcode.SETATTR, 1, node.id, 0, 0, 0, 0), memoryview(body))
+    assert hand.node(name).attributes.mode == mode

@@ -306,12 +306,14 @@ class Files:
         path, entry = node.path, node.entry
         assert path is not None
         assert entry is not None
-        if entry.manifest is None:
-            node.has_new_attributes = False
-            raise refusal(errno.EPERM, f"{path} was not written by tierfs")
-        metadata = with_posix(entry.manifest.metadata, node.attributes)
         try:
+            if entry.manifest is None:
+                raise refusal(errno.EPERM, f"{path} was not written by tierfs")
+            metadata = with_posix(entry.manifest.metadata, node.attributes)
             manifest = verbs.annotate(self._state.store, path, metadata, write_id=entry.manifest.write_id)
+        except BaseException:
+            node.attributes = attributes_of(entry, node.attributes.ino, started_ns=0)  # as the store has them
+            raise
         finally:
             node.has_new_attributes = False
         self._state.nodes.changed(path)
@@ -362,7 +364,8 @@ class Files:
     def _reader(self, node: Node) -> verbs.Reader:
         with node.lock:
             if node.reader is None:
-                assert node.entry is not None
+                if node.entry is None:
+                    raise refusal(errno.EIO, "the bytes of the file could not be stored, and are lost")
                 node.reader = verbs.open_entry(self._state.store, node.entry)
             return node.reader
 

@@ -223,11 +223,11 @@ class NameTree:
         """Change the mode or time of a directory."""
         if wanted.valid & Valid.SIZE:
             raise refusal(errno.EISDIR)
-        before = node.attributes
-        node.attributes = wanted.applied_to(before, time.time_ns())
-        if node.path and node.attributes.posix != before.posix:
-            verbs.annotate_directory(self._state.store, node.path, with_posix({}, node.attributes))
+        changed = wanted.applied_to(node.attributes, time.time_ns())
+        if node.path and changed.posix != node.attributes.posix:
+            verbs.annotate_directory(self._state.store, node.path, with_posix({}, changed))
             node.has_marker = True
+        node.attributes = changed
 
     def _rename_file(self, node: Node, there: Node | None, target: str, *, overwrite: bool) -> None:
         nodes, store = self._state.nodes, self._state.store
