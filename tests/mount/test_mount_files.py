@@ -4,8 +4,10 @@ import errno
 import os
 import random
 import time
+from datetime import datetime, timezone
 
 import pytest
+from support.mount_hand import Hand
 
 from tierfs import store as verbs
 from tierfs.errors import CapacityError, ConflictError, ReadOnlyError, StoreError
@@ -258,6 +260,16 @@ def test_mode_and_time_are_kept_with_the_file(hand):
     assert entry.manifest.metadata["posix"] == {"mode": 0o755, "mtime_ns": 1_500_000_000_123_456_789}
     assert node is hand.node("a")
     assert verbs.load(hand.state.store, "a") == b"x"
+
+
+@pytest.mark.parametrize("year", [1, 1700, 1969, 2200, 2261, 9999])
+def test_a_time_that_is_far_away_is_kept_or_the_nearest(hand, tmp_path, year):
+    wanted_ns = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()) * 10**9
+    hand.write_file("a", b"x")
+    set_attributes(hand, hand.node("a"), Valid.MTIME, mtime_ns=wanted_ns)
+    shown_ns = hand.node("a").attributes.mtime_ns
+    assert shown_ns == (wanted_ns if abs(wanted_ns) < 1 << 63 else (1 << 63) - 1 if wanted_ns > 0 else 1 - (1 << 63))
+    assert Hand(hand.state.store, tmp_path).node("a").attributes.mtime_ns == shown_ns
 
 
 def test_what_the_fsspec_door_kept_with_a_file_stays(hand):

@@ -18,7 +18,8 @@ __all__ = ["DIRECTORY_MODE", "KEY", "MODE_BITS", "Attributes", "attributes_of", 
 KEY = "posix"
 MODE_BITS = 0o777
 FILE_MODE, DIRECTORY_MODE, FOREIGN_MODE = 0o644, 0o755, 0o444
-_TIME_NS_MAX = 1 << 62
+_TIME_NS_MAX = (1 << 63) - 1
+"""The last time that a file can have, in the year 2262. The first one is as far from the epoch, in 1677."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,15 @@ class Attributes:
     def at(
         self, *, size: int | None = None, mode: int | None = None, mtime_ns: int | None = None, now_ns: int
     ) -> Attributes:
-        """Return the attributes after a change. ``mode`` has only the permissions. ``None`` keeps a field."""
+        """Return the attributes after a change. ``mode`` has only the permissions. ``None`` keeps a field.
+
+        A time that is too far from the epoch becomes the nearest one that a file can have, as on a disk.
+        """
         return replace(
             self,
             size=self.size if size is None else size,
             mode=self.mode if mode is None else stat.S_IFMT(self.mode) | (mode & MODE_BITS),
-            mtime_ns=self.mtime_ns if mtime_ns is None else mtime_ns,
+            mtime_ns=self.mtime_ns if mtime_ns is None else max(-_TIME_NS_MAX, min(_TIME_NS_MAX, mtime_ns)),
             ctime_ns=now_ns,
         )
 
