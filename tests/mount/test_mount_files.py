@@ -272,6 +272,17 @@ def test_a_time_that_is_far_away_is_kept_or_the_nearest(hand, tmp_path, year):
     assert Hand(hand.state.store, tmp_path).node("a").attributes.mtime_ns == shown_ns
 
 
+def test_the_times_of_a_file_stay_once_it_is_closed(hand, tmp_path):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"x"))
+    time.sleep(0.01)
+    hand.close(handle)
+    set_attributes(hand, handle.node, Valid.MODE, mode=0o600)
+    shown = handle.node.attributes
+    assert hand.node("a").attributes == shown
+    assert Hand(hand.state.store, tmp_path).node("a").attributes == shown
+
+
 def test_what_the_fsspec_door_kept_with_a_file_stays(hand):
     verbs.save(hand.state.store, "a", b"x", metadata={"run": 7})
     handle = hand.open("a", os.O_RDWR)

@@ -297,8 +297,8 @@ class Files:
         assert path is not None
         # The writer knows the manifest that is pending or published, so no request to the store is needed.
         entry = Entry(path, is_directory=False, manifest=writer.published)
-        self._state.nodes.changed(path)
-        node.entry, node.version, node.has_new_attributes = entry, version_of(entry), False
+        self._state.nodes.published(node, entry)
+        node.has_new_attributes = False
         node.reader = verbs.open_entry(store, entry)
         staged.published(node.reader)
 
@@ -316,9 +316,7 @@ class Files:
             raise
         finally:
             node.has_new_attributes = False
-        self._state.nodes.changed(path)
-        node.entry = Entry(path, is_directory=False, manifest=manifest)
-        node.version = version_of(node.entry)
+        self._state.nodes.published(node, Entry(path, is_directory=False, manifest=manifest))
 
     def _check_is_newest(self, node: Node, thread: int) -> None:
         """Check that the store still has the version that the kernel is opening.

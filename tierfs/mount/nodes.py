@@ -221,6 +221,18 @@ class Nodes:
                 self._by_path[target] = one
                 self.changed(target)
 
+    def published(self, node: Node, entry: Entry) -> None:
+        """Set the version of an inode to the one that this mount published.
+
+        The inode gets its time of publication as ctime, as a later lookup would show it. GNU tar takes another ctime
+        to mean that the file was changed while it was read.
+        """
+        assert entry.manifest is not None
+        with self._lock:
+            self.changed(entry.path)
+            node.entry, node.version = entry, version_of(entry)
+            node.attributes = replace(node.attributes, ctime_ns=entry.manifest.modified_ns)
+
     def changed(self, path: str) -> None:
         """Note that this mount changed a path. Entries of it that were read before are outdated."""
         with self._lock:
