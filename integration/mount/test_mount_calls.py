@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -223,7 +224,8 @@ def test_a_mount_that_is_read_only_changes_nothing(hosts, local):
     host.mount.close()
 
 
-def test_a_mount_in_the_foreground_ends_with_a_signal(tmp_path, local):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_mount_in_the_foreground_ends_with_a_signal(tmp_path, local, number):
     path = tmp_path / "mnt"
     path.mkdir()
     server = subprocess.Popen([*PROGRAM, "mount", "--foreground", "--ack", "object", local, str(path)])
@@ -233,8 +235,9 @@ def test_a_mount_in_the_foreground_ends_with_a_signal(tmp_path, local):
         assert time.monotonic() < ends
         time.sleep(0.05)
     (path / "file").write_bytes(b"x")
-    server.terminate()
+    server.send_signal(number)
     assert server.wait(30) == 0
+    assert not os.path.ismount(path)
     assert run(*PROGRAM, "cat", f"{local}/file") == "x"
 
 

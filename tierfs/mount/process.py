@@ -68,7 +68,9 @@ class MountOptions:
 
 
 def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], object] = lambda: None) -> list[str]:
-    """Mount a store, and serve it until a user unmounts it or this process gets SIGTERM or SIGINT.
+    """Mount a store, and serve it until a user unmounts it or this process gets SIGTERM, SIGINT or SIGHUP.
+
+    A SIGHUP that is ignored, as after ``nohup``, stays ignored.
 
     Args:
         url: A directory in a store, or a store's root.
@@ -90,8 +92,9 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
     requests, server = _served(state, device, options.timeout_s)
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: stop.set())
     server.start()
     if server.is_ready.wait(READY_S):
         attachment.set_readahead(directory)
