@@ -283,3 +283,25 @@ def test_a_mode_that_cannot_be_stored_is_not_shown(hand, monkeypatch, name):
     with pytest.raises(StoreError):
         hand.requests(wire.RequestHeader(128, wire.Opcode.SETATTR, 1, node.id, 0, 0, 0, 0), memoryview(body))
     assert hand.node(name).attributes.mode == mode
+
+
+def test_a_listing_shows_the_mode_of_a_directory(hand, tmp_path):
+    hand.tree.make_directory(*hand.parent("d"), 0o700)
+    hand.write_file("d/a", b"x")
+    for one in (hand, Hand(hand.state.store, tmp_path)):
+        header = wire.RequestHeader(80, wire.Opcode.OPENDIR, 1, 1, 0, 0, 0, 0)
+        number = struct.unpack_from("<Q", one.requests(header, memoryview(bytes(8))))[0]
+        body = struct.pack("<QQIIQII", number, 0, 4096, 0, 0, 0, 0)
+        one.requests(header._replace(opcode=wire.Opcode.READDIRPLUS), memoryview(body))
+        assert one.state.nodes.at("d").attributes.mode == 0o40700
+        one.names()
+        assert one.state.nodes.at("d").attributes.mode == 0o40700
+
+
+def test_a_renamed_directory_keeps_its_mode(hand, tmp_path):
+    hand.tree.make_directory(*hand.parent("d"), 0o700)
+    hand.tree.make_directory(*hand.parent("d/in"), 0o711)
+    hand.write_file("d/a", b"x")
+    rename(hand, "d", "e")
+    for one in (hand, Hand(hand.state.store, tmp_path)):
+        assert [one.node(name).attributes.mode for name in ("e", "e/in")] == [0o40700, 0o40711]

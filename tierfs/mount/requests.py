@@ -223,6 +223,8 @@ class Requests:
             listing = self.tree.list_directory(node)
             self._listings[number] = (node, listing)
         listed = listing[max(0, offset - 2) :]
+        if plus:
+            self.tree.read_markers(one for _, one in listed[: size // wire.ENTRY_BYTES_MIN])
         dots = [(b".", node), (b"..", node)][offset:]
         # With node id 0, the kernel makes no cache entry: `.` and `..` are not names in this directory.
         entries = [DirectoryEntry(name, one.attributes, 0, 0.0) for name, one in dots]

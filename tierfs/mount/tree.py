@@ -13,9 +13,10 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Iterable
 
 from tierfs import store as verbs
-from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT
 from tierfs.format.manifest import Manifest
@@ -26,6 +27,8 @@ from tierfs.mount.nodes import Handle, Node, child_path, version_of
 from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry
+from tierfs.store.transfers import transfers
+from tierfs.store.tree.records import observe_marker
 
 __all__ = ["NAME_MAX", "NO_REPLACE", "NameTree"]
 
@@ -102,7 +105,10 @@ class NameTree:
             name = _name(entry.path)
             if name in found or entry.path == path:
                 continue
-            child = nodes.show(entry, seen) or nodes.at(entry.path)
+            child = nodes.at(entry.path)
+            if child is None or not child.is_directory or not entry.is_directory:
+                # The listing has no markers of directories, so it says nothing new about a known one.
+                child = nodes.show(entry, seen) or nodes.at(entry.path)
             if child is not None:
                 child.is_settled = is_settled and not child.is_directory
                 found[name] = child
@@ -110,6 +116,26 @@ class NameTree:
             if child.path is not None and child.path.rpartition("/")[0] == path:
                 found[_name(child.path)] = child
         return sorted(found.items())
+
+    def read_markers(self, listed: Iterable[Node]) -> None:
+        """Update the attributes of directories that were listed. Their mode and time lie in their markers.
+
+        If a marker cannot be read, the directory keeps the attributes that are known.
+        """
+        store, nodes = self._state.store, self._state.nodes
+        paths = [node.path for node in listed if node.is_directory and node.path]
+        seen = nodes.serial
+
+        def read(path: str) -> Entry | None:
+            try:
+                return Entry(path, is_directory=True, manifest=observe_marker(store, path).manifest)
+            except TierfsError as error:
+                _logger.debug("the marker of %s cannot be read: %s", store.where(path), error)
+                return None
+
+        for entry in transfers().map(read, paths):
+            if entry is not None:
+                nodes.show(entry, seen)
 
     def _undamaged(self, path: str) -> list[Entry]:
         """Return the entries of a directory whose records can be read. A lookup of any other raises the error."""
@@ -276,13 +302,20 @@ class NameTree:
 
     def _move_files(self, source: str, target: str) -> None:
         store = self._state.store
-        verbs.make_directory(store, target, exist_ok=True)
+        self._copy_marker(source, target)
         for entry in verbs.find(store, source, detail=False):
             moved = target + entry.path[len(source) :]
             if entry.is_directory:
-                verbs.make_directory(store, moved, exist_ok=True)
+                self._copy_marker(entry.path, moved)
             else:
                 verbs.rename(store, entry.path, moved)
+
+    def _copy_marker(self, source: str, target: str) -> None:
+        store = self._state.store
+        marker = observe_marker(store, source).manifest
+        verbs.make_directory(store, target, exist_ok=True)
+        if marker is not None and marker.metadata:
+            verbs.annotate_directory(store, target, marker.metadata)
 
     def _remove_tree(self, path: str) -> None:
         store = self._state.store

@@ -16,6 +16,7 @@ from tierfs.mount.attributes import Attributes
 __all__ = [
     "ATTR_OUT",
     "CREATE_IN",
+    "ENTRY_BYTES_MIN",
     "FALLOCATE_IN",
     "FORGET_ONE",
     "HEADER_BYTES",
@@ -56,6 +57,8 @@ HEADER_BYTES = _HEADER.size
 OUT_HEADER = struct.Struct("<IiQ")
 _ATTR = struct.Struct("<6Q10I")
 _ENTRY = struct.Struct("<4Q2I")
+ENTRY_BYTES_MIN = _ENTRY.size + _ATTR.size + 32
+"""The shortest entry in an answer to READDIRPLUS."""
 ATTR_OUT = struct.Struct("<QII")
 _INIT_IN = struct.Struct("<IIII")
 _INIT_OUT = struct.Struct("<IIIIHHIIHH28x")
