@@ -11,7 +11,7 @@ import pytest
 from support.mount_hand import Hand
 
 from tierfs import store as verbs
-from tierfs.errors import AlreadyExistsError, CorruptionError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, StoreError
 from tierfs.mount import wire
 from tierfs.mount.state import MISSING_S
 from tierfs.mount.tree import NO_REPLACE
@@ -305,3 +305,19 @@ def test_a_renamed_directory_keeps_its_mode(hand, tmp_path):
     rename(hand, "d", "e")
     for one in (hand, Hand(hand.state.store, tmp_path)):
         assert [one.node(name).attributes.mode for name in ("e", "e/in")] == [0o40700, 0o40711]
+
+
+def test_a_directory_is_renamed_while_a_file_in_it_is_published(hand, monkeypatch):
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    hand.write_file("d/a", b"old")
+    real, published = verbs.rename, []
+
+    def late(store, source, target, **options):
+        if not published:
+            published.append(source)
+            raise ConflictError("changed in the meantime")
+        return real(store, source, target, **options)
+
+    monkeypatch.setattr(verbs, "rename", late)
+    rename(hand, "d", "e")
+    assert (hand.names(), hand.read_file("e/a")) == (["e"], b"old")

@@ -291,10 +291,13 @@ class NameTree:
             for child in self._state.nodes.below(source, deep=True):
                 held.enter_context(child.lock)
             for attempt in range(ATTEMPTS_MAX):
-                self._move_files(source, target)
                 try:
+                    self._move_files(source, target)
                     self._remove_tree(source)
                     break
+                except ConflictError:  # another program published a file in the meantime
+                    if attempt + 1 == ATTEMPTS_MAX:
+                        raise
                 except StoreError as error:  # another writer added a file in the meantime
                     if error.errno != errno.ENOTEMPTY or attempt + 1 == ATTEMPTS_MAX:
                         raise
