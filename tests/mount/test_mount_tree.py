@@ -321,3 +321,32 @@ def test_a_directory_is_renamed_while_a_file_in_it_is_published(hand, monkeypatc
     monkeypatch.setattr(verbs, "rename", late)
     rename(hand, "d", "e")
     assert (hand.names(), hand.read_file("e/a")) == (["e"], b"old")
+
+
+def is_held(lock):
+    """Whether another thread holds a lock."""
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False
+
+
+def test_a_file_made_during_a_directory_rename_waits(hand, monkeypatch):
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    hand.write_file("d/a", b"a")
+    real, made, is_locked = hand.tree._move_files, [], []
+
+    def move(source, target):
+        real(source, target)
+        if not made:
+            made.append(hand.create("d/new"))
+            verbs.save(hand.state.store, "d/b", b"b")  # so that the directory is not empty, and is moved again
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                is_locked.append(pool.submit(is_held, made[0].node.lock).result())
+
+    monkeypatch.setattr(hand.tree, "_move_files", move)
+    rename(hand, "d", "e")
+    hand.close(made[0])
+    assert is_locked == [True]
+    assert (hand.names(), hand.names("e")) == (["e"], ["a", "b", "new"])

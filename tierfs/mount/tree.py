@@ -287,10 +287,11 @@ class NameTree:
                 raise refusal(errno.ENOTEMPTY)
             self._state.nodes.remove(there)
         with contextlib.ExitStack() as held:
-            # Files in the directory that are about to be published wait for these locks, and then use their new path.
-            for child in self._state.nodes.below(source, deep=True):
-                held.enter_context(child.lock)
             for attempt in range(ATTEMPTS_MAX):
+                # Files in the directory that are about to be published wait for these locks, and then use their new
+                # path. Programs may have made files since the last attempt.
+                for child in self._state.nodes.below(source, deep=True):
+                    held.enter_context(child.lock)
                 try:
                     self._move_files(source, target)
                     self._remove_tree(source)
