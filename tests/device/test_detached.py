@@ -1,5 +1,7 @@
 """Detached errors can be kept and raised again without the frames that they passed through."""
 
+import copyreg
+
 import pytest
 
 pytest.importorskip("torch")
@@ -66,6 +68,14 @@ def test_a_copy_of_a_copy_says_the_same_and_has_no_frames(error):
     chain = [again, again.__cause__, again.__cause__.__cause__]
     assert [str(one) for one in chain[1:]] == ["failed with 1", "failed with 2"]
     assert all(one.__traceback__ is None and one.__context__ is None for one in chain)
+
+
+def test_a_copy_has_no_frames_where_copies_keep_them(monkeypatch):
+    def with_frames(error):
+        return lambda *args: type(error)(*args).with_traceback(error.__traceback__), error.args
+
+    monkeypatch.setitem(copyreg.dispatch_table, ValueError, with_frames)
+    assert detached(caught(ValueError("odd"))).__traceback__ is None
 
 
 def test_causes_in_a_circle_are_copied_once():

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 
 import pytest
 from support.fake_flusher import until
@@ -11,6 +12,7 @@ from tierfs.errors import ConflictError, StoreError
 from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
+from tierfs.flusher.upload import Uploader
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.store import discard_conflict, load, save, status, wait
@@ -176,6 +178,21 @@ def test_a_change_that_cannot_be_put_into_the_nvme_tier_says_why_it_is_kept(make
     ] == []
     monkeypatch.undo()
     check_kept(here)
+
+
+def test_a_conflict_is_discarded_as_soon_as_it_is_reported(make_host, monkeypatch):
+    here, there = make_host("here"), make_host("there")
+    keep = Uploader._keep
+
+    def keep_and_linger(*arguments):
+        keep(*arguments)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Uploader, "_keep", keep_and_linger)
+    with here.held():
+        save(here.store, "a", b"late")
+        conflict_of(here, there, until_kept=1)
+    assert discard_conflict(here.store, "a") == 1
 
 
 @pytest.mark.parametrize("kept", ["the first", "the last"])

@@ -29,7 +29,8 @@ def detached(error: _E) -> _E:
 
 
 def _with_cause(error: _E, cause: BaseException | None) -> _E:
-    made = _copy_of(error)
+    # tblib, which Dask uses, makes copies with frames.
+    made = _copy_of(error).with_traceback(None)
     made.__cause__ = cause
     made.__context__ = None
     return made
@@ -46,4 +47,4 @@ def _copy_of(error: _E) -> _E:
         made.__dict__.update(error.__dict__)
         if str(made) == str(error):
             return made
-    return error.with_traceback(None)
+    return error

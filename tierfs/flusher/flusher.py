@@ -52,6 +52,8 @@ LOOK_SHARE = 10
 # While a request waits: interval between attempts to open a segment, and how long to try.
 SEE_S = 0.05
 SEE_S_MAX = 10.0
+# How long a discard waits for threads that are busy with the drafts.
+DISCARD_S = 10.0
 # Drafts named in each list of a report, which has to fit into a message.
 NAMED_MAX = 20
 _logger = logging.getLogger("tierfs.flush")
@@ -349,14 +351,9 @@ class Flusher:
         state = self._state
         lost = self.scan.discard_lost(path)
         with state.changed:
-            given_up = [
-                entry
-                for entry in state.entries
-                if entry.path == path and (entry.conflict or isinstance(entry.error, CorruptionError))
-            ]
-            # A dict removes duplicates: a draft of `given_up` may also be a dependent of another one.
-            found = {entry: None for first in given_up for entry in (first, *state.entries.dependents(first))}
-            kept = sorted((entry for entry in found if not entry.busy), key=lambda entry: entry.turn)
+            # The thread that has just kept a draft as a conflict is still busy with it for a moment.
+            state.changed.wait_for(lambda: not any(entry.busy for entry in self._discardable(path)), DISCARD_S)
+            kept = [entry for entry in self._discardable(path) if not entry.busy]
         for entry in reversed(kept):
             if entry.number is not None:
                 assert self.nvme is not None
@@ -368,6 +365,18 @@ class Flusher:
                 state.entries.remove(entry)
                 state.changed.notify_all()
         return len(kept) + lost
+
+    def _discardable(self, path: str) -> list[FlushItem]:
+        """Return the drafts that `discard` discards, in order. The caller holds the lock."""
+        entries = self._state.entries
+        chosen = [
+            entry
+            for entry in entries
+            if entry.path == path and (entry.conflict or isinstance(entry.error, CorruptionError))
+        ]
+        # A dict removes duplicates: a chosen draft may also be a dependent of another one.
+        found = {entry: None for first in chosen for entry in (first, *entries.dependents(first))}
+        return sorted(found, key=lambda entry: entry.turn)
 
     # -- seen by a person ----------------------------------------------------------------------------------------------
 
