@@ -558,6 +558,18 @@ def test_a_damaged_copy_is_not_replaced_by_another_one(host):
     assert load(host.store, "a") == data
 
 
+def test_a_copy_that_could_not_be_made_is_no_repair(host, monkeypatch):
+    data = content(16 * MIB)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT, 20)
+    (name,) = names_of(host, data)
+    flip(host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena", data)
+    monkeypatch.setattr("tierfs.host.slab.segment.Segment.is_still", lambda *_: False)
+    host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
+    assert host.tiers.nvme.find(name) is None
+    assert status(host.store)["counters"].get("flusher_nvme_repaired", 0) == 0
+
+
 def flip(path, data):
     with open(path, "r+b") as file:
         at = file.read().find(data[5 * MIB : 5 * MIB + 64])

@@ -366,11 +366,11 @@ class NvmePersister:
         if slot is None:
             return
         self._copy(nvme, slot, keep=False)
-        if self._is_sound(nvme, name, raw_length):
+        if not self._is_sound(nvme, name, raw_length):
+            nvme.quarantine(name)
+        elif nvme.has(name):  # else the slot was reused during the copy
             nvme.commit()
             self._state.counters["nvme_repaired"] += 1
-        else:
-            nvme.quarantine(name)
 
     def _is_sound(self, nvme: NvmeTier, name: bytes, raw_length: int) -> bool:
         """Return whether a chunk's bytes match the digests in its metadata. True if the tier does not have the chunk."""
