@@ -143,11 +143,12 @@ def test_an_interrupted_read_only_file_can_be_completed(stored, tree, url, tmp_p
     assert all(stat.S_IMODE(part.stat().st_mode) & 0o200 for part in parts)
 
 
-def test_a_full_disk_is_told_with_the_name_of_the_file(stored, tmp_path, capsys, monkeypatch):
-    def write(fd, data, offset):
+@pytest.mark.parametrize(("module", "call"), [(down, "_write"), (os, "fsync")])  # fsync: NFS, quotas
+def test_a_full_disk_is_told_with_the_name_of_the_file(stored, tmp_path, capsys, monkeypatch, module, call):
+    def fail(*_arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(down, "_write", write)
+    monkeypatch.setattr(module, call, fail)
     assert main(["materialize", stored, str(tmp_path / "out"), "--json"]) == 9
     assert json.loads(capsys.readouterr().out)["error"]["path"].startswith(f"{tmp_path}/out/")
 

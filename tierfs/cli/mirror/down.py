@@ -92,13 +92,13 @@ class _Materializer:
         try:
             with naming(target):
                 is_same = self._fill(fd, entry, content, target if status is not None else None, stop)
-            if is_same:
-                os.unlink(part)
-            else:
-                os.ftruncate(fd, entry.length)
-                os.fsync(fd)
-                self._describe(fd, entry)  # last: the next run could not open a part whose mode forbids writing
-                os.replace(part, target)
+                if is_same:
+                    os.unlink(part)
+                else:
+                    os.ftruncate(fd, entry.length)
+                    os.fsync(fd)
+                    self._describe(fd, entry)  # last: the next run could not open a part whose mode forbids writing
+                    os.replace(part, target)
         finally:
             os.close(fd)
         self._record.note(relative, content, os.lstat(target))
