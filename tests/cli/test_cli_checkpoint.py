@@ -507,6 +507,22 @@ def test_a_directory_stays_where_its_replacement_fails(step_10, tmp_path, capsys
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
+def test_an_interrupt_while_the_old_directory_is_removed_leaves_no_part_of_it(step_10, tmp_path, capsys, monkeypatch):
+    words = ["export", step_10, f"{tmp_path}/out", "--skip-objects"]
+    told(capsys, *words)
+    names = sorted(os.listdir(tmp_path))
+    unlink = os.unlink
+
+    def interrupt(*arguments, **options):
+        monkeypatch.setattr(os, "unlink", unlink)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "unlink", interrupt)
+    assert main(["checkpoint", *words, "--force"]) == 130
+    assert os.unlink is unlink
+    assert sorted(os.listdir(tmp_path)) == names
+
+
 def test_a_dtype_and_an_object_are_refused_by_name(url, tmp_path, capsys):
     save_state(f"{url}/1", {"odd": torch.ones(3, dtype=torch.complex128), "n": 1})
     message = told(capsys, "export", f"{url}/1", f"{tmp_path}/x.safetensors", code=2)["error"]["message"]

@@ -213,4 +213,7 @@ def _replace(directory: str, new: str) -> None:
     except BaseException:
         os.rename(aside, directory)
         raise
-    shutil.rmtree(aside)
+    try:
+        shutil.rmtree(aside)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # the rest, if an interrupt came
