@@ -523,6 +523,20 @@ def test_an_interrupt_while_the_old_directory_is_removed_leaves_no_part_of_it(st
     assert sorted(os.listdir(tmp_path)) == names
 
 
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_no_checkpoint_is_put_below_a_file(step_10, store, url, tmp_path, capsys, force):
+    save(store, "file", b"file")
+    told(capsys, "export", step_10, f"{tmp_path}/x.pt", "--skip-objects")
+    for words in (
+        ["export", step_10, f"{url}/file/x.pt", "--skip-objects"],
+        ["export", step_10, f"{url}/file/x.safetensors", "--skip-objects"],
+        ["import", f"{tmp_path}/x.pt", f"{url}/file"],
+        ["import", f"{tmp_path}/x.pt", f"{url}/file/x"],
+    ):
+        assert "/file is a file" in told(capsys, *words, *force, code=4)["error"]["message"]
+    assert [entry.path for entry in find(store, "file")] == ["file"]
+
+
 def test_a_dtype_and_an_object_are_refused_by_name(url, tmp_path, capsys):
     save_state(f"{url}/1", {"odd": torch.ones(3, dtype=torch.complex128), "n": 1})
     message = told(capsys, "export", f"{url}/1", f"{tmp_path}/x.safetensors", code=2)["error"]["message"]

@@ -17,6 +17,7 @@ from tierfs.checkpoint.import_ import ImportPart, PartResult, import_checkpoint,
 from tierfs.cli.commands._checkpoint_places import source_of
 from tierfs.cli.executors import WorkerSet, open_executor
 from tierfs.cli.files.places import LocalPlace, StorePlace, any_place, store_place
+from tierfs.cli.files.targets import clash, refuse_below_file
 from tierfs.cli.terminal.output import print_json, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
@@ -59,6 +60,11 @@ def export(arguments: argparse.Namespace) -> int:
 
 def import_(arguments: argparse.Namespace) -> int:
     place = store_place(arguments.other, write=True)
+    kind = place.kind()
+    if kind == "file":
+        raise clash(place.url, kind)
+    if kind is None:
+        refuse_below_file(place)
     if not arguments.force and kind_of(place.store, inside(place.path, ROOT)) is not None:
         raise AlreadyExistsError(
             f"{place.url} holds a checkpoint: name another directory, or add --force to replace it", path=place.url
@@ -150,6 +156,7 @@ def _refuse_taken(target: LocalPlace | StorePlace, format_: str, *, force: bool)
         )
     kind = target.kind()
     if kind is None:
+        refuse_below_file(target)
         return
     wanted = "directory" if format_ == "dcp" else "file"
     if kind != wanted:
