@@ -125,6 +125,25 @@ def test_threads_may_write_to_one_handle(place, length):
     assert {data[start : start + length] for start in range(0, len(data), length)} == pieces
 
 
+def test_a_close_waits_for_the_write_of_another_thread(place):
+    handle = place.fs.open(place / "a", "wb")
+    closer = threading.Thread(target=handle.close)
+    check_open = handle._check_open
+
+    def let_the_closer_try():
+        handle._check_open = check_open
+        check_open()
+        closer.start()
+        closer.join(0.2)
+
+    handle._check_open = let_the_closer_try
+    assert handle.write(b"late") == 4
+    closer.join()
+    assert place.fs.cat(place / "a") == b"late"
+    with pytest.raises(ValueError, match="closed file"):
+        handle.write(b"later")
+
+
 def test_threads_share_a_read_handle_s_store_but_not_its_position(place):
     data = Random(1).randbytes(5 * MIB)
     place.fs.pipe(place / "a", data)

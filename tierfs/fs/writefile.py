@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+from tierfs._fork import PerProcess
 from tierfs.errors import StoreError
 from tierfs.fs.write_descriptor import WriteDescriptor
 from tierfs.store import Writer
@@ -49,7 +50,7 @@ class WriteFile(io.BufferedIOBase):
         self._failure: BaseException | None = None
         self._descriptor: WriteDescriptor | None = None
         self._process = os.getpid()
-        self._lock = threading.RLock()  # held while the writer is used; a forked child may find it held forever
+        self._lock = PerProcess(threading.RLock)  # held while the writer or the descriptor is used or closed
         self._error_at_open = sys.exc_info()[1]
         self._outcome_known = False  # published, or the caller knows that it is not
 
@@ -77,19 +78,16 @@ class WriteFile(io.BufferedIOBase):
     def write(self, data: Any) -> int:
         """Append bytes. They are copied, so the caller may change ``data`` afterwards."""
         view = memoryview(data)
-        self._check_open()
-        if self._writer is None or not view.nbytes:
-            return view.nbytes
-        if not self._is_ours():
-            raise ValueError(
-                f"{self.path} was opened before this process was forked: only the process that opened it can write it"
-            )
-        view = view.cast("B")
-        with self._lock:
-            self._check_open()  # another thread may have closed it
-            self._raise_failure()
-            if self._writer is None:
+        with self._lock():
+            self._check_open()
+            if self._writer is None or not view.nbytes:
                 return view.nbytes
+            if not self._is_ours():
+                raise ValueError(
+                    f"{self.path} was opened before this process was forked: only the process that opened it can write it"
+                )
+            self._raise_failure()
+            view = view.cast("B")
             with self._keeping_failure():
                 if self._descriptor is None:
                     return self._writer.write(view)
@@ -132,12 +130,13 @@ class WriteFile(io.BufferedIOBase):
         call of ``write``, ``fileno`` or ``close``. A child that writes to it after ``close`` gets an error.
         ``os.fsync`` succeeds and does nothing, because ``close`` makes bytes durable.
         """
-        self._check_open()
-        if self._descriptor is None:
-            self._descriptor = WriteDescriptor(self.path, self.tell())
-        else:
-            self._collect()
-        return self._descriptor.number
+        with self._lock():
+            self._check_open()
+            if self._descriptor is None:
+                self._descriptor = WriteDescriptor(self.path, self.tell())
+            else:
+                self._collect()
+            return self._descriptor.number
 
     def close(self) -> None:
         """Publish the file; in a transaction, leave that to `commit`. A second call does nothing.
@@ -162,21 +161,22 @@ class WriteFile(io.BufferedIOBase):
                     path=self.path,
                 ) from error
             return
-        self._collect_rest()
-        if self._writer is not None and self._failure is not None:
-            self.discard()
-            self._raise_failure()
-        self._close_handle()
-        if self.autocommit:
-            self.commit()
+        with self._lock():
+            self._collect_rest()
+            if self._writer is not None and self._failure is not None:
+                self.discard()
+                self._raise_failure()
+            self._close_handle()
+            if self.autocommit:
+                self.commit()
 
     def commit(self) -> None:
         """Publish the file. Raises the errors of `close`."""
-        self._collect_rest()
-        self._close_handle()
-        writer, self._writer = self._writer, None
-        if writer is not None and self._is_ours():
-            with self._lock:
+        with self._lock():
+            self._collect_rest()
+            self._close_handle()
+            writer, self._writer = self._writer, None
+            if writer is not None and self._is_ours():
                 try:
                     writer.commit()
                 finally:
@@ -186,8 +186,9 @@ class WriteFile(io.BufferedIOBase):
 
     def discard(self) -> None:
         """Close the handle and publish nothing."""
-        self._abort()
-        self._close_handle()
+        with self._lock():
+            self._abort()
+            self._close_handle()
 
     def give_up(self, error: BaseException) -> None:
         """Discard the file because of this error. Later writes by a wrapper are ignored."""
@@ -268,26 +269,27 @@ class WriteFile(io.BufferedIOBase):
         """Pass the bytes that were written to the descriptor to the writer."""
         if self._descriptor is not None and self._writer is not None and self._is_ours():
             self._raise_failure()
-            with self._lock, self._keeping_failure():
+            with self._keeping_failure():
                 self._descriptor.collect(self._writer.write)
 
     def _collect_rest(self) -> None:
         """Collect the last bytes, and seal the descriptor, so that a child that still holds it cannot write."""
         if self._descriptor is not None and self._writer is not None and self._is_ours() and self._failure is None:
             try:
-                with self._lock:
-                    self._descriptor.collect(self._writer.write)
-                    self._descriptor.seal()
-                    self._descriptor.collect(self._writer.write)
+                self._descriptor.collect(self._writer.write)
+                self._descriptor.seal()
+                self._descriptor.collect(self._writer.write)
             except BaseException:
                 self.discard()
                 raise
 
     def _abort(self) -> bool:
-        writer, self._writer = self._writer, None
-        if writer is None or not self._is_ours():
+        if self._writer is None:  # perhaps another thread is publishing the file: do not wait for it
             return False
-        with self._lock:
+        with self._lock():
+            writer, self._writer = self._writer, None
+            if writer is None or not self._is_ours():
+                return False
             if self._descriptor is not None:
                 self._descriptor.seal()
             writer.abort()
