@@ -112,6 +112,22 @@ def test_a_closed_handler_that_comes_back_passes_signals_on(before):
     assert (before, first.received, second.received) == ([signal.SIGUSR1], 0, 0)
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_signal_that_a_later_handler_notes_ends_nothing(default, closes):
+    # A manager over a closed one, and one of a forked child, save before they end.
+    first = Signals([signal.SIGUSR1])
+
+    def note():
+        second = Signals([signal.SIGUSR1])
+        if closes:
+            first.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os._exit(7 if second.received else 8)
+
+    assert status_of_child(note) == 7
+    first.close()
+
+
 def test_an_ignored_signal_stays_ignored_in_a_child(default):
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals = Signals([signal.SIGUSR1])

@@ -72,15 +72,24 @@ class Signals:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
                 del self._before[number]
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    @property
+    def _notes(self) -> bool:
         # A forked child inherits the handler, and nothing in it asks for the signal.
-        is_noted = not self._is_closed and os.getpid() == self._pid
-        if is_noted and not self.received:
+        return not self._is_closed and os.getpid() == self._pid
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._notes and not self.received:
             self.received_s = time.monotonic()
             self.received = number
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
-        elif not is_noted and before is not signal.SIG_IGN:
+        elif before is not signal.SIG_IGN and not _is_taken(number):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def _is_taken(number: int) -> bool:
+    """Return whether a signal has a handler other than that of a closed or inherited `Signals`."""
+    called = getattr(signal.getsignal(number), "__self__", None)
+    return not isinstance(called, Signals) or called._notes
