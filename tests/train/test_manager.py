@@ -258,6 +258,7 @@ def test_a_save_is_cancelled_only_before_it_begins(root):
         first.wait(timeout=30)
         with pytest.raises(TierfsError, match="cancelled"):
             second.wait(timeout=30)
+        assert second.cancel()
         assert [each.step for each in run.checkpoints] == [1]
 
 

@@ -59,7 +59,7 @@ class SaveHandle:
         self.was_there = False
         self._run = run
         self._mark: SaveMark | None = None
-        self._is_cancelled = self._is_begun = False
+        self._begin: Future[None] = Future()
         self._ended: Future[None] = Future()
         self._asked_s = time.monotonic()
         self._seconds = 0.0
@@ -141,13 +141,11 @@ class SaveHandle:
         Returns:
             Whether the save was cancelled. A save that this rank has begun is finished all the same.
         """
-        self._is_cancelled = True
-        return not self._is_begun  # read after the write: `begin` does these in the other order
+        return self._begin.cancel()
 
     def begin(self) -> bool:
         """Begin the save, on the thread that makes it. Return whether this rank has cancelled it."""
-        self._is_begun = True
-        return self._is_cancelled
+        return not self._begin.set_running_or_notify_cancel()
 
     def end(self, error: Exception | None, mark: SaveMark | None) -> None:
         """Record the end of the save: why it failed, or which save it is if it wrote something."""
