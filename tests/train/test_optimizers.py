@@ -78,6 +78,53 @@ def test_moments_come_back_where_gradients_are_left(root, wrap):
     assert same(train(other, resumed), expected)
 
 
+@pytest.mark.parametrize("wrap", [complete, as_dict])
+def test_moments_come_back_by_a_pattern_where_gradients_are_left(root, wrap):
+    model = Heads()
+    optimizer = adam(model)
+    train(model, optimizer)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, wrap(model, optimizer))
+        expected = train(model, optimizer)
+        other = Heads()
+        resumed = adam(other)
+        other(torch.ones(3)).sum().backward()
+        run.restore(wrap(other, resumed), only=["model.*", "optimizer.*"])
+    assert same(train(other, resumed), expected)
+
+
+def test_a_complete_state_is_loaded_into_its_own_memory(root):
+    model = Heads().used
+    optimizer = adam(model)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, as_dict(model, optimizer)).wait(timeout=30)
+        places = [each["exp_avg"].data_ptr() for each in optimizer.state.values()]
+        run.restore(as_dict(model, optimizer))
+    assert [each["exp_avg"].data_ptr() for each in optimizer.state.values()] == places
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps beside the states of its parameters."""
+
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_state_of_the_optimizer_itself_comes_back(root):
+    model = Heads()
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer)
+    other = Heads()
+    resumed = Counting(other.parameters(), lr=0.1, momentum=0.9)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, as_dict(model, optimizer))
+        assert run.restore(as_dict(other, resumed)).is_exact
+    assert resumed.state["steps"] == 3
+
+
 def test_moments_come_back_that_the_optimizer_lacks_now(root):
     model = Heads()
     optimizer = adam(model)
@@ -148,6 +195,13 @@ def test_saved_values_without_a_place_are_named(root):
     assert "'average', 'note'" in restored.notes[0]
 
 
+def test_of_patterns_only_values_that_match_are_named(root):
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, {"model": torch.ones(3), "average": torch.ones(3), "note": "seen"})
+        assert run.restore({"model": torch.zeros(3)}, only="model").is_exact
+        assert "['note']" in run.restore({"model": torch.zeros(3)}, only=["model", "n*"]).notes[0]
+
+
 def lbfgs(model):
     return torch.optim.LBFGS(model.parameters(), lr=0.5)
 
@@ -160,6 +214,7 @@ def test_a_save_that_fails_leaves_an_optimizer_as_it_is(root):
         handle.settle(30)
     assert isinstance(handle.error, TypeError)  # torch steps it without a closure
     assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
     assert model.used.weight.grad is None
 
 

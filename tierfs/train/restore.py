@@ -64,7 +64,7 @@ class _Planner(TierLoadPlanner):
     """Loads the values whose names match a pattern, and leaves the rest of the state unchanged.
 
     Attributes:
-        not_loaded: The names of saved values that the state has no place for; empty if there are patterns.
+        not_loaded: The names of saved values to load that the state has no place for.
     """
 
     def __init__(self, only: Sequence[str]) -> None:
@@ -73,10 +73,10 @@ class _Planner(TierLoadPlanner):
         self.not_loaded: AbstractSet[str] = frozenset()
 
     def create_local_plan(self) -> LoadPlan:
+        saved = self.metadata.state_dict_metadata
+        self.not_loaded = {name for name in saved if self.is_wanted(name)} - self.state_dict.keys()
         if not self._only:
-            plan = super().create_local_plan()
-            self.not_loaded = self.metadata.state_dict_metadata.keys() - self.state_dict.keys()
-            return plan
+            return super().create_local_plan()
         flat: dict[str, Any] = {name: value for name, value in self.state_dict.items() if self.is_wanted(name)}
         return create_default_local_load_plan(flat, self.metadata, strict=True)
 

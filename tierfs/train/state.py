@@ -45,19 +45,22 @@ class Wanted:
     Attributes:
         kind: As given.
         about: As given.
-        is_partial: Whether some saved values are not loaded.
     """
 
     def __init__(self, kind: str, about: About | None, names: Collection[str], only: Collection[str]) -> None:
         self.kind = kind
         self.about = about
-        self.is_partial = len(only) < len(names)
         self._only = only
-        self._saved = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+        self._left_out = set(names) - set(only)
+        self._saved = {name[:at] for name in names for at, letter in enumerate(f"{name}.") if letter == "."}
 
     def has(self, section: str) -> bool:
         """Return whether something of a section of the state is loaded; always if everything is."""
-        return not self.is_partial or any(name == section or name.startswith(f"{section}.") for name in self._only)
+        return not self._left_out or any(name == section or name.startswith(f"{section}.") for name in self._only)
+
+    def has_all(self, section: str) -> bool:
+        """Return whether everything that was saved of a section of the state is loaded."""
+        return not any(name.startswith(f"{section}.") for name in self._left_out)
 
     def saved_in(self, section: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return those values of a section for which something was saved."""
@@ -245,16 +248,19 @@ class TrainState:
 
     def _optimizer_to_save(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         is_new = not optimizer.state
-        with _unchanged(optimizer):
-            found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
+        try:
+            with _unchanged(optimizer):
+                found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
+        finally:
+            if is_new:
+                # torch made a step with zero gradients. Going on from there differs from a new optimizer's first step.
+                optimizer.state.clear()
         if is_new:
-            # torch made a step with zero gradients for it. Going on from there differs from a new optimizer's first step.
-            optimizer.state.clear()
             found["state"] = {}
         return found
 
     def _optimizer_to_load(self, optimizer: torch.optim.Optimizer, wanted: Wanted) -> dict[str, Any]:
-        with _complete_state(optimizer, wanted):
+        with _complete_state(optimizer, is_whole=wanted.has_all(FULL_ONLY)):
             found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
         found["state"] = wanted.saved_in(f"{FULL_ONLY}.state", found["state"])
         return found
@@ -294,7 +300,7 @@ class DictState:
         for name, value in self._of_kind(wanted.kind):
             if isinstance(value, torch.optim.Optimizer) and wanted.has(name):
                 try:
-                    with _complete_state(value, wanted):
+                    with _complete_state(value, is_whole=wanted.has_all(name)):
                         _init_optim_state(value)
                 except Exception as error:  # noqa: BLE001 - a step without a closure may raise anything
                     _logger.warning("a %s can load only the state that it has already: %s", type(value).__name__, error)
@@ -361,17 +367,22 @@ def _unchanged(optimizer: torch.optim.Optimizer) -> Iterator[list[torch.Tensor]]
 
 
 @contextmanager
-def _complete_state(optimizer: torch.optim.Optimizer, wanted: Wanted) -> Iterator[None]:
-    """Let torch make the state of every parameter anew, to load into. If that fails, the state stays as it was.
+def _complete_state(optimizer: torch.optim.Optimizer, *, is_whole: bool) -> Iterator[None]:
+    """Let torch make the state that parameters lack, to load into. If that fails, the state stays as it was.
 
     torch makes it only for an optimizer that has neither state nor gradients. Without it, saved state would be skipped.
+
+    Args:
+        optimizer: The optimizer.
+        is_whole: Whether all saved state is loaded. Otherwise the optimizer keeps the state that it has.
     """
     before = dict(optimizer.state)
     with _unchanged(optimizer) as parameters:
-        if not wanted.is_partial:  # otherwise the rest of the state stays
+        # Where no parameter lacks state, the load uses its memory.
+        if is_whole and not all(optimizer.state.get(each) for each in parameters):
             optimizer.state.clear()
-            for each in parameters:
-                each.grad = None
+        for each in parameters:
+            each.grad = None
         try:
             yield
         except BaseException:
