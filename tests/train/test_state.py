@@ -223,14 +223,15 @@ class Lazy:
         self.iterator, self.at = None, state["at"]
 
 
-def test_a_loader_that_draws_for_its_iterator_goes_on_exactly(root):
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_loader_that_draws_for_its_iterator_goes_on_exactly(root, batches):
     model = torch.nn.Linear(1, 1)
     loader = Lazy()
-    batches = iter(loader)
-    next(batches)
+    for _ in range(batches):
+        next(iter(loader))
     with Manager(root, **OPTIONS) as run:
         run.save(0, TrainState(model=model, optimizer=None, scheduler=None, dataloader=loader))
-    expected = next(batches), torch.rand(1)
+    expected = next(iter(loader)), torch.rand(1)
     other = Lazy()
     with Manager(root, **OPTIONS) as run:
         assert run.restore(TrainState(model=model, optimizer=None, scheduler=None, dataloader=other)).is_exact

@@ -169,11 +169,12 @@ class TrainState:
         if kind == "full" and self._optimizers:
             values["optimizer"] = _joined(self._optimizer_to_save(each) for each in self._optimizers)
         values["scheduler"] = [pack(each.state_dict()) for each in _listed(self.scheduler)]
-        own = {"rng": pack(generators())}
+        own = {}
         if kind == "full":
             values["scaler"] = pack(None if self.scaler is None else self.scaler.state_dict())
             values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
             own["loader"] = pack([each.state_dict() for each in _listed(self.dataloader)])
+        own["rng"] = pack(generators())  # last: a loader may make its iterator for its state, and draw a number for it
         values[f"rank_{_rank()}"] = own
         return values, {"epoch": self.epoch, "lr": self.learning_rates}
 
