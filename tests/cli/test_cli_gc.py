@@ -98,3 +98,8 @@ def test_a_lease_and_a_grace_are_fixed_when_the_store_is_made(root):
 @pytest.mark.parametrize("words", [["gc", "--rate", "nan"], ["scrub", "--max-seconds", "nan"]])
 def test_nan_is_refused(root, words):
     assert main([*words, str(root)]) == 2
+
+
+@pytest.mark.parametrize("words", [["gc", "--rate", "inf"], ["scrub", "--max-seconds", "inf"]])
+def test_infinity_is_no_limit(root, words):
+    assert main([*words, str(root)]) == 0

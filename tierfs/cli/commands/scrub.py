@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Scrub, and return the exit code of damage if any remains."""
     bandwidth = None if arguments.bandwidth is None else parse_size(arguments.bandwidth)
     if arguments.max_seconds is not None:
-        require_seconds("--max-seconds", arguments.max_seconds)
+        require_seconds("--max-seconds", arguments.max_seconds, may_be_infinite=True)
     if arguments.concurrency < 1 or bandwidth == 0:
         raise InvalidInputError("--concurrency and --bandwidth must be more than 0")
     is_local = arguments.tier != "object"
