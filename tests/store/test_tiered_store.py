@@ -554,13 +554,15 @@ def save_and_damage_the_head(host, monkeypatch, at):
 
 
 @pytest.mark.parametrize("at", [1, 3, 7])
-def test_a_change_with_a_damaged_head_is_still_published(make_host, at, monkeypatch):
+def test_a_change_with_a_damaged_head_is_still_published(make_host, at, monkeypatch, caplog):
     host = make_host(nvme=0)
     save_and_damage_the_head(host, monkeypatch, at)
     assert load(host.store, "a") == b"after"
     wait(host.store, "", Level.OBJECT, 30)
     assert load(host.plain(), "a") == b"after"
     assert not host.tiers.ram.drafts()
+    assert "have a damaged head" in caplog.text
+    assert "ignored" not in caplog.text
 
 
 @pytest.mark.parametrize("at", [16, 23, 31])

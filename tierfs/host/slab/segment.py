@@ -573,7 +573,7 @@ class Segment:
                 view.update(table, stable=True)
         if view.unsound and not self._unsound_said:
             self._unsound_said = True
-            _logger.warning("%d slots of %s are damaged and ignored", len(view.unsound), self)
+            _logger.warning("%d slots of %s have a damaged head", len(view.unsound), self)
         return view
 
     def _slot(self, index: int, row: SlotRow) -> Slot:
