@@ -255,7 +255,8 @@ class Manager:
             force: Save again, even if the last save of this manager was of this step and kind. Otherwise that save is
                 returned, unless it failed.
             overwrite: Whether to replace a checkpoint of this step with different content. Without it, such a save
-                fails with `AlreadyExistsError`. A full save always replaces a light save of the same step if that was
+                fails with `AlreadyExistsError`. Values that tierfs cannot compare, such as sets and dataclasses, do not
+                count as different, and are replaced. A full save always replaces a light save of the same step if that was
                 this manager's last one.
             metrics: Numbers to keep with the checkpoint.
 
