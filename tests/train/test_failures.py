@@ -134,6 +134,10 @@ def test_a_save_that_cannot_be_read_back_is_not_called_damaged(root, monkeypatch
         assert not isinstance(failed.error, CorruptionError)
         assert "cannot be verified: the object tier is down" in str(failed.error)
         assert run.latest() == 1
+        with pytest.raises(TierfsError, match="cannot be verified"):
+            run.save(1, state(1)).wait(timeout=30)
+        monkeypatch.undo()
+        run.save(1, state(1)).wait(timeout=30)
 
 
 def test_a_step_that_was_not_trained_is_told(root, caplog):

@@ -183,6 +183,7 @@ class SaveThread:
                 path=handle.url,
             )
         if found == "same":
+            self._verify(handle)  # it may be there because only this failed
             handle.was_there = True
             return None
 
@@ -200,14 +201,7 @@ class SaveThread:
             no_dist=self._world.size == 1,
         )
         meta: Any = metadata.storage_meta
-        if self._checks.reads_back:
-            damage, problem = world.from_first(self._read_back(handle) if world.is_first else ("", ""), group)
-            if damage:
-                raise CorruptionError(
-                    f"{handle.url} does not read back as it was saved, and is marked as damaged: {damage}"
-                )
-            if problem:
-                raise TierfsError(f"{handle.url} was saved, but cannot be verified: {problem}")
+        self._verify(handle)
         self._before = order.step, digests
         return SaveMark(meta.sequence, meta.save_id)
 
@@ -228,6 +222,18 @@ class SaveThread:
             raise InvalidInputError(text)
         if self._checks.on_stale == "warn" and self._world.is_first:
             _logger.warning(text)
+
+    def _verify(self, handle: SaveHandle) -> None:
+        if not self._checks.reads_back:
+            return
+        world = self._world
+        damage, problem = world.from_first(self._read_back(handle) if world.is_first else ("", ""), world.saving)
+        if damage:
+            raise CorruptionError(
+                f"{handle.url} does not read back as it was saved, and is marked as damaged: {damage}"
+            )
+        if problem:
+            raise TierfsError(f"{handle.url} was saved, but cannot be verified: {problem}")
 
     def _read_back(self, handle: SaveHandle) -> tuple[str, str]:
         """Read a save back from the tier that has it, and mark it if it is damaged.
