@@ -362,7 +362,8 @@ class Manager:
             The outcome; ``None`` only if the root has no complete checkpoint.
 
         Raises:
-            CorruptionError: There are checkpoints, but none can be loaded. With ``step``, that one is missing or
+            NotFoundError: There is no checkpoint of the given ``step``.
+            CorruptionError: There are checkpoints, but none can be loaded. With ``step``, that one is incomplete or
                 damaged. With ``on_corrupt="raise"``, the newest one is damaged. The state may hold parts of a
                 checkpoint.
             InvalidInputError: The state is invalid, or no saved value matches ``only``.
