@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -364,3 +365,11 @@ def test_a_forked_child_cannot_save_with_its_parents_manager(root):
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         run.save(3, state(3)).wait(timeout=30)
+
+
+def test_a_wait_may_have_an_infinite_timeout(root):
+    with manager(root, planner=lambda: time.sleep(0.2) or DefaultSavePlanner()) as run:
+        handle = run.save(1, state(1))
+        run.wait(timeout=float("inf"))
+        handle.wait(timeout=float("inf"))
+        run.save(2, state(2)).wait(timeout=float("inf"))

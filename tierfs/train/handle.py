@@ -15,6 +15,7 @@ from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import level_of
 from tierfs.train.run import RunDirectory
+from tierfs.units import bounded_timeout
 
 __all__ = ["SaveHandle", "SaveOrder"]
 
@@ -100,7 +101,7 @@ class SaveHandle:
             TimeoutError: The checkpoint did not reach the level in time.
             Exception: The save failed, for this reason.
         """
-        begun = time.monotonic()
+        timeout, begun = bounded_timeout(timeout), time.monotonic()
         try:
             self._ended.result(timeout)
         except FutureTimeoutError:

@@ -32,6 +32,7 @@ from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, ch
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
 from tierfs.train.state import as_state
 from tierfs.train.timing import StepTimer
+from tierfs.units import bounded_timeout
 
 __all__ = ["Manager"]
 
@@ -337,7 +338,7 @@ class Manager:
         Raises:
             TimeoutError: A save is still in flight after ``timeout``.
         """
-        if not self._saves.wait(timeout):
+        if not self._saves.wait(bounded_timeout(timeout)):
             raise TimeoutError(
                 f"{self._run.url}: a save or its retention did not finish within {timeout} s; it continues"
             )
