@@ -12,12 +12,13 @@ from support.mount_hand import Hand
 
 from tierfs import store as verbs
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, StoreError
-from tierfs.mount import wire
+from tierfs.mount import tree, wire
 from tierfs.mount.state import MISSING_S
 from tierfs.mount.tree import NO_REPLACE
 from tierfs.mount.wire import Valid
 from tierfs.session import TierOptions, init, open_store
 from tierfs.session.url import Location
+from tierfs.store.tree.records import observe_marker
 from tierfs.testing import damage
 
 
@@ -279,23 +280,61 @@ def test_a_mode_that_cannot_be_stored_is_not_shown(hand, monkeypatch, name):
 
     for verb in ("annotate", "annotate_directory"):
         monkeypatch.setattr(verbs, verb, fails)
-    body = struct.pack("<IIQQQQQQIIIIIIII", Valid.MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o700, 0, 0, 0, 0)
     with pytest.raises(StoreError):
-        hand.requests(wire.RequestHeader(128, wire.Opcode.SETATTR, 1, node.id, 0, 0, 0, 0), memoryview(body))
+        set_mode(hand, node, 0o700)
     assert hand.node(name).attributes.mode == mode
+
+
+def set_mode(hand, node, mode):
+    body = struct.pack("<IIQQQQQQIIIIIIII", Valid.MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, mode, 0, 0, 0, 0)
+    hand.requests(wire.RequestHeader(128, wire.Opcode.SETATTR, 1, node.id, 0, 0, 0, 0), memoryview(body))
+
+
+def read_page(hand):
+    header = wire.RequestHeader(80, wire.Opcode.OPENDIR, 1, 1, 0, 0, 0, 0)
+    number = struct.unpack_from("<Q", hand.requests(header, memoryview(bytes(8))))[0]
+    body = struct.pack("<QQIIQII", number, 0, 4096, 0, 0, 0, 0)
+    hand.requests(header._replace(opcode=wire.Opcode.READDIRPLUS), memoryview(body))
 
 
 def test_a_listing_shows_the_mode_of_a_directory(hand, tmp_path):
     hand.tree.make_directory(*hand.parent("d"), 0o700)
     hand.write_file("d/a", b"x")
     for one in (hand, Hand(hand.state.store, tmp_path)):
-        header = wire.RequestHeader(80, wire.Opcode.OPENDIR, 1, 1, 0, 0, 0, 0)
-        number = struct.unpack_from("<Q", one.requests(header, memoryview(bytes(8))))[0]
-        body = struct.pack("<QQIIQII", number, 0, 4096, 0, 0, 0, 0)
-        one.requests(header._replace(opcode=wire.Opcode.READDIRPLUS), memoryview(body))
+        read_page(one)
         assert one.state.nodes.at("d").attributes.mode == 0o40700
         one.names()
         assert one.state.nodes.at("d").attributes.mode == 0o40700
+
+
+def test_a_mode_that_is_set_during_a_listing_stays(hand, monkeypatch):
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    node = hand.node("d")
+    hand.state.nodes.told(node)
+
+    def observe(*arguments):
+        found = observe_marker(*arguments)
+        set_mode(hand, node, 0o700)
+        return found
+
+    monkeypatch.setattr(tree, "observe_marker", observe)
+    read_page(hand)
+    assert node.attributes.mode == 0o40700
+
+
+def test_a_directory_that_is_dropped_during_a_listing_stays_one_inode(hand, tmp_path, monkeypatch):
+    hand.tree.make_directory(*hand.parent("d"), 0o700)
+    one = Hand(hand.state.store, tmp_path)
+
+    def observe(*arguments):
+        one.state.nodes.drop(one.state.nodes.at("d"))  # as at the end of another listing
+        return observe_marker(*arguments)
+
+    monkeypatch.setattr(tree, "observe_marker", observe)
+    read_page(one)
+    nodes = [node for node in one.state.nodes.all() if node.path == "d"]
+    assert nodes == [one.state.nodes.at("d")]
+    assert nodes[0].attributes.mode == 0o40700
 
 
 def test_a_renamed_directory_keeps_its_mode(hand, tmp_path):

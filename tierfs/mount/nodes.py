@@ -156,14 +156,18 @@ class Nodes:
                 return node
             version = version_of(entry)
             if node is not None and node.is_directory == entry.is_directory and node.version == version:
-                node.attributes = self._described(entry, node)
-                node.entry = entry
-                node.has_marker = node.has_marker or entry.manifest is not None
+                self._describe(node, entry)
                 return node
             if node is not None:
                 self._detach(node, is_replaced=True)
             self._last_id += 1
             return self._add(self._last_id, entry)
+
+    def show_marker(self, node: Node, entry: Entry, seen: int) -> None:
+        """Update a directory from its marker, unless this mount changed the path in the meantime. ``seen`` as in `show`."""
+        with self._lock:
+            if node.path == entry.path and self._changes.get(entry.path, self._forgotten_change) <= seen:
+                self._describe(node, entry)
 
     def make(self, path: str, attributes: Attributes) -> Node:
         """Make an inode for a new file or directory. An existing inode at the path loses the path."""
@@ -279,11 +283,12 @@ class Nodes:
         self._by_id[node_id] = self._by_path[entry.path] = node
         return node
 
-    def _described(self, entry: Entry, node: Node) -> Attributes:
-        found = attributes_of(entry, node.attributes.ino, started_ns=self._started_ns)
-        if node.is_directory and node.attributes.mtime_ns > found.mtime_ns:
-            return replace(found, mtime_ns=node.attributes.mtime_ns, ctime_ns=node.attributes.ctime_ns)
-        return found
+    def _describe(self, node: Node, entry: Entry) -> None:
+        found, known = attributes_of(entry, node.attributes.ino, started_ns=self._started_ns), node.attributes
+        if node.is_directory and known.mtime_ns > found.mtime_ns:
+            found = replace(found, mtime_ns=known.mtime_ns, ctime_ns=known.ctime_ns)
+        node.attributes, node.entry = found, entry
+        node.has_marker = node.has_marker or entry.manifest is not None
 
     def _detach(self, node: Node, *, is_replaced: bool) -> None:
         if node.path is not None and self._by_path.get(node.path) is node:

@@ -123,19 +123,18 @@ class NameTree:
         If a marker cannot be read, the directory keeps the attributes that are known.
         """
         store, nodes = self._state.store, self._state.nodes
-        paths = [node.path for node in listed if node.is_directory and node.path]
         seen = nodes.serial
 
-        def read(path: str) -> Entry | None:
+        def read(wanted: tuple[Node, str]) -> None:
+            node, path = wanted
             try:
-                return Entry(path, is_directory=True, manifest=observe_marker(store, path).manifest)
+                marker = observe_marker(store, path).manifest
             except TierfsError as error:
                 _logger.debug("the marker of %s cannot be read: %s", store.where(path), error)
-                return None
+            else:
+                nodes.show_marker(node, Entry(path, is_directory=True, manifest=marker), seen)
 
-        for entry in transfers().map(read, paths):
-            if entry is not None:
-                nodes.show(entry, seen)
+        transfers().map(read, [(node, node.path) for node in listed if node.is_directory and node.path])
 
     def _undamaged(self, path: str) -> list[Entry]:
         """Return the entries of a directory whose records can be read. A lookup of any other raises the error."""
@@ -253,6 +252,7 @@ class NameTree:
         if node.path and changed.posix != node.attributes.posix:
             verbs.annotate_directory(self._state.store, node.path, with_posix({}, changed))
             node.has_marker = True
+            self._state.nodes.changed(node.path)
         node.attributes = changed
 
     def _rename_file(self, node: Node, there: Node | None, target: str, *, overwrite: bool) -> None:
