@@ -362,6 +362,29 @@ def test_a_directory_is_renamed_while_a_file_in_it_is_published(hand, monkeypatc
     assert (hand.names(), hand.read_file("e/a")) == (["e"], b"old")
 
 
+def test_a_directory_is_renamed_while_a_file_in_it_is_removed(hand, monkeypatch):
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    for name in ("a", "b", "c"):
+        hand.write_file(f"d/{name}", b"x")
+    real = verbs.rename
+
+    def late(store, source, target, **options):
+        if source == "d/b":
+            verbs.delete(store, source)
+        real(store, source, target, **options)
+
+    monkeypatch.setattr(verbs, "rename", late)
+    rename(hand, "d", "e")
+    assert (hand.names(), hand.names("e")) == (["e"], ["a", "c"])
+
+
+def test_a_directory_does_not_take_the_mode_of_the_one_that_it_replaces(hand, tmp_path):
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    hand.tree.make_directory(*hand.parent("e"), 0o777)
+    rename(hand, "d", "e")
+    assert Hand(hand.state.store, tmp_path).node("e").attributes.mode == 0o40755
+
+
 def is_held(lock):
     """Whether another thread holds a lock."""
     if not lock.acquire(blocking=False):

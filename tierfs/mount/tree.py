@@ -285,6 +285,8 @@ class NameTree:
         if there is not None:
             if self.list_directory(there):
                 raise refusal(errno.ENOTEMPTY)
+            with contextlib.suppress(NotFoundError):
+                verbs.remove_directory(self._state.store, target)  # its mode must not stay
             self._state.nodes.remove(there)
         with contextlib.ExitStack() as held:
             for attempt in range(ATTEMPTS_MAX):
@@ -296,7 +298,7 @@ class NameTree:
                     self._move_files(source, target)
                     self._remove_tree(source)
                     break
-                except ConflictError:  # another program published a file in the meantime
+                except (ConflictError, NotFoundError):  # another program changed or removed a file in the meantime
                     if attempt + 1 == ATTEMPTS_MAX:
                         raise
                 except StoreError as error:  # another writer added a file in the meantime
