@@ -93,6 +93,13 @@ def test_a_mount_of_another_pid_namespace_publishes(monkeypatch, tmp_path):
     assert mounted.calls == ["flush", "detach"]
 
 
+def test_an_unmount_does_not_wait_for_a_process_that_has_the_same_number(monkeypatch, tmp_path):
+    mounted = _Mounted(monkeypatch, pid=os.getpid())
+    monkeypatch.setattr(mounting, "FLUSH_S", 0.1)
+    mounting.unmount(tmp_path, timeout=math.inf)
+    assert mounted.calls == ["flush", "detach"]
+
+
 def test_an_unmount_may_wait_for_ever(monkeypatch, tmp_path):
     with subprocess.Popen(["true"]) as process:
         mounted = _Mounted(monkeypatch, pid=process.pid)

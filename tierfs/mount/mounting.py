@@ -194,7 +194,8 @@ def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, forc
                 raise
             raise StoreError(f"{place} is in use: close its files, and leave the directory", path=str(place)) from error
         if watched is not None:
-            _is_ready(watched, timeout)
+            # The process ends within this time. In another PID namespace, its number may name a process that does not end.
+            _is_ready(watched, min(timeout, FLUSH_S))
     finally:
         if watched is not None:
             os.close(watched)
