@@ -103,6 +103,17 @@ def test_a_file_that_others_keep_opening_can_be_emptied(hand):
     assert hand.read(second) == hand.read_file("a") == b"new"
 
 
+def test_a_file_that_cannot_be_emptied_by_its_descriptor_keeps_its_bytes(hand):
+    hand.write_file("a", b"old")
+    first = hand.open("a")
+    for _ in range(2):  # the kernel repeats the open on the same inode
+        with pytest.raises(OSError) as caught:
+            hand.files.open(first.node, os.O_WRONLY | os.O_TRUNC)
+        assert caught.value.errno == errno.ESTALE
+    assert hand.read(first) == hand.read_file("a") == b"old"
+    assert hand.files.dirty() == []
+
+
 def test_a_file_opened_to_read_and_truncate_is_emptied(hand):
     hand.write_file("a", b"old")
     hand.close(hand.open("a", os.O_RDONLY | os.O_TRUNC))

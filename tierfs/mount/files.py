@@ -55,6 +55,8 @@ class Files:
         if node.is_directory:
             raise refusal(errno.EISDIR)
         writes = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
+        if flags & os.O_TRUNC and node.path is None and node.entry is not None:
+            self._end_awaiting(node.entry.path)
         with node.lock:
             self._check_is_newest(node, thread)
             if writes and node.entry is not None and node.entry.foreign is not None:
@@ -317,6 +319,18 @@ class Files:
         finally:
             node.has_new_attributes = False
         self._state.nodes.published(node, Entry(path, is_directory=False, manifest=manifest))
+
+    def _end_awaiting(self, path: str) -> None:
+        """Show the stored bytes of an emptied file again.
+
+        The open that emptied it was made by a descriptor, as of ``/proc/self/fd``. The kernel repeats that on the old
+        inode, where it fails.
+        """
+        emptied = self._state.nodes.at(path)
+        if emptied is not None and emptied.awaits_writer:
+            with emptied.lock:
+                emptied.awaits_writer = False
+                self._end_staging(emptied)
 
     def _check_is_newest(self, node: Node, thread: int) -> None:
         """Check that the store still has the version that the kernel is opening.

@@ -235,7 +235,8 @@ class NameTree:
         if there is not None and there.is_directory != node.is_directory:
             raise refusal(errno.EISDIR if there.is_directory else errno.ENOTDIR)
         self._keep_directory(parent)
-        # Only a rename holds the locks of several inodes, and one rename runs at a time. So there is no deadlock.
+        # Only a rename holds the locks of several inodes, and one rename runs at a time. An open that empties a file
+        # also locks the inode that it makes, which no rename holds together with the old one. So there is no deadlock.
         with self._renaming:
             if node.is_directory:
                 self._rename_directory(node, there, target)
