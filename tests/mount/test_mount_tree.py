@@ -294,7 +294,7 @@ def read_page(hand):
     header = wire.RequestHeader(80, wire.Opcode.OPENDIR, 1, 1, 0, 0, 0, 0)
     number = struct.unpack_from("<Q", hand.requests(header, memoryview(bytes(8))))[0]
     body = struct.pack("<QQIIQII", number, 0, 4096, 0, 0, 0, 0)
-    hand.requests(header._replace(opcode=wire.Opcode.READDIRPLUS), memoryview(body))
+    return hand.requests(header._replace(opcode=wire.Opcode.READDIRPLUS), memoryview(body))
 
 
 def test_a_listing_shows_the_mode_of_a_directory(hand, tmp_path):
@@ -320,6 +320,24 @@ def test_a_mode_that_is_set_during_a_listing_stays(hand, monkeypatch):
     monkeypatch.setattr(tree, "observe_marker", observe)
     read_page(hand)
     assert node.attributes.mode == 0o40700
+
+
+def test_the_kernel_gets_no_mode_of_a_directory_whose_marker_cannot_be_read(hand, tmp_path, monkeypatch):
+    hand.tree.make_directory(*hand.parent("d"), 0o700)
+    hand.write_file("e", b"x")
+    one = Hand(hand.state.store, tmp_path)
+
+    def fails(*_):
+        raise StoreError("unreachable")
+
+    monkeypatch.setattr(tree, "observe_marker", fails)
+    page, at, ids = bytes(read_page(one)), 0, {}
+    while at < len(page):
+        length = struct.unpack_from("<I", page, at + 144)[0]
+        ids[page[at + 152 : at + 152 + length]] = struct.unpack_from("<Q", page, at)[0]
+        at += 152 + (length + 7) // 8 * 8
+    assert ids == {b".": 0, b"..": 0, b"d": 0, b"e": one.state.nodes.at("e").id}
+    assert one.state.nodes.at("d").lookups == 0
 
 
 def test_a_directory_that_is_dropped_during_a_listing_stays_one_inode(hand, tmp_path, monkeypatch):

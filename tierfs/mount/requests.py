@@ -223,16 +223,20 @@ class Requests:
             listing = self.tree.list_directory(node)
             self._listings[number] = (node, listing)
         listed = listing[max(0, offset - 2) :]
-        if plus:
-            self.tree.read_markers(one for _, one in listed[: size // wire.ENTRY_BYTES_MIN])
+        unread = self.tree.read_markers(one for _, one in listed[: size // wire.ENTRY_BYTES_MIN]) if plus else set()
         dots = [(b".", node), (b"..", node)][offset:]
-        # With node id 0, the kernel makes no cache entry: `.` and `..` are not names in this directory.
+        # With node id 0, the kernel makes no cache entry: `.` and `..` are not names in this directory, and the mode of
+        # an unread directory is unknown.
         entries = [DirectoryEntry(name, one.attributes, 0, 0.0) for name, one in dots]
-        pages = (DirectoryEntry(name.encode(), one.attributes, one.id, self.state.valid_s(one)) for name, one in listed)
+        pages = (
+            DirectoryEntry(name.encode(), one.attributes, 0 if one in unread else one.id, self.state.valid_s(one))
+            for name, one in listed
+        )
         data, count = wire.directory_page(itertools.chain(entries, pages), offset, size, plus=plus)
         if plus:
             for _, one in listed[: max(0, count - len(entries))]:
-                self.state.nodes.told(one)
+                if one not in unread:
+                    self.state.nodes.told(one)
         return data
 
     def _statfs(self, header: RequestHeader, body: memoryview) -> Answer:

@@ -117,24 +117,27 @@ class NameTree:
                 found[_name(child.path)] = child
         return sorted(found.items())
 
-    def read_markers(self, listed: Iterable[Node]) -> None:
+    def read_markers(self, listed: Iterable[Node]) -> set[Node]:
         """Update the attributes of directories that were listed. Their mode and time lie in their markers.
 
-        If a marker cannot be read, the directory keeps the attributes that are known.
+        Returns:
+            The directories whose markers cannot be read.
         """
         store, nodes = self._state.store, self._state.nodes
         seen = nodes.serial
 
-        def read(wanted: tuple[Node, str]) -> None:
+        def read(wanted: tuple[Node, str]) -> Node | None:
             node, path = wanted
             try:
                 marker = observe_marker(store, path).manifest
             except TierfsError as error:
                 _logger.debug("the marker of %s cannot be read: %s", store.where(path), error)
-            else:
-                nodes.show_marker(node, Entry(path, is_directory=True, manifest=marker), seen)
+                return node
+            nodes.show_marker(node, Entry(path, is_directory=True, manifest=marker), seen)
+            return None
 
-        transfers().map(read, [(node, node.path) for node in listed if node.is_directory and node.path])
+        unread = transfers().map(read, [(node, node.path) for node in listed if node.is_directory and node.path])
+        return {node for node in unread if node is not None}
 
     def _undamaged(self, path: str) -> list[Entry]:
         """Return the entries of a directory whose records can be read. A lookup of any other raises the error."""
