@@ -74,15 +74,17 @@ class _Mounted:
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_a_mount_that_cannot_publish_stays_mounted(monkeypatch, tmp_path, number):
     mounted = _Mounted(monkeypatch, error=number)
-    with pytest.raises(StoreError, match="still mounted"):
+    with pytest.raises(StoreError, match="still mounted") as caught:
         mounting.unmount(tmp_path)
+    assert ("the user who mounted it" in str(caught.value)) == (number == errno.EACCES)
     assert mounted.calls == []
     mounting.unmount(tmp_path, force=True)
     assert mounted.calls == ["detach lazily"]
 
 
-def test_a_mount_whose_process_is_gone_is_detached(monkeypatch, tmp_path):
-    mounted = _Mounted(monkeypatch, error=errno.ENOTCONN)
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.ENODATA])
+def test_a_mount_with_nothing_to_publish_is_detached(monkeypatch, tmp_path, number):
+    mounted = _Mounted(monkeypatch, error=number)
     mounting.unmount(tmp_path)
     assert mounted.calls == ["detach lazily"]
 

@@ -177,8 +177,9 @@ def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, forc
     try:
         pid = int(os.getxattr(place, f"{PREFIX}pid"))
     except OSError as error:
-        # If the process that served the mount is gone, its unpublished changes are lost already.
-        if not force and error.errno not in (errno.ENOTCONN, errno.ECONNABORTED):
+        # If the process that served the mount is gone, its unpublished changes are lost already. A bind mount of a
+        # directory in the mount has no such attribute (ENODATA), and nothing to publish.
+        if not force and error.errno not in (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODATA):
             raise _refused(place, error) from error
         detach(place, lazy=True)
         return
@@ -236,9 +237,10 @@ def _flush(place: Path, timeout: float, *, force: bool) -> None:
 
 
 def _refused(place: Path, error: OSError) -> StoreError:
+    by = "run this as the user who mounted it; " if error.errno in (errno.EACCES, errno.EPERM) else ""
     return StoreError(
-        f"{place} is still mounted, because its changes cannot be published: {error.strerror}. Run this as the user who "
-        "mounted it; --force unmounts it without publishing",
+        f"{place} is still mounted, because its changes cannot be published: {error.strerror}; {by}--force unmounts it "
+        "without publishing",
         path=str(place),
     )
 
