@@ -403,6 +403,35 @@ def test_a_directory_does_not_take_the_mode_of_the_one_that_it_replaces(hand, tm
     assert Hand(hand.state.store, tmp_path).node("e").attributes.mode == 0o40755
 
 
+def test_a_file_published_at_the_end_of_a_directory_rename_is_renamed_too(hand, monkeypatch):
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    parent, is_publishing, closed = hand.node("d"), threading.Event(), []
+    real, commit = hand.tree._remove_tree, verbs.Writer.commit
+
+    def slow(writer):
+        commit(writer)
+        is_publishing.set()
+        time.sleep(0.3)
+
+    def make():
+        handle = hand.tree.make_file(parent, "new", 0o644, os.O_WRONLY)[1]
+        hand.files.write(handle, 0, memoryview(b"new"))
+        hand.close(handle)
+
+    def remove(path):
+        real(path)
+        if not closed:
+            closed.append(pool.submit(make))
+            is_publishing.wait(5)
+
+    monkeypatch.setattr(verbs.Writer, "commit", slow)
+    monkeypatch.setattr(hand.tree, "_remove_tree", remove)
+    with ThreadPoolExecutor(1) as pool:
+        rename(hand, "d", "e")
+        closed[0].result(10)
+    assert (hand.names(), hand.read_file("e/new")) == (["e"], b"new")
+
+
 def is_held(lock):
     """Whether another thread holds a lock."""
     if not lock.acquire(blocking=False):

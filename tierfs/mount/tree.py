@@ -296,12 +296,14 @@ class NameTree:
             for attempt in range(ATTEMPTS_MAX):
                 # Files in the directory that are about to be published wait for these locks, and then use their new
                 # path. Programs may have made files since the last attempt.
-                for child in self._state.nodes.below(source, deep=True):
+                known = self._state.nodes.below(source, deep=True)
+                for child in known:
                     held.enter_context(child.lock)
                 try:
                     self._move_files(source, target)
                     self._remove_tree(source)
-                    break
+                    if set(self._state.nodes.below(source, deep=True)) <= set(known):
+                        break
                 except (ConflictError, NotFoundError):  # another program changed or removed a file in the meantime
                     if attempt + 1 == ATTEMPTS_MAX:
                         raise
