@@ -459,3 +459,27 @@ def test_a_file_made_during_a_directory_rename_waits(hand, monkeypatch):
     hand.close(made[0])
     assert is_locked == [True]
     assert (hand.names(), hand.names("e")) == (["e"], ["a", "b", "new"])
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_a_name_that_is_looked_up_while_it_is_renamed(hand, monkeypatch, name):
+    hand.tree.make_directory(*hand.parent("folder"), 0o755)
+    hand.write_file("file", b"x")
+    hand.write_file("folder/a", b"x")
+    node, removed = hand.node(name), []
+    hand.state.nodes.told(node)
+    real_rename, real_remove = verbs.rename, verbs.remove_directory
+
+    def look(real):
+        def then(*arguments, **options):
+            real(*arguments, **options)
+            removed.append(hand.exists(name))
+
+        return then
+
+    monkeypatch.setattr(verbs, "rename", look(real_rename))
+    monkeypatch.setattr(verbs, "remove_directory", look(real_remove))
+    rename(hand, name, "new")
+    assert removed[-1] is False
+    assert hand.node("new") is node
+    assert not node.attributes.is_gone

@@ -203,14 +203,18 @@ class Nodes:
         with self._lock:
             self._detach(node, is_replaced=True)
 
-    def move(self, node: Node, path: str) -> None:
-        """Give an inode, and all inodes below it, another path."""
+    def move(self, node: Node, source: str, path: str) -> None:
+        """Give an inode, and all inodes below it, another path.
+
+        If a lookup has found nothing at ``source`` since the store renamed it, the inode has lost that path already.
+        """
         with self._lock:
-            old = node.path
-            assert old is not None
+            node.attributes, node.is_replaced = replace(node.attributes, is_gone=False), False
+            self._by_id[node.id] = node
+            self._numbers.add(node.attributes.ino)
             moved = [(node, path)]
             if node.is_directory:
-                moved += [(one, path + (one.path or "")[len(old) :]) for one in self.below(old, deep=True)]
+                moved += [(one, path + (one.path or "")[len(source) :]) for one in self.below(source, deep=True)]
             for one, _ in moved:
                 if one.path is not None:
                     self._by_path.pop(one.path, None)

@@ -276,7 +276,7 @@ class NameTree:
                     self._delete(source)
             if there is not None:
                 nodes.remove(there)
-            nodes.move(node, target)
+            nodes.move(node, source, target)
             if node.is_unpublished:
                 node.entry = moved
             else:
@@ -310,7 +310,7 @@ class NameTree:
                 except StoreError as error:  # another writer added a file in the meantime
                     if error.errno != errno.ENOTEMPTY or attempt + 1 == ATTEMPTS_MAX:
                         raise
-            self._take_moved(node, target)
+            self._take_moved(node, source, target)
 
     def _move_files(self, source: str, target: str) -> None:
         store = self._state.store
@@ -336,8 +336,8 @@ class NameTree:
             with contextlib.suppress(NotFoundError):  # it had no marker
                 verbs.remove_directory(store, directory)
 
-    def _take_moved(self, node: Node, target: str) -> None:
-        self._state.nodes.move(node, target)
+    def _take_moved(self, node: Node, source: str, target: str) -> None:
+        self._state.nodes.move(node, source, target)
         # The move gave each file a new version.
         for child in self._state.nodes.below(target, deep=True):
             if child.is_directory or child.entry is None or child.path is None:
