@@ -169,6 +169,7 @@ class NameTree:
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
+        path = self._path(parent, name, is_new=True)  # the parent may have been renamed in the meantime
         node = self._state.nodes.make(path, new_attributes(0, stat.S_IFREG | mode, time.time_ns()))
         handle = self._files.opened_new(node)
         self._touch(parent)
@@ -292,17 +293,25 @@ class NameTree:
             with contextlib.suppress(NotFoundError):
                 verbs.remove_directory(self._state.store, target)  # its mode must not stay
             self._state.nodes.remove(there)
+        known: set[Node] = set()
+
+        def hold_new() -> bool:
+            """Lock the files that programs have made since the last call. Return whether one was published meanwhile."""
+            new = set(self._state.nodes.below(source, deep=True)) - known
+            for child in new:
+                held.enter_context(child.lock)
+            known.update(new)
+            return not all(child.is_unpublished for child in new)
+
         with contextlib.ExitStack() as held:
             for attempt in range(ATTEMPTS_MAX):
                 # Files in the directory that are about to be published wait for these locks, and then use their new
-                # path. Programs may have made files since the last attempt.
-                known = self._state.nodes.below(source, deep=True)
-                for child in known:
-                    held.enter_context(child.lock)
+                # path.
+                hold_new()
                 try:
                     self._move_files(source, target)
                     self._remove_tree(source)
-                    if set(self._state.nodes.below(source, deep=True)) <= set(known):
+                    if not hold_new():
                         break
                 except (ConflictError, NotFoundError):  # another program changed or removed a file in the meantime
                     if attempt + 1 == ATTEMPTS_MAX:
