@@ -6,7 +6,7 @@ An exponent of 0 is flat, 1 is linear. These rows run in one process and one sto
 
 - a staged save, and ``exists``, while N files are pending (the flusher is stopped);
 - LIST requests of the flusher for each of N new files in one directory;
-- the time to stage a state of N tensors of 4 KB, relative to copying them into reused memory;
+- the time to stage a state of up to 4 N tensors of 4 KB, relative to copying them into reused memory;
 - files in ``last/`` after N saves to it, with a grace of 2 s;
 - LIST requests of ``ls`` for N directories in one directory of a simulated remote tier;
 - for ten times as many names there: microseconds a name that ``find`` takes beyond the tier's own listing, and the
@@ -149,7 +149,7 @@ def lists(largest: int) -> dict[int, float]:
 
 
 def staging(url: str, largest: int) -> dict[int, float]:
-    """Return the time to stage a state of so many tensors, relative to copying them into reused memory."""
+    """Return the time to stage a state of up to 4 N tensors, relative to copying them into reused memory."""
     found = {}
     for size in sizes(4 * largest):
         state = {f"layer{number}": torch.randn(1000) for number in range(size)}

@@ -85,7 +85,7 @@ _open: weakref.WeakKeyDictionary[Tiers, _Open] = weakref.WeakKeyDictionary()
 @functools.cache
 def _register(_process: int) -> None:
     # Called when all threads that the interpreter waits for have ended, and their saves with them.
-    atexit.register(_put_away_all)
+    atexit.register(_close_all)
     # An exiting interpreter accepts no more callbacks. The next process that opens the store finds sealed drafts.
     with contextlib.suppress(RuntimeError):
         # Called while executors still accept work; by the time of `atexit` they do not.
@@ -96,7 +96,7 @@ def _register(_process: int) -> None:
 
         # `multiprocessing` ends a child without running `atexit` callbacks. This one runs after the child's other
         # finalizers.
-        Finalize(None, _put_away_child, exitpriority=-1)
+        Finalize(None, _close_in_child, exitpriority=-1)
 
 
 def _wait_for_threads() -> None:
@@ -108,7 +108,7 @@ def _wait_for_threads() -> None:
                 tiers.wait("", Level.OBJECT, WAIT_FOR_THREAD_S)
 
 
-def _put_away_child() -> None:
+def _close_in_child() -> None:
     """Close the tiers in a process that `multiprocessing` started.
 
     If another thread that the interpreter waits for is not tierfs's, it may be saving. Then nothing is closed, as if
@@ -116,10 +116,10 @@ def _put_away_child() -> None:
     """
     known = (threading.current_thread(), threading.main_thread())
     if all(thread.daemon or thread in known or thread.name.startswith("tierfs-") for thread in threading.enumerate()):
-        _put_away_all()
+        _close_all()
 
 
-def _put_away_all() -> None:
+def _close_all() -> None:
     for tiers, launcher in _opened():
         url = _open.pop(tiers).url
         # If the state directory is gone, nothing is left to close.

@@ -6,9 +6,10 @@ import fsspec
 import pytest
 
 import tierfs
+from tierfs.errors import NotFoundError
 from tierfs.session import open_store, parse_url
-from tierfs.store import delete, directories_in, save
-from tierfs.store.tree import listing
+from tierfs.store import annotate_directory, delete, directories_in, save
+from tierfs.store.tree import annotate, listing
 
 
 @pytest.fixture
@@ -39,3 +40,9 @@ def test_no_directory_is_looked_into(store, monkeypatch):
         save(store, f"run/step_{step}/a", b"data")
     monkeypatch.setattr(listing, "live_records", None)
     assert len(directories_in(store, "run")) == 20
+
+
+def test_attributes_of_a_directory_that_disappears_are_an_error(store, monkeypatch):
+    monkeypatch.setattr(annotate, "make_directory", lambda *_, **__: None)  # as if another host removed it at once
+    with pytest.raises(NotFoundError, match="was removed in the meantime"):
+        annotate_directory(store, "run", {"mode": 0o700})
