@@ -32,12 +32,14 @@ These rows are about a host and have their own directories (`growth_host.py`; N 
 from __future__ import annotations
 
 import argparse
+import atexit
 import itertools
 import json
 import logging
 import math
 import os
 import pickle
+import shutil
 import signal
 import statistics
 import sys
@@ -361,17 +363,23 @@ def main() -> int:
     logging.disable(logging.WARNING)
     largest = arguments.largest
     rows: dict[str, dict[int, float]] = {}
-    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm") as directory:
-        os.environ |= {"TIERFS_STATE_DIR": f"{directory}/state", "TIERFS_RAM": "2GiB", "TIERFS_NVME": "0"}
-        urls = [f"file://{Path(directory)}/{name}" for name in ("pending", "staging", "overwritten")]
-        for url in urls:
-            tierfs.init(url, lease_s=1, grace_s=GRACE_S)
-        rows |= pending(urls[0], largest)
-        rows["LIST a new file"] = lists(largest)
-        rows["staging, of a copy of each tensor"] = staging(urls[1], largest)
-        rows["files in last/"] = overwritten(urls[2], largest)
-        for store in Path(directory, "state", "stores").iterdir():  # one flusher may still be at work on pending files
-            stop_flusher(store, tierfs.__version__, timeout_s=120)
+    directory = tempfile.mkdtemp(prefix="tierfs-bench-", dir="/dev/shm")
+    atexit.register(shutil.rmtree, directory)  # registered first, so it runs after tierfs has written its last there
+    os.environ |= {
+        "TIERFS_STATE_DIR": f"{directory}/state",
+        "TIERFS_SHM_DIR": directory,
+        "TIERFS_RAM": "2GiB",
+        "TIERFS_NVME": "0",
+    }
+    urls = [f"file://{Path(directory)}/{name}" for name in ("pending", "staging", "overwritten")]
+    for url in urls:
+        tierfs.init(url, lease_s=1, grace_s=GRACE_S)
+    rows |= pending(urls[0], largest)
+    rows["LIST a new file"] = lists(largest)
+    rows["staging, of a copy of each tensor"] = staging(urls[1], largest)
+    rows["files in last/"] = overwritten(urls[2], largest)
+    for store in Path(directory, "state", "stores").iterdir():  # one flusher may still be at work on pending files
+        stop_flusher(store, tierfs.__version__, timeout_s=120)
     rows |= listings(largest)
     rows |= metadata(largest)
     rows |= queues(largest)

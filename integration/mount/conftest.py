@@ -10,8 +10,15 @@ from tierfs.session import init
 
 
 @pytest.fixture
-def hosts(tmp_path):
-    """Return a function that makes hosts. Each is unmounted at the end."""
+def memory():
+    """Return a directory on tmpfs, so that no test waits for a disk."""
+    with tempfile.TemporaryDirectory(prefix="tierfs-store-", dir="/dev/shm") as directory:
+        yield directory
+
+
+@pytest.fixture
+def hosts(tmp_path, memory):
+    """Return a function that makes hosts. Each is unmounted at the end, before `memory` is removed."""
     made = []
 
     def make(url, **options):
@@ -24,12 +31,11 @@ def hosts(tmp_path):
 
 
 @pytest.fixture
-def local():
-    """Return the URL of a store in a directory on tmpfs, so that no test waits for a disk."""
-    with tempfile.TemporaryDirectory(prefix="tierfs-store-", dir="/dev/shm") as directory:
-        url = f"file://{directory}/store"
-        init(url)
-        yield url
+def local(memory):
+    """Return the URL of a store in `memory`."""
+    url = f"file://{memory}/store"
+    init(url)
+    return url
 
 
 @pytest.fixture(scope="session")
