@@ -77,7 +77,7 @@ def _blake3() -> Callable[[Any], bytes]:
 def hash_bytes(kind: DigestKind, data: Buffer) -> bytes:
     """Return the digest of raw bytes, in canonical big-endian form. Releases the GIL; thread-safe."""
     if kind is DigestKind.XXH3_128:
-        return xxhash.xxh3_128_digest(data)
+        return xxhash.xxh3_128(data).digest()  # before version 4, `xxh3_128_digest` keeps the GIL
     return _blake3()(data)
 
 
