@@ -31,6 +31,7 @@ __all__ = [
     "lacks_quantizer",
     "lies_nowhere",
     "narrowed",
+    "plain_bytes",
     "problem_of",
     "refuse_unusual",
     "tensor_in",
@@ -145,14 +146,24 @@ def writable_bytes(tensor: Any) -> memoryview | None:
     """Return a tensor's own memory for writing its elements' bytes; ``None`` if they are not contiguous on the CPU.
 
     Args:
-        tensor: The tensor to write. torch does not see the write, so the caller has to call
+        tensor: See `plain_bytes`.
+    """
+    flat = plain_bytes(tensor) if tensor.device.type == "cpu" else None
+    return None if flat is None else memoryview(flat.numpy())
+
+
+def plain_bytes(tensor: Any) -> torch.Tensor | None:
+    """Return a tensor's own memory, uint8 of one dimension; ``None`` if it is not contiguous or not the elements' bytes.
+
+    Args:
+        tensor: On any device. torch does not see writes to its memory, so the caller has to call
             `torch.autograd.graph.increment_version` for autograd.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.layout != torch.strided or is_quantized(tensor) or tensor.is_conj() or tensor.is_neg():
         return None
-    return _flat(tensor.detach()) if tensor.is_contiguous() else None
+    return as_bytes(tensor) if tensor.is_contiguous() else None
 
 
 def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:

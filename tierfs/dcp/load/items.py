@@ -1,7 +1,7 @@
 """Read the items of a plan from shard files, and put them into the destination's tensors.
 
-Bytes whose order in the destination's memory is the stored order are read directly into it. The others go through
-buffers, at most `BUFFERS_MAX` at once. If two names share their memory, one is read after the other, as torch does.
+Bytes whose order in the destination's memory is the stored order are read directly into it, or loaded through a GPU
+that verifies them. The others go through buffers, at most `BUFFERS_MAX` at once. If two names share their memory, one is read after the other, as torch does.
 Concurrent reads would each verify bytes that the other one wrote.
 """
 
@@ -17,17 +17,18 @@ from typing import Any
 import torch
 
 from tierfs.buffers import KEPT_MAX, buffers
+from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart
 from tierfs.dcp.load.overlaps import Destinations
 from tierfs.dcp.load.ranges import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.planner import object_loader
-from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, narrowed, writable_bytes
+from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, narrowed, plain_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.device.accelerator import accelerator_of
 from tierfs.device.upload import Uploads
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import InvalidInputError
+from tierfs.errors import CapacityError, InvalidInputError, StoreError
 
 __all__ = ["ItemReader", "SavedItem", "put_in"]
 
@@ -72,6 +73,7 @@ class _Part:
     extent: BoxExtent | None = None
     dtype: torch.dtype | None = None
     target: Any = None
+    on_gpu: torch.Tensor | None = None  # the target's bytes, if the stored bytes can be copied there
 
     def put(self, source: memoryview, uploads: Uploads | None = None) -> None:
         """Copy the extent from a buffer to its target."""
@@ -99,6 +101,8 @@ class ItemReader:
         self._waiting_bytes = 0
         self._destinations = Destinations()
         self._uploads: Uploads | None = None
+        self._gpu_chunks: GpuChunks | None = None
+        self._gpu_verifies = files.has_copies
         self._total_bytes = 0
 
     def _uploads_to(self, target: torch.Tensor) -> Uploads | None:
@@ -173,18 +177,22 @@ class ItemReader:
             self._flush()
             self._destinations.add(fqn, target)
         assert saved.dtype is not None
-        is_same = target.dtype == saved.dtype and writable_bytes(target) is not None
+        is_on_gpu = accelerator_of(target) is not None
+        is_same = target.dtype == saved.dtype and plain_bytes(target) is not None
         self._tensors.append((item, target, is_same))
-        dense_max = DENSE_BYTES_MAX if is_same else READ_BYTES_MAX
+        is_straight = is_same and target.is_cpu and not is_on_gpu
+        dense_max = DENSE_BYTES_MAX if is_straight else READ_BYTES_MAX
         for extent in extents_of(saved.shape, saved.dtype.itemsize, offsets, lengths, dense_bytes_max=dense_max):
             part = narrowed(target, extent.offsets, extent.lengths)
-            straight = writable_bytes(part) if is_same and extent.is_dense else None
+            flat = plain_bytes(part) if is_same and extent.is_dense else None
+            straight = memoryview(flat.numpy()) if flat is not None and is_straight else None
+            on_gpu = flat if is_on_gpu else None
             at = place.at + extent.at
-            self._parts.append(_Part(fqn, place.file, at, extent.length, straight, extent, saved.dtype, part))
+            self._parts.append(_Part(fqn, place.file, at, extent.length, straight, extent, saved.dtype, part, on_gpu))
             self._waiting_bytes += extent.length
 
     def _flush(self) -> None:
-        waiting = deque(self._parts)
+        waiting = deque(self._load_on_gpu())
         while waiting:
             self._read_some(waiting)
         if self._uploads is not None:
@@ -195,13 +203,37 @@ class ItemReader:
             check_checksums(self._files, place, item.storage_index.fqn, stream)
             stream.seek(0)
             load(item, stream)
-        for item, tensor, is_straight in self._tensors:
-            if is_straight and not tensor.is_inference():
+        for item, tensor, is_same in self._tensors:
+            if is_same and not tensor.is_inference():
                 # torch did not see the write to its memory.
                 torch.autograd.graph.increment_version(tensor)
             self._planner.commit_tensor(item, tensor)
         self._parts, self._tensors, self._objects, self._waiting_bytes = [], [], [], 0
         self._destinations = Destinations()
+
+    def _load_on_gpu(self) -> list[_Part]:
+        """Load the parts of chunks that a GPU can verify. Returns the other parts."""
+        loaded: list[_Part] = []
+        uploads: Uploads | None = None
+        for part in self._parts if self._gpu_verifies else ():
+            to = None if part.on_gpu is None else self._uploads_to(part.target)
+            if to is not None and to.accelerator.has_kernels:
+                self._files.check(part.file, part.at, part.length, repr(part.fqn))
+                loaded.append(part)
+                uploads = to
+        if uploads is None:
+            return self._parts
+        try:
+            if self._gpu_chunks is None:
+                self._gpu_chunks = GpuChunks(self._files, uploads)
+            wanted = [GpuPart(part.file, part.at, part.on_gpu) for part in loaded if part.on_gpu is not None]
+            missed = self._gpu_chunks.load(wanted)
+        except (CapacityError, StoreError) as error:
+            self._gpu_verifies = False
+            self._files.fall_back("gpu_load", "chunks are verified on the host instead of the GPU: %s", error)
+            return self._parts
+        done = {id(part) for number, part in enumerate(loaded) if number not in missed}
+        return [part for part in self._parts if id(part) not in done]
 
     def _read_some(self, waiting: deque[_Part]) -> None:
         """Read parts and remove them from ``waiting``, as long as buffers are free."""

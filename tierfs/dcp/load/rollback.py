@@ -79,5 +79,7 @@ def _copy(
     # Wait, before a snapshot on another stream may overwrite the generation.
     accelerator.record(accelerator.current()).synchronize()
     for item, target in done:
+        if not target.is_inference():
+            torch.autograd.graph.increment_version(target)  # torch did not see the write to its memory
         planner.commit_tensor(item, target)
     return rest, sum(source.nbytes for source in sources)

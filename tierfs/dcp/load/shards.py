@@ -7,10 +7,12 @@ module cuts ranges where chunks end, and gives all parts of one chunk to one thr
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from tierfs.digest import BLOCK_BYTES
+import torch
+
+from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.format.ranges import Part, by_chunk
 from tierfs.store import Reader, Store, open_entry, stat
@@ -38,7 +40,7 @@ class FileRange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """The requested parts of one chunk, by offsets in it."""
+    """The requested parts of one chunk of a file, by offsets in the chunk."""
 
     file: str
     number: int
@@ -108,6 +110,29 @@ class ShardFiles:
                 raise_named(error, f"{labels} in shard file {self.where(chunk.file)}")
 
         transfers().map(fill, chunks)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether `copy_chunk` may find chunks, with digests that a GPU can compute."""
+        return self._store.tiers is not None and self._store.descriptor.digest_kind is DigestKind.XXH3_128
+
+    def copy_chunk(self, name: str, number: int, out: memoryview) -> Sequence[bytes] | None:
+        """Copy a whole chunk of a file from a local tier. For many threads, once the file is open. See `Reader`."""
+        return self._open[name].copy_chunk(number, out)
+
+    def cut(self, name: str, at: int, out: torch.Tensor) -> Iterator[tuple[int, int, list[tuple[int, torch.Tensor]]]]:
+        """Cut bytes of a file where its chunks end. Yields a chunk's number and length, and the bytes by offset in it.
+
+        Raises as `reader` does.
+        """
+        starts = self.reader(name).starts
+        for number, parts in by_chunk([(at, out)], starts).items():
+            yield number, starts[number + 1] - starts[number], parts
+
+    def fall_back(self, what: str, text: str, *arguments: object) -> None:
+        """Count a fallback of the local tiers, and log the first one of its kind."""
+        if self._store.tiers is not None:
+            self._store.tiers.counters.fall_back(what, text, *arguments)
 
     def check(self, name: str, at: int, length: int, label: str) -> None:
         """Check that a range lies in its file.

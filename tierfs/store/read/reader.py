@@ -71,6 +71,14 @@ class Reader(abc.ABC):
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
         """Fill parts of one chunk, by offsets in the chunk. Waits for no other thread of `transfers`."""
 
+    def copy_chunk(self, number: int, out: memoryview) -> Sequence[bytes] | None:
+        """Copy a whole chunk from a local tier, for a caller that verifies it itself.
+
+        Returns:
+            The digests that the chunk's blocks should have; None if no local tier has it, or the file has no digests.
+        """
+        return None
+
 
 def load(store: Store, path: str) -> bytes:
     """Return the content of a whole file. Raises as `open_entry` and `Reader.read_into` do."""
@@ -217,3 +225,9 @@ class _ChunkReader(Reader):
 
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
         fetch(self._store, self._rows[number], parts, self._where, exact=self._exact)
+
+    def copy_chunk(self, number: int, out: memoryview) -> Sequence[bytes] | None:
+        if self._store.tiers is None:
+            return None
+        name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
+        return self._store.tiers.reader.copy(name, len(out), out)

@@ -1,0 +1,171 @@
+"""Load chunks of the local tiers through a GPU's memory, where their blocks are verified.
+
+Host threads only copy a chunk into page-locked memory. The GPU receives it in memory of its own, hashes it there, and
+copies its parts to their tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tierfs.dcp.load.shards import ShardFiles
+from tierfs.device.digests import cut_blocks
+from tierfs.device.upload import Uploads
+from tierfs.digest import CHUNK_BYTES
+from tierfs.store.transfers import transfers
+
+__all__ = ["GpuChunks", "GpuPart"]
+
+SHARE_MIN = 0.5
+"""The wanted fraction of a chunk for which it is copied whole. Of other chunks the host reads only the wanted blocks."""
+
+
+class GpuPart(NamedTuple):
+    """Bytes of a file, and where they go.
+
+    Attributes:
+        file: Name in the directory of the checkpoint.
+        at: Offset in the file.
+        target: uint8 [length] in the GPU's memory.
+    """
+
+    file: str
+    at: int
+    target: torch.Tensor
+
+
+@dataclass(slots=True)
+class _WantedChunk:
+    file: str
+    number: int
+    length: int
+    owners: list[int] = field(default_factory=list)  # of each piece, the index of its part
+    starts: list[int] = field(default_factory=list)  # of each piece, its offset in the chunk
+    targets: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether enough of the chunk is wanted to copy all of it."""
+        return sum(map(len, self.targets)) >= SHARE_MIN * self.length
+
+
+class _Sent(NamedTuple):
+    """A chunk that is on its way to the GPU, the digests that its blocks should have, and where it will be."""
+
+    chunk: _WantedChunk
+    digests: bytes
+    memory: torch.Tensor
+
+
+class GpuChunks:
+    """Loads parts of files into one GPU, on its current stream. Not thread-safe.
+
+    Args:
+        files: The checkpoint's files.
+        uploads: Page-locked buffers for the same GPU. Each buffer has a twin in the GPU's memory.
+
+    Raises:
+        CapacityError: The GPU has no memory for that.
+    """
+
+    def __init__(self, files: ShardFiles, uploads: Uploads) -> None:
+        self._files = files
+        self._uploads = uploads
+        self._accelerator = uploads.accelerator
+        self._memory = self._accelerator.allocate(uploads.count * CHUNK_BYTES)
+
+    def __repr__(self) -> str:
+        return f"GpuChunks({self._files!r}, {self._uploads!r})"
+
+    def load(self, parts: Sequence[GpuPart]) -> set[int]:
+        """Load parts whose chunks are in a local tier and intact. Returns when they are in place.
+
+        Returns:
+            The indexes of the parts that were not loaded, or not wholly. The caller reads them, which reports damage.
+
+        Raises:
+            TierfsError: A file could not be opened.
+        """
+        missed: set[int] = set()
+        chunks: list[_WantedChunk] = []
+        for chunk in self._chunks_of(parts):
+            if chunk.is_wanted:
+                chunks.append(chunk)
+            else:
+                missed.update(chunk.owners)
+        sent: list[_Sent] = []
+        for at in range(0, len(chunks), self._uploads.count):
+            batch = chunks[at : at + self._uploads.count]
+            copied = self._copy(batch)  # while the batch before travels
+            self._finish(sent, missed)
+            sent = self._send(batch, copied, missed)
+        self._finish(sent, missed)
+        self._accelerator.record(self._accelerator.current()).synchronize()
+        return missed
+
+    def _chunks_of(self, parts: Sequence[GpuPart]) -> list[_WantedChunk]:
+        found: dict[tuple[str, int], _WantedChunk] = {}
+        for owner, part in enumerate(parts):
+            for number, length, pieces in self._files.cut(part.file, part.at, part.target):
+                chunk = found.setdefault((part.file, number), _WantedChunk(part.file, number, length))
+                for start, target in pieces:
+                    chunk.owners.append(owner)
+                    chunk.starts.append(start)
+                    chunk.targets.append(target)
+        return list(found.values())
+
+    def _copy(self, batch: Sequence[_WantedChunk]) -> list[tuple[memoryview, bytes | None]]:
+        """Copy chunks to page-locked memory. Returns the memory, and the digests that the blocks should have."""
+        memory = []
+        for chunk in batch:
+            buffer = self._uploads.lend()
+            assert buffer is not None
+            memory.append(buffer[: chunk.length])
+
+        def copy(number: int) -> bytes | None:
+            digests = self._files.copy_chunk(batch[number].file, batch[number].number, memory[number])
+            return None if digests is None else b"".join(digests)
+
+        return list(zip(memory, transfers().map(copy, range(len(batch))), strict=True))
+
+    def _send(
+        self, batch: Sequence[_WantedChunk], copied: Sequence[tuple[memoryview, bytes | None]], missed: set[int]
+    ) -> list[_Sent]:
+        sent = []
+        for place, (chunk, (source, digests)) in enumerate(zip(batch, copied, strict=True)):
+            if digests is None:
+                missed.update(chunk.owners)
+                continue
+            memory = self._memory[place * CHUNK_BYTES :][: chunk.length]
+            self._uploads.put(memory, torch.frombuffer(source, dtype=torch.uint8))
+            sent.append(_Sent(chunk, digests, memory))
+        self._uploads.swap()
+        return sent
+
+    def _finish(self, sent: Sequence[_Sent], missed: set[int]) -> None:
+        """Verify chunks that were sent, and queue the copies to their tensors."""
+        if not sent:
+            return
+        blocks = [cut_blocks(one.memory.data_ptr(), one.chunk.length) for one in sent]
+        addresses, lengths = (np.concatenate(column) for column in zip(*blocks, strict=True))
+        found = self._accelerator.hash(self._accelerator.current(), addresses, lengths)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        at = 0
+        for chunk, digests, memory in sent:
+            if found[at : at + len(digests)] == digests:
+                targets += chunk.targets
+                sources += [
+                    memory[start : start + len(target)]
+                    for start, target in zip(chunk.starts, chunk.targets, strict=True)
+                ]
+            else:
+                missed.update(chunk.owners)
+            at += len(digests)
+        with torch.no_grad():
+            self._accelerator.copy(targets, sources)
