@@ -7,7 +7,7 @@ import re
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["bounded_timeout", "format_bytes", "parse_share", "parse_size"]
+__all__ = ["TIMEOUT_S_MAX", "bounded_timeout", "format_bytes", "parse_share", "parse_size"]
 
 BINARY = 1024
 # About thirty years. The system's calls refuse much longer timeouts, and JSON has no infinity.

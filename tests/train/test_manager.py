@@ -373,3 +373,16 @@ def test_a_wait_may_have_an_infinite_timeout(root):
         run.wait(timeout=float("inf"))
         handle.wait(timeout=float("inf"))
         run.save(2, state(2)).wait(timeout=float("inf"))
+
+
+def test_a_manager_waits_without_a_limit_if_told_so(root):
+    with manager(root, timeout=float("inf")) as run:
+        run.save(1, state(1))
+    with manager(root) as run:
+        assert run.latest() == 1
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_a_timeout_that_is_no_time_is_refused(root, timeout):
+    with pytest.raises(InvalidInputError, match="timeout"):
+        manager(root, timeout=timeout)

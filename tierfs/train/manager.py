@@ -32,7 +32,7 @@ from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, ch
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
 from tierfs.train.state import as_state
 from tierfs.train.timing import StepTimer
-from tierfs.units import bounded_timeout
+from tierfs.units import TIMEOUT_S_MAX, bounded_timeout
 
 __all__ = ["Manager"]
 
@@ -103,8 +103,10 @@ class Manager:
         placing = {name: options.pop(name) for name in ("stage", "device") if name in options}
         options["ack"] = ack  # for the notes beside a checkpoint, too
         address = Address.of(root, options)
-        self._timeout_s = timeout
-        self._world = World(timeout)
+        if timeout < 0:
+            raise InvalidInputError(f"timeout must be 0 or more seconds, not {timeout}")
+        self._timeout_s = TIMEOUT_S_MAX if bounded_timeout(timeout) is None else timeout
+        self._world = World(self._timeout_s)
         if self._world.size == 1:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         self._run = RunDirectory(address)
