@@ -12,7 +12,11 @@ import torch.distributed.checkpoint as dcp
 
 import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart
+from tierfs.device.upload import Uploads
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, StoreError
+from tierfs.format.ranges import by_chunk
 from tierfs.host.cache import reader as local_reader
 
 MIB = 1 << 20
@@ -149,7 +153,45 @@ def test_parts_and_other_layouts_are_loaded(gpu, url):
     assert is_same(found, {**wanted, "large": wanted["large"].double()})
 
 
-@pytest.mark.parametrize("error", [CapacityError("the GPU is full", tier="device"), StoreError("no compiler")])
+def test_chunks_of_the_object_tier_take_no_gpu_memory(fake, url, caplog):
+    wanted = saved(fake, url)
+    fs, path = fsspec.url_to_fs(url)
+    assert fs.evict(path, tier="ram")
+    fake.left = 0
+    found = zeros(fake, wanted)
+    load(fake, url, found)
+    assert is_same(found, wanted)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_chunk_of_missed_parts_alone_is_not_copied(fake):
+    starts, copied = [0, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES], []
+
+    class Files:
+        def cut(self, _name, at, out):
+            return ((number, CHUNK_BYTES, pieces) for number, pieces in by_chunk([(at, out)], starts).items())
+
+        def copy_chunk(self, _name, number, _out):
+            copied.append(number)
+
+    target = fake.own(torch.zeros(2 * CHUNK_BYTES, dtype=torch.uint8))
+    chunks = GpuChunks(Files(), Uploads(fake, CHUNK_BYTES))
+    at = CHUNK_BYTES * 5 // 8  # less than half of the first chunk is wanted
+    assert chunks.load([GpuPart("a", at, target[:CHUNK_BYTES])]) == {0}
+    assert not copied
+    # The second chunk is not in a local tier, so the rest of the part is not copied either.
+    assert chunks.load([GpuPart("a", CHUNK_BYTES, target)]) == {0}
+    assert copied == [1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CapacityError("the GPU is full", tier="device"),
+        StoreError("no compiler"),
+        torch.cuda.OutOfMemoryError("the GPU is full"),
+    ],
+)
 def test_the_host_verifies_what_the_gpu_cannot(fake, url, monkeypatch, caplog, error):
     wanted = saved(fake, url)
 

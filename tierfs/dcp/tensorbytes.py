@@ -153,7 +153,7 @@ def writable_bytes(tensor: Any) -> memoryview | None:
 
 
 def plain_bytes(tensor: Any) -> torch.Tensor | None:
-    """Return a tensor's own memory, uint8 of one dimension; ``None`` if it is not contiguous or not the elements' bytes.
+    """Return a tensor's own memory, uint8 of one dimension; ``None`` unless it is the elements' bytes, contiguous.
 
     Args:
         tensor: On any device. torch does not see writes to its memory, so the caller has to call

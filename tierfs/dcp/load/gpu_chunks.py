@@ -22,7 +22,7 @@ from tierfs.store.transfers import transfers
 __all__ = ["GpuChunks", "GpuPart"]
 
 SHARE_MIN = 0.5
-"""The wanted fraction of a chunk for which it is copied whole. Of other chunks the host reads only the wanted blocks."""
+"""The wanted fraction of a chunk for which it is copied whole. Of other chunks the host reads the wanted blocks."""
 
 
 class GpuPart(NamedTuple):
@@ -55,7 +55,7 @@ class _WantedChunk:
 
 
 class _Sent(NamedTuple):
-    """A chunk that is on its way to the GPU, the digests that its blocks should have, and where it will be."""
+    """A chunk that is queued for the GPU, the digests that its blocks should have, and its memory there."""
 
     chunk: _WantedChunk
     digests: bytes
@@ -67,17 +67,15 @@ class GpuChunks:
 
     Args:
         files: The checkpoint's files.
-        uploads: Page-locked buffers for the same GPU. Each buffer has a twin in the GPU's memory.
-
-    Raises:
-        CapacityError: The GPU has no memory for that.
+        uploads: Page-locked buffers for the same GPU. The first chunk that is sent allocates as much memory on the GPU
+            as a set of them has.
     """
 
     def __init__(self, files: ShardFiles, uploads: Uploads) -> None:
         self._files = files
         self._uploads = uploads
         self._accelerator = uploads.accelerator
-        self._memory = self._accelerator.allocate(uploads.count * CHUNK_BYTES)
+        self._memory: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return f"GpuChunks({self._files!r}, {self._uploads!r})"
@@ -89,18 +87,15 @@ class GpuChunks:
             The indexes of the parts that were not loaded, or not wholly. The caller reads them, which reports damage.
 
         Raises:
+            CapacityError: The GPU has no memory for chunks.
             TierfsError: A file could not be opened.
         """
-        missed: set[int] = set()
-        chunks: list[_WantedChunk] = []
-        for chunk in self._chunks_of(parts):
-            if chunk.is_wanted:
-                chunks.append(chunk)
-            else:
-                missed.update(chunk.owners)
+        chunks = self._chunks_of(parts)
+        missed = {owner for chunk in chunks if not chunk.is_wanted for owner in chunk.owners}
         sent: list[_Sent] = []
         for at in range(0, len(chunks), self._uploads.count):
-            batch = chunks[at : at + self._uploads.count]
+            # The caller reads a missed part anyway, so a chunk of missed parts alone is not copied.
+            batch = [chunk for chunk in chunks[at : at + self._uploads.count] if not missed.issuperset(chunk.owners)]
             copied = self._copy(batch)  # while the batch before travels
             self._finish(sent, missed)
             sent = self._send(batch, copied, missed)
@@ -141,6 +136,8 @@ class GpuChunks:
             if digests is None:
                 missed.update(chunk.owners)
                 continue
+            if self._memory is None:
+                self._memory = self._accelerator.allocate(self._uploads.count * CHUNK_BYTES)
             memory = self._memory[place * CHUNK_BYTES :][: chunk.length]
             self._uploads.put(memory, torch.frombuffer(source, dtype=torch.uint8))
             sent.append(_Sent(chunk, digests, memory))

@@ -1,8 +1,8 @@
 """Read the items of a plan from shard files, and put them into the destination's tensors.
 
 Bytes whose order in the destination's memory is the stored order are read directly into it, or loaded through a GPU
-that verifies them. The others go through buffers, at most `BUFFERS_MAX` at once. If two names share their memory, one is read after the other, as torch does.
-Concurrent reads would each verify bytes that the other one wrote.
+that verifies them. The others go through buffers, at most `BUFFERS_MAX` at once. If two names share their memory, one
+is read after the other, as torch does. Concurrent reads would each verify bytes that the other one wrote.
 """
 
 from __future__ import annotations
@@ -214,22 +214,23 @@ class ItemReader:
     def _load_on_gpu(self) -> list[_Part]:
         """Load the parts of chunks that a GPU can verify. Returns the other parts."""
         loaded: list[_Part] = []
+        wanted: list[GpuPart] = []
         uploads: Uploads | None = None
         for part in self._parts if self._gpu_verifies else ():
             to = None if part.on_gpu is None else self._uploads_to(part.target)
-            if to is not None and to.accelerator.has_kernels:
+            if part.on_gpu is not None and to is not None and to.accelerator.has_kernels:
                 self._files.check(part.file, part.at, part.length, repr(part.fqn))
                 loaded.append(part)
+                wanted.append(GpuPart(part.file, part.at, part.on_gpu))
                 uploads = to
         if uploads is None:
             return self._parts
         try:
             if self._gpu_chunks is None:
                 self._gpu_chunks = GpuChunks(self._files, uploads)
-            wanted = [GpuPart(part.file, part.at, part.on_gpu) for part in loaded if part.on_gpu is not None]
             missed = self._gpu_chunks.load(wanted)
-        except (CapacityError, StoreError) as error:
-            self._gpu_verifies = False
+        except (CapacityError, StoreError, torch.cuda.OutOfMemoryError) as error:
+            self._gpu_verifies, self._gpu_chunks = False, None
             self._files.fall_back("gpu_load", "chunks are verified on the host instead of the GPU: %s", error)
             return self._parts
         done = {id(part) for number, part in enumerate(loaded) if number not in missed}
