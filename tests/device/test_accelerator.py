@@ -1,5 +1,6 @@
 """The devices that this process knows: one object each, even if several threads ask at once."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from tierfs.device import accelerator as accelerators
 
@@ -68,3 +69,20 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
     finally:
         held.set()
         thread.join()
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_copies_to_conjugated_and_negated_views_keep_the_values(monkeypatch, has_kernels):
+    def copy_pieces(targets, sources, lengths, _device):
+        for target, source, length in zip(targets, sources, lengths, strict=True):
+            ctypes.memmove(target, source, length)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
+    monkeypatch.setattr(accelerators, "copy_pieces", copy_pieces)
+    accelerator = accelerators.CudaAccelerator(0)
+    accelerator.has_kernels = has_kernels
+    sources = [torch.randn(4, dtype=torch.complex64), torch.randn(4)]
+    targets = [torch.zeros(4, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(4))]
+    with torch.no_grad():
+        accelerator.copy(targets, sources)
+    assert all(map(torch.equal, targets, sources))

@@ -190,7 +190,7 @@ class CudaAccelerator:
         """
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
-            if source.is_contiguous() and target.is_contiguous() and not source.is_conj() and not source.is_neg():
+            if all(each.is_contiguous() and not each.is_conj() and not each.is_neg() for each in (target, source)):
                 plain.append((target, source))
             else:
                 target.copy_(source, non_blocking=True)
