@@ -119,7 +119,7 @@ def test_a_chunk_damaged_in_ram_is_read_from_the_store(gpu, url):
     assert is_same(found, wanted)
 
 
-def test_a_chunk_damaged_on_its_way_is_sent_again(fake, url, monkeypatch):
+def test_a_chunk_damaged_on_its_way_is_sent_again(fake, url, monkeypatch, caplog):
     wanted = saved(fake, url)
     send, sent = fake.send, []
 
@@ -133,6 +133,7 @@ def test_a_chunk_damaged_on_its_way_is_sent_again(fake, url, monkeypatch):
     found = zeros(fake, wanted)
     load(fake, url, found)
     assert is_same(found, wanted)
+    assert "wrong digests in the GPU's memory" in caplog.text
 
 
 def test_several_batches_share_the_buffers(gpu, url, monkeypatch):

@@ -163,6 +163,9 @@ class GpuChunks:
                 ]
             else:
                 missed.update(chunk.owners)
+                self._files.fall_back(
+                    "gpu_mismatch", "a chunk has wrong digests in the GPU's memory: the host reads it again"
+                )
             at += len(digests)
         with torch.no_grad():
             self._accelerator.copy(targets, sources)

@@ -178,7 +178,7 @@ class ItemReader:
             self._destinations.add(fqn, target)
         assert saved.dtype is not None
         is_on_gpu = accelerator_of(target) is not None
-        is_same = target.dtype == saved.dtype and plain_bytes(target) is not None
+        is_same = target.dtype == saved.dtype and (target.is_cpu or is_on_gpu) and plain_bytes(target) is not None
         self._tensors.append((item, target, is_same))
         is_straight = is_same and target.is_cpu and not is_on_gpu
         dense_max = DENSE_BYTES_MAX if is_straight else READ_BYTES_MAX
