@@ -79,6 +79,17 @@ def test_a_store_saves_lists_moves_and_verifies(cloud, url):
     assert verify(store).damage == []
 
 
+def test_names_are_literal(cloud, url):
+    tierfs.init(url, options=cloud.options)
+    fs = tierfs.TierFileSystem(target_protocol=cloud.protocol, target_options=cloud.options, ack="object")
+    root = url.partition("://")[2]
+    names = ["a", "a?", "a#", "a?b", "a%20b", "a b", "a+b", "a\\b", "a\nb", "a\tb", "a.", "a ", "d#/b", "d/b"]
+    contents = {f"{root}/{name}": name.encode() for name in names}
+    for path, content in contents.items():
+        fs.pipe_file(path, content)
+    assert fs.cat(fs.find(root)) == contents
+
+
 class Filesystem(AbstractFixtures):
     """A store that writes straight through to the server."""
 

@@ -124,6 +124,20 @@ def test_a_url_without_a_store_says_what_to_write(url, advice, tmp_path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["a?", "a#", "a?b#", "?", "#", "a\nb", "a\tb", "a\rb", "d#/b", "a#b?c"])
+def test_names_keep_characters_that_urls_drop(name):
+    pytest.importorskip("adlfs")
+    path = f"container/run/{name}"
+    fs = tierfs.TierFileSystem(target_protocol="abfs")
+    for url in (path, f"abfs://{path}", f"tierfs::abfs://container@account.dfs.core.windows.net/run/{name}"):
+        assert fs._strip_protocol(url) == path
+    assert parse_url(f"tierfs::abfs://{path}").path == path
+
+
+def test_names_in_ftp_urls_keep_line_ends():
+    assert parse_url("ftp://host/run/a\nb").path == "/run/a\nb"
+
+
 @pytest.mark.parametrize("protocol", ["http", "https"])
 def test_a_web_address_has_its_protocol_once(protocol):
     fs, path = fsspec.url_to_fs(f"tierfs::{protocol}://127.0.0.1:9/a/b")

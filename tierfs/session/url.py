@@ -56,6 +56,8 @@ _NAMED = "tierfs://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _ABSOLUTE = re.compile("(?:(?:file|local)://)?(/.*)", re.DOTALL)
 _PROTOCOL = re.compile(r"([a-z][a-z0-9+._-]+)://")
+# Characters of a name that Python's parser of URLs drops, and a "?" at the end.
+_DROPPED = re.compile(r"[\t\n\r#]|\?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +150,16 @@ def strip(protocol: str, path: str) -> str:
         return re.sub("/+", "/", absolute[1]).rstrip("/") or "/"
     import fsspec  # noqa: PLC0415
 
+    # adlfs and others parse a path as a URL. They get only the directories before a name that would lose characters.
+    begin = match.end() if (match := _PROTOCOL.match(path)) else 0
+    dropped = _DROPPED.search(path, begin)
+    cut = -1 if dropped is None else path.rfind("/", begin, dropped.start())
+    parsed, literal = (path, "") if cut < 0 else (path[:cut], path[cut:])
     try:
-        stripped = fsspec.get_filesystem_class(protocol)._strip_protocol(path)
+        stripped = fsspec.get_filesystem_class(protocol)._strip_protocol(parsed)
     except (ValueError, ImportError) as error:
         raise InvalidInputError(f"{path!r}: {error}") from None
-    text = str(stripped)
+    text = f"{stripped}{literal}"
     if protocol in LOCAL:
         text = re.sub("/+", "/", text)
     return text.rstrip("/") or ("/" if text.startswith("/") else "")
