@@ -10,12 +10,15 @@ from support.tiered import content, save_at
 
 from tierfs.errors import ConflictError, StoreError
 from tierfs.flusher.nvme import NvmePersister
+from tierfs.flusher.publish import StorePublisher
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
 from tierfs.flusher.upload import Uploader
+from tierfs.format.keys import record_key
+from tierfs.format.manifest import Tombstone
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
-from tierfs.store import discard_conflict, load, save, status, wait
+from tierfs.store import delete, discard_conflict, load, save, status, wait
 
 
 def test_a_conflict_that_cannot_be_noted_holds_up_no_other_file(make_host, monkeypatch):
@@ -44,6 +47,31 @@ def test_a_conflict_that_cannot_be_noted_holds_up_no_other_file(make_host, monke
         wait(here.store, paths[0], Level.OBJECT, 20)
     assert [discard_conflict(here.store, path) for path in paths] == [1] * len(paths)
     wait(here.store, "", Level.OBJECT, 20)
+
+
+@pytest.mark.parametrize("is_pending", [False, True], ids=["published", "pending"])
+def test_a_tombstone_that_gc_removed_is_no_conflict(make_host, objects, monkeypatch, is_pending):
+    host = make_host()
+    save_at(host.store, "run/a", b"first", Level.OBJECT)
+    publish = StorePublisher.publish
+
+    def publish_and_collect(publisher, draft, *rows, **how):
+        publish(publisher, draft, *rows, **how)
+        if isinstance(draft.record, Tombstone):
+            objects.delete([record_key("run/a")])
+
+    monkeypatch.setattr(StorePublisher, "publish", publish_and_collect)
+    if not is_pending:
+        delete(host.store, "run/a")
+    with host.held():
+        if is_pending:
+            save(host.store, "run/a", b"second")
+            delete(host.store, "run/a")
+        save(host.store, "run/a", b"third")
+        if not is_pending:
+            objects.delete([record_key("run/a")])
+    wait(host.store, "", Level.OBJECT, 20)
+    assert load(host.plain(), "run/a") == b"third"
 
 
 def test_a_large_file_whose_memory_cannot_be_seen_at_first_is_uploaded(make_host, monkeypatch):

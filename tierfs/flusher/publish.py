@@ -188,7 +188,7 @@ class StorePublisher:
             record = replace(record, rows=table, indirect=indirect, previous=observed.previous)
         else:
             record = Tombstone(record.write_id, record.deleted_ns, Tombstone.check_of(observed.previous))
-        publish(store, observed, record, term=term)
+        publish(store, observed, record, term=term, over_tombstone=draft.base.is_tombstone)
 
     def _base(self, store: Store, draft: Draft) -> Observed | None:
         """Return the version that the draft replaces, or ``None`` if the draft is published already."""
@@ -200,6 +200,8 @@ class StorePublisher:
         found = there.record.write_id if there.record is not None else None
         if found == draft.write_id:
             return None
+        if found is None and draft.base.is_tombstone:
+            return there  # garbage collection has removed the tombstone
         if found != draft.base.write_id:
             raise ConflictError(
                 f"{store.where(draft.path)} was changed by another writer before this host's changes were flushed: "

@@ -16,7 +16,7 @@ from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.objects import OVERWRITE
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store import Store, delete, load, save, usage, verify
+from tierfs.store import Store, Writer, delete, load, save, usage, verify
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.gc_turn import Turn
 
@@ -98,6 +98,20 @@ def test_what_is_deleted_goes_one_grace_after_it_was_condemned(world):
     assert world.gc().lists.count == 1
     assert [item.key for item in world.tier.list(keys.GC)] == [keys.COLLECTOR]
     assert (load(world.store, "a"), load(world.store, "c")) == (ONE, THREE)
+
+
+def test_a_save_outlives_the_tombstone_that_it_replaces(world):
+    save(world.store, "b", TWO)
+    delete(world.store, "b")
+    pass_grace(world)
+    first, second = Writer(world.store, "b"), Writer(world.open_on(), "b")
+    first.write(ONE)
+    second.write(THREE)
+    assert world.gc().tombstones.count == 1
+    first.commit()
+    with pytest.raises(ConflictError):
+        second.commit()
+    assert load(world.store, "b") == ONE
 
 
 def test_a_dry_run_changes_nothing_and_says_the_same(world):

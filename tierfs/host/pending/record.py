@@ -36,10 +36,12 @@ class ObservedBase:
     Attributes:
         version: Version of the record in the object tier; ``None`` if there was none.
         write_id: Write id of the draft that was pending at the path; ``None`` if there was none. It takes precedence.
+        is_tombstone: Whether that record or draft was a tombstone, which garbage collection may remove.
     """
 
     version: str | None = None
     write_id: bytes | None = None
+    is_tombstone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +119,13 @@ class Draft:
 
     def encode(self) -> bytes:
         """Encode the draft as slabs and ``nvme.db`` hold it."""
-        base: dict[str, str] = {}
+        base: dict[str, str | bool] = {}
         if self.base.version is not None:
             base["version"] = self.base.version
         if self.base.write_id is not None:
             base["write_id"] = self.base.write_id.hex()
+        if self.base.is_tombstone:
+            base["is_tombstone"] = True
         after = self.after.hex() if self.after is not None else ""
         closed = {"boot": self.boot, "stamp_ns": self.stamp_ns}
         head = json.dumps({"path": self.path, "base": base, "after": after, **closed}).encode()
@@ -171,7 +175,7 @@ class Draft:
         return cls(
             path,
             record,
-            ObservedBase(base.get("version"), write_id),
+            ObservedBase(base.get("version"), write_id, base.get("is_tombstone", False)),
             tuple(slots),
             after,
             head["boot"],

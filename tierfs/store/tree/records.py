@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
-from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_record
+from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, Tombstone, decode_record
 from tierfs.host.pending.record import SlotRef
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
@@ -65,6 +65,11 @@ class Observed:
     def manifest(self) -> Manifest | None:
         """The record, or None if it is absent or a tombstone."""
         return self.record if isinstance(self.record, Manifest) else None
+
+    @property
+    def is_tombstone(self) -> bool:
+        """Whether the path was deleted, and garbage collection has not removed its record."""
+        return isinstance(self.record, Tombstone)
 
     @property
     def previous(self) -> str:
@@ -207,11 +212,19 @@ def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> list[Recor
     return found
 
 
-def publish(store: Store, observed: Observed, record: Record, *, term: int | None = None) -> Observed:
+def publish(
+    store: Store, observed: Observed, record: Record, *, term: int | None = None, over_tombstone: bool = False
+) -> Observed:
     """Replace the observed record in the object tier by ``record``, if it has not changed. Return the new state.
 
-    ``term`` is the lease in which the record's chunks were known to be in the store. It is None for a record
-    without chunks.
+    A tombstone that garbage collection has removed since has not changed: the path still has no file.
+
+    Args:
+        store: The store.
+        observed: The version that the record replaces.
+        record: The new record.
+        term: The lease in which the record's chunks were known to be in the store. None for a record without chunks.
+        over_tombstone: Whether the observed version is a tombstone's. Needed only if ``observed`` has no record.
 
     Raises:
         ConflictError: Another writer changed the path since. That version stands.
@@ -235,6 +248,8 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
         version = put_checked(store.objects, observed.key, data, mode=mode).version
     except (AlreadyExistsError, ConflictError) as error:
         found = _find_own(store, observed, record)
+        if found is None and (over_tombstone or observed.is_tombstone) and _is_absent(store, observed.key):
+            return publish(store, replace(observed, record=None, version=None), record, term=term)
         if found is None:
             raise ConflictError(
                 f"{store.where(observed.path)} was changed by another writer in the meantime: their version is kept; "
@@ -280,6 +295,14 @@ def _find_own(store: Store, observed: Observed, record: Record) -> Observed | No
     if current.version == observed.version or current.record is None or current.record.write_id != record.write_id:
         return None
     return current
+
+
+def _is_absent(store: Store, key: str) -> bool:
+    try:
+        store.objects.head(key)
+    except NotFoundError:
+        return True
+    return False
 
 
 def _read(store: Store, path: str, key: str) -> Observed:

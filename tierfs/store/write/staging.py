@@ -59,9 +59,8 @@ def seal(
     tiers = store.tiers
     assert tiers is not None
     rows = record.rows if isinstance(record, Manifest) else ()
-    base = (
-        ObservedBase(write_id=observed.draft) if observed.draft is not None else ObservedBase(version=observed.version)
-    )
+    version = observed.version if observed.draft is None else None
+    base = ObservedBase(version, observed.draft, observed.is_tombstone)
     draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
     store.hand_over(writes=True)
     tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
@@ -109,8 +108,8 @@ def _stands(store: Store, observed: Observed) -> bool:
         return record is None or record.write_id == observed.draft
     try:
         return store.objects.head(observed.key).version == observed.version
-    except NotFoundError:
-        return observed.version is None
+    except NotFoundError:  # garbage collection may have removed a tombstone
+        return observed.version is None or observed.is_tombstone
 
 
 def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:
