@@ -297,6 +297,8 @@ FINAL = [
     (AzureError(403, "AuthenticationFailed", "Request date header too old: 'Fri'"), StoreError, "clock"),
     (_caused(PermissionError("Forbidden"), BotoError(403, "403")), ReadOnlyError, "and this machine's clock"),
     (_caused(PermissionError("Access Denied"), BotoError(403, "AccessDenied")), ReadOnlyError, "ask for the right"),
+    (_caused(OSError("Quota"), BotoError(403, "QuotaExceeded")), CapacityError, "raise the quota"),
+    (_caused(OSError("Quota"), BotoError(400, "XMinioAdminBucketQuotaExceeded")), CapacityError, "raise the quota"),
     (AzureError(403, "AuthorizationPermissionMismatch"), ReadOnlyError, "ask for the right"),
     (GcsError(403, "insufficientPermissions"), ReadOnlyError, "ask for the right"),
     (

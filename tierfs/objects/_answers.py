@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tierfs.errors import AlreadyExistsError, ReadOnlyError, StoreError, TierfsError
+from tierfs.errors import AlreadyExistsError, CapacityError, ReadOnlyError, StoreError, TierfsError
 
 __all__ = ["BY_CLASS", "BY_CODE", "BY_TEXT", "DENIED", "NOT_ACCEPTED", "NO_BUCKET_GCS", "THROTTLED", "Meaning"]
 
@@ -106,6 +106,9 @@ _IMMUTABLE = Meaning(
     "a retention policy or a hold forbids changing or deleting the object: lift it for the store's objects",
     kind=ReadOnlyError,
 )
+_NO_ROOM = Meaning(
+    "the bucket or its owner has reached a quota: free some room, or raise the quota", kind=CapacityError
+)
 _ARCHIVED = Meaning(
     "the object is archived: restore it, and exempt the store's objects from the rule that archives them"
 )
@@ -143,6 +146,7 @@ BY_CODE = {
         (_REGION, "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException"),
         (DENIED, "AccessDenied AllAccessDisabled"),
         (_ARCHIVED, "InvalidObjectState"),  # with status 403
+        (_NO_ROOM, "QuotaExceeded XMinioAdminBucketQuotaExceeded"),  # Ceph's with status 403, MinIO's with 400
         # botocore's code for an answer without a body, such as the answer to a HEAD
         (_REGION, "301"),
         (_UNSAID, "400"),
