@@ -279,6 +279,8 @@ FINAL = [
     ),
     (_named("NoCredentialsError"), StoreError, "no credentials were found"),
     (_named("PartialCredentialsError"), StoreError, "no credentials were found"),
+    (_named("ProfileNotFound"), StoreError, "check the profile"),
+    (_named("ConfigParseError"), StoreError, "check the profile"),
     (
         _named("MetadataError", type("CredentialRetrievalError", (Exception,), {})),
         StoreError,
@@ -345,6 +347,13 @@ def test_what_waiting_does_not_mend_has_a_message_that_names_the_fix(
     assert "run/a" in str(translation)
     assert remedy in str(translation)
     assert translation.path == "run/a"
+
+
+def test_the_flusher_passes_over_a_missing_profile() -> None:
+    translation = translate_client_error(_named("ProfileNotFound"), "a")
+    assert isinstance(translation, StoreError)
+    assert translation.refused
+    assert "(said)" in str(translation)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 
 from tierfs.errors import AlreadyExistsError, CapacityError, ReadOnlyError, StoreError, TierfsError
 
-__all__ = ["BY_CLASS", "BY_CODE", "BY_TEXT", "DENIED", "NOT_ACCEPTED", "NO_BUCKET_GCS", "THROTTLED", "Meaning"]
+__all__ = [
+    "BY_CLASS",
+    "BY_CODE",
+    "BY_TEXT",
+    "DENIED",
+    "NOT_ACCEPTED",
+    "NO_BUCKET_GCS",
+    "NO_PROFILE",
+    "THROTTLED",
+    "Meaning",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,11 @@ NOT_ACCEPTED = Meaning(
 )
 NO_BUCKET_GCS = Meaning(
     "the bucket is not there: correct the URL, or create it: gcloud storage buckets create gs://{bucket}",
+    refused=True,
+)
+NO_PROFILE = Meaning(
+    "the AWS configuration files of this process do not give the credentials: check the profile, AWS_CONFIG_FILE and "
+    "AWS_SHARED_CREDENTIALS_FILE",
     refused=True,
 )
 _BAD_HEADER = Meaning(
@@ -182,6 +197,8 @@ BY_CLASS = {
         # botocore
         (_NO_CREDENTIALS, "NoCredentialsError PartialCredentialsError CredentialRetrievalError NoAuthTokenError"),
         (_EXPIRED, "TokenRetrievalError UnauthorizedSSOTokenError SSOTokenLoadError LoginRefreshRequired"),
+        (NO_PROFILE, "ProfileNotFound ConfigNotFound ConfigParseError InvalidConfigError"),
+        (NO_PROFILE, "UnknownCredentialError InfiniteLoopConfigError RefreshWithMFAUnsupportedError"),
         # google.auth
         (_NO_CREDENTIALS, "DefaultCredentialsError"),
         (_EXPIRED, "RefreshError"),

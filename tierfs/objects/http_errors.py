@@ -31,6 +31,7 @@ from tierfs.objects._answers import (
     BY_TEXT,
     DENIED,
     NO_BUCKET_GCS,
+    NO_PROFILE,
     NOT_ACCEPTED,
     THROTTLED,
     Meaning,
@@ -154,7 +155,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         cause, meaning, said = telling
         return meaning.error(
             key,
-            _reason(cause) if meaning is DENIED else said,
+            _reason(cause) if meaning in (DENIED, NO_PROFILE) else said,
             bucket=bucket or str(_answer(cause).get("BucketName") or ""),
             region=_region(cause),
             retry_after_s=retry_after_s,
