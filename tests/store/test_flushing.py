@@ -29,6 +29,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment, SlotKind
+from tierfs.host.write import writer as slab_writer
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import (
     Writer,
@@ -726,6 +727,41 @@ def test_a_wait_for_a_flusher_that_hangs_ends_in_time_and_says_so(host, monkeypa
             release.set()
             monkeypatch.undo()
     wait(host.store, "run", Level.OBJECT, 30)
+
+
+@pytest.fixture
+def hanging_flusher(monkeypatch):
+    """Return a context in which the flusher takes requests and answers none, as if it was stopped."""
+
+    @contextlib.contextmanager
+    def hanging():
+        release = threading.Event()
+
+        def hang(*_):
+            release.wait(60)
+            return {}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FlushEngine, "handle", hang)
+            try:
+                yield
+            finally:
+                release.set()
+
+    return hanging
+
+
+def test_only_the_first_change_waits_for_a_flusher_that_hangs(make_host, monkeypatch, hanging_flusher):
+    monkeypatch.setattr(slab_writer, "ANNOUNCE_S", 1.0)
+    running, host = make_host(), make_host()
+    save_at(running.store, "before", b"x", Level.STAGED)  # so that a flusher runs
+    with hanging_flusher():
+        begin = time.monotonic()
+        for number in range(10):
+            save_at(host.store, f"run/{number}", b"x", Level.STAGED)
+        assert time.monotonic() - begin < 5
+    wait(host.store, "run", Level.OBJECT, 30)
+    assert load(host.plain(), "run/9") == b"x"
 
 
 def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, monkeypatch):

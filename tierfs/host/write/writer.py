@@ -35,6 +35,8 @@ __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
 # Timeout of a request without work. It may include the start of a flusher.
 ANNOUNCE_S = 10.0
+# For this long after a notification failed, no change waits for the next one.
+SILENT_S = 30.0
 # The flusher is notified at once of the first draft. Notifications of drafts within this time are combined: for small
 # files, the messages took as long as the files. A process that waits for a draft notifies the flusher itself.
 NEWS_S = 0.02
@@ -74,6 +76,7 @@ class SlabWriter:
         self._is_news = False
         self._is_telling = False
         self._has_told = False
+        self._silent_until = float("-inf")
 
     def __repr__(self) -> str:
         return f"SlabWriter({self._ram!r})"
@@ -260,9 +263,11 @@ class SlabWriter:
 
         Args:
             wait: Whether to wait until the flusher knows. The call waits in any case if no running flusher knows the
-                object tier from this process, so that one goes on even if this process ends.
+                object tier from this process, so that one goes on even if this process ends. It never waits within
+                `SILENT_S` after a notification failed.
         """
-        if wait or not self._has_told or not self._flusher.is_running():
+        is_known = self._has_told and self._flusher.is_running()
+        if (wait or not is_known) and self._clock.monotonic() >= self._silent_until:
             self._tell()
         else:
             self._tell_soon()
@@ -295,7 +300,9 @@ class SlabWriter:
         try:
             self._flusher.request("draft", {}, timeout_s=ANNOUNCE_S)
             self._has_told = True
+            self._silent_until = float("-inf")
         except (StoreError, TimeoutError) as error:
+            self._silent_until = self._clock.monotonic() + SILENT_S
             if not self._ended.is_set():
                 self._counters.fall_back(
                     "unreachable_flusher",
