@@ -764,6 +764,20 @@ def test_only_the_first_change_waits_for_a_flusher_that_hangs(make_host, monkeyp
     assert load(host.plain(), "run/9") == b"x"
 
 
+def test_a_file_larger_than_the_ram_tier_waits_for_its_timeout_only(make_host, monkeypatch, hanging_flusher):
+    monkeypatch.setattr(slab_writer, "ANNOUNCE_S", 1.0)
+    host = make_host(ram=70 * MIB)
+    save_at(host.store, "before", b"x", Level.STAGED)  # so that a flusher runs
+    host.store.timeout_s = 1.0
+    with hanging_flusher():
+        begin = time.monotonic()
+        with pytest.raises(CapacityError, match="the flusher did not answer"):
+            save_at(host.store, "big", content(100 * MIB), Level.STAGED)
+        assert time.monotonic() - begin < 15
+    host.store.timeout_s = 60
+    save_at(host.store, "big", content(100 * MIB), Level.STAGED)
+
+
 def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, monkeypatch):
     # While the flusher scans the segments, a file is saved in the first segment, and then one in the last.
     host, other = make_host(), make_host()

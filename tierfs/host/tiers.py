@@ -21,7 +21,7 @@ from tierfs.host.ground import no_faults
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.scan import PendingDrafts
-from tierfs.host.rpc.client import FlusherClient, NoAnswerError
+from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotKind, SlotState
 from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
@@ -30,7 +30,6 @@ from tierfs.units import format_bytes
 __all__ = ["Tiers"]
 
 ASK_AGAIN_S = 0.05  # pause before the next request to a flusher that did not know the draft
-ANSWER_S = 1.0  # extra time for the flusher to report what it waited for after the timeout
 
 
 class Tiers:

@@ -15,13 +15,13 @@ from typing import Any
 
 from tierfs.clock import Clock, boot_id
 from tierfs.digest import CHUNK_BYTES, DigestKind
-from tierfs.errors import StoreError, TierfsError
+from tierfs.errors import CapacityError, StoreError, TierfsError
 from tierfs.host.counters import Counters
 from tierfs.host.ground import no_faults
 from tierfs.host.name_locks import NameLocks
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.private import refused
-from tierfs.host.rpc.client import FlusherClient
+from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot, SlotKind, SlotState
@@ -140,15 +140,17 @@ class SlabWriter:
             return False
         return True
 
-    def ask_about(self, do: str, slots: Sequence[Slot], **arguments: Any) -> None:
+    def ask_about(self, do: str, slots: Sequence[Slot], *, patience_s: float | None = None, **arguments: Any) -> None:
         """Ask the flusher to do something with chunks in slots, in as many messages as necessary.
+
+        ``patience_s`` limits the wait for each answer, in seconds.
 
         Raises:
             TierfsError, TimeoutError: See `FlusherClient.request`.
         """
         for at in range(0, len(slots), NAMES_MAX):
             references = [astuple(SlotRef.of(slot)) for slot in slots[at : at + NAMES_MAX]]
-            self._flusher.request(do, {**arguments, "slots": references})
+            self._flusher.request(do, {**arguments, "slots": references}, timeout_s=patience_s)
 
     def drop(self, slot: Slot) -> None:
         """Free the slot of a chunk."""
@@ -158,7 +160,8 @@ class SlabWriter:
         """Ask the flusher to move chunks of an unfinished file to a lower tier, so that their room can be reused.
 
         Raises:
-            TierfsError: The flusher could not, or not within ``timeout_s`` seconds.
+            CapacityError: The flusher could not, or did not answer, within ``timeout_s`` seconds.
+            TierfsError: The chunks cannot be stored.
         """
         self._counters["spilled_bytes"] += sum(slot.length for slot in slots)
         self._counters.say(
@@ -166,14 +169,22 @@ class SlabWriter:
             "a file is larger than the room in the ram tier: its chunks move to a lower tier while it is written",
         )
         self._fault("before spill")
-        self.ask_about("spill", slots, holder=holder, timeout_s=timeout_s)
+        # Moving them takes time even where none has to be waited for: a short timeout does not end it.
+        patience_s = None if timeout_s is None else max(timeout_s, ANNOUNCE_S) + ANSWER_S
+        try:
+            self.ask_about("spill", slots, patience_s=patience_s, holder=holder, timeout_s=timeout_s)
+        except NoAnswerError as error:
+            raise CapacityError(
+                f"a file is larger than the room in the ram tier, and its chunks were not moved to a lower tier: {error}",
+                tier="ram",
+            ) from error
         self._fault("after spill")
 
     def unhold(self, holder: str) -> None:
         """Tell the flusher that a file is discarded. If that fails, its spilled chunks stay until this process ends."""
         try:
-            self._flusher.request("unhold", {"holder": holder})
-        except TierfsError as error:
+            self._flusher.request("unhold", {"holder": holder}, timeout_s=ANNOUNCE_S)
+        except (TierfsError, TimeoutError) as error:
             self._counters.fall_back(
                 "kept_holds", "chunks of a file that was discarded stay until this process ends: %s", error
             )
