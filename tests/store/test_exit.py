@@ -89,6 +89,21 @@ def test_what_an_executor_saves_when_the_program_ends_is_saved(tmp_path, level):
     assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
 
 
+@pytest.mark.parametrize("level", ["staged", "local", "object"])
+def test_a_file_can_be_written_by_an_exit_handler_registered_first(tmp_path, level):
+    run(
+        tmp_path,
+        level,
+        """
+        import atexit
+
+        atexit.register(save)
+        fs.pipe(root + "/early", content)
+        """,
+    )
+    assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
+
+
 def test_a_thread_that_waits_for_the_main_one_to_end_is_not_waited_for(tmp_path):
     script = """
     def watch():

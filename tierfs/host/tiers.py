@@ -187,6 +187,10 @@ class Tiers:
             except (TierfsError, TimeoutError) as error:
                 self.counters.fall_back("kept_damage", "the flusher was not told of a damaged chunk: %s", error)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._ended.is_set()
+
     def close(self) -> None:
         """Release everything. Pending changes stay for the next flusher."""
         self._ended.set()

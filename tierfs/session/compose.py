@@ -67,7 +67,7 @@ def compose(
     given = dict(location.options)
     key = (descriptor.uuid, places, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None, device=None))
     tiers = open_tiers.get(key)
-    if tiers is None:
+    if tiers is None or tiers.is_closed:
         target = localtiers.TieredStore(
             descriptor.uuid, url, places, given, descriptor.digest_kind, host_local, location.is_process_local
         )

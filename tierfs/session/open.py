@@ -114,7 +114,7 @@ def _init(location: Location, kind: DigestKind, lease_s: int | None, grace_s: in
 def _open_known(location: Location) -> Store | None:
     """Return the store that this host knows at exactly this root, if it still exists or cannot be checked now."""
     root = location.path
-    opened = _stores.get((_token(location), root))
+    opened = _opened(location, root)
     if opened is not None:
         is_local = opened.descriptor.endpoint.host_local
         try:
@@ -168,7 +168,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
     refused = ""
     ancestors = _ancestors(location)
     for root in ancestors:
-        known = _stores.get((_token(location), root))
+        known = _opened(location, root)
         if known is not None and (not write or _is_there(location, root, known)):
             return known, _relative(root, location.path)
     known_roots = [root for root in ancestors if _known_stores(location).find(target_url(location.protocol, root))]
@@ -259,7 +259,7 @@ def _create(
         _logger.info("made the store %s", url)
     _remember(location, url, descriptor, objects.places())
     with _lock:
-        known = _stores.get((_token(location), root))
+        known = _opened(location, root)
         if known is not None and known.descriptor == descriptor:
             return known
         store = _stores[_token(location), root] = compose(location, objects, descriptor, url, objects.places())
@@ -280,8 +280,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
             tier.
         is_unreachable: Whether the object tier was found unreachable, so that no request is sent.
     """
-    key = (_token(location), root)
-    known = _stores.get(key)
+    known = _opened(location, root)
     if known is not None:
         return known
     objects = connect(location.protocol, root, location.options)
@@ -307,11 +306,19 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
         places = objects.places()
         _remember(location, url, descriptor, places)
     with _lock:
-        if key not in _stores:
-            store = _stores[key] = compose(location, objects, descriptor, url, places)
-            if kept is not None:
-                store.check_before_writing()
-        return _stores[key]
+        known = _opened(location, root)
+        if known is not None:
+            return known
+        store = _stores[_token(location), root] = compose(location, objects, descriptor, url, places)
+        if kept is not None:
+            store.check_before_writing()
+        return store
+
+
+def _opened(location: Location, root: str) -> Store | None:
+    """Return the open store of this process at a root, unless its local tiers were closed, as they are at exit."""
+    store = _stores.get((_token(location), root))
+    return None if store is None or (store.tiers is not None and store.tiers.is_closed) else store
 
 
 def _remember(location: Location, url: str, descriptor: Descriptor, places: tuple[str, ...]) -> None:
