@@ -104,6 +104,25 @@ def test_a_file_can_be_written_by_an_exit_handler_registered_first(tmp_path, lev
     assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
 
 
+def test_a_suspended_writer_is_discarded_at_the_end_without_a_traceback(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    script = """
+    def write():
+        with fs.open(root + "/half", "wb") as file:
+            file.write(content)
+            yield
+            file.write(content)
+
+    suspended = write()
+    next(suspended)
+    """
+    (tmp_path / "script.py").write_text(f"{BEGIN}\n{textwrap.dedent(script)}")
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "store"), "staged"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "is not published" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_thread_that_waits_for_the_main_one_to_end_is_not_waited_for(tmp_path):
     script = """
     def watch():

@@ -153,8 +153,9 @@ class SlabWriter:
             self._flusher.request(do, {**arguments, "slots": references}, timeout_s=patience_s)
 
     def drop(self, slot: Slot) -> None:
-        """Free the slot of a chunk."""
-        slot.segment.give(slot)
+        """Free the slot of a chunk. Closing the tiers has freed it already."""
+        if not self._ended.is_set():
+            slot.segment.give(slot)
 
     def spill(self, holder: str, slots: Sequence[Slot], *, timeout_s: float | None) -> None:
         """Ask the flusher to move chunks of an unfinished file to a lower tier, so that their room can be reused.
