@@ -284,6 +284,17 @@ def test_the_dead_are_buried_and_the_living_are_not(host, start):
     host.bury(other)
 
 
+def test_a_state_directory_that_became_read_only_is_refused(host, monkeypatch):
+    (host.directory / "processes" / f"{'ab' * 8}.lock").touch()
+
+    def unlink(path, **_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(ReadOnlyError, match="cannot be removed: Read-only file system"):
+        host.owner()
+
+
 def test_lock_files_of_the_dead_do_not_pile_up(host, start):
     for _ in range(3):
         process, _ = start("print(host.owner(), flush=True)")

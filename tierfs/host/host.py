@@ -274,7 +274,10 @@ class Host:
         """Remove the lock file of a dead process. Does nothing if the process is alive."""
         if _OWNER.fullmatch(owner) and not self.is_alive(owner):
             # No lock is needed: a dead id stays dead, and an id is never used again.
-            self._lock_file(owner).unlink(missing_ok=True)
+            try:
+                self._lock_file(owner).unlink(missing_ok=True)
+            except OSError as error:
+                raise refused(error, self._lock_file(owner), "cannot be removed") from error
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
