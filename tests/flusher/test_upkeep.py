@@ -35,6 +35,14 @@ def store():
     return store
 
 
+class SkewedClock:
+    """A host's clock that differs from the object tier's."""
+
+    def __init__(self, true, ahead_s):
+        self.monotonic, self.sleep = true.monotonic, true.sleep
+        self.now_ns = lambda: true.now_ns() + int(ahead_s * 1e9)
+
+
 class Counted(Counter):
     def __call__(self, name, count):
         self[name] += count
@@ -61,6 +69,17 @@ def test_gc_runs_when_nobody_has_for_so_long(store):
         store.clock.sleep(HOUR)
     assert counts["gc_runs"] + others["gc_runs"] == 4, "they share a schedule"
     assert counts["gc_deleted_bytes"] + others["gc_deleted_bytes"] > 0
+
+
+@pytest.mark.parametrize("ahead_s", [-10 * HOUR, 10 * HOUR])
+def test_gc_keeps_its_interval_with_a_clock_that_is_wrong(store, ahead_s):
+    upkeep, counts = make(store, gc_every_s=6 * HOUR)
+    upkeep.turn()
+    store.clock = SkewedClock(store.clock, ahead_s)
+    for _ in range(48):
+        upkeep.turn()
+        store.clock.sleep(HOUR / 2)
+    assert counts["gc_runs"] in {4, 5}
 
 
 def test_a_blocked_gc_is_counted_and_shown(store, caplog):

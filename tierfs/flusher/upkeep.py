@@ -69,6 +69,8 @@ class Upkeep:
         self._turn_s = turn_s
         self._ended = threading.Event()
         self._store: Store | None = None
+        self._gc_ended_ns: int | None = None  # by the object tier's clock
+        self._gc_ended_s = self._looked_s = float("-inf")  # by this host's monotonic clock
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -108,8 +110,8 @@ class Upkeep:
         from tierfs.store.maintenance.gc import GcOptions, collect  # noqa: PLC0415 - only where it is asked for
         from tierfs.store.maintenance.gc_turn import read_collector  # noqa: PLC0415
 
-        ended_ns = int(read_collector(store)[0].last.get("ended_ns", 0))
-        if store.clock.now_ns() - ended_ns < every_s * 1e9:
+        self._note_end(store, int(read_collector(store)[0].last.get("ended_ns", 0)))
+        if store.clock.monotonic() - self._gc_ended_s < every_s:
             return
         try:
             report = collect(store, GcOptions(), lambda *_: self._check())
@@ -124,6 +126,18 @@ class Upkeep:
             _logger.error(
                 "gc deletes nothing, because %d records cannot be read: %s", len(report.unreadable), first.problem
             )
+
+    def _note_end(self, store: Store, ended_ns: int) -> None:
+        """Note when the last gc ended, which the object tier's clock says, by this host's monotonic clock.
+
+        The clock of this host may differ from the object tier's by hours, or jump. So it counts only at the first look.
+        A gc that ended later did so between two looks.
+        """
+        now_s = store.clock.monotonic()
+        if ended_ns != self._gc_ended_ns:
+            age_s = max(0.0, (store.clock.now_ns() - ended_ns) / 1e9)
+            self._gc_ended_ns, self._gc_ended_s = ended_ns, now_s - min(age_s, now_s - self._looked_s)
+        self._looked_s = now_s
 
     def _scrub(self, store: Store) -> None:
         from tierfs.store.maintenance.scrub import ScrubOptions, scrub  # noqa: PLC0415 - only where it is asked for
