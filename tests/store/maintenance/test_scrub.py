@@ -93,6 +93,18 @@ def test_runs_go_on_where_the_last_one_ended_the_least_recently_verified_first()
     assert reads[30:60] == reads[:30]
 
 
+def test_what_was_verified_in_the_future_is_verified_again():
+    store = make_store()
+    save(store, "a", b"a" * 200_000)
+    options = ScrubOptions(min_age_s=86400)
+    store.clock.sleep(10 * 365 * 86400)  # until the clock is set right
+    assert scrub(store, options).chunks == 1
+    assert scrub(store, options).chunks == 0
+    store.clock.sleep(-10 * 365 * 86400)
+    assert scrub(store, options).chunks == 1
+    assert scrub(store, options).chunks == 0
+
+
 def test_what_a_killed_run_verified_is_not_lost_but_for_some_seconds(monkeypatch):
     store = make_store(wrap=SlowObjects)
     for number in range(30):

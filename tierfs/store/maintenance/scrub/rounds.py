@@ -39,6 +39,7 @@ DAMAGED_MAX = 10_000
 ATTEMPTS = 5
 PIECES_AT_ONCE = 4
 SAVE_S = 5.0
+CLOCKS_APART_NS = 3600 * 1_000_000_000  # difference of two hosts' clocks that is not a fault
 _logger = logging.getLogger("tierfs.scrub")
 
 
@@ -163,8 +164,10 @@ class _Round:
         clock, report = self._store.clock, self._report
         record = read_scrub_record(self._store)
         states = {prefix: record.prefixes.get(prefix, PrefixState()) for prefix in PREFIXES}
-        before_ns = clock.now_ns() - int(self._options.min_age_s * 1e9)
-        due = [prefix for prefix in PREFIXES if not self._options.min_age_s or states[prefix].verified_ns <= before_ns]
+        now_ns, age_ns = clock.now_ns(), int(self._options.min_age_s * 1e9)
+        # A time in the future comes from a host whose clock was wrong. It does not count.
+        recent = range(now_ns - age_ns + 1, now_ns + CLOCKS_APART_NS + 1) if age_ns else range(0)
+        due = [prefix for prefix in PREFIXES if states[prefix].verified_ns not in recent]
         turns = iter(sorted(due, key=lambda prefix: (states[prefix].verified_ns, not states[prefix].after, prefix)))
         again: list[ScrubPiece] = []
         pending: dict[Future[ScrubPart], ScrubPiece] = {}
