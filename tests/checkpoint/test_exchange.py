@@ -6,8 +6,10 @@ import json
 import os
 import pickle
 import re
+import zipfile
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -290,6 +292,18 @@ def test_an_old_file_of_torch_save_is_imported(url, tmp_path):
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     import_file(str(tmp_path / "old.pt"), f"tierfs::{url}/back", where="old.pt", overwrite=False)
     assert same(loaded(f"tierfs::{url}/back", state), state)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_file_of_torch_save_that_was_compressed_is_imported(url, store, tmp_path, is_local):
+    tensor = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 1000, np.uint8))  # deflate makes it longer
+    with zipfile.ZipFile(io.BytesIO(pickled({"w": tensor}))) as archive:
+        with zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as compressed:
+            for name in archive.namelist():
+                compressed.writestr(name, archive.read(name))
+    source = str(tmp_path / "small.pt") if is_local else (tmp_path / "small.pt").read_bytes()
+    import_file(source, f"tierfs::{url}/back", where="small.pt", overwrite=False)
+    assert torch.equal(state_of(open_checkpoint(store, "back"))["w"], tensor)
 
 
 class _Calls:

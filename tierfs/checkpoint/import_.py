@@ -29,7 +29,7 @@ from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of, in_batches
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.tensorbytes import in_torch, tensor_in
-from tierfs.dcp.torch_format.checksums import problem_of
+from tierfs.dcp.torch_format.checksums import has_raw_records, problem_of
 from tierfs.dcp.writer import TierWriter
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, TierfsError
 
@@ -191,14 +191,14 @@ def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -
         return
     if not head.startswith((torch_zip.LOCAL, _PICKLE)):
         raise InvalidInputError(f"{where} is neither a safetensors file nor one that torch.save wrote", path=where)
-    # Old files of torch.save are not archives, and cannot be mapped.
-    is_archive = head.startswith(torch_zip.LOCAL)
     with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
         problem = problem_of(file)
-    if problem is not None:
-        raise CorruptionError(f"{where} is damaged: {problem}", path=where)
+        if problem is not None:
+            raise CorruptionError(f"{where} is damaged: {problem}", path=where)
+        # Old files of torch.save are not archives, and cannot be mapped.
+        can_map = isinstance(source, str) and head.startswith(torch_zip.LOCAL) and has_raw_records(file)
     stream = source if isinstance(source, str) else io.BytesIO(source)
-    state = unpickle_safely(where, stream, map_location="cpu", mmap=is_archive and isinstance(source, str))
+    state = unpickle_safely(where, stream, map_location="cpu", mmap=can_map)
     if not isinstance(state, Mapping):
         raise InvalidInputError(
             f"{where} holds a {type(state).__name__}, not a state dict: put it into a dict", path=where

@@ -13,7 +13,7 @@ from tierfs.dcp.load.shards import ShardFiles
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.errors import CorruptionError, TierfsError
 
-__all__ = ["check_checksums", "problem_of"]
+__all__ = ["check_checksums", "has_raw_records", "problem_of"]
 
 PIECE_BYTES = 1 << 20
 
@@ -72,3 +72,12 @@ def problem_of(file: IO[bytes], known: memoryview | None = None) -> str | None:
             raise
         return repr(error)
     return None
+
+
+def has_raw_records(file: IO[bytes]) -> bool:
+    """Return whether a sound archive stores all records as they are, so that tensors can lie in a mapping of it.
+
+    A zip program may have compressed the records of an archive. torch loads such an archive, except from a mapping.
+    """
+    with zipfile.ZipFile(file) as archive:
+        return all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
