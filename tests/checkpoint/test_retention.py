@@ -119,7 +119,8 @@ def test_rules_are_read_from_the_command_line(text, rule):
 
 
 @pytest.mark.parametrize(
-    "text", ["latest", "latest:0", "latest:x", "best:2", "within:2", "geometric:1", "all", "every:0"]
+    "text",
+    ["latest", "latest:0", "latest:x", "best:2", "best:2:", "best:2::max", "within:2", "geometric:1", "all", "every:0"],
 )
 def test_what_is_no_rule_is_refused(text):
     with pytest.raises(InvalidInputError):

@@ -173,7 +173,7 @@ class Best:
     finite value do not count.
 
     Raises:
-        InvalidInputError: ``count`` or ``mode`` is invalid.
+        InvalidInputError: ``count`` or ``mode`` is invalid, or ``metric`` is empty.
     """
 
     count: int
@@ -182,6 +182,8 @@ class Best:
 
     def __post_init__(self) -> None:
         _at_least(self.count, 1, "Best")
+        if not self.metric:
+            raise InvalidInputError(f"Best({self.count}, {self.metric!r}): the name of the metric is empty")
         if self.mode not in {"min", "max"}:
             raise InvalidInputError(f"Best(mode={self.mode!r}): must be min or max")
 
