@@ -324,6 +324,15 @@ def test_a_closed_stdout_is_an_error_like_others(url, words):
     )
 
 
+def test_a_command_works_with_stderr_closed(url):
+    script = f"{sys.executable} -m tierfs.cli ls --json {url} 2>&-"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, json.loads(done.stdout)["entries"]) == (0, [])
+    script = f"{sys.executable} -m tierfs.cli ls --json {url}/missing 2>&-"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, json.loads(done.stdout)["error"]["kind"]) == (3, "not-found")
+
+
 def test_a_closed_stdin_is_an_error_like_others(url):
     script = f"{sys.executable} -m tierfs.cli cp - {url}/a <&-"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=False)

@@ -262,6 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     do_not_warn()
+    if sys.stderr is None:
+        # The file takes stderr's descriptor, so that no other file gets it, and the messages of libraries.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the process
     if sys.stdout is None:
         # The next file that this process opens would get stdout's descriptor, and the output would go into that file.
         print("tierfs: stdout is closed: redirect it to /dev/null if you do not need it", file=sys.stderr)
