@@ -88,6 +88,13 @@ def shown(capsys, *words, code=0):
 # -- ls ----------------------------------------------------------------------------------------------------------------
 
 
+def test_names_do_not_change_the_order_of_steps(url, store, capsys):
+    for name in ("best_30", "step_10", "final", "warm_2", "old/step_1"):
+        save(store, f"run/{name}/__0_0.distcp", b"x")
+    listed = told(capsys, "ls", f"{url}/run")["checkpoints"]
+    assert [item["name"] for item in listed] == ["final", "warm_2", "step_10", "best_30", "old/step_1"]
+
+
 def test_checkpoints_are_listed_in_the_order_of_their_steps(url, step_10, store, capsys):
     save_state(f"{url}/run/step_9", state())
     dcp.save(state(), checkpoint_id=f"{url}/run/step_11", no_dist=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing, step_of
+from tierfs.checkpoint.catalog import Candidate, Standing, candidates, natural_key, standing, step_of
 from tierfs.checkpoint.placement import Codings, Placement
 from tierfs.cli.commands._checkpoint_places import source_of
 from tierfs.cli.files.parallel import run_in_parallel
@@ -42,7 +42,7 @@ def ls(arguments: argparse.Namespace) -> int:
 
     with Progress("ls") as progress:
         run_in_parallel(look, found, progress)
-        checkpoints = [listed[candidate.directory] for candidate in found]
+        checkpoints = sorted((listed[candidate.directory] for candidate in found), key=_order)
         # Last, because the loop above caches the checkpoints' records.
         held = usages(place.store, [candidate.directory for candidate in found], shared=arguments.usage)
     if arguments.json:
@@ -51,6 +51,13 @@ def ls(arguments: argparse.Namespace) -> int:
     elif checkpoints:
         _print_list(place, checkpoints, held, usage=arguments.usage)
     return CorruptionError.exit_code if any(checkpoint.damage for checkpoint in checkpoints) else 0
+
+
+def _order(checkpoint: Standing) -> tuple[object, ...]:
+    """Return a sort key: by the directory above, then by step, then by name. Unknown steps come first."""
+    above = checkpoint.directory.rpartition("/")[0]
+    step = -1 if checkpoint.step is None else checkpoint.step
+    return natural_key(above), step, natural_key(checkpoint.directory)
 
 
 def _name(place: StorePlace, checkpoint: Standing) -> str:
