@@ -60,6 +60,10 @@ def test_geometric_keeps_fewer_of_what_is_older():
     assert found[0] == 900
 
 
+def test_a_power_of_the_base_begins_a_range_of_its_own():
+    assert kept([at(0), at(100), at(990), at(1000)], Geometric(10)) == [0, 100, 990, 1000]
+
+
 def test_best_keeps_by_a_metric_and_of_equal_ones_the_newest():
     saves = [
         at(step, metrics={"loss": loss}) for step, loss in ((1, 3.0), (2, 1.0), (3, 1.0), (4, float("nan")), (5, 2.0))

@@ -157,9 +157,15 @@ class Geometric:
         oldest: dict[int, SavedCheckpoint] = {}
         for each in saved:
             if each.step is not None:
-                distance = max(steps) - each.step
-                oldest.setdefault(-1 if distance < 1 else int(math.log(distance, self.base)), each)
+                oldest.setdefault(self._range_of(max(steps) - each.step), each)
         return oldest.values()
+
+    def _range_of(self, distance: int) -> int:
+        if distance < 1:
+            return -1
+        number = int(math.log(distance, self.base))
+        # The logarithm of a power of the base may be just below the whole number.
+        return number + 1 if self.base ** (number + 1) <= distance else number
 
     def __str__(self) -> str:
         return f"one at a power of {self.base:g} steps from the newest"
