@@ -85,6 +85,15 @@ def test_a_directory_is_materialized_and_then_left_as_it_is(stored, tmp_path, ca
     assert (done["files"], done["unchanged"], done["read_bytes"]) == (0, 4, 0)
 
 
+@pytest.mark.parametrize("place", ["store", "store/run", "store/other/new", "link"])
+def test_nothing_is_materialized_into_a_store(stored, tmp_path, capsys, place):
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    before = below(tmp_path / "store")
+    assert main(["materialize", stored, str(tmp_path / place)]) == 2
+    assert f"is in the store at {tmp_path}/store" in capsys.readouterr().err
+    assert below(tmp_path / "store") == before
+
+
 def test_a_file_that_changed_on_either_side_is_written_and_chunks_that_did_not_are_kept(
     stored, store, tmp_path, capsys
 ):

@@ -78,6 +78,18 @@ def test_without_torch_prune_names_the_extra(run, capsys, monkeypatch):
     assert "pip install 'tierfs[torch]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("metrics", [b'{"loss": 0.5}', None])
+def test_a_metric_that_no_checkpoint_has_is_refused(run, capsys, metrics):
+    store = open_store(parse_url(run))[0]
+    if metrics:
+        save(store, "run/step_200/.metrics", metrics)
+    assert main(["prune", run, "--keep", "latest:1", "--keep", "best:2:los"]) == 3
+    shown = capsys.readouterr().err
+    assert "has the metric 'los': nothing was removed" in shown
+    assert f"their metrics are: {'loss' if metrics else 'none'}" in shown
+    assert len([entry for entry in find(store, "run") if entry.path.endswith(".metadata")]) == 4
+
+
 def test_a_pin_that_names_no_checkpoint_is_refused(run, capsys):
     assert main(["prune", run, "--keep", "latest:1", "--pin", "step_20"]) == 3
     shown = capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import Candidate, candidates, standing
 from tierfs.checkpoint.notes import NOTES, is_pinned, metrics_of
-from tierfs.checkpoint.retention import Decision, Rule, SavedCheckpoint, decide
+from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
 from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
 from tierfs.errors import ConflictError, NotFoundError
 from tierfs.format.keys import inside
@@ -61,12 +61,14 @@ def prune(
 
     Raises:
         InvalidInputError: There is no rule.
-        NotFoundError: A path in ``pinned`` holds no checkpoint. Nothing was removed.
+        NotFoundError: A path in ``pinned`` holds no checkpoint, or no checkpoint has the metric of a rule. Nothing was
+            removed.
         StoreError, ReadOnlyError: The object tier failed. Some checkpoints may be removed already.
     """
     found = look(store, path, pinned=pinned)
     by_path = {candidate.directory: candidate for candidate in found}
     _check_pins(store, path, pinned, list(by_path))
+    _check_metrics(store, path, keep, found.values())
     seen = {candidate.directory: roots_of(store, candidate) for candidate in found}
     pruned = []
     for decision in decide(found.values(), keep, store.clock.now_ns()):
@@ -92,6 +94,18 @@ def _check_pins(store: Store, path: str, pinned: Collection[str], found: Sequenc
             f"at or below {store.where(path)} there are {len(found)} checkpoints, the last ones: {names}",
             path=pin,
         )
+
+
+def _check_metrics(store: Store, path: str, keep: Sequence[Rule], found: Collection[SavedCheckpoint]) -> None:
+    """Raise if a rule names a metric that no checkpoint has: it would keep nothing, as a misspelled one would."""
+    metrics = {metric for saved in found for metric in saved.metrics}
+    for rule in keep if found else ():
+        if isinstance(rule, Best) and rule.metric not in metrics:
+            raise NotFoundError(
+                f"no checkpoint at or below {store.where(path)} has the metric {rule.metric!r}: nothing was "
+                f"removed; their metrics are: {', '.join(sorted(metrics)[:NAMED_MAX]) or 'none'}",
+                path=path,
+            )
 
 
 def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> SavedCheckpoint:

@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
 
@@ -19,6 +20,7 @@ from tierfs.cli.mirror.local import PART_PREFIX, remove_directories, remove_file
 from tierfs.cli.mirror.record import MirrorRecord, Synced, content_of
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
+from tierfs.format.keys import DESCRIPTOR
 from tierfs.localfile import naming
 from tierfs.mount.attributes import attributes_of
 from tierfs.store import Entry, Reader, Store, find, open_entry
@@ -181,9 +183,11 @@ def materialize(place: StorePlace, root: str, progress: Progress, *, deletes: bo
         deletes: Whether to delete local entries that the store lacks.
 
     Raises:
-        InvalidInputError: A file and a directory have the same name, and ``deletes`` is not set.
+        InvalidInputError: The local directory lies in a store, or a file and a directory have the same name and
+            ``deletes`` is not set.
         TierfsError, OSError: The run failed. Complete files stay, and the next run continues.
     """
+    _check_is_outside(root)
     entries = find(place.store, place.path)
     files = {place.relative(entry.path): entry for entry in entries if not entry.is_directory}
     progress.expect(sum(entry.length for entry in files.values()))
@@ -192,6 +196,18 @@ def materialize(place: StorePlace, root: str, progress: Progress, *, deletes: bo
         directories = {place.relative(entry.path) for entry in entries if entry.is_directory}
         work.run(files, directories, deletes=deletes)
     return work.done
+
+
+def _check_is_outside(root: str) -> None:
+    """Raise if a local directory is that of a store, or in one: its files would lie there beside the store's own."""
+    place = Path(os.path.realpath(root))
+    for above in (place, *place.parents):
+        if (above / DESCRIPTOR).exists():
+            raise InvalidInputError(
+                f"{root} is in the store at {above}: name a directory outside, because files that are put into a store "
+                "by other means are not tierfs's",
+                path=root,
+            )
 
 
 def _part(relative: str) -> str:
