@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +22,10 @@ from tierfs.dcp.save.placed import FileRun, Placed, RunMemory
 from tierfs.dcp.save.plan import PlannedPiece, plan_runs
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.tensor_plan import TensorPlan, TensorRun, described, plan_of, unique
-from tierfs.device.transfer import Transfer
-from tierfs.errors import CapacityError, StoreError
+from tierfs.device.transfer import BESIDE_TRAINING, Transfer
+from tierfs.digest import CHUNK_BYTES, DigestKind, digests_of
+from tierfs.errors import CapacityError, CorruptionError, StoreError
+from tierfs.processors import processors
 from tierfs.session.settings import ranks_here
 from tierfs.store import Store
 from tierfs.store.write.in_place import Run, StagedFile
@@ -32,7 +34,7 @@ from tierfs.units import format_bytes
 if TYPE_CHECKING:
     from tierfs.host.slab.segment import Segment
 
-__all__ = ["FileState", "ShardFile", "check_is_held", "staged_in"]
+__all__ = ["FileState", "ShardFile", "changed_on_the_way", "check_is_held", "staged_in"]
 
 
 class FileState(enum.Enum):
@@ -70,6 +72,7 @@ class ShardFile:
         self.transfers: list[tuple[Transfer, list[FileRun]]] = []
         self.store = store
         self._file: StagedFile | None = None
+        self._has_arrived = False
         self._room: int | None = None
         self._used = 0
         self.runs: list[FileRun] = []
@@ -221,6 +224,36 @@ class ShardFile:
                 "the staged state was saved or discarded before, and its memory may be reused: stage it again"
             )
 
+    def check_arrived(self, only: Collection[FileRun] | None = None) -> None:
+        """Hash the bytes that a GPU hashed before they left it, and compare the digests.
+
+        The file's memory must be filled and not sealed. Once all bytes are checked, later calls do nothing.
+
+        Args:
+            only: The runs to check; ``None`` for all.
+
+        Raises:
+            CorruptionError: The bytes changed in transfer.
+        """
+
+        def check(chunk: tuple[FileRun, int, bytes]) -> None:
+            run, at, wanted = chunk
+            if digests_of(DigestKind.XXH3_128, run.memory.view[at : at + CHUNK_BYTES])[1] != wanted:
+                raise changed_on_the_way(run)
+
+        if self._has_arrived:
+            return
+        chosen = None if only is None else {id(run) for run in only}
+        chunks = [
+            (run, at * CHUNK_BYTES, wanted)
+            for transfer, runs in self.transfers
+            for run, digests in zip(runs, transfer.digests, strict=False)
+            if chosen is None or id(run) in chosen
+            for at, wanted in enumerate(digests)
+        ]
+        processors().share_out(check, chunks, threads_max=BESIDE_TRAINING)
+        self._has_arrived = chosen is None
+
     def abort(self) -> None:
         """Release all memory of the file. Views of it show arbitrary bytes from then on."""
         self.state = FileState.OVER
@@ -256,8 +289,7 @@ class ShardFile:
                 self.store.tiers.counters["private_copy_bytes"] += sum(map(sum, runs))
             arrays = [np.empty(sum(lengths), np.uint8) for lengths in runs]
             return [
-                (FileRun(Run(memoryview(b""), len(array), []), array.ctypes.data, ()), self._held(array))
-                for array in arrays
+                (FileRun(Run(array.data, len(array), []), array.ctypes.data, ()), self._held(array)) for array in arrays
             ]
         begun = []
         for memory in self._file.add_runs(runs, wait=wait):
@@ -290,9 +322,22 @@ def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
 
 
 def check_is_held(tensor: torch.Tensor) -> None:
-    """Check that a tensor, if it was staged, still holds the staged bytes. Raises as `ShardFile.check_is_held` does."""
+    """Check that a tensor, if it was staged, still holds the staged bytes.
+
+    Raises as `ShardFile.check_is_held` and `ShardFile.check_arrived` do.
+    """
     if (found := staged_in(tensor)) is not None:
         found[0].check_is_held()
+        found[0].check_arrived()
+
+
+def changed_on_the_way(run: FileRun) -> CorruptionError:
+    """Return the error for bytes whose digests on the GPU and in host memory differ."""
+    return CorruptionError(
+        f"bytes of {run.entries[0].name} changed between the GPU and host memory: this save is discarded, and the "
+        "state on the GPU is intact: save again; if it recurs, look for hardware errors (nvidia-smi -q, dmesg)",
+        tier="device",
+    )
 
 
 _files: weakref.WeakSet[ShardFile] = weakref.WeakSet()

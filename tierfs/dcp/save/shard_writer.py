@@ -118,6 +118,7 @@ def _without_room(store: Store, items: Sequence[tuple[WriteItem, Any]]) -> Seque
     file: ShardFile | None = None
     for found in filter(None, map(staged_in, tensors.values())):
         found[0].check_is_held()
+        found[0].check_arrived()
         if file is None and found[0].store is store and found[0].state is FileState.OPEN:
             file = found[0]
     if file is None:

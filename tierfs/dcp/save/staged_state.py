@@ -100,6 +100,7 @@ class StagedState(dict[str, Any]):
         self._file.wait_filled()  # a failure would not reach the other process
         read_here(self._file)
         self._file.check_is_held()
+        self._file.check_arrived()
         places: dict[int, _Place] = {}
         end = 0
         views = self._later.result()

@@ -1,0 +1,56 @@
+"""Bytes that change between a GPU and host memory are published by no save, whichever way it goes."""
+
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import tierfs
+from tierfs.dcp import TierReader, TierWriter
+from tierfs.errors import CorruptionError
+
+MIB = 1 << 20
+
+
+def state_on(fake):
+    return {name: fake.own(torch.randn(count)) for name, count in (("large", 2 * MIB), ("a", 100), ("b", 100))}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [({}, ["large", "a", "b"]), ({}, ["a"]), ({"layout": "dcp"}, ["a", "b"]), ({"ram": "8MiB"}, ["large", "a", "b"])],
+    ids=["whole", "a part", "layout dcp", "in waves"],
+)
+def test_bytes_that_change_on_the_link_are_not_saved(fake, url, options, names):
+    writer = TierWriter(url, stage="device", device="64MiB", timeout=5, **options)
+    fake.corrupt = True
+    staged = writer.stage(state_on(fake))
+    with pytest.raises(CheckpointException, match="changed between the GPU and host memory"):
+        dcp.save({name: staged[name] for name in names}, checkpoint_id=f"{url}/a", storage_writer=writer)
+
+
+def test_bytes_that_change_on_the_link_go_to_no_process(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    fake.corrupt = True
+    staged = writer.stage(state_on(fake))
+    with pytest.raises(CorruptionError, match="changed between the GPU and host memory"):
+        ForkingPickler.dumps(staged)
+
+
+def test_a_store_with_other_digests_takes_snapshots(fake, tmp_path, url):
+    pytest.importorskip("blake3")
+    tierfs.init(f"file://{tmp_path}/other", digest="blake3")
+    other = f"tierfs::file://{tmp_path}/other"
+    writer = TierWriter(other, stage="device", device="64MiB")
+    state = state_on(fake)
+    dcp.save(writer.stage(state), checkpoint_id=f"{other}/a", storage_writer=writer)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=f"{other}/a", storage_reader=TierReader(f"{other}/a"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    fake.corrupt = True
+    with pytest.raises(CheckpointException, match="changed between the GPU and host memory"):
+        dcp.save(writer.stage(state_on(fake)), checkpoint_id=f"{other}/b", storage_writer=writer)
