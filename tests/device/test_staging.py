@@ -13,8 +13,12 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.device.drain import FINISH_S, drain_of
+from tierfs.device.tier import device_tiers
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
 
 MIB = 1 << 20
@@ -319,8 +323,6 @@ def test_segments_are_unregistered_when_they_go(fake, url):
     store, _ = writer._address.open()
     store.tiers.wait("", tierfs_level("object"), 60)
     store.tiers.ram.close()
-    from tierfs.device.drain import drain_of
-
     drain_of(fake).pins.sweep()
     assert not fake.pinned
 
@@ -367,8 +369,6 @@ def test_room_of_a_state_that_nobody_saves_is_given_back(fake, url, stage):
 
 
 def test_a_closed_gate_holds_a_drain_up_for_a_bounded_time(fake, url):
-    from tierfs.device.drain import drain_of
-
     writer = TierWriter(url, stage="device", device="64MiB")
     drain_of(fake)._finish_s = 0.3
     drain_of(fake).gate.close()
@@ -405,8 +405,6 @@ def test_a_replaced_snapshot_is_loaded_from_the_next_tier(gpu, url):
 
 
 def test_a_damaged_snapshot_is_loaded_from_the_next_tier(fake, url):
-    from tierfs.device.tier import device_tiers
-
     writer = TierWriter(url, stage="device", device="64MiB")
     state = state_on(fake)
     before = copied(state)
@@ -543,3 +541,29 @@ def test_random_saves_crashes_and_rollbacks(gpu, url, stage, seed):
             assert is_same(loaded(gpu, state, f"{url}/{name}", on_device=on_device), published[name])
     for name, before in published.items():
         assert is_same(loaded(gpu, state, f"{url}/{name}", on_device=True), before)
+
+
+@pytest.mark.parametrize("call", ["hash", "copy", "record"])
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("the GPU is full"), StoreError("no compiler")], ids=["memory", "compiler"]
+)
+def test_a_rollback_that_the_gpu_refuses_is_loaded_from_ram(fake, url, monkeypatch, call, error):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    state = {"weight": fake.own(torch.randn(2 * MIB))}
+    save(writer, writer.stage(state), f"{url}/a")
+    found = {"weight": fake.own(torch.zeros(2 * MIB))}
+    reader = TierReader(f"{url}/a")
+    work, calls = getattr(fake, call), []
+
+    def refuse_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise error
+        return work(*args)
+
+    monkeypatch.setattr(fake, call, refuse_once)
+    dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=reader)
+    assert torch.equal(found["weight"], state["weight"])
+    assert reader.device_bytes == 0
+    dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=reader)
+    assert reader.device_bytes == 8 * MIB

@@ -25,10 +25,10 @@ from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.planner import object_loader
 from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, narrowed, plain_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
-from tierfs.device.accelerator import accelerator_of
+from tierfs.device.accelerator import GPU_FAILURES, accelerator_of
 from tierfs.device.upload import Uploads
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CapacityError, InvalidInputError, StoreError
+from tierfs.errors import InvalidInputError
 
 __all__ = ["ItemReader", "SavedItem", "put_in"]
 
@@ -229,7 +229,7 @@ class ItemReader:
             if self._gpu_chunks is None:
                 self._gpu_chunks = GpuChunks(self._files, uploads)
             missed = self._gpu_chunks.load(wanted)
-        except (CapacityError, StoreError, torch.cuda.OutOfMemoryError) as error:
+        except GPU_FAILURES as error:
             self._gpu_verifies, self._gpu_chunks = False, None
             self._files.fall_back("gpu_load", "chunks are verified on the host instead of the GPU: %s", error)
             return self._parts

@@ -10,6 +10,7 @@ import torch
 
 from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.tensorbytes import narrowed
+from tierfs.device.accelerator import GPU_FAILURES
 from tierfs.device.tier import DeviceTier, Generation, device_tiers
 
 __all__ = ["roll_back"]
@@ -37,7 +38,7 @@ def roll_back(
         generation = tier.hold(save_id)
         if generation is None:
             continue
-        is_intact = False
+        is_intact = True
         try:
             is_intact = tier.is_intact(generation)
             if is_intact:
@@ -49,6 +50,10 @@ def roll_back(
                     "overwritten): loading it from the next tier",
                     save_id,
                 )
+        except GPU_FAILURES as error:
+            _logger.warning(
+                "save %s is in GPU memory but cannot be copied there: loading it from the next tier: %s", save_id, error
+            )
         finally:
             tier.give(generation, drained=is_intact)
     return rest, copied
