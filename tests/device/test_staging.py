@@ -567,3 +567,17 @@ def test_a_rollback_that_the_gpu_refuses_is_loaded_from_ram(fake, url, monkeypat
     assert reader.device_bytes == 0
     dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=reader)
     assert reader.device_bytes == 8 * MIB
+
+
+def test_a_larger_slab_replaces_the_old_one_at_once(fake, url):
+    writer = TierWriter(url, stage="device", device="24MiB")
+    staged = writer.stage({"weight": fake.own(torch.randn(2 * MIB))})
+    save(writer, staged, f"{url}/a")
+    (tier,) = device_tiers()
+    slab = StorageWeakRef(tier._generations[0].memory.untyped_storage())
+    del fake.owned[:]
+    allocate, gone = fake.allocate, []
+    fake.allocate = lambda length: (gone.append(slab.expired()), allocate(length))[1]
+    writer.stage({"weight": fake.own(torch.randn(5 * MIB))})
+    assert gone == [True]
+    assert isinstance(staged, dict)  # the caller still has it

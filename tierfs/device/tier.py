@@ -140,7 +140,10 @@ class DeviceTier:
             )
         if self._refused and length >= self._refused:
             raise CapacityError("the GPU had no memory for the device tier in an earlier save", tier="device")
-        self._generations, self._length = [], 0  # release the old slab before allocating the new one
+        # Release the old slab before allocating the new one. Transfers that ended refer to its generations.
+        for generation in self._generations:
+            generation.memory = torch.empty(0, dtype=torch.uint8)
+        self._generations, self._length = [], 0
         try:
             slab = self.accelerator.allocate(count * length)
         except CapacityError:
