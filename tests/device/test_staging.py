@@ -581,3 +581,29 @@ def test_a_larger_slab_replaces_the_old_one_at_once(fake, url):
     writer.stage({"weight": fake.own(torch.randn(5 * MIB))})
     assert gone == [True]
     assert isinstance(staged, dict)  # the caller still has it
+
+
+def test_a_step_hurries_all_saves_behind_a_closed_gate(fake, url):
+    writer = TierWriter(url, stage="lazy")
+    state = {"weight": fake.own(torch.randn(2 * MIB))}
+    gate = drain_of(fake).gate
+    gate.close()
+    staged = [writer.stage(state) for _ in range(6)]
+    begun = time.monotonic()
+    writer.fence()
+    assert time.monotonic() - begun < FINISH_S / 2
+    gate.open()
+    for number, one in enumerate(staged):
+        save(writer, one, f"{url}/{number}")
+
+
+def test_a_copy_that_training_waits_for_passes_a_closed_gate(fake, url):
+    writer = TierWriter(url, stage="device", device="9MiB")  # room for one snapshot
+    gate = drain_of(fake).gate
+    gate.close()
+    begun = time.monotonic()
+    staged = [writer.stage({"weight": fake.own(torch.randn(2 * MIB))}) for _ in range(2)]
+    assert time.monotonic() - begun < FINISH_S / 2
+    gate.open()
+    for number, one in enumerate(staged):
+        save(writer, one, f"{url}/{number}")

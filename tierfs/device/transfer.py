@@ -207,7 +207,8 @@ class Transfer:
         if self.mode is not CaptureMode.LAZY or self._done.is_set() or self._is_fenced:
             return
         self._hurry.set()
-        self._queued.wait()
+        with self._drain.rush():
+            self._queued.wait()
         if self._last is not None:
             self._accelerator.wait(self._accelerator.current(), self._last)
         # The lock: the drain's thread may check at the same time, and training changes tensors once this returns.
@@ -256,7 +257,9 @@ class Transfer:
         """
         error: BaseException | None = None
         try:
-            with self._drain.turn:
+            # The trainer waits for a transfer of mode `RAM`, and for the transfers whose turn comes before.
+            is_awaited = self.mode is CaptureMode.RAM
+            with self._drain.rush() if is_awaited else contextlib.nullcontext(), self._drain.turn:
                 self._drain.pins.sweep()
                 self._host.pin()
                 assert self._captured is not None
