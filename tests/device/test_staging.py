@@ -607,3 +607,14 @@ def test_a_copy_that_training_waits_for_passes_a_closed_gate(fake, url):
     gate.open()
     for number, one in enumerate(staged):
         save(writer, one, f"{url}/{number}")
+
+
+def test_an_interrupt_during_a_copy_reaches_the_caller(fake, url, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "fetch", interrupt)
+    writer = TierWriter(url, stage="ram")
+    with pytest.raises(KeyboardInterrupt):
+        writer.stage({"weight": fake.own(torch.randn(2 * MIB))})
+    assert not sum(segment.sums().filling for segment in writer._address.open()[0].tiers.ram.own_segments())

@@ -250,10 +250,13 @@ class Transfer:
         self._end(error or StoreError("the staged state was discarded: stage it again"))
 
     def run(self, targets: Sequence[torch.Tensor]) -> None:
-        """Move the bytes to the host. This does not raise: `wait` raises the error if the move fails.
+        """Move the bytes to the host. If the move fails, this does not raise, but `wait` does.
 
         Args:
             targets: For each region host memory of its length, uint8 of one dimension.
+
+        Raises:
+            BaseException: An error that is no `Exception`, such as `KeyboardInterrupt`. `wait` raises it, too.
         """
         error: BaseException | None = None
         try:
@@ -274,6 +277,8 @@ class Transfer:
         except BaseException as raised:  # noqa: BLE001 - raised again by `wait`
             error = raised
         self._end(error)
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     def _note_queued(self, event: Event) -> None:
         self._last = event
