@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from tierfs import digest
+from tierfs._fork import renew_in_children
 from tierfs.device.accelerator import Accelerator, Event, as_bytes
 from tierfs.device.detached import detached
 from tierfs.device.digests import DIGEST_BYTES, cut_blocks
@@ -121,6 +122,18 @@ class Transfer:
         self._queued = threading.Event()
         self._done = threading.Event()
         self._error: BaseException | None = None
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        # A child has no thread that moves the bytes.
+        if not self._done.is_set():
+            self._error = StoreError(
+                "the staged state was still being copied from the GPU when this process was forked: stage it here, or "
+                "fork once the save is done"
+            )
+            self._checking, self._queued, self._done = threading.Lock(), threading.Event(), threading.Event()
+            self._queued.set()
+            self._done.set()
 
     def __repr__(self) -> str:
         return f"Transfer({self.mode.value}, {'done' if self._done.is_set() else 'under way'})"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tierfs._fork import renew_in_children
 from tierfs.dcp.save.gpu_staging import fall_back_of
 from tierfs.dcp.save.placed import FileRun, Placed
 from tierfs.dcp.save.shard_file import ShardFile
@@ -21,7 +22,7 @@ from tierfs.device.detached import detached
 from tierfs.device.drain import drain_of
 from tierfs.device.tier import Spot
 from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer
-from tierfs.errors import CapacityError
+from tierfs.errors import CapacityError, StoreError
 from tierfs.threads import start_daemon
 
 __all__ = ["Later", "begin_tensors", "snapshots_of"]
@@ -50,6 +51,16 @@ class Later:
         self.transfers: Sequence[Transfer] = ()
         self.fill: Callable[[], None] | None = None
         self.note_progress()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        if not self.ready.is_set():  # a child has no thread that makes the views
+            self.error = StoreError(
+                "the staged state was still being copied from the GPU when this process was forked: stage it here, or "
+                "fork once the save is done"
+            )
+            self.ready = threading.Event()
+            self.ready.set()
 
     def note_progress(self) -> None:
         """Set `ready` if all views are available."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tierfs._fork import PerProcess
 from tierfs.dcp.save.gpu_tensors import Later
 from tierfs.dcp.save.local_shards import mark_shards, shards_of
 from tierfs.dcp.save.saves import Save, read_here
@@ -44,7 +45,7 @@ class StagedState(dict[str, Any]):
         super().__init__(content)
         self._later = later
         self._file = file
-        self._lock = threading.Lock()
+        self._lock = PerProcess(threading.Lock)
         self._is_whole = later.ready.is_set()
 
     def items(self) -> Any:
@@ -75,7 +76,7 @@ class StagedState(dict[str, Any]):
         If one fails, the save fails when it is planned, so that every rank gets the error.
         """
         try:
-            with self._lock:
+            with self._lock():
                 if not self._is_whole:
                     self._later.result()
                     for key, value in super().items():
