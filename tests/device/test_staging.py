@@ -618,3 +618,25 @@ def test_an_interrupt_during_a_copy_reaches_the_caller(fake, url, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         writer.stage({"weight": fake.own(torch.randn(2 * MIB))})
     assert not sum(segment.sums().filling for segment in writer._address.open()[0].tiers.ram.own_segments())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda staged: (staged | {"b": 1})["a"],
+        lambda staged: ({"b": 1} | staged)["a"],
+        lambda staged: staged.pop("a"),
+        lambda staged: staged.popitem()[1],
+        lambda staged: staged.setdefault("a"),
+    ],
+    ids=["or", "ror", "pop", "popitem", "setdefault"],
+)
+def test_a_tensor_leaves_a_staged_state_when_it_is_there(fake, url, read, monkeypatch):
+    tensor = fake.own(torch.randn(100))
+    make_room, may_go_on = ShardFile.make_room, threading.Event()
+    writer = TierWriter(url, stage="device", device="64MiB")
+    monkeypatch.setattr(ShardFile, "add_from_host", lambda *_: [])
+    monkeypatch.setattr(ShardFile, "make_room", lambda *args: may_go_on.wait() and make_room(*args))
+    staged = writer.stage({"a": tensor})
+    threading.Timer(0.2, may_go_on.set).start()
+    assert torch.equal(read(staged), tensor)

@@ -70,6 +70,18 @@ class StagedState(dict[str, Any]):
         self._wait()
         return super().__getitem__(key)
 
+    def pop(self, *arguments: Any) -> Any:
+        self._wait()
+        return super().pop(*arguments)
+
+    def popitem(self) -> tuple[str, Any]:
+        self._wait()
+        return super().popitem()
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._wait()
+        return super().setdefault(key, default)
+
     def _wait(self) -> None:
         """Wait for copies from a GPU.
 
