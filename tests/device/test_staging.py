@@ -227,6 +227,14 @@ def test_the_budget_comes_from_the_environment(fake, url, monkeypatch):
     assert tier["generations"] == 2
 
 
+@pytest.mark.parametrize("value", ["rubbish", "0"])
+def test_an_invalid_piece_is_named(fake, url, monkeypatch, value):
+    monkeypatch.setenv("TIERFS_DEVICE_PIECE", value)
+    writer = TierWriter(url, stage="device", device="64MiB")
+    with pytest.raises(CheckpointException, match="TIERFS_DEVICE_PIECE"):
+        save(writer, writer.stage({"weight": fake.own(torch.ones(3))}), f"{url}/a")
+
+
 def test_staging_during_graph_capture_raises(fake, url):
     fake.capturing = True
     with pytest.raises(InvalidInputError, match="captured"):

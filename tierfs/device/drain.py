@@ -182,7 +182,10 @@ def _piece_bytes() -> int:
     said = os.environ.get("TIERFS_DEVICE_PIECE")
     if not said:
         return PIECE_BYTES
-    found = parse_size(said)
+    try:
+        found = parse_size(said)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"TIERFS_DEVICE_PIECE: {error}") from error
     if found < 1:
         raise InvalidInputError(f"TIERFS_DEVICE_PIECE={said!r}: a piece has at least one byte")
     return found
