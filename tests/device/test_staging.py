@@ -198,6 +198,14 @@ def test_a_full_gpu_degrades_to_ram(fake, url):
     assert is_same(loaded(fake, state, f"{url}/a"), copied(state))
 
 
+def test_a_gpu_with_room_for_one_snapshot_takes_one(fake, url):
+    fake.left = 12 * MIB
+    writer = TierWriter(url, stage="device", device="64MiB")
+    save(writer, writer.stage({"weight": fake.own(torch.randn(2 * MIB))}), f"{url}/a")
+    assert writer.status()["tiers"]["device"]["generations"] == 1
+    assert "process_device_tier" not in writer.status()["counters"]
+
+
 def test_device_needs_a_budget(fake, url):
     with pytest.raises(InvalidInputError, match="needs a budget"):
         TierWriter(url, stage="device").stage({"a": fake.own(torch.ones(3))})

@@ -126,8 +126,8 @@ class DeviceTier:
             oldest.is_busy, oldest.owner = True, owner
             return oldest
 
-    def _grow(self, length: int) -> None:
-        count = min(self.budget_bytes // length, GENERATIONS)
+    def _grow(self, length: int, count_max: int = GENERATIONS) -> None:
+        count = min(self.budget_bytes // length, count_max)
         if not count:
             raise CapacityError(
                 f"a snapshot of {format_bytes(length)} does not fit the device tier's budget of "
@@ -147,8 +147,11 @@ class DeviceTier:
         try:
             slab = self.accelerator.allocate(count * length)
         except CapacityError:
-            self._refused = length
-            raise
+            if count == 1:
+                self._refused = length
+                raise
+            self._grow(length, count - 1)
+            return
         self._length = length
         self._generations = [Generation(slab[at * length : (at + 1) * length]) for at in range(count)]
 
