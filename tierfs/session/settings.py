@@ -52,7 +52,7 @@ class TierOptions:
             ``ack="object"``, are not limited. Default: no limit.
         codecs: How the flusher encodes chunks: ``auto``, ``all``, ``off``, or names of codecs, ``zstd,plane``. The
             process that starts the flusher decides. Default: ``auto``.
-        device: Budget of GPU memory for the device tier of each process that saves with ``TierWriter``. Default: none.
+        device: Budget of GPU memory for the device tier of each ``TierWriter`` and GPU. Default: none.
     """
 
     ack: str | None = None
@@ -111,7 +111,7 @@ class ResolvedTiers:
         timeout_s: How long a writer waits for room, and for its level; ``None`` for no limit.
         bandwidth: Most bytes per second from the flusher to the object tier; 0 for no limit.
         codecs: Codecs that chunks may have.
-        device_bytes: Budget of the device tier of each process; 0 switches the tier off.
+        device_bytes: Budget of the device tier of each writer and GPU; 0 switches the tier off.
         problems: Why this host cannot provide a tier as asked for, by the tier's name.
     """
 
