@@ -81,6 +81,21 @@ def test_a_failed_copy_goes_to_no_other_process(fake, url):
         ForkingPickler.dumps(staged)
 
 
+def test_a_snapshot_that_cannot_be_hashed_is_saved(fake, url, monkeypatch):
+    def refuse(*_):
+        raise torch.cuda.OutOfMemoryError("the GPU is full")
+
+    monkeypatch.setattr(fake, "hash", refuse)
+    writer = TierWriter(url, stage="device", device="64MiB")
+    state = state_of(fake)
+    for number in range(2):  # all chunks of the second save are in the ram tier
+        dcp.save(writer.stage(state), checkpoint_id=f"{url}/{number}", storage_writer=writer)
+    found = {"on.gpu": torch.zeros(2 * MIB)}
+    dcp.load(found, checkpoint_id=f"{url}/1", storage_reader=TierReader(url))
+    assert torch.equal(found["on.gpu"], state["on.gpu"])
+    assert writer.status()["counters"]["process_gpu_hash"] == 2
+
+
 def test_a_note_that_cannot_be_left_harms_no_save(fake, url, monkeypatch, caplog):
     def fail(*_):
         raise MemoryError("no memory for a note")

@@ -33,7 +33,7 @@ __all__ = [
 
 
 GPU_FAILURES = CapacityError, StoreError, torch.cuda.OutOfMemoryError
-"""After these, a load leaves the GPU out: it has no memory left, or cannot compile the kernels."""
+"""After these, the host does the GPU's work: it has no memory left, or cannot compile the kernels."""
 LARGE_BYTES = 1 << 20
 """Without CuPy, tensors of at least this size are copied on the device one by one."""
 # torch copies these dtypes bit for bit in fused launches.

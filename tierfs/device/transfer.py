@@ -26,7 +26,7 @@ import torch
 
 from tierfs import digest
 from tierfs._fork import renew_in_children
-from tierfs.device.accelerator import Accelerator, Event, as_bytes
+from tierfs.device.accelerator import GPU_FAILURES, Accelerator, Event, as_bytes
 from tierfs.device.detached import detached
 from tierfs.device.digests import DIGEST_BYTES, cut_blocks
 from tierfs.device.drain import Drain, DrainPiece
@@ -342,8 +342,13 @@ class Transfer:
         cut = [cut_blocks(source.data_ptr(), source.numel()) for source in self._sources if source is not None]
         assert len(cut) == len(self._regions), "all of a snapshot is gathered"
         generation.blocks = np.concatenate([at for at, _ in cut]), np.concatenate([length for _, length in cut])
-        generation.digests = self._accelerator.hash(stream, *generation.blocks)
-        digests = generation.digests
+        try:
+            digests = generation.digests = self._accelerator.hash(stream, *generation.blocks)
+        except GPU_FAILURES as error:
+            self._host.fall_back(
+                "gpu_hash", f"a snapshot is copied whole, is not compared, and cannot be rolled back to: {error}"
+            )
+            return [[(0, region.length)] for region in self._regions]
         parts = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
         number = 0
         chunks: list[tuple[int, int, int, bytes]] = []  # region, begin, end, digest
