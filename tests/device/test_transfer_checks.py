@@ -54,3 +54,11 @@ def test_a_store_with_other_digests_takes_snapshots(fake, tmp_path, url):
     fake.corrupt = True
     with pytest.raises(CheckpointException, match="changed between the GPU and host memory"):
         dcp.save(writer.stage(state_on(fake)), checkpoint_id=f"{other}/b", storage_writer=writer)
+
+
+def test_an_edited_staged_state_is_not_blamed_on_hardware_alone(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    staged = writer.stage(state_on(fake))
+    staged["large"].mul_(2)
+    with pytest.raises(CheckpointException, match="code that edits the staged state"):
+        dcp.save(staged, checkpoint_id=f"{url}/a", storage_writer=writer)

@@ -335,7 +335,8 @@ def changed_on_the_way(run: FileRun) -> CorruptionError:
     """Return the error for bytes whose digests on the GPU and in host memory differ."""
     return CorruptionError(
         f"bytes of {run.entries[0].name} changed between the GPU and host memory: this save is discarded, and the "
-        "state on the GPU is intact: save again; if it recurs, look for hardware errors (nvidia-smi -q, dmesg)",
+        "state on the GPU is intact: save again; if it recurs, look for code that edits the staged state, such as a "
+        "planner (stage='ram' allows that), and for hardware errors (nvidia-smi -q, dmesg)",
         tier="device",
     )
 
