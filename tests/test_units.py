@@ -30,7 +30,7 @@ def test_a_share_of_more_than_all_is_refused(text):
         parse_share(text, 1000)
 
 
-@pytest.mark.parametrize("text", ["-1%", "%", "1e2%", "25%%", ".5%", "5.%", "", "half", "٣%"])
+@pytest.mark.parametrize("text", ["-1%", "%", "1e2%", "25%%", ".5%", "5.%", "", "half", "٣%", b"1", [1], None, True])
 def test_what_is_neither_size_nor_share_is_refused(text):
     with pytest.raises(InvalidInputError, match="not a size"):
         parse_share(text, 1000)

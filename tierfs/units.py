@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Real
 
 from tierfs.errors import InvalidInputError
 
@@ -36,7 +37,7 @@ def parse_size(text: str | float) -> int:
     Raises:
         InvalidInputError: The text is no size; or the number is negative or not whole.
     """
-    if not isinstance(text, (str, bool)) and 0 <= text < math.inf and text == int(text):
+    if isinstance(text, Real) and not isinstance(text, bool) and 0 <= text < math.inf and text == int(text):
         return int(text)
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:

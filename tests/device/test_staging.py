@@ -407,6 +407,14 @@ def test_rollback_takes_a_save_from_the_device_tier(gpu, url):
     assert reader.device_bytes == on_device
 
 
+def test_no_rollback_into_elements_that_share_memory(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    save(writer, writer.stage({"weight": fake.own(torch.randn(4, 5))}), f"{url}/a")
+    found = {"weight": fake.own(torch.zeros(4, 1)).expand(4, 5)}
+    with pytest.raises(CheckpointException, match=r"weight: the destination's elements share memory"):
+        dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url), planner=TierLoadPlanner())
+
+
 def test_a_replaced_snapshot_is_loaded_from_the_next_tier(gpu, url):
     writer = TierWriter(url, stage="device", device="64MiB")
     saved = []

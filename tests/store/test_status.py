@@ -245,9 +245,20 @@ def test_status_says_why_there_are_no_local_tiers(tmp_path, monkeypatch):
     assert "/proc/self/no" in tiers["ram"]["problem"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("timeout", "nan"), ("timeout", -1), ("nvme", -1), ("bandwidth", -1)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout", "nan"),
+        ("timeout", -1),
+        ("ram", "much"),
+        ("nvme", -1),
+        ("bandwidth", -1),
+        ("device", "x"),
+        ("ram", b"1"),
+    ],
+)
 def test_a_setting_that_makes_no_sense_is_refused(name, value):
-    with pytest.raises(InvalidInputError, match="not a"):
+    with pytest.raises(InvalidInputError, match=f"{name}.*not a"):
         resolve(TierOptions(**{name: value}), "0" * 32, host_local=True, process_local=False)
 
 

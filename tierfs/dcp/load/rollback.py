@@ -74,7 +74,9 @@ def _copy(
             continue
         target = planner.resolve_tensor(item).detach()
         part = narrowed(source, item.storage_offsets, item.lengths)
-        if not accelerator.owns(target) or target.dtype != part.dtype or target.shape != part.shape:
+        takes_all = not any(size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True))
+        is_alike = target.dtype == part.dtype and target.shape == part.shape
+        if not (accelerator.owns(target) and is_alike and takes_all):
             rest.append((item, saved))
             continue
         done.append((item, target))
