@@ -14,6 +14,7 @@ import tierfs
 from tierfs.checkpoint.plain_store import plain_store
 from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.session import init, parse_url
+from tierfs.session.url import strip
 
 
 @pytest.fixture(params=["tierfs::{protocol}://{path}", "{protocol}://{path}"], ids=["chained", "bare"])
@@ -134,8 +135,12 @@ def test_names_keep_characters_that_urls_drop(name):
     assert parse_url(f"tierfs::abfs://{path}").path == path
 
 
-def test_names_in_ftp_urls_keep_line_ends():
-    assert parse_url("ftp://host/run/a\nb").path == "/run/a\nb"
+@pytest.mark.parametrize("name", ["run/a\nb", "run/a?b", "run/a?b#c", "d#/b", "d?/b", "run//a#"])
+@pytest.mark.parametrize("protocol", ["ftp", "webhdfs"])
+def test_names_in_urls_with_a_host_keep_all_characters(protocol, name):
+    location = parse_url(f"{protocol}://host/{name}")
+    assert (location.path, dict(location.options)) == (f"/{name}", {"host": "host"})
+    assert strip(protocol, f"/{name}") == f"/{name}"
 
 
 @pytest.mark.parametrize("protocol", ["http", "https"])

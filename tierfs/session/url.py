@@ -56,8 +56,8 @@ _NAMED = "tierfs://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _ABSOLUTE = re.compile("(?:(?:file|local)://)?(/.*)", re.DOTALL)
 _PROTOCOL = re.compile(r"([a-z][a-z0-9+._-]+)://")
-# Characters of a name that Python's parser of URLs drops, and a "?" at the end.
-_DROPPED = re.compile(r"[\t\n\r#]|\?\Z")
+# The first name in a path with a character that Python's parser of URLs drops or reads as the start of a query.
+_LITERAL = re.compile(r"/+[^/]*[\t\n\r#?]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +150,22 @@ def strip(protocol: str, path: str) -> str:
         return re.sub("/+", "/", absolute[1]).rstrip("/") or "/"
     import fsspec  # noqa: PLC0415
 
-    # adlfs and others parse a path as a URL. They get only the directories before a name that would lose characters.
-    begin = match.end() if (match := _PROTOCOL.match(path)) else 0
-    dropped = _DROPPED.search(path, begin)
-    cut = -1 if dropped is None else path.rfind("/", begin, dropped.start())
-    parsed, literal = (path, "") if cut < 0 else (path[:cut], path[cut:])
+    parsed, literal = _split_literal(path)
     try:
         stripped = fsspec.get_filesystem_class(protocol)._strip_protocol(parsed)
     except (ValueError, ImportError) as error:
         raise InvalidInputError(f"{path!r}: {error}") from None
-    text = f"{stripped}{literal}"
+    text = f"{stripped.rstrip('/')}{literal}" if literal else str(stripped)
     if protocol in LOCAL:
         text = re.sub("/+", "/", text)
     return text.rstrip("/") or ("/" if text.startswith("/") else "")
+
+
+def _split_literal(path: str) -> tuple[str, str]:
+    """Split a path or URL before the first name that a parser of URLs would cut. adlfs and others use such a parser."""
+    match = _PROTOCOL.match(path)
+    found = _LITERAL.search(path, match.end() if match else 0)
+    return (path, "") if found is None else (path[: found.start()], path[found.start() :])
 
 
 def parse_url(url: str) -> Location:
@@ -177,7 +180,8 @@ def parse_url(url: str) -> Location:
             return Location(protocol, path)
         import fsspec  # noqa: PLC0415
 
-        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url.removeprefix(_CHAIN))
+        parsed, _ = _split_literal(url.removeprefix(_CHAIN))
+        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(parsed)
         return Location(protocol, path, options)
     if url.startswith(_NAMED):
         return named_location(path)
