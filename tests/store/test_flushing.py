@@ -27,6 +27,7 @@ from tierfs.host.nvme.state import NvmeState
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
+from tierfs.host.rpc.client import FlusherClient, NoAnswerError
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment, SlotKind
 from tierfs.host.write import writer as slab_writer
@@ -762,6 +763,22 @@ def test_only_the_first_change_waits_for_a_flusher_that_hangs(make_host, monkeyp
         assert time.monotonic() - begin < 5
     wait(host.store, "run", Level.OBJECT, 30)
     assert load(host.plain(), "run/9") == b"x"
+
+
+def test_a_change_waits_for_a_new_flusher_after_one_that_hung_has_ended(make_host, monkeypatch):
+    host, told = make_host(), []
+    monkeypatch.setattr(FlusherClient, "is_running", lambda _: not told)
+
+    def request(*_, **__):
+        told.append(threading.current_thread())
+        if len(told) == 1:
+            raise NoAnswerError("it hangs")
+        return {}
+
+    monkeypatch.setattr(FlusherClient, "request", request)
+    host.store.tiers.writer.announce()
+    host.store.tiers.writer.announce(wait=False)
+    assert told == [threading.current_thread()] * 2
 
 
 def test_a_file_larger_than_the_ram_tier_waits_for_its_timeout_only(make_host, monkeypatch, hanging_flusher):

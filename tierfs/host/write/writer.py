@@ -35,7 +35,7 @@ __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
 # Timeout of a request without work. It may include the start of a flusher.
 ANNOUNCE_S = 10.0
-# For this long after a notification failed, no change waits for the next one.
+# For this long after a notification failed, no change waits for a flusher that runs.
 SILENT_S = 30.0
 # The flusher is notified at once of the first draft. Notifications of drafts within this time are combined: for small
 # files, the messages took as long as the files. A process that waits for a draft notifies the flusher itself.
@@ -275,11 +275,12 @@ class SlabWriter:
 
         Args:
             wait: Whether to wait until the flusher knows. The call waits in any case if no running flusher knows the
-                object tier from this process, so that one goes on even if this process ends. It never waits within
-                `SILENT_S` after a notification failed.
+                object tier from this process, so that one goes on even if this process ends. It does not wait for a
+                running flusher within `SILENT_S` after a notification failed.
         """
-        is_known = self._has_told and self._flusher.is_running()
-        if (wait or not is_known) and self._clock.monotonic() >= self._silent_until:
+        is_running = self._flusher.is_running()
+        is_silent = is_running and self._clock.monotonic() < self._silent_until
+        if (wait or not self._has_told or not is_running) and not is_silent:
             self._tell()
         else:
             self._tell_soon()
