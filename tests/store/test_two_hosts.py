@@ -177,15 +177,17 @@ class TwoHosts(RuleBasedStateMachine):
             writer._finish_rows()  # sends the chunks long before the commit
         except StoreError:
             return None
-        return writer, path, content, self.count(path)
+        return writer, path, content, self.count(path), path in self.contents
 
     @rule(opened=consumes(writers))
     def commit_writer(self, opened):
         if opened is None:
             return
-        writer, path, content, seen = opened
+        writer, path, content, seen, was_there = opened
         # If its chunks were collected, it raises StoreError. Then `attempt` finds that nothing was published.
-        self.attempt(writer.commit, {path: content}, stale=self.count(path) != seen)
+        # If there was no file and is no record, the path has no file still: its tombstones were collected.
+        is_absent = not was_there and not any(True for _ in self.tier.list(keys.record_key(path)))
+        self.attempt(writer.commit, {path: content}, stale=self.count(path) != seen and not is_absent)
 
     @rule(host=HOSTS, path=PATHS)
     def remove(self, host, path):
