@@ -795,6 +795,22 @@ def test_a_file_larger_than_the_ram_tier_waits_for_its_timeout_only(make_host, m
     save_at(host.store, "big", content(100 * MIB), Level.STAGED)
 
 
+def test_the_timeout_of_a_spill_is_not_one_for_all_chunks_of_a_wave(make_host, monkeypatch):
+    monkeypatch.setattr(slab_writer, "ANNOUNCE_S", 0.5)
+    monkeypatch.setattr(slab_writer, "SPILL_MAX", 1)
+    spill = NvmePersister._spill
+
+    def slow(persister, holder, slots):
+        time.sleep(len(slots))
+        spill(persister, holder, slots)
+
+    monkeypatch.setattr(NvmePersister, "_spill", slow)
+    host = make_host(ram=70 * MIB)
+    save_at(host.store, "before", b"x", Level.STAGED)  # so that a flusher runs
+    host.store.timeout_s = 1.0
+    save_at(host.store, "big", content(72 * MIB), Level.STAGED)
+
+
 def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, monkeypatch):
     # While the flusher scans the segments, a file is saved in the first segment, and then one in the last.
     host, other = make_host(), make_host()

@@ -42,6 +42,8 @@ SILENT_S = 30.0
 NEWS_S = 0.02
 # Maximum in one message, which must fit into a packet.
 NAMES_MAX = 500
+# Chunks that one request moves down. Its timeout has to suffice for all of them on a slow object tier.
+SPILL_MAX = 16
 # Maximum growth of an encoded draft when its boot id and stamp are filled in.
 STAMP_BYTES = 64
 # How long to wait for another process that seals a change of the same path. Sealing takes moments, unless that process
@@ -173,7 +175,9 @@ class SlabWriter:
         # Moving them takes time even where none has to be waited for: a short timeout does not end it.
         patience_s = None if timeout_s is None else max(timeout_s, ANNOUNCE_S) + ANSWER_S
         try:
-            self.ask_about("spill", slots, patience_s=patience_s, holder=holder, timeout_s=timeout_s)
+            for at in range(0, len(slots), SPILL_MAX):
+                some = slots[at : at + SPILL_MAX]
+                self.ask_about("spill", some, patience_s=patience_s, holder=holder, timeout_s=timeout_s)
         except NoAnswerError as error:
             raise CapacityError(
                 f"a file is larger than the room in the ram tier, and its chunks were not moved to a lower tier: {error}",
