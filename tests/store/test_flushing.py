@@ -14,7 +14,14 @@ from support.tiered import BIG, MIB, Host, content, save_at
 
 from tierfs import digest
 from tierfs.digest import DigestKind
-from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError, StoreNotFoundError
+from tierfs.errors import (
+    CapacityError,
+    ConflictError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+    StoreNotFoundError,
+)
 from tierfs.flusher import scan
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.nvme import NvmePersister
@@ -920,3 +927,20 @@ def test_who_looks_for_files_meanwhile_waits_for_what_another_thread_found(host,
         waiting.join(20)
         assert known == [True]
     wait(host.store, "a", Level.OBJECT, 20)
+
+
+def test_a_notice_that_is_refused_stops_no_later_one(make_host, monkeypatch):
+    host, request, refusals = make_host(), FlusherClient.request, []
+    save(host.store, "a", b"first")
+
+    def refuse_once(client, do, *arguments, **options):
+        if do == "draft" and not refusals:
+            refusals.append(threading.current_thread().name)
+            raise ReadOnlyError("the state directory is read-only")
+        return request(client, do, *arguments, **options)
+
+    monkeypatch.setattr(FlusherClient, "request", refuse_once)
+    save(host.store, "b", b"second")
+    until(lambda: refusals)
+    assert "announce" in refusals[0]
+    until(lambda: not host.tiers.writer._is_telling)

@@ -254,7 +254,10 @@ class Launcher:
         with self._lock:
             if self._is_stopped:
                 raise StoreError(f"{self._target.url} was closed: no flusher is started for it")
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the interpreter is exiting, or has too many threads
+                raise StoreError(f"{self._target.url}: no thread can be started to flush it: {error}") from error
             self._service, self.thread = service, thread
 
     def stop(self) -> None:

@@ -202,7 +202,7 @@ def _check_is_outside(root: str) -> None:
     """Raise if a local directory is that of a store, or in one: its files would lie there beside the store's own."""
     place = Path(os.path.realpath(root))
     for above in (place, *place.parents):
-        if (above / DESCRIPTOR).exists():
+        if os.path.exists(above / DESCRIPTOR):  # false if this user may not look
             raise InvalidInputError(
                 f"{root} is in the store at {above}: name a directory outside, because files that are put into a store "
                 "by other means are not tierfs's",

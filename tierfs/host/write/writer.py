@@ -309,7 +309,10 @@ class SlabWriter:
                     self._is_telling = False
                     return
                 self._is_news = False
-            self._tell()
+            try:
+                self._tell()
+            except TierfsError as error:  # no caller is here to raise it to
+                self._note_unreachable(error)
             self._ended.wait(NEWS_S)
 
     def _tell(self) -> None:
@@ -320,13 +323,14 @@ class SlabWriter:
             self._silent_until = float("-inf")
         except (StoreError, TimeoutError) as error:
             self._silent_until = self._clock.monotonic() + SILENT_S
-            if not self._ended.is_set():
-                self._counters.fall_back(
-                    "unreachable_flusher",
-                    "the flusher cannot be reached; pending changes wait until one runs: %s",
-                    error,
-                )
+            self._note_unreachable(error)
         self._fault("after announce")
+
+    def _note_unreachable(self, error: Exception) -> None:
+        if not self._ended.is_set():
+            self._counters.fall_back(
+                "unreachable_flusher", "the flusher cannot be reached; pending changes wait until one runs: %s", error
+            )
 
     def _nudge(self) -> None:
         self._counters.fall_back(
