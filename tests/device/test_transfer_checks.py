@@ -22,8 +22,14 @@ def state_on(fake):
 
 @pytest.mark.parametrize(
     ("options", "names"),
-    [({}, ["large", "a", "b"]), ({}, ["a"]), ({"layout": "dcp"}, ["a", "b"]), ({"ram": "8MiB"}, ["large", "a", "b"])],
-    ids=["whole", "a part", "layout dcp", "in waves"],
+    [
+        ({}, ["large", "a", "b"]),
+        ({}, ["a"]),
+        ({"layout": "dcp"}, ["a", "b"]),
+        ({"ram": "8MiB"}, ["large", "a", "b"]),
+        ({"ram": 0}, ["large", "a", "b"]),
+    ],
+    ids=["whole", "a part", "layout dcp", "in waves", "no local tiers"],
 )
 def test_bytes_that_change_on_the_link_are_not_saved(fake, url, options, names):
     writer = TierWriter(url, stage="device", device="64MiB", timeout=5, **options)
@@ -31,6 +37,15 @@ def test_bytes_that_change_on_the_link_are_not_saved(fake, url, options, names):
     staged = writer.stage(state_on(fake))
     with pytest.raises(CheckpointException, match="changed between the GPU and host memory"):
         dcp.save({name: staged[name] for name in names}, checkpoint_id=f"{url}/a", storage_writer=writer)
+
+
+def test_bytes_that_change_on_the_link_are_not_copied_to_another_file(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    first = dict(writer.stage({"first": fake.own(torch.randn(100))}))
+    fake.corrupt = True
+    second = writer.stage({"second": fake.own(torch.randn(100))})
+    with pytest.raises(CheckpointException, match="bytes of second changed between the GPU and host memory"):
+        dcp.save({**first, **second}, checkpoint_id=f"{url}/a", storage_writer=writer)
 
 
 def test_bytes_that_change_on_the_link_go_to_no_process(fake, url):

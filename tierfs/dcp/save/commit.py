@@ -38,14 +38,15 @@ def commit_shard(file: ShardFile, path: str, wanted: Sequence[Placed]) -> tuple[
     lies = _without_the_rest(file, wanted)
     needed = {id(placed.run) for placed in lies.values() if placed.run is not None}
     runs = [run for run in file.runs if id(run) in needed]
-    is_hashed_alike = file.store.descriptor.digest_kind is DigestKind.XXH3_128
+    # Without local tiers, sealing hashes nothing.
+    seals_alike = file.store.tiers is not None and file.store.descriptor.digest_kind is DigestKind.XXH3_128
     # The digests of the other runs are compared when these are sealed.
     used = {id(placed.run) for placed in wanted}
-    file.check_arrived([run for run in file.runs if id(run) in used and not (is_hashed_alike and id(run) in needed)])
+    file.check_arrived([run for run in file.runs if id(run) in used and not (seals_alike and id(run) in needed)])
     # Seal first, so that the flusher can begin: making the header takes a while.
     # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
     memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else None)
-    if is_hashed_alike:
+    if seals_alike:
         _check_arrived(file)
     begins: dict[int, int] = {}
     end = 0

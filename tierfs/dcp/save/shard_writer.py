@@ -80,6 +80,8 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
             file, placed[number] = found
             file.save = None  # the save has begun, whichever way its state came here
         else:
+            if found is not None:
+                found[0].check_arrived()
             tensors.append((number, data))
     is_new, file = file is None, file or ShardFile(store, gpu)
     try:
