@@ -206,6 +206,11 @@ def test_a_gpu_with_room_for_one_snapshot_takes_one(fake, url):
     assert "process_device_tier" not in writer.status()["counters"]
 
 
+def test_a_budget_that_is_no_size_is_named(url):
+    with pytest.raises(InvalidInputError, match="device: 'x' is not a size"):
+        TierWriter(url, device="x")
+
+
 def test_device_needs_a_budget(fake, url):
     with pytest.raises(InvalidInputError, match="needs a budget"):
         TierWriter(url, stage="device").stage({"a": fake.own(torch.ones(3))})

@@ -23,7 +23,7 @@ from tierfs.host.slab.memory import memory_limit
 from tierfs.store.encode.codecs import AUTO, Codecs
 from tierfs.units import bounded_timeout, format_bytes, parse_share, parse_size
 
-__all__ = ["ResolvedTiers", "TierOptions", "from_environment", "ranks_here", "resolve"]
+__all__ = ["ResolvedTiers", "TierOptions", "from_environment", "ranks_here", "resolve", "size_of"]
 
 RAM_SHARE = "25%"
 NVME_SHARE = "10%"
@@ -144,7 +144,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     if options.nvme is not None:
         nvme = options.nvme
     free_bytes = _free_bytes(directory)
-    ram_bytes, nvme_bytes = _size("ram", ram, memory_limit()), _size("nvme", nvme, free_bytes)
+    ram_bytes, nvme_bytes = size_of("ram", ram, memory_limit()), size_of("nvme", nvme, free_bytes)
     problems = {"ram": _ram_problem(options, ram_bytes)}
     nvme_bytes, problems["nvme"] = _nvme_on(options, directory, uuid, nvme_bytes, free_bytes)
     return ResolvedTiers(
@@ -153,14 +153,14 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         nvme_bytes=nvme_bytes,
         directory=directory,
         timeout_s=_timeout(options.timeout),
-        bandwidth=_size("bandwidth", 0 if options.bandwidth is None else options.bandwidth),
+        bandwidth=size_of("bandwidth", 0 if options.bandwidth is None else options.bandwidth),
         codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
-        device_bytes=_size("device", 0 if options.device is None else options.device),
+        device_bytes=size_of("device", 0 if options.device is None else options.device),
         problems={tier: problem for tier, problem in problems.items() if problem},
     )
 
 
-def _size(name: str, given: float | str, whole: int | None = None) -> int:
+def size_of(name: str, given: float | str, whole: int | None = None) -> int:
     """Return the bytes of a setting, which may be a share of ``whole`` if there is one. Names it in an error."""
     try:
         return parse_size(given) if whole is None else parse_share(given, whole)

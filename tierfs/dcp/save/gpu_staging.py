@@ -21,9 +21,9 @@ from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.slab.segment import Slot, SlotKind
 from tierfs.host.slab.table.table import DATA_STATES
+from tierfs.session.settings import size_of
 from tierfs.store import Store
 from tierfs.store.device_notes import leave_note
-from tierfs.units import parse_size
 
 __all__ = ["STAGES", "GpuStaging", "fall_back_of"]
 
@@ -46,7 +46,7 @@ class GpuStaging:
         if stage not in STAGES:
             raise InvalidInputError(f"stage must be one of {', '.join(map(repr, STAGES))}, not {stage!r}")
         self._stage = stage
-        self._budget = None if device is None else parse_size(device)
+        self._budget = None if device is None else size_of("device", device)
         self._lock = PerProcess(threading.Lock)
         self._tiers: dict[int, DeviceTier] = {}
         self._accelerators: list[Accelerator] = []
