@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, StoreError
 
 MIB = 1 << 20
 
@@ -206,3 +206,21 @@ def test_states_that_go_in_waves_leave_no_room_taken(fake, url):
         state = {"on.gpu": fake.own(torch.randn(8 * MIB)), "step": torch.ones(()), "on.host": torch.randn(MIB)}
         dcp.save(writer.stage(state), checkpoint_id=f"{url}/{number}", storage_writer=writer)
     wait_for_room(writer)
+
+
+@pytest.mark.parametrize("stage", ["device", "lazy", "ram"])
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("the GPU is full"), StoreError("no compiler")], ids=["memory", "compiler"]
+)
+def test_tensors_that_the_gpu_cannot_gather_are_saved(fake, url, monkeypatch, stage, error):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(fake, "gather", refuse)
+    writer = TierWriter(url, stage=stage, device="64MiB")
+    state = {"large": fake.own(torch.randn(2 * MIB)), "small": fake.own(torch.randn(100))}
+    dcp.save(writer.stage(state), checkpoint_id=f"{url}/a", storage_writer=writer)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert not writer.status()["tiers"]["device"]["snapshots"]

@@ -32,7 +32,7 @@ from tierfs.device.digests import DIGEST_BYTES, cut_blocks
 from tierfs.device.drain import Drain, DrainPiece
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
-from tierfs.errors import CapacityError, InvalidInputError, StoreError
+from tierfs.errors import InvalidInputError, StoreError
 from tierfs.processors import processors
 
 __all__ = ["BESIDE_TRAINING", "CaptureMode", "MemoryRegion", "Transfer", "fence_all"]
@@ -157,24 +157,24 @@ class Transfer:
             offsets.append(total)
             total += -(-region.length // ALIGN_BYTES) * ALIGN_BYTES if is_gathered else 0
         self.offsets = offsets
-        memory = self._take(total)
+        parts = [
+            (at + inside, tensor)
+            for region, at, is_gathered in zip(regions, offsets, gathered, strict=True)
+            if is_gathered
+            for inside, tensor in region.parts
+        ]
+        memory = self._gather(total, parts)
         if memory is None and self.mode is CaptureMode.DEVICE:
             self.mode = CaptureMode.RAM
             self.capture(regions)
             return
         if memory is None:
             gathered = [False] * len(regions)
-        parts: list[tuple[int, torch.Tensor]] = []
-        for region, at, is_gathered in zip(regions, offsets, gathered, strict=True):
-            if not is_gathered:
-                self._sources.append(None)
-                continue
-            assert memory is not None
-            self._sources.append(memory[at : at + region.length])
-            parts += [(at + inside, tensor) for inside, tensor in region.parts]
+        self._sources = [
+            memory[at : at + region.length] if memory is not None and is_gathered else None
+            for region, at, is_gathered in zip(regions, offsets, gathered, strict=True)
+        ]
         with torch.no_grad():
-            if memory is not None:
-                self._accelerator.gather(memory, parts)
             if not all(gathered):
                 self._regions = [
                     region if is_gathered else region._replace(parts=[(at, _flat(one)) for at, one in region.parts])
@@ -197,18 +197,26 @@ class Transfer:
         if self.mode is CaptureMode.RAM:
             self._hurry.set()
 
-    def _take(self, total: int) -> torch.Tensor | None:
-        """Allocate memory on the device for gathered tensors. If there is none, report a fallback and return ``None``."""
+    def _gather(self, total: int, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
+        """Gather tensors in new memory on the device. If the GPU fails, report a fallback and return ``None``."""
         try:
             if self.mode is CaptureMode.DEVICE:
                 assert self._tier is not None
                 self.generation = self._tier.take(total, self)
-                return self.generation.memory
-            return self._accelerator.allocate(total)
-        except CapacityError as error:
+                memory = self.generation.memory
+            else:
+                memory = self._accelerator.allocate(total)
+            with torch.no_grad():
+                self._accelerator.gather(memory, parts)
+        except GPU_FAILURES as error:
+            if self.generation is not None:
+                assert self._tier is not None
+                self._tier.give(self.generation, drained=False)
+                self.generation = None
             name = "device_tier" if self.mode is CaptureMode.DEVICE else "device_scratch"
             self._host.fall_back(name, f"tensors are copied to host memory while training waits: {error}")
             return None
+        return memory
 
     def fence(self) -> None:
         """Order work that is queued on the current stream from now on behind the reads in place.
