@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -18,6 +19,8 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, StoreError
 from tierfs.format.ranges import by_chunk
 from tierfs.host.cache import reader as local_reader
+from tierfs.host.slab.segment import SlotKind
+from tierfs.host.slab.table.table import DATA_STATES
 
 MIB = 1 << 20
 
@@ -134,6 +137,28 @@ def test_a_chunk_damaged_on_its_way_is_sent_again(fake, url, monkeypatch, caplog
     load(fake, url, found)
     assert is_same(found, wanted)
     assert "wrong digests in the GPU's memory" in caplog.text
+
+
+def test_a_chunk_evicted_during_its_copy_is_no_damage(fake, url, monkeypatch, caplog):
+    wanted = saved(fake, url, ack="object")
+    ram = TierWriter(url)._address.open()[0].tiers.ram
+    copy, copied = np.copyto, []
+
+    def evict_first(target, source):
+        copied.append(len(target))
+        if len(copied) == 1:
+            for segment in ram.own_segments():
+                for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES):
+                    segment.give(slot)
+            source = np.zeros_like(source)  # the next owner's bytes
+        copy(target, source)
+
+    monkeypatch.setattr(local_reader.np, "copyto", evict_first)
+    found = zeros(fake, wanted)
+    load(fake, url, found)
+    assert copied
+    assert is_same(found, wanted)
+    assert "wrong digests" not in caplog.text
 
 
 def test_several_batches_share_the_buffers(gpu, url, monkeypatch):

@@ -141,6 +141,8 @@ class ChunkReader:
             return None
         meta = slot.segment.meta(slot)
         np.copyto(np.frombuffer(out, dtype=np.uint8), np.frombuffer(slot.segment.view(slot), dtype=np.uint8))
+        if not slot.segment.is_still(slot):
+            return None
         slot.segment.touch(slot)
         return meta
 
