@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import threading
 import time
 from datetime import datetime, timezone
 
@@ -11,7 +12,8 @@ from support.mount_hand import Hand
 
 from tierfs import store as verbs
 from tierfs.errors import CapacityError, ConflictError, ReadOnlyError, StoreError
-from tierfs.mount import reading, staging
+from tierfs.mount import process, reading, staging
+from tierfs.mount.attributes import attributes_of
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Writer
 
@@ -434,4 +436,26 @@ def test_a_file_without_a_name_has_no_links(hand):
     assert handle.node.attributes.is_gone
     hand.files.write(handle, 1, memoryview(b"x"))
     assert handle.node.attributes.is_gone
+    hand.close(handle)
+
+
+def test_an_unmount_waits_for_the_release_of_a_closed_file(hand):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"hello"))
+    hand.files.flush(handle)
+    set_attributes(hand, handle.node, Valid.MODE, mode=0o600)
+    late = threading.Timer(0.2, hand.files.release, [handle])
+    late.start()
+    try:
+        assert process._publish_all(hand.requests, 20, with_open=False) == []
+    finally:
+        late.join()
+    assert attributes_of(verbs.stat(hand.state.store, "a"), 7, started_ns=0).mode & 0o777 == 0o600
+
+
+def test_an_unmount_leaves_a_file_that_stays_open(hand, monkeypatch):
+    monkeypatch.setattr(process, "RELEASE_S", 0.05)
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"hello"))
+    assert process._publish_all(hand.requests, 20, with_open=False) == ["a is open for writing and not published"]
     hand.close(handle)

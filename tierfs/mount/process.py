@@ -32,6 +32,9 @@ __all__ = ["FLUSH_S", "MountOptions", "serve", "serve_from_stdin"]
 FLUSH_S = 45.0
 """Seconds that ending a mount may take. Slurm and Kubernetes usually wait longer between SIGTERM and SIGKILL."""
 READY_S = 30.0
+# The kernel tells of a file's release after its close has returned.
+RELEASE_S = 2.0
+RELEASE_POLL_S = 0.01
 _logger = logging.getLogger("tierfs.mount")
 
 
@@ -183,6 +186,10 @@ def _refuse_own_places(state: MountState, directory: Path) -> None:
             )
 
 
+def _is_open_for_writing(node: Node) -> bool:
+    return any(handle.writes for handle in node.handles)
+
+
 def _publish_all(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str]:
     """Publish each dirty file, and wait until all have reached their level.
 
@@ -195,8 +202,12 @@ def _publish_all(requests: Requests, timeout_s: float, *, with_open: bool) -> li
     deadline_s = time.monotonic() + timeout_s
     left: dict[int, str] = {}
     todo: list[Node] = []
+    if not with_open:
+        ends_s = min(deadline_s, time.monotonic() + RELEASE_S)
+        while any(map(_is_open_for_writing, files.dirty())) and time.monotonic() < ends_s:
+            time.sleep(RELEASE_POLL_S)
     for node in files.dirty():
-        if not with_open and any(handle.writes for handle in node.handles):
+        if not with_open and _is_open_for_writing(node):
             left[node.id] = f"{node.path} is open for writing and not published"
         else:
             todo.append(node)
