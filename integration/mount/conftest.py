@@ -10,15 +10,15 @@ from tierfs.session import init
 
 
 @pytest.fixture
-def memory():
+def tmpfs():
     """Return a directory on tmpfs, so that no test waits for a disk."""
     with tempfile.TemporaryDirectory(prefix="tierfs-store-", dir="/dev/shm") as directory:
         yield directory
 
 
 @pytest.fixture
-def hosts(tmp_path, memory):
-    """Return a function that makes hosts. Each is unmounted at the end, before `memory` is removed."""
+def hosts(tmp_path, tmpfs):
+    """Return a function that makes hosts. Each is unmounted at the end, before `tmpfs` is removed."""
     made = []
 
     def make(url, **options):
@@ -31,9 +31,9 @@ def hosts(tmp_path, memory):
 
 
 @pytest.fixture
-def local(memory):
-    """Return the URL of a store in `memory`."""
-    url = f"file://{memory}/store"
+def local(tmpfs):
+    """Return the URL of a store in `tmpfs`."""
+    url = f"file://{tmpfs}/store"
     init(url)
     return url
 

@@ -420,6 +420,15 @@ def test_no_rollback_into_elements_that_share_memory(fake, url):
         dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url), planner=TierLoadPlanner())
 
 
+def test_no_rollback_into_a_sparse_tensor(fake, url, monkeypatch):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    save(writer, writer.stage({"weight": fake.own(torch.randn(4, 5))}), f"{url}/a")
+    found = {"weight": torch.zeros(4, 5).to_sparse()}
+    monkeypatch.setattr(fake, "owns", lambda tensor: True)
+    with pytest.raises(CheckpointException, match=r"weight: the destination's layout is torch.sparse_coo"):
+        dcp.load(found, checkpoint_id=f"{url}/a", storage_reader=TierReader(url))
+
+
 def test_a_replaced_snapshot_is_loaded_from_the_next_tier(gpu, url):
     writer = TierWriter(url, stage="device", device="64MiB")
     saved = []

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 import textwrap
+import threading
+import uuid
 
+import fsspec
 import pytest
 
 import tierfs
@@ -151,3 +154,24 @@ def test_a_process_of_multiprocessing_waits_for_what_it_has_pending_or_says_what
     """
     told = run(tmp_path, "staged", script)
     assert "level object" in told or "files are not in" in told
+
+
+def test_a_change_outlives_a_flusher_whose_thread_cannot_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "tierfs-flusher":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    url = f"memory://{uuid.uuid4().hex}"
+    tierfs.init(url)
+    fs, root = fsspec.url_to_fs(f"tierfs::{url}", ack="staged", ram="64MiB", nvme="0")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        fs.pipe_file(f"{root}/a", b"first")
+        assert fs.cat(f"{root}/a") == b"first"
+    assert "no thread can be started to flush it" in caplog.text
+    fs.pipe_file(f"{root}/b", b"second")
+    fs.wait(root, "object", 20)

@@ -24,6 +24,7 @@ __all__ = [
     "SAFETENSORS_NAMES",
     "bytes_of",
     "has_no_copy",
+    "has_shared_elements",
     "has_size_in_plans",
     "in_safetensors",
     "in_torch",
@@ -164,6 +165,13 @@ def plain_bytes(tensor: Any) -> torch.Tensor | None:
     if tensor.layout != torch.strided or is_quantized(tensor) or tensor.is_conj() or tensor.is_neg():
         return None
     return as_bytes(tensor) if tensor.is_contiguous() else None
+
+
+def has_shared_elements(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a strided tensor share memory, as in an expanded one, so that it cannot be loaded."""
+    return bool(tensor.numel()) and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:

@@ -23,7 +23,7 @@ from tierfs.dcp.load.ranges import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.planner import object_loader
-from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, narrowed, plain_bytes
+from tierfs.dcp.tensorbytes import has_shared_elements, is_quantized, lacks_quantizer, narrowed, plain_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.device.accelerator import GPU_FAILURES, accelerator_of
 from tierfs.device.upload import Uploads
@@ -306,8 +306,7 @@ def _check_takes_elements(fqn: str, target: Any) -> None:
     """
     if target.layout is not torch.strided:
         raise InvalidInputError(f"{fqn}: the destination's layout is {target.layout}: load into a dense tensor")
-    repeated = [size for size, stride in zip(target.shape, target.stride(), strict=True) if size > 1 and not stride]
-    if repeated and target.numel():
+    if has_shared_elements(target):
         raise InvalidInputError(
             f"{fqn}: the destination's elements share memory, as in an expanded tensor: load into a clone of it"
         )

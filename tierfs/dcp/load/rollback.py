@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tierfs.dcp.load.items import SavedItem
-from tierfs.dcp.tensorbytes import narrowed
+from tierfs.dcp.tensorbytes import has_shared_elements, narrowed
 from tierfs.device.accelerator import GPU_FAILURES
 from tierfs.device.tier import DeviceTier, Generation, device_tiers
 
@@ -74,9 +74,8 @@ def _copy(
             continue
         target = planner.resolve_tensor(item).detach()
         part = narrowed(source, item.storage_offsets, item.lengths)
-        takes_all = not any(size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True))
-        is_alike = target.dtype == part.dtype and target.shape == part.shape
-        if not (accelerator.owns(target) and is_alike and takes_all):
+        is_alike = target.dtype == part.dtype and target.shape == part.shape and target.layout is torch.strided
+        if not (accelerator.owns(target) and is_alike) or has_shared_elements(target):
             rest.append((item, saved))
             continue
         done.append((item, target))
