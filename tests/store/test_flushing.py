@@ -34,7 +34,7 @@ from tierfs.host.nvme.state import NvmeState
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
-from tierfs.host.rpc.client import FlusherClient, NoAnswerError
+from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment, SlotKind
 from tierfs.host.write import writer as slab_writer
@@ -802,20 +802,20 @@ def test_a_file_larger_than_the_ram_tier_waits_for_its_timeout_only(make_host, m
     save_at(host.store, "big", content(100 * MIB), Level.STAGED)
 
 
-def test_the_timeout_of_a_spill_is_not_one_for_all_chunks_of_a_wave(make_host, monkeypatch):
-    monkeypatch.setattr(slab_writer, "ANNOUNCE_S", 0.5)
+def test_each_request_to_spill_has_few_chunks_and_a_timeout(make_host, monkeypatch):
     monkeypatch.setattr(slab_writer, "SPILL_MAX", 1)
-    spill = NvmePersister._spill
+    request, spilled = FlusherClient.request, []
 
-    def slow(persister, holder, slots):
-        time.sleep(len(slots))
-        spill(persister, holder, slots)
+    def noted(client, do, arguments, **options):
+        if do == "spill":
+            spilled.append((len(arguments["slots"]), options["timeout_s"]))
+        return request(client, do, arguments, **options)
 
-    monkeypatch.setattr(NvmePersister, "_spill", slow)
+    monkeypatch.setattr(FlusherClient, "request", noted)
     host = make_host(ram=70 * MIB)
-    save_at(host.store, "before", b"x", Level.STAGED)  # so that a flusher runs
-    host.store.timeout_s = 1.0
     save_at(host.store, "big", content(72 * MIB), Level.STAGED)
+    assert len(spilled) > 1
+    assert set(spilled) == {(1, host.store.timeout_s + ANSWER_S)}
 
 
 def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, monkeypatch):
