@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["PerProcess", "leave_to_parent", "renew_in_children"]
-
 _Made = TypeVar("_Made")
 
 

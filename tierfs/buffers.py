@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from tierfs._fork import PerProcess
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 
-__all__ = ["KEPT_MAX", "Buffers", "block_buffers", "buffers", "fresh"]
-
 KEPT_MAX = 8
 # Below this fraction of a buffer's size, allocating memory is as fast as pooling it.
 POOLED_PART = 16

@@ -6,9 +6,6 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "boot_id"]
-
-
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 

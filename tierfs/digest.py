@@ -14,18 +14,6 @@ import xxhash
 
 from tierfs.errors import InvalidInputError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CHUNK_BLOCKS",
-    "CHUNK_BYTES",
-    "Buffer",
-    "DigestKind",
-    "checksum",
-    "combine",
-    "digests_of",
-    "hash_bytes",
-]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """A C-contiguous bytes-like object; writable if it is lent to be filled."""
 

@@ -13,8 +13,6 @@ from types import TracebackType
 from tierfs._fork import renew_in_children
 from tierfs.threads import start_daemon
 
-__all__ = ["Uncollected", "untied"]
-
 
 class Uncollected:
     """Pauses the garbage collector until `end`, or until the ``with`` block ends. May overlap, on any threads.

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
-__all__ = ["active", "status"]
-
 # The newest function. A build without it comes from an older checkout.
 _NEWEST = "survey"
 

@@ -11,8 +11,6 @@ import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
-__all__ = ["naming", "replacing", "write_all"]
-
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

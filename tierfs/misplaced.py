@@ -10,8 +10,6 @@ import atexit
 import itertools
 import os
 
-__all__ = ["do_not_warn", "misplaced", "warn_at_exit"]
-
 ENTRIES_MAX = 100_000
 _PREFIX = "tierfs:"
 

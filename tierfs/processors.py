@@ -17,8 +17,6 @@ from typing import Generic, TypeVar
 
 from tierfs._fork import PerProcess
 
-__all__ = ["Processors", "processors"]
-
 _In = TypeVar("_In")
 
 THREADS_MAX = 16

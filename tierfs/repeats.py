@@ -11,8 +11,6 @@ import logging
 import threading
 import time
 
-__all__ = ["drop_repeats", "forget_repeats"]
-
 SAID_AGAIN_S = 600.0
 SAID_MAX = 1000
 _LOGGERS = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["start_daemon"]
-
 
 def start_daemon(task: Callable[..., object], *arguments: object, name: str) -> threading.Thread | None:
     """Run ``task(*arguments)`` on a daemon thread of this name.

@@ -8,8 +8,6 @@ from numbers import Real
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["TIMEOUT_S_MAX", "bounded_timeout", "format_bytes", "parse_share", "parse_size"]
-
 BINARY = 1024
 # About thirty years. The system's calls refuse much longer timeouts, and JSON has no infinity.
 TIMEOUT_S_MAX = 1e9

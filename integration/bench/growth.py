@@ -68,8 +68,9 @@ from torch.distributed.checkpoint.metadata import (
 import tierfs
 from tierfs.clock import ManualClock
 from tierfs.dcp import TierWriter
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.coverage import mark_absent
-from tierfs.dcp.metadata import BytesPlace, CheckpointNote, decode, encode
+from tierfs.dcp.metadata import CheckpointNote, decode, encode
 from tierfs.digest import DigestKind
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.format import keys

@@ -16,7 +16,7 @@ from tierfs.checkpoint.plain_store import plain_store
 from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
 from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.dcp.metadata import BytesPlace
+from tierfs.dcp.columns import BytesPlace
 from tierfs.format.keys import chunk_key, record_key
 from tierfs.session import parse_url
 from tierfs.store import Store, delete, load, save, stat

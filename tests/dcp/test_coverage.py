@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from tierfs import digest
 from tierfs.dcp import TierLoadPlanner, TierReader
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.coverage import Absent, gaps_of, mark_absent, problem_of
-from tierfs.dcp.metadata import BytesPlace
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.store import load as read
 from tierfs.store import save

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from tierfs import digest
 from tierfs.dcp import columns
 from tierfs.dcp import metadata as metadata_module
-from tierfs.dcp.metadata import BytesPlace, CheckpointNote, decode, encode
+from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.metadata import CheckpointNote, decode, encode
 from tierfs.dcp.torch_format.names import DTYPES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 

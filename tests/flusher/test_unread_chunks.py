@@ -21,7 +21,8 @@ from tierfs.host.host import Host
 from tierfs.host.pending.record import Draft, ObservedBase, SlotRef, local_name
 from tierfs.host.slab import peers
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Segment, SlotKind
+from tierfs.host.slab.segment import Segment
+from tierfs.host.slab.table.table import SlotKind
 
 STORE = uuid.uuid4().hex
 MIB = 1 << 20

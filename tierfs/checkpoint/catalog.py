@@ -14,8 +14,6 @@ from tierfs.store import Store, find, stat
 from tierfs.store.announced import PENDING
 from tierfs.store.transfers import transfers
 
-__all__ = ["Candidate", "Standing", "candidates", "natural_key", "standing", "step_of"]
-
 _DIGITS = re.compile(r"([0-9]+)")
 NAMED_MAX = 3
 _SHARD_FILE = re.compile(r"rank-([0-9]{5,9})-[0-9a-f]{8}\.safetensors|.+\.distcp")

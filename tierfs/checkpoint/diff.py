@@ -14,8 +14,6 @@ from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of, in_batches
 from tierfs.dcp.tensorbytes import bytes_of
 
-__all__ = ["CheckpointDifference", "TensorDifference", "compare", "compare_tensors"]
-
 ELEMENTS_AT_ONCE = 1 << 20
 """Bounds the memory for elements that are converted to float64."""
 _INTEGER = re.compile(r"torch\.(u?)int(8|16|32|64)")

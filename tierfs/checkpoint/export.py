@@ -33,8 +33,6 @@ from tierfs.dcp.tensorbytes import bytes_of, in_safetensors
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.format.checkpoint import ROOT
 
-__all__ = ["nested", "safetensors_pieces", "state_of", "write_dcp", "write_state"]
-
 DATA_FILE = "__0_0.distcp"
 _NOTE = {"format": "pt"}
 _NAMES_MAX = 5

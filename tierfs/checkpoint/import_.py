@@ -33,8 +33,6 @@ from tierfs.dcp.torch_format.checksums import has_raw_records, problem_of
 from tierfs.dcp.writer import TierWriter
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, TierfsError
 
-__all__ = ["ImportPart", "PartResult", "import_checkpoint", "import_file", "import_part"]
-
 _PICKLE = b"\x80"
 _TABLE_AT = 8
 PART_BYTES = 1 << 30

@@ -11,8 +11,6 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format.keys import inside
 from tierfs.store import Store
 
-__all__ = ["CheckpointLoss", "checkpoint_losses"]
-
 Ranges = Sequence[tuple[int, int]]
 
 

@@ -11,8 +11,6 @@ from tierfs.store.read.reader import open_manifest
 from tierfs.store.tree.listing import check_hidden
 from tierfs.store.tree.records import observe
 
-__all__ = ["DAMAGED", "METRICS", "NOTES", "PINNED", "RECORD", "is_pinned", "metrics_of", "read_note"]
-
 METRICS = ".metrics"
 """A JSON object with a number for each metric."""
 PINNED = ".pinned"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tierfs.codec import Codec, Reason
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.metadata import BytesPlace
+from tierfs.dcp.columns import BytesPlace
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import NotFoundError
 from tierfs.format.envelope import Envelope
@@ -21,8 +21,6 @@ from tierfs.host.pending.record import local_name
 from tierfs.store import level_of, stat
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows
-
-__all__ = ["Coded", "Codings", "Placement"]
 
 LOCAL_TIERS = ("ram", "nvme")
 

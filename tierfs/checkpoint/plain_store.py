@@ -8,8 +8,6 @@ from tierfs.objects.registry import connect
 from tierfs.session.url import Location, target_url
 from tierfs.store import Store
 
-__all__ = ["plain_store"]
-
 _NOTHING_PROMISED = Capabilities(
     conditional_create=False,
     conditional_update=False,

@@ -15,8 +15,6 @@ from tierfs.store import Store, delete
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import observe
 
-__all__ = ["Pruned", "look", "prune", "remove", "roots_of"]
-
 NAMED_MAX = 5
 
 

@@ -16,20 +16,6 @@ from typing import Protocol
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
 
-__all__ = [
-    "Best",
-    "Decision",
-    "Every",
-    "Geometric",
-    "Latest",
-    "Rule",
-    "SavedCheckpoint",
-    "Within",
-    "decide",
-    "parse_rule",
-    "parse_time",
-]
-
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 

@@ -14,8 +14,8 @@ from typing import Any
 from tierfs.buffers import buffers
 from tierfs.codec.layout.safetensors import HeaderEntry, read_table
 from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.boxes import Box, BoxReader
-from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
@@ -24,8 +24,6 @@ from tierfs.host.pending.levels import Level
 from tierfs.store import Reader, level_of, open_entry, stat
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.transfers import transfers
-
-__all__ = ["CheckpointReport", "ShardDamage", "verify_checkpoint"]
 
 BATCH = 64
 

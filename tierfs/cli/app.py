@@ -25,18 +25,6 @@ from tierfs.cli.terminal.output import colored, print_json, printable
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.misplaced import do_not_warn
 
-__all__ = [
-    "COMMANDS",
-    "GROUPS",
-    "ActionsParser",
-    "Command",
-    "CommandWithActions",
-    "build_parser",
-    "help_text",
-    "load_command",
-    "main",
-]
-
 GROUPS = {
     "files": {
         "init": "make a store",

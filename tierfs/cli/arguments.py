@@ -9,17 +9,6 @@ import math
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
 
-__all__ = [
-    "LEVELS",
-    "PLACE",
-    "add_replicas_argument",
-    "add_tier_argument",
-    "add_url_argument",
-    "require_seconds",
-    "require_torch",
-    "require_url",
-]
-
 PLACE = "tierfs:: URL, URL of the object tier, or local path"
 """Help text of an argument that `tierfs.cli.files.places.store_place` resolves."""
 LEVELS = [level.label for level in Level if level]

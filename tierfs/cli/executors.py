@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["WorkerSet", "add_executor_argument", "open_executor"]
-
 PROCESSES_MAX = 1024
 
 

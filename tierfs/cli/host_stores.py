@@ -10,8 +10,6 @@ from typing import NamedTuple
 from tierfs.cli.terminal.output import align, print_json, printable
 from tierfs.errors import StoreError
 
-__all__ = ["HostStore", "host_stores", "show_stores"]
-
 ROWS_MAX = 30
 
 

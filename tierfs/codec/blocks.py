@@ -15,8 +15,6 @@ from tierfs.codec.planes import frames
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
-__all__ = ["Codec", "Coding", "Reason", "decode_block", "encode_block", "encode_blocks"]
-
 PROBE_BYTES = 16 * 1024
 # zstd must shrink a block to this share, or it is not worth the time. Plain zstd saves 8 % of dense floats, at a tenth
 # of a disk's speed, and far more of text, indices and zeros.

@@ -9,8 +9,6 @@ import numpy as np
 
 from tierfs.codec.blocks import Codec, Coding, encode_block
 
-__all__ = ["DELTA_WORTH", "SAMPLE_BYTES", "Choice", "choose", "sample_of"]
-
 SAMPLE_BYTES = 128 << 10
 # A read of a delta also reads its base, so a delta may have at most this share of the standalone size.
 # docs/decisions/0019.

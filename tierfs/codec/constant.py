@@ -6,8 +6,6 @@ from tierfs.codec.damage import DamageError
 from tierfs.codec.planes.planes import WIDTHS
 from tierfs.codec.scratch import elements_of
 
-__all__ = ["constant_element", "decode_constant"]
-
 _PROBE_BYTES = 64
 
 

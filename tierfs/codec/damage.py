@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["DamageError"]
-
 
 class DamageError(Exception):
     """Encoded bytes break a rule of FORMAT.md. `decode_block` adds their place and raises `CorruptionError`."""

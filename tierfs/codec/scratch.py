@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from tierfs.digest import BLOCK_BYTES
 
-__all__ = ["Elements", "elements_of", "lent", "scratch"]
-
 Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """Elements of 1, 2, 4 or 8 bytes, as unsigned integers."""
 

@@ -14,8 +14,6 @@ from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.session.url import LOCAL, asks_to_create
 from tierfs.store import Store
 
-__all__ = ["Address", "full_url"]
-
 _CHAIN = "tierfs::"
 _ONE_SLASH = re.compile(r"([a-z][a-z0-9+._-]+):/(?!/)(.*)", re.DOTALL)
 

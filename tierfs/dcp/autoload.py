@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["torch_imported"]
-
 
 def torch_imported() -> None:
     """Call `tierfs.dcp.install` if ``TIERFS_DCP`` is 1.

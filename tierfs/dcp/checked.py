@@ -8,8 +8,6 @@ from typing import Any
 
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
-__all__ = ["INTEGER_MAX", "Checked", "is_file_name", "refuse_names"]
-
 INTEGER_MAX = (1 << 63) - 1
 FILE_NAME_BYTES_MAX = 255
 

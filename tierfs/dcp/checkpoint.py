@@ -10,16 +10,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.coverage import boxes_in, problem_of
-from tierfs.dcp.metadata import BytesPlace, CheckpointNote, decode
+from tierfs.dcp.metadata import CheckpointNote, decode
 from tierfs.dcp.torch_format.metadata import decode_pickle
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import ROOT
 from tierfs.format.keys import inside
 from tierfs.store import Store, list_directory, open_entry, stat
 from tierfs.store.announced import PENDING
-
-__all__ = ["Checkpoint", "Shard", "metadata_file", "open_announced", "open_checkpoint", "rank_of", "read_checkpoint"]
 
 METADATA_BYTES_MAX = 1 << 30
 _PICKLE = b"\x80"

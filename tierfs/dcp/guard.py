@@ -24,8 +24,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["guard"]
-
 _CHECKPOINT = "torch.distributed.checkpoint"
 _FILESYSTEM = f"{_CHECKPOINT}.filesystem"
 _TORCHS_OWN = {_FILESYSTEM, f"{_CHECKPOINT}.hf_storage", f"{_CHECKPOINT}.quantized_hf_storage"}

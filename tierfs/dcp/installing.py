@@ -29,8 +29,6 @@ from tierfs.dcp.reader import TierReader
 from tierfs.dcp.writer import TierWriter
 from tierfs.errors import InvalidInputError
 
-__all__ = ["install", "uninstall"]
-
 _PACKAGE = "torch.distributed.checkpoint"
 _KNOWN = "2.11 to 2.14"
 _SETUP = ("storage", "checkpoint_id", "reader")

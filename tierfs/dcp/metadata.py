@@ -31,8 +31,6 @@ from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS, name_
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 from tierfs.gc_pause import Uncollected
 
-__all__ = ["FORMAT", "VERSION", "BytesPlace", "CheckpointNote", "decode", "encode"]
-
 FORMAT = "tierfs-checkpoint"
 VERSION = 1
 PATH_PARTS_MAX = 256

@@ -27,8 +27,6 @@ from torch._weights_only_unpickler import _blocklisted_modules, _get_allowed_glo
 from tierfs.codec.layout import torch_zip
 from tierfs.errors import InvalidInputError
 
-__all__ = ["ALLOWED", "ObjectUnpickler", "Unpickler", "aliases", "check_object", "globals_in"]
-
 ALLOWED: tuple[Any, ...] = (
     bytes,
     io.BytesIO,

@@ -25,8 +25,6 @@ from tierfs.dcp import objects
 from tierfs.dcp.objects import ALLOWED, aliases, globals_in
 from tierfs.errors import InvalidInputError
 
-__all__ = ["TierLoadPlanner", "object_loader", "unpickle_safely"]
-
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
 _LACKING = re.compile(r"Can only (append|extend|SETITEM)|Unsupported operand 139\b")
 """Matches torch's refusals to fill a container or to read a long integer. `objects` can do both."""

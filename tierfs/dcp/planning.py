@@ -11,8 +11,6 @@ import threading
 
 from tierfs.gc_pause import Uncollected
 
-__all__ = ["begin_planning", "end_planning"]
-
 # Planning takes less, unless there are very many ranks or tensors. DCP does not tell the writer that planning failed.
 PLANNING_S_MAX = 2.0
 

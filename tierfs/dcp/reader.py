@@ -16,11 +16,12 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address, full_url
 from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.coverage import Absent, mark_absent
 from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.load.rollback import roll_back
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.dcp.metadata import BytesPlace, CheckpointNote
+from tierfs.dcp.metadata import CheckpointNote
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.torch_format.data import read_items
 from tierfs.errors import (
@@ -38,8 +39,6 @@ from tierfs.store import Store, stat
 from tierfs.store.announced import Waiting
 from tierfs.store.commit import Commits
 from tierfs.store.offline import ask_briefly
-
-__all__ = ["TierReader"]
 
 LOAD_ID_BYTES = 16
 _logger = logging.getLogger("tierfs.dcp")

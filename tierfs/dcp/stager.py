@@ -24,8 +24,6 @@ from tierfs.dcp.save.staged_state import Awaited, StagedState
 from tierfs.dcp.tensorbytes import PLAIN_TYPES, has_no_copy, is_quantized, lies_nowhere, problem_of, refuse_unusual
 from tierfs.errors import InvalidInputError
 
-__all__ = ["stage"]
-
 _logger = logging.getLogger("tierfs.dcp")
 
 

@@ -19,26 +19,6 @@ from tierfs.device.accelerator import as_bytes
 from tierfs.digest import Buffer
 from tierfs.errors import InvalidInputError
 
-__all__ = [
-    "PLAIN_TYPES",
-    "SAFETENSORS_NAMES",
-    "bytes_of",
-    "has_no_copy",
-    "has_shared_elements",
-    "has_size_in_plans",
-    "in_safetensors",
-    "in_torch",
-    "is_quantized",
-    "lacks_quantizer",
-    "lies_nowhere",
-    "narrowed",
-    "plain_bytes",
-    "problem_of",
-    "refuse_unusual",
-    "tensor_in",
-    "writable_bytes",
-]
-
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Classes of tensors that hold no more than a plain tensor."""
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {

@@ -34,8 +34,6 @@ from tierfs.store import (
 )
 from tierfs.store.transfers import transfers
 
-__all__ = ["TierStorage", "TierStorageConfig"]
-
 
 @dataclass
 class TierStorageConfig(StorageConfig):  # type: ignore[misc]  # its classes may be unknown here

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import metadata_file
-from tierfs.dcp.metadata import BytesPlace
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu_staging import GpuStaging
@@ -40,8 +40,6 @@ from tierfs.gc_pause import Uncollected
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, status
 from tierfs.store.commit import Commits
-
-__all__ = ["TierWriter"]
 
 YIELD_S = 0.001
 LAYOUTS = ("tierfs", "dcp")

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["ByteStream", "standard_library_text"]
-
 _CORPUS_SIZE_MAX = 16 * 2**20
 _SKIPPED = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 

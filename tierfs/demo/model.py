@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["ByteGPT", "ModelShape", "shape_for"]
-
 VOCABULARY = 256
 CONTEXT = 128  # bytes that the model sees at once
 _DROPOUT = 0.1  # of the activations after the embedding and each half of a block

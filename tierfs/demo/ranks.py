@@ -23,8 +23,6 @@ from typing import Any
 
 from tierfs.errors import TierfsError
 
-__all__ = ["RankGroup"]
-
 _POLL_S = 0.2
 _GRACE_S = 2.0  # time for the other ranks to report the same failure
 _KILL_S_MAX = 30.0  # only a process that is stuck in the kernel needs this long

@@ -8,8 +8,6 @@ from typing import Any
 
 from tierfs.units import format_bytes
 
-__all__ = ["CompletedSave", "LossRow", "Proof", "Report", "compare_losses"]
-
 _ROWS_BEFORE = 3
 _ROWS_AFTER = 6
 _ROWS_UNEQUAL_MAX = 10

@@ -20,8 +20,6 @@ from tierfs.session import init, open_store, parse_url
 from tierfs.store import usage
 from tierfs.units import format_bytes
 
-__all__ = ["Demo", "DemoPlan", "DemoRun", "say"]
-
 _WORLD_SIZE = 2
 _TERMINATED = 128 + signal.SIGTERM
 

@@ -36,8 +36,6 @@ from tierfs.train import Every, Manager, Preemption, TrainState
 from tierfs.train.digests import digests_of
 from tierfs.train.randomness import reseed
 
-__all__ = ["HaltingSavePlanner", "main"]
-
 _BATCH = 4
 _SEED = 0
 _LEARNING_RATE = 1e-3

@@ -19,19 +19,6 @@ from tierfs.device.copies import copy_pieces
 from tierfs.device.digests import hash_blocks
 from tierfs.errors import CapacityError, StoreError
 
-__all__ = [
-    "GPU_FAILURES",
-    "Accelerator",
-    "CudaAccelerator",
-    "Event",
-    "accelerator_of",
-    "as_bytes",
-    "has_accelerator",
-    "register_accelerator",
-    "view_of",
-]
-
-
 GPU_FAILURES = CapacityError, StoreError, torch.cuda.OutOfMemoryError
 """After these, the host does the GPU's work: it has no memory left, or cannot compile the kernels."""
 LARGE_BYTES = 1 << 20

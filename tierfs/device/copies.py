@@ -10,8 +10,6 @@ import torch
 
 from tierfs.device.kernel_launch import function, launch
 
-__all__ = ["PIECE_BYTES", "THREADS", "copy_pieces", "piece_table"]
-
 PIECE_BYTES = 1 << 20
 """Most bytes that one thread block copies. 20 GB take 20,000 thread blocks, far more than run at once."""
 THREADS = 512

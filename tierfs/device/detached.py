@@ -10,8 +10,6 @@ import contextlib
 import copy
 from typing import TypeVar
 
-__all__ = ["detached"]
-
 _E = TypeVar("_E", bound=BaseException)
 
 

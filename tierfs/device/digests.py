@@ -17,8 +17,6 @@ from tierfs.device.kernel_launch import function, launch
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import InvalidInputError
 
-__all__ = ["DIGEST_BYTES", "cut_blocks", "hash_blocks"]
-
 DIGEST_BYTES = DigestKind.XXH3_128.size
 
 Addresses: TypeAlias = npt.NDArray[np.uint64]

@@ -22,8 +22,6 @@ from tierfs.device.pins import Pins
 from tierfs.errors import InvalidInputError
 from tierfs.units import parse_size
 
-__all__ = ["Drain", "DrainPiece", "Gate", "drain_of"]
-
 PIECE_BYTES = 32 << 20
 FINISH_S = 30.0
 """Seconds in all that a closed gate delays one drain. After that, the drain continues."""

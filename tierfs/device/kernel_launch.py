@@ -17,8 +17,6 @@ import torch
 
 from tierfs.errors import InvalidInputError, StoreError
 
-__all__ = ["KERNELS", "Argument", "function", "launch"]
-
 KERNELS = Path(__file__).with_name("kernels")
 OPTIONS = ("-std=c++17",)
 

@@ -14,8 +14,6 @@ import torch
 from tierfs.device.accelerator import Accelerator
 from tierfs.errors import TierfsError
 
-__all__ = ["Pins"]
-
 PIN_BYTES_MAX = 64 << 30
 """Registrations of more than this in one call fail on some drivers."""
 

@@ -31,17 +31,6 @@ from tierfs.device.kernel_launch import function, launch
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import InvalidInputError
 
-__all__ = [
-    "THREADS",
-    "PlaneBlock",
-    "join_planes",
-    "join_planes_reference",
-    "parts_of",
-    "split_planes",
-    "split_planes_reference",
-    "table_of",
-]
-
 THREADS = 256
 # Bytes of one turn of a CUDA block. Each of its threads has 64 bytes in flight.
 _PART_BYTES = THREADS * 64

@@ -19,8 +19,6 @@ from tierfs.device.accelerator import Accelerator
 from tierfs.errors import CapacityError
 from tierfs.units import format_bytes
 
-__all__ = ["DeviceTier", "Generation", "Spot", "device_tiers"]
-
 ALIGN_BYTES = 4096
 GENERATIONS = 2
 

@@ -35,8 +35,6 @@ from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.processors import processors
 
-__all__ = ["BESIDE_TRAINING", "CaptureMode", "MemoryRegion", "Transfer", "fence_all"]
-
 SMALL_BYTES = 1 << 20
 """If all tensors of a region are shorter, they are gathered on the device and cross the link as one."""
 

@@ -8,8 +8,6 @@ from tierfs.device.accelerator import Accelerator, Event
 from tierfs.digest import CHUNK_BYTES
 from tierfs.processors import processors
 
-__all__ = ["Uploads"]
-
 
 class Uploads:
     """Two sets of buffers of one chunk each: one is filled while the other is copied. Not thread-safe.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     # A flusher answers its clients before it loads the store, because loading takes as long as starting.
     from tierfs.flusher.publish import StorePublisher
 
-__all__ = ["Access", "Connect", "Way"]
-
 _Done = TypeVar("_Done")
 _logger = logging.getLogger("tierfs.flush")
 

@@ -26,8 +26,6 @@ from tierfs.host.slab.ram import RamTier
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
 
-__all__ = ["build_engine"]
-
 _logger = logging.getLogger("tierfs.flush")
 
 

@@ -19,8 +19,6 @@ from tierfs.host.pending.record import SlotRef
 if TYPE_CHECKING:
     from tierfs.store.store import Store
 
-__all__ = ["FlushEngine"]
-
 _Work: TypeAlias = "Callable[[], dict[str, Any] | None]"
 
 

@@ -44,8 +44,6 @@ from tierfs.threads import start_daemon
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
 
-__all__ = ["Flusher"]
-
 SWEEP_S = 1.0
 # A request that waits for many drafts checks them for at most about a tenth of its time.
 LOOK_SHARE = 10

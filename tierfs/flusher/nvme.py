@@ -19,9 +19,8 @@ from tierfs.host.nvme.commit import EncodedDraft
 from tierfs.host.nvme.stored import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import Draft, SlotRef
-from tierfs.host.slab.segment import Slot, SlotState
-
-__all__ = ["NvmePersister"]
+from tierfs.host.slab.segment import Slot
+from tierfs.host.slab.table.table import SlotState
 
 # Chunks written to the arena at once. Each has one request at the disk at a time. Measured, docs/decisions/0046.
 WRITES_MAX = 6

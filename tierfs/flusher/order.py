@@ -12,8 +12,6 @@ import bisect
 from collections.abc import Iterator
 from typing import TypeAlias
 
-__all__ = ["ClosingOrder", "Turn"]
-
 Turn: TypeAlias = tuple[int, int, int]
 """The sort key of the closing order: see `Draft.turn`."""
 

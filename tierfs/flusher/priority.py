@@ -11,8 +11,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["NICER", "give_way"]
-
 NICER = 10
 # If this file exists, the kernel divides the processors among sessions. Nice values then count only within a session:
 # see sched(7).

@@ -31,8 +31,6 @@ from tierfs.store.tree.records import Observed, observe, publish
 from tierfs.store.tree.references import is_root
 from tierfs.store.write.preconditions import ensure_chunks_durable
 
-__all__ = ["PLANS_MAX", "StorePublisher"]
-
 PLANS_MAX = 10_000
 """Number of files whose plan is kept. If a plan is dropped, the next save is encoded against an earlier save."""
 _logger = logging.getLogger("tierfs.store")

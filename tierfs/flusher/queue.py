@@ -20,8 +20,6 @@ from tierfs.host.slab.segment import Slot
 if TYPE_CHECKING:
     from tierfs.store.encode.contexts import ChunkContext
 
-__all__ = ["LARGE_BYTES_MIN", "FlushItem", "FlushQueue"]
-
 # Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
 # that to pay.
 LARGE_BYTES_MIN = 64 << 20

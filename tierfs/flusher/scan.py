@@ -13,9 +13,8 @@ from tierfs.flusher.state import FlushState
 from tierfs.format.keys import is_at_or_below
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.pending.scan import KEPT, damaged_segment
-from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
-
-__all__ = ["PendingScan"]
+from tierfs.host.slab.segment import Segment, Slot
+from tierfs.host.slab.table.table import SlotKind, SlotState
 
 # Seconds between walks over all drafts. A look at the changes returns each draft once, so an error after it would leave
 # the draft behind.

@@ -30,8 +30,6 @@ from tierfs.host.rpc.protocol import LOCK_NAME
 if TYPE_CHECKING:
     from tierfs.flusher.engine import FlushEngine
 
-__all__ = ["Peer", "Service"]
-
 CONNECTIONS_MAX = 256  # each has a thread
 FIRST_CLIENT_S = 5.0  # least time for the client that started the flusher to connect, even with a shorter linger
 # How long to wait for the lock. A process that looks for a flusher holds it for an instant, and a retiring flusher

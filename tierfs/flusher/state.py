@@ -20,9 +20,8 @@ from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Slot, SlotState
-
-__all__ = ["FlushState", "UnreadSegmentError"]
+from tierfs.host.slab.segment import Slot
+from tierfs.host.slab.table.table import SlotState
 
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0

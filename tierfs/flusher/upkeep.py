@@ -17,8 +17,6 @@ from tierfs.threads import start_daemon
 if TYPE_CHECKING:
     from tierfs.store.store import Store  # a flusher answers its clients before it loads the store
 
-__all__ = ["Upkeep", "UpkeepPolicy"]
-
 # Interval between checks for due work, and the longest run of scrubbing before the next check.
 TURN_S = 60.0
 SCRUB_AGE_S = 7 * 86400.0

@@ -15,13 +15,12 @@ from tierfs.flusher.state import FlushState, read_slot
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef, local_name
-from tierfs.host.slab.segment import Slot, SlotState
+from tierfs.host.slab.segment import Slot
+from tierfs.host.slab.table.table import SlotState
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
     from tierfs.store.encode.contexts import ChunkContext, ReadRow
-
-__all__ = ["Uploader", "uploads_at_once"]
 
 # A connection to a cloud carries some tens of MB/s, however fast the host is. Each upload takes two chunks' memory.
 UPLOADS_MIN = 4

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from tierfs.errors import FormatError
 from tierfs.format.manifest import Manifest
 
-__all__ = ["ROOT", "SEQUENCE_MAX", "SaveMark", "is_save_id", "named_files", "turn_of"]
-
 ROOT = ".metadata"
 """The file in a checkpoint's directory that holds its metadata. It is published last."""
 SEQUENCE_MAX = (1 << 63) - 1

@@ -15,8 +15,6 @@ from tierfs.digest import Buffer
 from tierfs.errors import FormatError, InvalidInputError
 from tierfs.format.header import Kind, check_writable, header, open_plain, seal
 
-__all__ = ["COLLECTOR_BYTES_MAX", "NOBODY", "Collector", "EpochState"]
-
 NOTES_BYTES_MAX = 1 << 20
 COLLECTOR_BYTES_MAX = NOTES_BYTES_MAX + 256
 DURATION_S_MAX = 3600

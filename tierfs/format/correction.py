@@ -16,8 +16,6 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX
 from tierfs.format.header import CHECKSUM_BYTES, HEADER_BYTES
 
-__all__ = ["CORRECTED_BYTES_MAX", "correct_descriptor", "correct_envelope", "correct_sealed"]
-
 CORRECTED_BYTES_MAX = 32 << 10
 _LENGTH_AT = 12  # offset of the envelope's length in its header
 

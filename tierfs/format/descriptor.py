@@ -16,8 +16,6 @@ from tierfs.errors import CorruptionError, FormatError
 from tierfs.format.header import VERSION
 from tierfs.format.manifest import INLINE_BYTES_MAX
 
-__all__ = ["Capabilities", "Descriptor"]
-
 DESCRIPTOR_BYTES_MAX = 64 * 1024
 _MAGIC = "tierfs-store"
 _UUID = re.compile(r"[0-9a-f]{32}")

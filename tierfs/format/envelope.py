@@ -14,18 +14,6 @@ from tierfs.errors import CorruptionError
 from tierfs.format.header import CHECKSUM_BYTES, HEADER_BYTES, Cursor, Kind, header, open_sealed, peek_kind, seal
 from tierfs.format.keys import NO_RECIPE, ChunkName
 
-__all__ = [
-    "BASES_MAX",
-    "ENVELOPE_BYTES_MAX",
-    "STORED_BYTES_MAX",
-    "BaseRange",
-    "Block",
-    "Envelope",
-    "block_count",
-    "envelope_bytes",
-    "recipe_of",
-]
-
 BASES_MAX = 64
 STORED_BYTES_MAX = CHUNK_BYTES + (1 << 16)
 """Largest size of a chunk object."""

@@ -14,19 +14,6 @@ from tierfs.digest import Buffer, DigestKind
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 from tierfs.format.keys import ChunkName, name_bytes
 
-__all__ = [
-    "CHECKSUM_BYTES",
-    "HEADER_BYTES",
-    "VERSION",
-    "Cursor",
-    "Kind",
-    "header",
-    "open_plain",
-    "open_sealed",
-    "peek_kind",
-    "seal",
-]
-
 MAGIC = b"\x89TIERFS\n"
 VERSION = 1
 HEADER_BYTES = 16

@@ -14,36 +14,6 @@ from tierfs import digest
 from tierfs.digest import DigestKind
 from tierfs.errors import FormatError, InvalidInputError
 
-__all__ = [
-    "CHUNKS",
-    "COLLECTOR",
-    "DESCRIPTOR",
-    "GC",
-    "LEASES",
-    "LOST",
-    "PRIVATE",
-    "PROBE",
-    "REFERENCES",
-    "SCRUB",
-    "TREE",
-    "ChunkName",
-    "chunk_key",
-    "condemned_key",
-    "directory_prefix",
-    "inside",
-    "is_at_or_below",
-    "is_condemned_key",
-    "lease_key",
-    "marker_key",
-    "name_bytes",
-    "parse_chunk_key",
-    "parse_component",
-    "parse_record_key",
-    "record_key",
-    "references_key",
-    "validate_path",
-]
-
 PRIVATE = ".tierfs"
 DESCRIPTOR = f"{PRIVATE}/store.json"
 CHUNKS = f"{PRIVATE}/chunks/"

@@ -15,8 +15,6 @@ from tierfs.digest import Buffer, DigestKind
 from tierfs.format.header import Kind, check_writable, header, open_plain, seal
 from tierfs.format.keys import ChunkName, name_bytes
 
-__all__ = ["Condemned", "Lease", "NameTable"]
-
 HOST_BYTES_MAX = 255
 DURATION_S_MAX = 3600
 CONDEMNED_MAX = 1_000_000

@@ -20,20 +20,6 @@ from tierfs.format.envelope import BASES_MAX, STORED_BYTES_MAX
 from tierfs.format.header import Cursor, Kind, check_writable, header, open_sealed, peek_kind, seal
 from tierfs.format.keys import NO_RECIPE, ChunkName
 
-__all__ = [
-    "INLINE_BYTES_MAX",
-    "MANIFEST_BYTES_MAX",
-    "TOMBSTONE_BYTES",
-    "Manifest",
-    "Record",
-    "Row",
-    "Tombstone",
-    "content_digest",
-    "decode_record",
-    "decode_rows",
-    "encode_rows",
-]
-
 INLINE_BYTES_MAX = 64 * 1024
 METADATA_BYTES_MAX = 64 * 1024
 MANIFEST_BYTES_MAX = 16 << 20

@@ -8,8 +8,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from tierfs.digest import BLOCK_BYTES
 
-__all__ = ["ANY_SHARE", "EXACT_SHARE", "WHOLE_SHARE", "BlockTargets", "Part", "block_runs", "by_chunk", "runs_of"]
-
 # The share of a chunk that a read has to want for the whole chunk to be fetched. EXACT_SHARE is for callers that know
 # they want nothing else of the chunk: they get at most 10 % more bytes than wanted, besides the rest of partly wanted
 # blocks. ANY_SHARE is for callers that will soon want the rest: the whole chunk is fetched at once.

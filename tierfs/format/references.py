@@ -14,8 +14,6 @@ from tierfs.digest import Buffer, DigestKind
 from tierfs.format.header import Kind, check_writable, header, open_plain, seal
 from tierfs.format.keys import name_bytes
 
-__all__ = ["CHECK_BYTES", "RECORDS_MAX", "REFERENCED_MAX", "REFERENCES_BYTES_MAX", "ReferenceList", "record_check"]
-
 RECORDS_MAX = 1_000_000
 REFERENCED_MAX = 1_000_000
 CHECK_BYTES = 16

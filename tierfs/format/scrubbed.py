@@ -14,8 +14,6 @@ from tierfs.digest import Buffer
 from tierfs.errors import FormatError
 from tierfs.format.header import Kind, check_writable, header, open_plain, seal
 
-__all__ = ["SCRUB_BYTES_MAX", "PrefixState", "ScrubRecord"]
-
 NOTES_BYTES_MAX = 4 << 20
 SCRUB_BYTES_MAX = NOTES_BYTES_MAX + 256
 

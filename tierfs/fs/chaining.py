@@ -17,8 +17,6 @@ try:
 except ImportError:
     from fsspec.implementations.cached import CachingFileSystem as ChainedFileSystem
 
-__all__ = ["Chained"]
-
 
 class _Instances(_Cached):
     """Makes one instance for all URLs that differ only in their paths, so that these share stores and caches."""

@@ -16,8 +16,6 @@ from tierfs.fs.threads import run_in_thread
 from tierfs.store import Store
 from tierfs.store.transfers import transfers
 
-__all__ = ["Changing"]
-
 
 class Changing(Reading):
     """The part of `TierFileSystem` that changes the tree. Data moves only between different stores."""

@@ -32,8 +32,6 @@ from tierfs.host.pending.levels import Level
 from tierfs.session.url import TRUE
 from tierfs.store import WriteMode, Writer
 
-__all__ = ["TierFileSystem"]
-
 _TEXT = ("encoding", "errors", "newline")
 
 

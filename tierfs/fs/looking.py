@@ -20,8 +20,6 @@ from tierfs.fs.threads import run_in_thread
 from tierfs.gc_pause import Uncollected
 from tierfs.store import Entry
 
-__all__ = ["Looking", "describe"]
-
 
 class Looking(PathSpace):
     """The part of `TierFileSystem` that describes files and directories."""

@@ -26,8 +26,6 @@ from tierfs.session import Location, TierOptions, open_store
 from tierfs.session.url import LOCAL, TRUE, asks_to_create, named_location, split_url, strip, target_url
 from tierfs.store import Store
 
-__all__ = ["PathSpace", "is_hint"]
-
 _FALSE = ("", "0", "false", "no", "off")
 _FSSPEC_OPTIONS = frozenset(
     {

@@ -18,8 +18,6 @@ from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import ROOT
 from tierfs.store import Reader
 
-__all__ = ["ReadFile"]
-
 READ_AHEAD_BLOCKS = 4
 SMALL_READ_BYTES_MAX = READ_AHEAD_BLOCKS * BLOCK_BYTES
 CACHED_BLOCKS_MAX = 8

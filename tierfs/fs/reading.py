@@ -19,8 +19,6 @@ from tierfs.fs.threads import run_in_thread
 from tierfs.localfile import replacing, write_all
 from tierfs.store import Entry, Reader
 
-__all__ = ["Reading"]
-
 COPY_BYTES = 16 << 20
 
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from tierfs._fork import PerProcess
 from tierfs.store.transfers import Transfers
 
-__all__ = ["run_in_thread"]
-
 _Out = TypeVar("_Out")
 
 CALLS_MAX = 16

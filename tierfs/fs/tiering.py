@@ -8,8 +8,6 @@ from tierfs import store as verbs
 from tierfs.fs.changing import Changing
 from tierfs.host.pending.levels import Level
 
-__all__ = ["Tiering"]
-
 
 class Tiering(Changing):
     """The part of `TierFileSystem` that has no counterpart in fsspec."""

@@ -8,8 +8,6 @@ from fsspec.transaction import Transaction
 
 from tierfs.errors import AlreadyExistsError, InvalidInputError
 
-__all__ = ["TierTransaction"]
-
 
 class TierTransaction(Transaction):
     """The files of a transaction, written and not published yet.

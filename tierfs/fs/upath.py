@@ -7,8 +7,6 @@ from typing import Any
 import fsspec
 from upath import UPath
 
-__all__ = ["TierPath"]
-
 fsspec.get_filesystem_class("tierfs")  # load it: `UPath` splits URLs by the rules of loaded filesystems
 
 

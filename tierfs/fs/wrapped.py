@@ -13,8 +13,6 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.fs.readfile import ReadFile
 from tierfs.fs.writefile import WriteFile
 
-__all__ = ["CompressedFile", "TextFile"]
-
 
 class TextFile(io.TextIOWrapper):
     """A handle in text mode. After an exception in ``with``, or if dropped unclosed, it publishes nothing."""

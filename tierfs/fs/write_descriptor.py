@@ -9,8 +9,6 @@ from collections.abc import Callable
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import StoreError
 
-__all__ = ["WriteDescriptor"]
-
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 

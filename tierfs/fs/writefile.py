@@ -18,8 +18,6 @@ from tierfs.errors import StoreError
 from tierfs.fs.write_descriptor import WriteDescriptor
 from tierfs.store import Writer
 
-__all__ = ["WriteFile"]
-
 # Most frames between a `with` and the handle that it closes: a text wrapper, a compressor, a list of both.
 FRAMES_MAX = 6
 _logger = logging.getLogger("tierfs.fs")

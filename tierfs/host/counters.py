@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-__all__ = ["Counters"]
-
 _logger = logging.getLogger("tierfs.flush")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-__all__ = ["Extents"]
-
 
 class Extents:
     """The free and allocated parts of a region, in units of ``align``. First fit or last fit. Not thread-safe.

@@ -6,8 +6,6 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["filesystem_of", "flush_directory", "is_durable", "is_network"]
-
 UNKNOWN = "unknown"
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(r"\\([0-7]{3})")  # the kernel's escape for a space, tab, line feed or backslash in a mount point

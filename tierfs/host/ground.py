@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["PAGE_BYTES", "Faults", "no_faults"]
-
 PAGE_BYTES = 4096
 """Alignment of all data in the local tiers."""
 

@@ -27,8 +27,6 @@ from tierfs.host.filesystems import filesystem_of, is_network
 from tierfs.host.private import entries_of, make_private, refused
 from tierfs.host.segment_folder import FALLBACK, SegmentFolder
 
-__all__ = ["SMALL_SHM", "ExclusiveLock", "Host", "state_directory"]
-
 SMALL_SHM = (
     "Shared memory is too small; segments are kept in the state directory instead. Staging will be slower. Give the "
     "container a larger /dev/shm."

@@ -13,8 +13,6 @@ from tierfs.host.filesystems import flush_directory
 from tierfs.host.host import Host
 from tierfs.host.private import refused
 
-__all__ = ["PLACE_FILE", "DamagedPlaceError", "check", "claim", "places_in"]
-
 PLACE_FILE = "place.json"
 _logger = logging.getLogger("tierfs.local")
 

@@ -17,8 +17,6 @@ from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import StoreError
 
-__all__ = ["NameLocks"]
-
 # Longer than a slow fetch of a chunk, so that only a stopped fetch is repeated.
 PATIENCE_S = 20.0
 # A waiter overshoots the fetch by at most a fifth of its wait, and by at most the longest pause.

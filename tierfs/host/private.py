@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tierfs.errors import CapacityError, ReadOnlyError, StoreError, TierfsError
 
-__all__ = ["NO_RIGHTS", "NO_ROOM", "check_private", "entries_of", "explain", "make_private", "refused"]
-
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_RIGHTS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 

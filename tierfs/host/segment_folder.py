@@ -20,8 +20,6 @@ from tierfs.clock import boot_id
 from tierfs.errors import StoreError, TierfsError
 from tierfs.host.private import entries_of, make_private, refused
 
-__all__ = ["FALLBACK", "STATE_FILE", "SegmentFolder", "said_of"]
-
 SEGMENT_FOLDERS_MAX = 16
 STATE_BYTES_MAX = 16384
 FALLBACK = "segments"

@@ -23,11 +23,9 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.pending.scan import PendingDrafts
 from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import SlotKind, SlotState
+from tierfs.host.slab.table.table import SlotKind, SlotState
 from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
 from tierfs.units import format_bytes
-
-__all__ = ["Tiers"]
 
 ASK_AGAIN_S = 0.05  # pause before the next request to a flusher that did not know the draft
 

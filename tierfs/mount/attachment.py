@@ -17,8 +17,6 @@ from pathlib import Path
 
 from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
 
-__all__ = ["KIND", "attach", "detach", "mounted_at", "set_readahead"]
-
 DEVICE = "/dev/fuse"
 HELPER = "fusermount3"
 KIND = "fuse.tierfs"

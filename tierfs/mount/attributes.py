@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 
 from tierfs.store import Entry
 
-__all__ = ["DIRECTORY_MODE", "KEY", "MODE_BITS", "Attributes", "attributes_of", "new_attributes", "with_posix"]
-
 KEY = "posix"
 MODE_BITS = 0o777
 FILE_MODE, DIRECTORY_MODE, FOREIGN_MODE = 0o644, 0o755, 0o444

@@ -7,8 +7,6 @@ import logging
 
 from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 
-__all__ = ["errno_of", "refusal"]
-
 # Errors that programs cause and handle in normal use. They are not logged, except conflicts.
 _ORDINARY = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENODATA, errno.EOPNOTSUPP, errno.ESTALE, errno.EPERM}
 _ORDINARY |= {errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EACCES, errno.ENAMETOOLONG, errno.ENOSYS}

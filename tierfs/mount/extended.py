@@ -21,8 +21,6 @@ from tierfs.mount.nodes import Node
 from tierfs.mount.state import MountState
 from tierfs.store.read.reader import expand_rows
 
-__all__ = ["PREFIX", "Extended"]
-
 PREFIX = "user.tierfs."
 FILE_NAMES = ("digest", "level", "tier", "stored")
 ROOT_NAMES = ("url", "pid", "pending")

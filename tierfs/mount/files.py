@@ -26,8 +26,6 @@ from tierfs.store import Entry, WriteMode, Writer
 from tierfs.store.write.staging import is_staged
 from tierfs.units import format_bytes
 
-__all__ = ["Files"]
-
 AHEAD_RAM_BYTES = 2 * AHEAD_MAX * CHUNK_BYTES
 """Room for two chunks of each of `AHEAD_MAX` files: one that is being filled, and one more."""
 _logger = logging.getLogger("tierfs.mount")

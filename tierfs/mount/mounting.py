@@ -27,8 +27,6 @@ from tierfs.mount.extended import FLUSH, PREFIX
 from tierfs.mount.process import FLUSH_S, MountOptions
 from tierfs.session import TierOptions
 
-__all__ = ["Mount", "mount", "start", "unmount"]
-
 START_S = 60.0
 END_S = 15.0
 WAIT_S_MAX = 1_000_000.0

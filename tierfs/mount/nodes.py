@@ -18,8 +18,6 @@ from tierfs.mount.reading import ReadAhead
 from tierfs.mount.staging import StagedInode
 from tierfs.store import Entry, Reader
 
-__all__ = ["ROOT_ID", "Handle", "Node", "Nodes", "child_path", "version_of"]
-
 ROOT_ID = 1
 CHANGES_MAX = 4096
 

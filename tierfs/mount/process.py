@@ -27,8 +27,6 @@ from tierfs.mount.state import MountState
 from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.session.url import asks_to_create
 
-__all__ = ["FLUSH_S", "MountOptions", "serve", "serve_from_stdin"]
-
 FLUSH_S = 45.0
 """Seconds that ending a mount may take. Slurm and Kubernetes usually wait longer between SIGTERM and SIGKILL."""
 READY_S = 30.0

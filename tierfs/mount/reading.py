@@ -14,8 +14,6 @@ from tierfs.buffers import Buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.store import Reader
 
-__all__ = ["ReadAhead", "Views"]
-
 PIECE_BYTES = 4 * BLOCK_BYTES
 # Pieces around the position of a sequential reader. Its requests arrive slightly out of order.
 AHEAD_PIECES = 2

@@ -18,8 +18,6 @@ from tierfs.mount.state import VALID_S, MountState
 from tierfs.mount.tree import NAME_MAX, NameTree
 from tierfs.mount.wire import DirectoryEntry, Opcode, RequestHeader, SetAttr
 
-__all__ = ["NO_ANSWER", "SLOW", "Answer", "Requests"]
-
 Answer: TypeAlias = "bytes | Views | None"
 NO_ANSWER = frozenset({Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT})
 SLOW = frozenset(

@@ -23,8 +23,6 @@ from tierfs.mount.requests import NO_ANSWER, SLOW, Answer
 from tierfs.mount.wire import HEADER_BYTES, MAX_WRITE, OUT_HEADER, Opcode, RequestHeader
 from tierfs.threads import start_daemon
 
-__all__ = ["Server"]
-
 THREADS_FIRST = 2
 THREADS_MAX = 32
 LOST_MAX = 64

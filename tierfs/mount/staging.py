@@ -28,8 +28,6 @@ from tierfs.format.manifest import Manifest
 from tierfs.mount.errnos import refusal
 from tierfs.store import Reader, Writer
 
-__all__ = ["AHEAD_MAX", "StagedInode", "replaces"]
-
 COPY_BYTES = 8 << 20
 AHEAD_FROM_BYTES = 2 * BLOCK_BYTES
 """For a smaller file, it does not pay to read the record of its path before ``close``."""

@@ -15,8 +15,6 @@ from tierfs.host.pending.levels import Level
 from tierfs.mount.nodes import Node, Nodes
 from tierfs.store import Store
 
-__all__ = ["VALID_S", "VALID_SETTLED_S", "MountState"]
-
 VALID_S = 1.0
 VALID_SETTLED_S = 60.0
 # The kernel creates a file right after a lookup that found nothing, unless it has that answer in its cache.

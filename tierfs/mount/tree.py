@@ -30,8 +30,6 @@ from tierfs.store import Entry
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe_marker
 
-__all__ = ["NAME_MAX", "NO_REPLACE", "NameTree"]
-
 NAME_MAX = keys.COMPONENT_BYTES_MAX
 NO_REPLACE = 1
 ATTEMPTS_MAX = 5

@@ -13,39 +13,6 @@ from typing import NamedTuple
 
 from tierfs.mount.attributes import Attributes
 
-__all__ = [
-    "ATTR_OUT",
-    "CREATE_IN",
-    "ENTRY_BYTES_MIN",
-    "FALLOCATE_IN",
-    "FORGET_ONE",
-    "HEADER_BYTES",
-    "INIT_FLAGS",
-    "KEEP_CACHE",
-    "MAX_WRITE",
-    "NEGATIVE",
-    "NO_FLUSH",
-    "OPEN_IN",
-    "OPEN_OUT",
-    "OUT_HEADER",
-    "READ_IN",
-    "RENAME2_IN",
-    "U32X2",
-    "U64",
-    "WRITE_BYTES",
-    "DirectoryEntry",
-    "Opcode",
-    "RequestHeader",
-    "SetAttr",
-    "Valid",
-    "attr_out",
-    "directory_page",
-    "entry_out",
-    "init_out",
-    "name_and_rest",
-    "statfs_out",
-]
-
 MAJOR, MINOR = 7, 31
 MAX_WRITE = 1 << 20
 MAX_PAGES = MAX_WRITE // 4096

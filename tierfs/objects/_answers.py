@@ -13,18 +13,6 @@ from dataclasses import dataclass
 
 from tierfs.errors import AlreadyExistsError, CapacityError, ReadOnlyError, StoreError, TierfsError
 
-__all__ = [
-    "BY_CLASS",
-    "BY_CODE",
-    "BY_TEXT",
-    "DENIED",
-    "NOT_ACCEPTED",
-    "NO_BUCKET_GCS",
-    "NO_PROFILE",
-    "THROTTLED",
-    "Meaning",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Meaning:

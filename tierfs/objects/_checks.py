@@ -7,8 +7,6 @@ from datetime import datetime
 from tierfs.errors import ConflictError, CorruptionError
 from tierfs.objects.protocol import Version
 
-__all__ = ["check_end", "check_limit", "check_version", "nanoseconds"]
-
 
 def check_version(key: str, found: Version | None, wanted: Version | None) -> None:
     """Check that an object has the wanted version, if one is given.

@@ -8,8 +8,6 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 
-__all__ = ["locked"]
-
 _STRIPES = 1024  # a few dozen concurrent writes rarely share a lock by chance
 
 _locks: dict[type, tuple[threading.RLock, ...]] = {}

@@ -24,8 +24,6 @@ from tierfs.errors import (
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.protocol import OVERWRITE, Checksum, ObjectInfo, ObjectTier, PutMode
 
-__all__ = ["ALGORITHMS", "checksum_for", "compute", "put_checked", "put_idempotent", "verify_checksum"]
-
 
 def _crc64nvme(data: Sequence[Buffer]) -> bytes:
     from awscrt import checksums  # noqa: PLC0415 - an extra, used for S3 only

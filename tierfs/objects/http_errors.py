@@ -38,8 +38,6 @@ from tierfs.objects._answers import (
 )
 from tierfs.objects.os_errors import translate_os_error
 
-__all__ = ["cause_of", "refused_options", "translate_client_error", "translated_client"]
-
 _CAUSES_MAX = 8
 _PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
 

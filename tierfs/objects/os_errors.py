@@ -16,8 +16,6 @@ from tierfs.errors import (
 )
 from tierfs.gc_pause import untied
 
-__all__ = ["translate_os_error", "translated"]
-
 _TRANSIENT = frozenset({
     errno.EAGAIN,
     errno.EBUSY,

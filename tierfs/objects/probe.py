@@ -21,8 +21,6 @@ from tierfs.objects.checksums import compute
 from tierfs.objects.protocol import CREATE, OVERWRITE, Checksum, ObjectInfo, ObjectTier, PutMode, Update
 from tierfs.objects.wrappers.retry import RetryingObjects
 
-__all__ = ["Finding", "Findings", "probe"]
-
 _CONTENT = b"tierfs tries what this endpoint heeds. "
 _REFUSED = "a request whose condition held was refused"
 _logger = logging.getLogger("tierfs.objects")

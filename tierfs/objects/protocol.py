@@ -14,25 +14,6 @@ from typing import NewType, Protocol, TypeAlias
 from tierfs.digest import Buffer
 from tierfs.format.descriptor import Capabilities
 
-__all__ = [
-    "CREATE",
-    "OVERWRITE",
-    "Checksum",
-    "Create",
-    "Listed",
-    "ObjectInfo",
-    "ObjectTier",
-    "Overwrite",
-    "Prefix",
-    "PutMode",
-    "Range",
-    "Take",
-    "Update",
-    "Use",
-    "Version",
-    "objects_below",
-]
-
 Version = NewType("Version", str)
 """The object tier's name for one content of a key.
 

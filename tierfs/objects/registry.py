@@ -23,8 +23,6 @@ from tierfs.objects.wrappers.throttle import LimitedObjects
 if TYPE_CHECKING:
     from tierfs.objects.backends.cloud import CloudObjects
 
-__all__ = ["OPTIONS", "connect"]
-
 OPTIONS = ("verify_writes",)
 """Options that tierfs interprets itself and does not pass to the filesystem: see `tierfs.objects.wrappers.verify`."""
 

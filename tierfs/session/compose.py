@@ -21,8 +21,6 @@ from tierfs.store.store import Store
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
 
-__all__ = ["compose", "forget_tiers", "open_tiers", "state_of", "tier_settings", "verify_writes"]
-
 _logger = logging.getLogger("tierfs.store")
 open_tiers: dict[tuple[str, tuple[str, ...], TierOptions], Tiers] = {}
 """The local tiers in use by this process, by store, place and options."""

@@ -12,8 +12,6 @@ from tierfs.objects.protocol import Update
 from tierfs.session.open import known_descriptor
 from tierfs.session.url import Location, target_url
 
-__all__ = ["mend_descriptor"]
-
 
 def mend_descriptor(location: Location, *, dry_run: bool = False) -> str:
     """Repair the descriptor of the store whose root is here, if it is damaged.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
     from tierfs.session.tiers import Launcher
 
-__all__ = ["finish", "finish_at_exit"]
-
 # A flusher process outlives this process; a flusher thread does not.
 WAIT_S = 2.0
 WAIT_FOR_THREAD_S = 60.0

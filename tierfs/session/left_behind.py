@@ -13,9 +13,6 @@ from tierfs.host.host import Host
 from tierfs.host.identity import PLACE_FILE, places_in
 from tierfs.objects.backends.local import DIRECTORY
 
-__all__ = ["check_nothing_is_left", "is_pending"]
-
-
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -68,7 +65,7 @@ def is_pending(state: Path, directory: Path) -> bool:
     # These modules import numpy, which takes a while.
     from tierfs.host.nvme.reader import NvmeReader  # noqa: PLC0415
     from tierfs.host.slab.ram import RamTier  # noqa: PLC0415
-    from tierfs.host.slab.segment import SlotState  # noqa: PLC0415
+    from tierfs.host.slab.table.table import SlotState  # noqa: PLC0415
 
     try:
         nvme, ram = NvmeReader(directory), RamTier(Host(state), directory.name, budget_bytes=0, clock=SystemClock())

@@ -27,8 +27,6 @@ from tierfs.store.create import LEASE_S, check_digests, check_times, create_stor
 from tierfs.store.offline import LOOK_S, KnownStores, within
 from tierfs.store.store import Store
 
-__all__ = ["init", "known_descriptor", "open_bare", "open_store"]
-
 NESTED_LOOKED_AT_MAX = 10_000
 _logger = logging.getLogger("tierfs.store")
 _stores: dict[tuple[str, str], Store] = {}

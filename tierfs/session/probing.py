@@ -16,8 +16,6 @@ from tierfs.objects.probe import Finding, Findings
 from tierfs.session.open import open_store
 from tierfs.session.url import LOCAL, Location, target_url
 
-__all__ = ["ProbeReport", "probe_store"]
-
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:

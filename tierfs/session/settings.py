@@ -23,8 +23,6 @@ from tierfs.host.slab.memory import memory_limit
 from tierfs.store.encode.codecs import AUTO, Codecs
 from tierfs.units import bounded_timeout, format_bytes, parse_share, parse_size
 
-__all__ = ["ResolvedTiers", "TierOptions", "from_environment", "ranks_here", "resolve", "size_of"]
-
 RAM_SHARE = "25%"
 NVME_SHARE = "10%"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the system's

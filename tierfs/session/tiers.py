@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
     from tierfs.flusher.server import Service
 
-__all__ = ["Launcher", "LaunchingClient", "TieredStore", "home_of", "may_hide", "publisher_of", "tiers_for"]
-
 LINGER_S = 10.0
 _logger = logging.getLogger("tierfs.store")
 

@@ -36,17 +36,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = [
-    "Location",
-    "asks_to_create",
-    "configured_tiers",
-    "named_location",
-    "parse_url",
-    "split_url",
-    "strip",
-    "target_url",
-]
-
 LOCAL = ("file", "local")
 TRUE = ("1", "true", "yes", "on")
 _TABLES = {"stores", "tiers"}

@@ -19,8 +19,6 @@ from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import Observed, observe_listed
 from tierfs.store.tree.walk import live_records
 
-__all__ = ["PENDING", "AnnouncedSaves", "Waiting"]
-
 PENDING = ".pending"
 """Name of the subdirectory of a checkpoint that holds its announced saves."""
 NAMED_MAX = 3  # in a message

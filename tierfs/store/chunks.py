@@ -24,8 +24,6 @@ from tierfs.store.read.lookup import DAMAGED, GENERATIONS_MAX, are_there, inspec
 from tierfs.store.soundness import is_sound
 from tierfs.store.store import Store
 
-__all__ = ["ChunkSend", "rescue", "store_chunk"]
-
 LOOK_BYTES_MIN = 1 << 20
 _logger = logging.getLogger("tierfs.store")
 

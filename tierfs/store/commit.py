@@ -36,8 +36,6 @@ from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows,
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.writer import WriteMode, Writer
 
-__all__ = ["PART", "Commits", "part_of"]
-
 # Manifest metadata of a file that a checkpoint may have to wait for. "in place" marks a file that is in the object tier
 # before the coordinator is told of it, so that no checkpoint waits for it.
 PART: Mapping[str, object] = {"checkpoint_part": True}

@@ -12,8 +12,6 @@ from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, ObjectTier
 
-__all__ = ["check_digests", "check_times", "create_store", "read_descriptor"]
-
 LEASE_S, LEASE_S_MAX = 60, 3600
 GRACE_S, GRACE_S_MAX = 3600, 365 * 86400
 GRACE_LEASES, GRACE_LEASES_MIN = 6, 2

@@ -16,8 +16,6 @@ from typing import Any
 from tierfs.errors import TierfsError
 from tierfs.store.store import Store
 
-__all__ = ["leave_note", "read_notes"]
-
 _PREFIX, _SUFFIX = "device-", ".json"
 _SUMMED = (
     "budget_bytes",

@@ -27,8 +27,6 @@ from tierfs.format.manifest import Row
 from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version, objects_below
 
-__all__ = ["ChunkCheck", "LeaseCache"]
-
 KNOWN_MAX = 200_000
 LOOKS_AT_FIRST = 2
 LOOKS_EARNED = 3

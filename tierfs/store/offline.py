@@ -23,8 +23,6 @@ from tierfs.threads import start_daemon
 if TYPE_CHECKING:
     from tierfs.store.store import Store
 
-__all__ = ["LOOK_S", "KnownStores", "ask_briefly", "within"]
-
 LOOK_S = 5.0
 AWAY_S = 30.0
 _Answer = TypeVar("_Answer")

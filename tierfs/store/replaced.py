@@ -17,8 +17,6 @@ from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import observe_listed
 from tierfs.store.tree.walk import live_records
 
-__all__ = ["remove_replaced"]
-
 DIRECTORIES_MAX = 1000
 _logger = logging.getLogger("tierfs.store")
 

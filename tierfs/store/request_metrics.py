@@ -6,8 +6,6 @@ from typing import Any
 
 from tierfs.objects import LimitedObjects, MeasuredObjects, ObjectTier, PromisedObjects, RetryingObjects, WrappedObjects
 
-__all__ = ["request_metrics"]
-
 
 def request_metrics(objects: ObjectTier) -> dict[str, Any]:
     """Return the counts since the tier was created, as plain values.

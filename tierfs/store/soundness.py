@@ -27,8 +27,6 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
 
-__all__ = ["is_sound", "is_sound_base", "replaced_chunks"]
-
 _logger = logging.getLogger("tierfs.store")
 
 

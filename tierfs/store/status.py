@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tierfs.host.pending.record import Draft
     from tierfs.host.slab.ram import RamTier
 
-__all__ = ["status"]
-
 ASK_TIMEOUT_S = 5.0
 NO_NVME = "the flusher runs without it: %s"
 LOG_SAYS = "flusher.log in the store's state directory says why"

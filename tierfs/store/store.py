@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
     from tierfs.store.encode.encoder import Encoder
 
-__all__ = ["Store"]
-
 # Budget of the record cache: 1/RECORDS_SHARE of the memory that the process may use, within these bounds. A record
 # takes 800 bytes or more.
 RECORDS_SHARE = 32

@@ -13,8 +13,6 @@ from typing import Generic, TypeVar
 
 from tierfs._fork import PerProcess
 
-__all__ = ["Errand", "Transfers", "transfers"]
-
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 

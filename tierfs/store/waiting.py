@@ -15,8 +15,6 @@ from tierfs.units import bounded_timeout
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
 
-__all__ = ["discard_conflict", "level_of", "open_conflict", "wait"]
-
 
 def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) -> None:
     """Wait until this host's changes at or below ``path``, made before the call, have reached ``level``.

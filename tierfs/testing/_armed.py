@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["ArmedFaults"]
-
 
 class _Planned(Protocol):
     @property

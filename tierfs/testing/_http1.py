@@ -7,19 +7,6 @@ import re
 import sys
 from collections.abc import Awaitable, Callable
 
-__all__ = [
-    "BLANK_LINE",
-    "CHUNKED",
-    "INTERIM",
-    "PIECE_BYTES",
-    "REQUEST_LINE",
-    "STATUS_LINE",
-    "TO_THE_END",
-    "MessageReader",
-    "request_body_bytes",
-    "response_body_bytes",
-]
-
 PIECE_BYTES = 64 << 10
 HEAD_BYTES_MAX = 64 << 10  # a longer head is not treated as HTTP
 CHUNKED = -1

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from tierfs.objects.protocol import ObjectTier
 
-__all__ = ["flip_bit", "remove", "swap", "truncate"]
-
 
 def flip_bit(tier: ObjectTier, key: str, bit: int) -> None:
     """Flip one bit of an object.

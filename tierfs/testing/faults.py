@@ -31,8 +31,6 @@ from tierfs.objects.protocol import (
 from tierfs.objects.wrappers.wrapper import METHODS, WrappedObjects
 from tierfs.testing._armed import ArmedFaults
 
-__all__ = ["Fault", "FaultyObjects", "PlannedFault"]
-
 Answer = TypeVar("Answer")
 
 

@@ -50,8 +50,6 @@ from tierfs.objects.protocol import (
     Version,
 )
 
-__all__ = ["ObjectTierTests"]
-
 Answer = TypeVar("Answer")
 
 RACERS = 12

@@ -9,8 +9,6 @@ from typing import Literal
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["DUPLICATE_BYTES_MAX", "Aim", "PlannedTcpFault", "Side", "TcpFault"]
-
 Side = Literal["request", "response"]
 Aim = Callable[[str, str], bool]
 

@@ -37,8 +37,6 @@ from tierfs.testing._http1 import (
 )
 from tierfs.testing.tcpfaults import DUPLICATE_BYTES_MAX, Aim, PlannedTcpFault, Side, TcpFault
 
-__all__ = ["TcpFaultProxy"]
-
 _CONNECTIONS_MAX = 256  # more connections wait in the backlog, which has the same length
 _SERVER_TIMEOUT_S = 10.0  # to connect, and to answer a duplicate
 _STOP_TIMEOUT_S = 30.0

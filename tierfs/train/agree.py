@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from tierfs.errors import ConflictError
 
-__all__ = ["Agreed", "Agreement", "World"]
-
 SHARE_MAX = 0.001
 """The share of a step's time that an agreement may take."""
 APART_S_MAX = 2.0

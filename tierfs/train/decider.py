@@ -13,8 +13,6 @@ from tierfs.train.policies import Context, Preemption, SavePolicy
 from tierfs.train.signals import Signals
 from tierfs.train.timing import StepTimer
 
-__all__ = ["FULL", "LIGHT", "SaveDecider"]
-
 LIGHT, FULL = 1, 2
 """The kinds of saves. If ranks ask for both, they make the full one."""
 DEADLINE_GRACE_S = 120.0

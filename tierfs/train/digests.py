@@ -13,8 +13,6 @@ from tierfs.dcp.save.replicas import RemoteReplica
 from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.digest import CHUNK_BYTES, checksum
 
-__all__ = ["digests_of", "first_difference", "has_others", "leaves"]
-
 TENSOR, VALUE = "t", "v"
 """The first letter of a digest: of a tensor, or of another value."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

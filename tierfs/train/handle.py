@@ -17,8 +17,6 @@ from tierfs.store import level_of
 from tierfs.train.run import RunDirectory
 from tierfs.units import bounded_timeout
 
-__all__ = ["SaveHandle", "SaveOrder"]
-
 
 @dataclass(slots=True)
 class SaveOrder:

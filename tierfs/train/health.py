@@ -13,8 +13,6 @@ from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.train.agree import Agreed
 from tierfs.train.handle import SaveHandle
 
-__all__ = ["FailedSave", "Health"]
-
 ERRORS_MAX = 100
 WATCHED_MAX = 16
 LOOK_EVERY_S = 5.0

@@ -34,8 +34,6 @@ from tierfs.train.state import as_state
 from tierfs.train.timing import StepTimer
 from tierfs.units import TIMEOUT_S_MAX, bounded_timeout
 
-__all__ = ["Manager"]
-
 KINDS = ("light", "full")
 WAITING_MAX = 2
 """Saves that may be in flight: one that is being written, and one whose state is already copied."""

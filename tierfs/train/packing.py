@@ -18,8 +18,6 @@ from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.digest import Buffer
 from tierfs.errors import FormatError, InvalidInputError, TierfsError
 
-__all__ = ["pack", "unpack"]
-
 _HINT = "if you trust its source, import {modules}, and call torch.serialization.add_safe_globals([{name}]) first"
 _AS_THEY_ARE = (bool, int, float, str, type(None))
 

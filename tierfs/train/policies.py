@@ -13,19 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 from tierfs.checkpoint.retention import Every, Rule, SavedCheckpoint, parse_time
 from tierfs.errors import InvalidInputError
 
-__all__ = [
-    "Context",
-    "Deadline",
-    "KeepPolicy",
-    "Preemption",
-    "SavePolicy",
-    "YoungDaly",
-    "as_rules",
-    "as_save_policies",
-    "deadline_of",
-    "young_daly_s",
-]
-
 DEADLINES_S = (
     "SLURM_JOB_END_TIME",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",

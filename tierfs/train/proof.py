@@ -12,8 +12,6 @@ from tierfs.train.digests import first_difference
 from tierfs.train.restore import Restored
 from tierfs.train.run import RunDirectory
 
-__all__ = ["DIFFERENT", "SAME", "UNKNOWN", "PartCheck", "Prover", "ResumeReport", "encode_history", "history_in"]
-
 SAME, DIFFERENT, UNKNOWN = "same", "different", "not recorded"
 _OWN_PARTS = {"rng": "random generators", "loader": "data loader"}
 _ORDER = ("step", "learning rate", "model", "optimizer", "scheduler", "scaler", "random generators", "data loader")

@@ -10,8 +10,6 @@ import torch
 
 from tierfs.digest import checksum
 
-__all__ = ["generators", "reseed", "set_generators"]
-
 
 def generators() -> dict[str, Any]:
     """Return the state of each generator by name, as plain values and tensors."""

@@ -6,8 +6,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tierfs.errors import TierfsError
 
-__all__ = ["reason_of"]
-
 
 def reason_of(error: BaseException) -> Exception:
     """Return the failure of a save or load as an `Exception`.

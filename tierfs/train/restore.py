@@ -22,8 +22,6 @@ from tierfs.train.reasons import reason_of
 from tierfs.train.run import ABOUT, OWN, About, RunDirectory
 from tierfs.train.state import DictState, TrainState, Wanted, as_state
 
-__all__ = ["Restored", "Restorer"]
-
 _PASSED_OVER = (CorruptionError, FormatError, NotFoundError)
 """Errors of the checkpoint itself. With any other error, an older checkpoint would not help."""
 NONE = -1

@@ -14,8 +14,6 @@ from tierfs.store import evict
 from tierfs.train.policies import Context, as_rules
 from tierfs.train.run import RunDirectory
 
-__all__ = ["Retention"]
-
 KNOWN_MAX = 1000
 """The most checkpoints that a save's record lists: each one takes about 100 bytes in every record."""
 OBJECT = "object"

@@ -26,8 +26,6 @@ from tierfs.store import Store, delete, directories_in, list_directory, open_ent
 from tierfs.store.commit import Commits
 from tierfs.store.transfers import transfers
 
-__all__ = ["ABOUT", "OWN", "About", "RunDirectory", "SavedStep", "checked_metrics", "checked_step"]
-
 ABOUT = "tierfs.about"
 """The name of the value that holds a checkpoint's own description."""
 OWN = "rank_"

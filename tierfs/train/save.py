@@ -27,8 +27,6 @@ from tierfs.train.proof import encode_history
 from tierfs.train.reasons import reason_of
 from tierfs.train.run import ABOUT, OWN, RunDirectory
 
-__all__ = ["RunWriter", "SaveChecks", "SaveThread"]
-
 _logger = logging.getLogger("tierfs.train")
 
 

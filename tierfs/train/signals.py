@@ -13,8 +13,6 @@ from typing import Any
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["Signals"]
-
 _logger = logging.getLogger("tierfs.train")
 
 

@@ -24,8 +24,6 @@ from tierfs.train.packing import pack, unpack
 from tierfs.train.randomness import generators, reseed, set_generators
 from tierfs.train.run import About
 
-__all__ = ["DictState", "TrainState", "as_state"]
-
 _logger = logging.getLogger("tierfs.train")
 FULL_ONLY = "optimizer"
 """The entry of a dict that a light checkpoint leaves out."""

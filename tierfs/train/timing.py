@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-__all__ = ["StepTimer"]
-
 STEPS_MEASURED = 16
 SLOWEST_COUNTS = 0.9
 """A deadline allows for the slowest recent save. Each later save reduces the time of that one by this factor."""

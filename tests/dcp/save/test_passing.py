@@ -22,7 +22,7 @@ from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.stager import stage
 from tierfs.errors import NotFoundError
-from tierfs.host.slab.segment import SlotKind, SlotState
+from tierfs.host.slab.table.table import SlotKind, SlotState
 
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
 DEADLINE_S = 20

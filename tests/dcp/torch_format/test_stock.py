@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader
-from tierfs.dcp.metadata import BytesPlace
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
 from tierfs.dcp.torch_format import data as stockdata
 from tierfs.dcp.torch_format.metadata import StockPlace, decode_pickle

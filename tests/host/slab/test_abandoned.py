@@ -14,7 +14,7 @@ from tierfs.clock import SystemClock
 from tierfs.host.host import Host
 from tierfs.host.slab.abandoned import UnusedFolder, remove_gone, unused_folders
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import SlotKind
+from tierfs.host.slab.table.table import SlotKind
 
 STORE = "0123456789abcdef0123456789abcdef"
 MIB = 1 << 20

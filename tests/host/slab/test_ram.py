@@ -26,8 +26,7 @@ from tierfs.host.slab import pool
 from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.growth import next_layout, wished_layout
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import SlotKind, SlotState
-from tierfs.host.slab.table.table import Layout
+from tierfs.host.slab.table.table import Layout, SlotKind, SlotState
 
 STORE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"

@@ -16,8 +16,6 @@ from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.errors import CorruptionError
 from tierfs.units import format_bytes
 
-__all__ = ["diff", "verify"]
-
 DIFFERENT = 1
 """The exit code if checkpoints differ, as in diff(1)."""
 

@@ -14,8 +14,6 @@ from tierfs.format.keys import inside
 from tierfs.store import stat
 from tierfs.store.commit import Commits
 
-__all__ = ["commit"]
-
 
 def commit(arguments: argparse.Namespace) -> int:
     """Publish the checkpoint and print its save id. Raise if parts are still missing at the end of the timeout."""

@@ -21,7 +21,7 @@ from tierfs.cli.files.targets import clash, refuse_below_file
 from tierfs.cli.terminal.output import print_json, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
-from tierfs.dcp.metadata import BytesPlace
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.torch_format.streams import SaveStream
 from tierfs.errors import AlreadyExistsError, InvalidInputError
 from tierfs.format.checkpoint import ROOT
@@ -29,8 +29,6 @@ from tierfs.format.keys import inside
 from tierfs.localfile import naming, replacing
 from tierfs.store import Writer, kind_of, load
 from tierfs.units import format_bytes
-
-__all__ = ["export", "import_"]
 
 _BY_ENDING = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 _OF_A_CHECKPOINT = re.compile(r"\.metadata|__[0-9]+\.metadata|.+\.distcp")

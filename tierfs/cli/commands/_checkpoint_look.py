@@ -22,8 +22,6 @@ from tierfs.errors import CorruptionError
 from tierfs.store import Usage, usages
 from tierfs.units import format_bytes
 
-__all__ = ["ls", "show"]
-
 
 def ls(arguments: argparse.Namespace) -> int:
     """List checkpoints, and return the exit code of damage if one of them is damaged."""

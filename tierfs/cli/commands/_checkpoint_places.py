@@ -6,8 +6,6 @@ from tierfs.checkpoint.plain_store import plain_store
 from tierfs.cli.files.places import StorePlace, find_store, store_place
 from tierfs.session import parse_url
 
-__all__ = ["source_of"]
-
 
 def source_of(text: str) -> StorePlace:
     """Return the place that an argument names. It may be outside any store unless it begins with ``tierfs:``.

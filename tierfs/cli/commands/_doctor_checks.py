@@ -30,8 +30,6 @@ from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, TierOptions, from_
 from tierfs.session.url import configured_tiers
 from tierfs.units import format_bytes, parse_share
 
-__all__ = ["CLOUDS", "Check", "Cloud", "check_endpoint", "check_machine"]
-
 SHM_BYTES_MIN = 1 << 30  # less holds about ten segments, and no checkpoint that is worth a ram tier
 DISK_BYTES_MIN = 10 << 30
 DESCRIPTORS_MIN = 4096  # a process needs one for each segment of the host; a flusher also needs one for each client

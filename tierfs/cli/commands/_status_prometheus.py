@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["METRICS", "Metric", "exposition"]
-
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _SECONDS = re.compile(r"_s$")
 

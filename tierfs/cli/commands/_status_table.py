@@ -9,8 +9,6 @@ from typing import Any
 from tierfs.cli.terminal.output import align, colored, format_time, printable
 from tierfs.units import format_bytes
 
-__all__ = ["UploadRate", "one_line", "table"]
-
 LISTED_MAX = 20
 _TIERS = ("ram", "nvme", "object")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400

@@ -12,8 +12,6 @@ from tierfs.errors import InvalidInputError
 from tierfs.store import open_entry
 from tierfs.units import parse_size
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "write the bytes of a file, or a range of them, to stdout"
 EXAMPLES = """\
 tierfs cat tierfs::s3://bucket/run/config.json

@@ -13,8 +13,6 @@ from tierfs.cli.terminal.output import add_json_argument
 from tierfs.cli.terminal.progress import add_progress_argument
 from tierfs.errors import InvalidInputError
 
-__all__ = ["ACTIONS", "EXAMPLES", "HELP", "add_action_arguments", "run"]
-
 HELP = "list, show, verify, compare, export, import and commit checkpoints of torch.distributed.checkpoint"
 EXAMPLES = """\
 tierfs checkpoint ls tierfs::s3://bucket/run

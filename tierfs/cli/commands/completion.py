@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "print a script that completes commands, actions and options in a shell"
 EXAMPLES = """\
 tierfs completion bash > ~/.local/share/bash-completion/completions/tierfs

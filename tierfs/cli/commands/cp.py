@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from tierfs.cli.files.parallel import Stopped, run_in_parallel
-from tierfs.cli.files.places import Kind, LocalPlace, Place, any_place
+from tierfs.cli.files.places import LocalPlace, Place, any_place
 from tierfs.cli.files.targets import add_target_arguments, clash, final_place, refuse_below_file
 from tierfs.cli.files.transfer import ContentSource, ContentTarget, RawInput, StreamSource, StreamTarget, transfer
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
-
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+from tierfs.store.tree.kind import Kind
 
 HELP = "copy files into a store, out of it, within it or between stores"
 EXAMPLES = """\

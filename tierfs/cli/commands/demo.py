@@ -12,8 +12,6 @@ from tierfs.demo.story import Demo, DemoPlan, say
 from tierfs.errors import InvalidInputError
 from tierfs.units import parse_size
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "train a small GPT, kill it in the middle of a save, resume, and check that the losses are equal"
 EXAMPLES = """\
 tierfs demo

@@ -7,8 +7,6 @@ import argparse
 from tierfs.cli.arguments import require_url
 from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "check this machine, and the endpoint of URL if it is given, and advise what to change"
 EXAMPLES = """\
 tierfs doctor

@@ -12,8 +12,6 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.store import usage
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "show logical, stored and shared bytes, and the bytes that deleting frees"
 EXAMPLES = """\
 tierfs du tierfs::s3://bucket/run

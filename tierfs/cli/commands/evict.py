@@ -11,8 +11,6 @@ from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.store import evict
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "drop clean copies of a file, or of everything below a directory, from a local tier"
 EXAMPLES = """\
 tierfs evict tierfs::s3://bucket/run/step_1000

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from tierfs.session import Location
     from tierfs.store import Store
 
-__all__ = ["ACTIONS", "EXAMPLES", "HELP", "add_action_arguments", "run"]
-
 HELP = "run or stop the background flusher of a store, or handle the changes that it keeps"
 EXAMPLES = """\
 tierfs flusher run tierfs::s3://bucket/run

@@ -15,8 +15,6 @@ from tierfs.units import format_bytes
 if TYPE_CHECKING:
     from tierfs.store.maintenance.gc import GcReport, Tally
 
-__all__ = ["BLOCKED_EXIT_CODE", "EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "delete objects that nothing in a store needs"
 EXAMPLES = """\
 tierfs gc s3://bucket/run --dry-run

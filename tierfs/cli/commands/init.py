@@ -11,8 +11,6 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import ReadOnlyError
 from tierfs.session import init
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "make a store at a URL, or find the existing one"
 EXAMPLES = """\
 tierfs init s3://bucket/run

@@ -11,8 +11,6 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.store import Entry, find, list_directory
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "list a directory"
 EXAMPLES = """\
 tierfs ls tierfs::s3://bucket/run

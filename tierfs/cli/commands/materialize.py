@@ -12,8 +12,6 @@ from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "make a local directory equal to one in a store, for programs that want a path"
 EXAMPLES = """\
 tierfs materialize tierfs::s3://bucket/run/step_1000 /data/model

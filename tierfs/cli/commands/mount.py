@@ -11,8 +11,6 @@ from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.mount.mounting import start
 from tierfs.mount.process import MountOptions, serve
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "mount a store, or a directory in one, on a directory of this host"
 EXAMPLES = """\
 tierfs mount tierfs::s3://bucket/run /mnt/run

@@ -16,8 +16,6 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
 from tierfs.store import make_directory, rename
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "move or rename files and directories within a store; no data is copied"
 EXAMPLES = """\
 tierfs mv tierfs::s3://bucket/run/step_1000 tierfs::s3://bucket/run/best

@@ -12,8 +12,6 @@ from tierfs.errors import InvalidInputError
 from tierfs.store import find, prefetch
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "copy a file, or everything below a directory, to this host's disk"
 EXAMPLES = """\
 tierfs prefetch tierfs::s3://bucket/run/step_1000

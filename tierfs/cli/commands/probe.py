@@ -11,8 +11,6 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.session import parse_url
 from tierfs.session.probing import ProbeReport, probe_store
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "test which conditions and checksums an endpoint supports, and record the result in its store"
 EXAMPLES = """\
 tierfs probe s3://bucket/run

@@ -14,8 +14,6 @@ from tierfs.errors import ConflictError, InvalidInputError
 if TYPE_CHECKING:
     from tierfs.checkpoint.prune import Pruned
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "remove checkpoints that no rule keeps"
 EXAMPLES = """\
 tierfs prune s3://bucket/run --keep latest:3 --keep every:10000 --dry-run

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tierfs.checkpoint.losses import CheckpointLoss
     from tierfs.store.maintenance.repair import RepairReport
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "repair a store from sound parts and copies, move aside what stays damaged, and list the losses"
 EXAMPLES = """\
 tierfs repair s3://bucket/run --dry-run

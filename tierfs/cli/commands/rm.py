@@ -15,8 +15,6 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
 from tierfs.store import Store, delete, find
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "delete files, and with -r directories; nothing is deleted before all arguments are checked"
 EXAMPLES = """\
 tierfs rm tierfs::s3://bucket/run/a.bin

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tierfs.store.maintenance.scrub import ScrubPart, ScrubPiece, ScrubReport
     from tierfs.store.maintenance.scrub.local import LocalReport
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "verify every chunk of a store, the least recently verified first, and heal what is damaged"
 EXAMPLES = """\
 tierfs scrub s3://bucket/run

@@ -15,8 +15,6 @@ from tierfs.store import Entry
 from tierfs.store.read.reader import expand_rows
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "show size, times, digest, chunks and metadata of a file or directory"
 EXAMPLES = """\
 tierfs stat tierfs::s3://bucket/run/model.safetensors

@@ -18,8 +18,6 @@ from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.store import Store, status
 from tierfs.store.maintenance.last_upkeep import last_upkeep
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "show a store's tiers, pending files, conflicts and errors on this host"
 EXAMPLES = """\
 tierfs status tierfs::s3://bucket/run

@@ -14,8 +14,6 @@ from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError, NotFoundError
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "make a directory in a store equal to a local one; bytes that the store has are not stored again"
 EXAMPLES = """\
 tierfs sync /data/model tierfs::s3://bucket/models/first

@@ -10,8 +10,6 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.mount.mounting import unmount
 from tierfs.mount.process import FLUSH_S
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "unmount a store, after all written files have reached the level of the mount"
 EXAMPLES = """\
 tierfs umount /mnt/run

@@ -13,8 +13,6 @@ from tierfs.errors import CorruptionError
 from tierfs.store import VerifyReport, verify
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "read every byte of a file, a directory or a store back, and list damage"
 EXAMPLES = """\
 tierfs verify tierfs::s3://bucket/run/step_1000

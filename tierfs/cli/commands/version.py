@@ -10,8 +10,6 @@ from tierfs import __version__, kernels
 from tierfs.cli.terminal.output import add_json_argument, align, print_json
 from tierfs.format.header import VERSION
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "installed_version", "run"]
-
 HELP = "show the versions of tierfs, the store format and the packages that tierfs uses"
 EXAMPLES = """\
 tierfs version

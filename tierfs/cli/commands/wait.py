@@ -13,8 +13,6 @@ from tierfs.host.pending.levels import Level
 from tierfs.store import wait
 from tierfs.units import format_bytes
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
-
 HELP = "wait until everything that this host wrote at or below a path has reached a level"
 EXAMPLES = """\
 tierfs wait tierfs::s3://bucket/run

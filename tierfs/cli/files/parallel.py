@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from tierfs.cli.terminal.progress import Progress
 
-__all__ = ["FILES_AT_ONCE", "Stopped", "run_in_parallel"]
-
 _Item = TypeVar("_Item")
 
 FILES_AT_ONCE = 4

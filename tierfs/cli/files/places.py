@@ -30,19 +30,6 @@ from tierfs.store import Entry, Store, find, make_directory, stat
 from tierfs.store.request_metrics import request_metrics
 from tierfs.store.tree.kind import Kind
 
-__all__ = [
-    "Kind",
-    "LocalPlace",
-    "Place",
-    "StorePlace",
-    "any_place",
-    "find_store",
-    "kind_of",
-    "requests_of",
-    "store_place",
-    "whole_store",
-]
-
 _IN_STORE = ("tierfs::", "tierfs://")
 _URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.files.places import Kind, Place
+from tierfs.cli.files.places import Place
 from tierfs.errors import AlreadyExistsError, InvalidInputError
-
-__all__ = ["add_target_arguments", "clash", "final_place", "refuse_below_file"]
+from tierfs.store.tree.kind import Kind
 
 
 def add_target_arguments(parser: argparse.ArgumentParser, *, described: str) -> None:

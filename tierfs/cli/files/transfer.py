@@ -16,22 +16,6 @@ from tierfs.format.manifest import Manifest
 from tierfs.localfile import replacing, write_all
 from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
 
-__all__ = [
-    "ContentSource",
-    "ContentTarget",
-    "LocalSource",
-    "LocalTarget",
-    "RawInput",
-    "StoredSource",
-    "StoredTarget",
-    "StreamSource",
-    "StreamTarget",
-    "known_size",
-    "read_pieces",
-    "transfer",
-    "walk",
-]
-
 # Four chunks, which the reader fetches in parallel.
 WINDOW_BYTES = 64 << 20
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from tierfs.errors import NotFoundError, ReadOnlyError
 from tierfs.store import Entry, Store, find, remove_directory
 
-__all__ = ["Listing", "read_tree", "refuse_foreign_files", "remove_directories"]
-
 
 @dataclass(frozen=True, slots=True)
 class Listing:

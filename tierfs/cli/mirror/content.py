@@ -15,8 +15,6 @@ from tierfs.host.pending.record import local_name
 from tierfs.store import Entry, Store
 from tierfs.store.read.reader import expand_rows
 
-__all__ = ["Piece", "clone_file", "clone_piece", "holds", "pieces_of"]
-
 # From linux/fs.h.
 FICLONE = 0x40049409
 FICLONERANGE = 0x4020940D

@@ -25,8 +25,6 @@ from tierfs.localfile import naming
 from tierfs.mount.attributes import attributes_of
 from tierfs.store import Entry, Reader, Store, find, open_entry
 
-__all__ = ["Materialized", "materialize"]
-
 
 @dataclass(slots=True)
 class Materialized(Synced):

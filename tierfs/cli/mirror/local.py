@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from tierfs.cli.files.transfer import walk
 
-__all__ = ["PART_PREFIX", "LocalTree", "remove_directories", "remove_files", "scan", "scan_source"]
-
 PART_PREFIX = ".tierfs-part-"
 """Name prefix of an incomplete file. The next run finds and completes the file."""
 _GONE_OR_IN_USE = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST})  # another process changed it meanwhile

@@ -22,8 +22,6 @@ from tierfs.host.host import state_directory
 from tierfs.host.private import make_private
 from tierfs.store import Entry, Store
 
-__all__ = ["MirrorRecord", "Synced", "content_of"]
-
 
 @dataclass(slots=True)
 class Synced:

@@ -24,8 +24,6 @@ from tierfs.mount.attributes import new_attributes, with_posix
 from tierfs.store import Entry, annotate, delete, find, make_directory
 from tierfs.store import stat as stat_stored
 
-__all__ = ["sync"]
-
 ATTEMPTS_MAX = 3
 
 

@@ -16,8 +16,6 @@ from tierfs.errors import (
     TierfsError,
 )
 
-__all__ = ["Failure", "describe"]
-
 _BY_NUMBER: dict[int, type[TierfsError]] = {
     errno.ENOSPC: CapacityError,
     errno.EDQUOT: CapacityError,

@@ -13,8 +13,6 @@ from tierfs.cli.terminal.output import format_time
 from tierfs.cli.terminal.progress import print_above
 from tierfs.errors import InvalidInputError
 
-__all__ = ["FORMATS", "logging_to_stderr"]
-
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import IO
 
-__all__ = ["add_json_argument", "align", "colored", "format_time", "print_json", "printable"]
-
 WIDTH_MAX = 1 << 20  # columns of a line: no path is as long, so none is wrapped or cut
 _COLORS = {"ok": 2, "note": 3, "problem": 1}  # green, yellow and red of the terminal's palette
 # The meaning of each word in a column of states.

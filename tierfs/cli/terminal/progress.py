@@ -16,8 +16,6 @@ from tierfs.units import format_bytes
 if TYPE_CHECKING:
     import rich.progress as bars
 
-__all__ = ["Progress", "add_progress_argument", "print_above"]
-
 FIRST_S = 1.0  # a shorter command shows nothing and does not import rich, unless --progress is given
 TERMINAL_S, FILE_S = 0.1, 10.0  # between two drawings; in a file, each one stays
 _lock = threading.RLock()  # held while writing to stderr and while counting

@@ -11,8 +11,6 @@ from tierfs.codec.planes.gaps import check_gaps, gaps_of, positions_of
 from tierfs.codec.planes.planes import PlaneReader, PlaneWriter, put_planes
 from tierfs.codec.scratch import Elements, elements_of, scratch
 
-__all__ = ["decode_derived", "derive", "encode_derived"]
-
 _HEAD = struct.Struct("<BII")
 _BFLOAT16 = 1
 _WIDTH = 2

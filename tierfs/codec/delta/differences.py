@@ -16,8 +16,6 @@ from tierfs.codec.planes.planes import PlaneOrder, decode_elements, decode_head,
 from tierfs.codec.planes.zigzag import unzigzag, zigzag
 from tierfs.codec.scratch import Elements, elements_of, scratch
 
-__all__ = ["decode_difference", "difference", "encode_differences"]
-
 
 def encode_differences(
     raws: Sequence[memoryview], width: int, bases: Sequence[memoryview], outs: Sequence[memoryview]

@@ -9,8 +9,6 @@ from tierfs.codec.layout.safetensors import follow_safetensors
 from tierfs.codec.layout.steps import BYTES, Item, Read, ReadTo, Rest, Steps
 from tierfs.codec.layout.torch_zip import LOCAL, follow_torchzip
 
-__all__ = ["Span", "follow", "spans"]
-
 _START_BYTES = 9  # the length of a safetensors header, and its first character
 _PIECE_BYTES = 1 << 16
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Rest, Steps
 from tierfs.errors import CorruptionError
 
-__all__ = ["ELEMENTS", "HEADER_BYTES_MAX", "METADATA_NAME", "HeaderEntry", "follow_safetensors", "read_table"]
-
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors library reads."""
 METADATA_NAME = "__metadata__"

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["BYTES", "HEAD_BYTES_MAX", "Element", "Item", "Read", "ReadTo", "Rest", "Steps"]
-
 HEAD_BYTES_MAX = 4 << 20
 """Largest table that is held in memory and parsed. It is enough for tens of thousands of tensors."""
 

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, ReadTo, Rest, Steps
 
-__all__ = ["LOCAL", "follow_torchzip", "storages_in"]
-
 LOCAL = b"PK\x03\x04"
 """The first bytes of each record, and so of the file."""
 _BEHIND = b"PK\x07\x08"

@@ -9,8 +9,6 @@ import zstandard
 from tierfs.codec.damage import DamageError
 from tierfs.digest import Buffer
 
-__all__ = ["compress", "decompress", "pack_plane"]
-
 _local = threading.local()
 
 

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from tierfs.codec.damage import DamageError
 from tierfs.codec.scratch import Elements
 
-__all__ = ["check_gaps", "gaps_of", "positions_of", "rare_positions"]
-
 _SKIP = 255
 
 

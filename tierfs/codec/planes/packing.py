@@ -22,8 +22,6 @@ from tierfs.codec.planes.gaps import check_gaps, gaps_of, positions_of, rare_pos
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.digest import Buffer
 
-__all__ = ["WORTH", "Kept", "Mode", "PlaneCounts", "PlaneFit", "counts_of", "fit_of", "pack", "unpack", "unpack_wide"]
-
 WORTH = 0.97
 """A plane must shrink to this share, and so must a block, or it is not worth the time to decode it."""
 

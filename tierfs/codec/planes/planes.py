@@ -23,24 +23,6 @@ from tierfs.codec.planes.zigzag import unzigzag, zigzag
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.digest import Buffer
 
-__all__ = [
-    "PLANE_HEAD_BYTES",
-    "WIDTHS",
-    "PlaneOrder",
-    "PlaneReader",
-    "PlaneWriter",
-    "counts_of_planes",
-    "decode_elements",
-    "decode_head",
-    "decode_plane",
-    "encode_elements",
-    "encode_planes",
-    "looks_of",
-    "pairs_of",
-    "put_planes",
-    "put_planes_by_numpy",
-]
-
 WIDTHS = (1, 2, 4, 8)
 PLANE_HEAD_BYTES = 5
 _HEAD = struct.Struct("<BB")

@@ -6,8 +6,6 @@ import numpy as np
 
 from tierfs.codec.scratch import Elements, scratch
 
-__all__ = ["unzigzag", "zigzag"]
-
 
 def zigzag(numbers: Elements) -> Elements:
     """Map 0, -1, 1, -2, 2 ... (two's complement) to 0, 1, 2, 3, 4 ..., in place."""

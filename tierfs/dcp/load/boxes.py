@@ -16,17 +16,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.load.shards import FileRange, ShardFiles
-from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.tensorbytes import narrowed
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.dcp.torch_format.data import STREAM_BUFFER_BYTES, read_items
 from tierfs.dcp.torch_format.metadata import StockPlace
 from tierfs.dcp.torch_format.streams import ReadStream
 from tierfs.errors import CorruptionError
-
-__all__ = ["BATCH_BYTES", "Box", "BoxReader", "boxes_of", "in_batches"]
 
 BATCH_BYTES = 64 << 20
 _QUANTIZED = ("torch.qint", "torch.quint")

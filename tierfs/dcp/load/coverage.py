@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-__all__ = ["Absent", "Region", "boxes_in", "gaps_of", "mark_absent", "problem_of"]
-
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, in elements."""
 

@@ -19,8 +19,6 @@ from tierfs.device.upload import Uploads
 from tierfs.digest import CHUNK_BYTES
 from tierfs.store.transfers import transfers
 
-__all__ = ["GpuChunks", "GpuPart"]
-
 SHARE_MIN = 0.5
 """The wanted fraction of a chunk for which it is copied whole. Of other chunks the host reads the wanted blocks."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Any
 
-__all__ = ["Destinations"]
-
 
 class Destinations:
     """The memory of the destinations that are read into at once, by name. No two names overlap."""

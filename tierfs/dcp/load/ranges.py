@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 
-__all__ = ["GAP_BYTES_MAX", "READ_BYTES_MAX", "BoxExtent", "extents_of"]
-
 GAP_BYTES_MAX = BLOCK_BYTES - 1
 READ_BYTES_MAX = CHUNK_BYTES
 

@@ -13,8 +13,6 @@ from tierfs.dcp.tensorbytes import has_shared_elements, narrowed
 from tierfs.device.accelerator import GPU_FAILURES
 from tierfs.device.tier import DeviceTier, Generation, device_tiers
 
-__all__ = ["roll_back"]
-
 _logger = logging.getLogger("tierfs.dcp")
 
 

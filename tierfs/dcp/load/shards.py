@@ -18,8 +18,6 @@ from tierfs.format.ranges import Part, by_chunk
 from tierfs.store import Reader, Store, open_entry, stat
 from tierfs.store.transfers import transfers
 
-__all__ = ["FileRange", "ShardFiles", "raise_named"]
-
 LABELS_MAX = 3
 
 

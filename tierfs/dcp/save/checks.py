@@ -18,8 +18,6 @@ from tierfs.errors import AlreadyExistsError, InvalidInputError
 from tierfs.format.keys import inside
 from tierfs.store import Store, kind_of
 
-__all__ = ["check_archived", "check_free", "check_objects", "check_owners", "check_plannable", "check_planned"]
-
 NAMED_MAX = 3  # in a message
 
 

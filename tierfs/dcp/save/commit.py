@@ -14,8 +14,6 @@ from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError
 from tierfs.store.commit import part_of
 
-__all__ = ["commit_shard"]
-
 
 def commit_shard(file: ShardFile, path: str, wanted: Sequence[Placed]) -> tuple[int, dict[int, int]]:
     """Publish a shard file under a name. Runs that hold no wanted part are left out.

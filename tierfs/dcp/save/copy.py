@@ -20,8 +20,6 @@ from tierfs.dcp.tensorbytes import lies_nowhere
 from tierfs.device.accelerator import as_bytes
 from tierfs.processors import processors
 
-__all__ = ["LARGE_BYTES", "Batch", "copy_large", "copy_tensors"]
-
 # torch copies these as fast as memory allows, and bit for bit. It is slow at some others, and turns every bool into 0
 # or 1.
 _COPIED_AS_THEY_ARE = frozenset(

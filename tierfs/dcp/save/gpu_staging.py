@@ -19,13 +19,11 @@ from tierfs.device.tier import DeviceTier, Spot
 from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
-from tierfs.host.slab.segment import Slot, SlotKind
-from tierfs.host.slab.table.table import DATA_STATES
+from tierfs.host.slab.segment import Slot
+from tierfs.host.slab.table.table import DATA_STATES, SlotKind
 from tierfs.session.settings import size_of
 from tierfs.store import Store
 from tierfs.store.device_notes import leave_note
-
-__all__ = ["STAGES", "GpuStaging", "fall_back_of"]
 
 STAGES = ("auto", "device", "lazy", "ram", "all")
 _logger = logging.getLogger("tierfs.dcp")

@@ -25,8 +25,6 @@ from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer
 from tierfs.errors import CapacityError, StoreError
 from tierfs.threads import start_daemon
 
-__all__ = ["Later", "begin_tensors", "snapshots_of"]
-
 _logger = logging.getLogger("tierfs.dcp")
 
 

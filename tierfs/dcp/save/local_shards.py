@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["holds_shards", "mark_shards", "shards_of"]
-
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 

@@ -16,8 +16,6 @@ from tierfs.store.write.in_place import Run
 if TYPE_CHECKING:
     from tierfs.dcp.save.shard_file import ShardFile
 
-__all__ = ["FileRun", "Placed", "RunMemory"]
-
 _lock = threading.Lock()
 
 

@@ -22,8 +22,6 @@ from typing import NamedTuple
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.digest import CHUNK_BYTES
 
-__all__ = ["PlannedPiece", "RunPlan", "cut", "header", "plan_runs"]
-
 HEADER_ALIGN = 8
 NOTE: Mapping[str, str] = {"format": "pt", "tierfs": "1"}
 # Smaller tensors have packs of their own.

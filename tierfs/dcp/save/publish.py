@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierfs.dcp.metadata import BytesPlace, CheckpointNote, encode
+from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.metadata import CheckpointNote, encode
 from tierfs.dcp.torch_format.layout import encode_pickle
 from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import ROOT, SaveMark
@@ -17,16 +18,6 @@ from tierfs.store import Store, level_of, wait
 from tierfs.store.commit import Commits
 from tierfs.store.tree.references import is_root
 from tierfs.store.write.staging import is_staged
-
-__all__ = [
-    "Parts",
-    "Publication",
-    "host_of",
-    "level_reached",
-    "publish_archives",
-    "publish_shards",
-    "wait_for",
-]
 
 
 @dataclass(slots=True)

@@ -9,8 +9,6 @@ import torch
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["Refused", "refused"]
-
 
 class Refused(torch.Tensor):  # type: ignore[misc]  # torch's classes are untyped here
     """A tensor without elements that is never saved.

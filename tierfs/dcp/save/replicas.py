@@ -27,8 +27,6 @@ from tierfs.dcp.save.local_shards import holds_shards
 from tierfs.dcp.tensorbytes import PLAIN_TYPES
 from tierfs.errors import InvalidInputError
 
-__all__ = ["Delegated", "RemoteReplica", "Replicas", "delegated_by", "placeholder", "split"]
-
 FAILURES_MAX = 2
 _logger = logging.getLogger("tierfs.dcp")
 

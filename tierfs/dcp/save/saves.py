@@ -28,19 +28,6 @@ from tierfs.dcp.checkpoint import metadata_file
 from tierfs.errors import NotFoundError
 from tierfs.format.checkpoint import SaveMark
 
-__all__ = [
-    "Save",
-    "SavedMeta",
-    "Saver",
-    "Saves",
-    "StagedForSave",
-    "ThreadSave",
-    "claim",
-    "others_wait",
-    "read_here",
-    "reduce_writer",
-]
-
 
 class Saver(Protocol):
     """The owner of saves. It is informed about their progress."""

@@ -34,8 +34,6 @@ from tierfs.units import format_bytes
 if TYPE_CHECKING:
     from tierfs.host.slab.segment import Segment
 
-__all__ = ["FileState", "ShardFile", "changed_on_the_way", "check_is_held", "staged_in"]
-
 
 class FileState(enum.Enum):
     """The states of a shard file: see `ShardFile`."""

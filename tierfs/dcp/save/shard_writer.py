@@ -21,8 +21,6 @@ from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.errors import CapacityError
 from tierfs.store import Store
 
-__all__ = ["Stored", "write_shard"]
-
 Stored: TypeAlias = tuple[int, list[int], list[int]]
 """A file's length, and the offset and length of each item in it; all in bytes."""
 

@@ -23,8 +23,6 @@ from tierfs.dcp.save.saves import Save, read_here
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.device.detached import detached
 
-__all__ = ["StagedState", "UnstagedState"]
-
 ALIGN_BYTES = 64
 # Of a tensor: the offset of its bytes, its dtype and its shape.
 _Place = tuple[int, torch.dtype, torch.Size]

@@ -15,8 +15,6 @@ from tierfs.errors import CapacityError
 from tierfs.store import Store, Writer
 from tierfs.store.commit import part_of
 
-__all__ = ["StreamPart", "object_part", "say_waves", "stream", "tensor_part"]
-
 
 @dataclass(frozen=True, slots=True)
 class StreamPart:

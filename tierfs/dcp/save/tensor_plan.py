@@ -13,8 +13,6 @@ from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.plan import PlannedPiece, plan_runs
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 
-__all__ = ["TensorPlan", "TensorRun", "described", "plan_of", "plan_tensors", "unique"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorRun:

@@ -9,11 +9,9 @@ from functools import partial
 from typing import IO
 
 from tierfs.codec.layout import torch_zip
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.dcp.metadata import BytesPlace
 from tierfs.errors import CorruptionError, TierfsError
-
-__all__ = ["check_checksums", "has_raw_records", "problem_of"]
 
 PIECE_BYTES = 1 << 20
 

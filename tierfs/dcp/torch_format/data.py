@@ -16,16 +16,14 @@ from typing import Any
 import torch
 
 from tierfs.codec.layout import torch_zip
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.items import ItemReader, SavedItem, put_in
 from tierfs.dcp.load.shards import FileRange, ShardFiles, raise_named
-from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.tensorbytes import in_safetensors, narrowed, writable_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.dcp.torch_format.metadata import StockPlace
 from tierfs.dcp.torch_format.streams import ReadStream
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
-
-__all__ = ["STREAM_BUFFER_BYTES", "locate", "read_archives", "read_items"]
 
 BATCH_BYTES_MAX = 256 << 20
 STREAMED_BYTES_MIN = 64 << 20

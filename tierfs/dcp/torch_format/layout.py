@@ -11,11 +11,9 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from tierfs.dcp.metadata import BytesPlace
+from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.torch_format.streams import SaveSink
 from tierfs.store import Store, Writer
-
-__all__ = ["SUFFIX", "encode_pickle", "write_archives"]
 
 SUFFIX = filesystem.DEFAULT_SUFFIX
 

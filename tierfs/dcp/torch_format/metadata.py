@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierfs.dcp.checked import INTEGER_MAX, is_file_name
-from tierfs.dcp.metadata import PATH_PARTS_MAX, BytesPlace
+from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.metadata import PATH_PARTS_MAX
 from tierfs.dcp.torch_format.names import LAYOUTS
 from tierfs.dcp.torch_format.unpickler import Record, unpickle
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
-
-__all__ = ["StockPlace", "decode_pickle"]
 
 _MEMORY_FORMATS = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.preserve_format}
 

@@ -9,8 +9,6 @@ import torch
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["DTYPES", "LAYOUTS", "MEMORY_FORMATS", "name_of"]
-
 
 def _all_of(kind: type) -> dict[str, Any]:
     # An alias (torch.half) is the same object as the original, and its text is the original's name (torch.float16).

@@ -9,8 +9,6 @@ from typing import Any
 
 from tierfs.store import Reader, Writer
 
-__all__ = ["ReadStream", "SaveSink", "SaveStream"]
-
 
 class SaveSink(io.RawIOBase):
     """Passes written bytes to a writer, which its owner has to commit.

@@ -23,8 +23,6 @@ from typing import Any
 from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS
 from tierfs.errors import CorruptionError, InvalidInputError
 
-__all__ = ["Record", "unpickle"]
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
     (_METADATA, "Metadata"),

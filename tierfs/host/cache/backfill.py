@@ -11,8 +11,6 @@ from tierfs.errors import TierfsError
 from tierfs.host.slab.segment import Slot
 from tierfs.threads import start_daemon
 
-__all__ = ["Backfill"]
-
 QUEUE_MAX = 256
 BATCH_MAX = 64
 _logger = logging.getLogger("tierfs.flush")

@@ -6,8 +6,6 @@ from tierfs import digest
 from tierfs.errors import CorruptionError
 from tierfs.format.envelope import Envelope
 
-__all__ = ["check_block", "envelope_of"]
-
 
 def envelope_of(name: bytes, raw_length: int, meta: bytes, tier: str) -> Envelope:
     """Decode the metadata that a tier keeps with a chunk.

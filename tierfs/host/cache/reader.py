@@ -22,8 +22,6 @@ from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 
-__all__ = ["ChunkReader"]
-
 QUARANTINE_S = 10.0
 _logger = logging.getLogger("tierfs.flush")
 

@@ -22,8 +22,6 @@ from tierfs.host.nvme.ledger import DraftExtent, Extent, Written
 from tierfs.host.nvme.state import NvmeState
 from tierfs.host.nvme.stored import ChunksGoneError
 
-__all__ = ["EncodedDraft", "commit", "unref"]
-
 Holds = Mapping[str, Sequence[bytes]]
 _HEAL = """
 UPDATE drafts SET state = 'pending', note = '' WHERE state = 'damaged' AND length(data) > 0

@@ -11,8 +11,6 @@ from tierfs.errors import CapacityError, CorruptionError, ReadOnlyError, StoreEr
 from tierfs.gc_pause import untied
 from tierfs.host.private import NO_RIGHTS, NO_ROOM, explain
 
-__all__ = ["disk_errors"]
-
 # Descriptors that one look-up needs: the database, its journal, their directory, and a temporary one.
 _SQLITE_FILES = 4
 

@@ -19,8 +19,6 @@ from tierfs.host.extents import Extents
 from tierfs.host.nvme.arena.extent_page import GRANULE, extent_bytes
 from tierfs.host.nvme.index.index import Index
 
-__all__ = ["EvictionCandidate", "Extent", "Ledger", "Written", "candidates"]
-
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
 FRESH_S = 60.0

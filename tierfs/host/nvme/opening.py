@@ -16,8 +16,6 @@ from tierfs.host.nvme.index.index import Index
 from tierfs.host.nvme.rebuild import Lost, move_aside, rebuild, release_if_unchanged
 from tierfs.host.nvme.stored import ARENA_FILE, INDEX_FILE
 
-__all__ = ["fit", "open_tier"]
-
 _logger = logging.getLogger("tierfs.local")
 
 

@@ -32,8 +32,6 @@ from tierfs.host.nvme.stored import (
     StoredDraft,
 )
 
-__all__ = ["ChunkPlace", "FoundChunk", "NvmeReader"]
-
 BUSY_S = 2.0
 DRAFT_BUSY_S = 30.0
 ATTEMPTS_MAX = 3

@@ -28,8 +28,6 @@ from tierfs.host.nvme.index.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF,
 from tierfs.host.nvme.stored import INDEX_FILE
 from tierfs.host.private import entries_of
 
-__all__ = ["Lost", "move_aside", "rebuild", "release_if_unchanged"]
-
 DRAFT_BYTES_MAX = 4 * CHUNK_BYTES
 ASIDE_MAX = 4
 _ASIDE = re.compile(rf"{re.escape(INDEX_FILE)}\.damaged-([0-9]+)(-journal)?")

@@ -26,8 +26,6 @@ from tierfs.host.nvme.ledger import EvictionCandidate, Extent, Ledger, candidate
 from tierfs.host.nvme.opening import fit, open_tier
 from tierfs.host.nvme.stored import PATHS_FILE, USED_FILE
 
-__all__ = ["NvmeState"]
-
 _logger = logging.getLogger("tierfs.local")
 _PUT_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 _HURT = """

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tierfs.errors import ConflictError
 
-__all__ = ["ChunksGoneError", "NvmeUsage", "StoredDraft"]
-
 ARENA_FILE = "nvme.arena"
 BUDGET_BYTES_MIN = 256 << 10
 """The smallest budget of an nvme tier: four extents."""

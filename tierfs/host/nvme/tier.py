@@ -29,8 +29,6 @@ from tierfs.host.nvme.stored import (
 )
 from tierfs.host.private import make_private
 
-__all__ = ["NvmeTier", "is_needed"]
-
 CHUNK_META_BYTES_MAX = 900
 
 

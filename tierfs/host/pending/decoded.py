@@ -10,8 +10,6 @@ from tierfs.host.nvme.stored import StoredDraft
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
 
-__all__ = ["DecodedDrafts"]
-
 # Enough for the pending drafts of a host that writes small files faster than they are flushed; 2 KiB each.
 DECODED_MAX = 16_384
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from tierfs.host.pending.decoded import DecodedDrafts
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Segment, Slot, SlotState
-
-__all__ = ["StagedIndex"]
+from tierfs.host.slab.segment import Segment, Slot
+from tierfs.host.slab.table.table import SlotState
 
 
 class StagedIndex:

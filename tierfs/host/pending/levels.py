@@ -6,8 +6,6 @@ import enum
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["Level"]
-
 
 class Level(enum.IntEnum):
     """How safe a change is. A change that has reached a level has reached all lower ones, too."""

@@ -18,8 +18,6 @@ from tierfs.format.manifest import Manifest, Record, Tombstone, decode_record
 if TYPE_CHECKING:
     from tierfs.host.slab.segment import Slot
 
-__all__ = ["DRAFT_VERSION", "Draft", "ObservedBase", "SlotRef", "foreign_name", "local_name"]
-
 DRAFT_VERSION = 1
 _MAGIC = b"TFSDRAFT"
 _HEAD = struct.Struct("<8sHHIII")

@@ -21,12 +21,10 @@ from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import SlotState
+from tierfs.host.slab.table.table import SlotState
 
 if TYPE_CHECKING:
     from tierfs.host.rpc.client import FlusherClient  # a flusher loads this file too, and needs no client
-
-__all__ = ["KEPT", "Pending", "PendingDrafts", "damaged_segment"]
 
 REBUILDS_MAX = 2
 KEPT = "changed by another writer before it was flushed: their version is kept, and this one is kept as a conflict"

@@ -24,8 +24,6 @@ from tierfs.host.rpc import protocol as wire
 from tierfs.host.rpc.launch import LOG_NAME, Launched, tail
 from tierfs.host.rpc.protocol import LOCK_NAME
 
-__all__ = ["ANSWER_S", "FlusherClient", "NoAnswerError", "is_flusher_running"]
-
 START_TIMEOUT_S = 30.0
 ANSWER_S = 1.0
 """Time that a client gives the flusher, beyond a timeout in its request, to report the timeout."""

@@ -17,8 +17,6 @@ from pathlib import Path
 from tierfs.errors import StoreError
 from tierfs.threads import start_daemon
 
-__all__ = ["LOG_NAME", "Launched", "spawn", "tail"]
-
 LOG_NAME = "flusher.log"
 LOG_BYTES_MAX = 1 << 20
 HEAPS = "2"

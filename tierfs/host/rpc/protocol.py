@@ -21,23 +21,6 @@ from tierfs import errors
 from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 from tierfs.host.private import explain
 
-__all__ = [
-    "LOCK_NAME",
-    "SOCKET_NAME",
-    "connect",
-    "credentials_of",
-    "decode",
-    "describe_error",
-    "encode",
-    "error_from",
-    "identity_of",
-    "listen",
-    "receive",
-    "send",
-    "unlink",
-    "version_of",
-]
-
 SOCKET_NAME = "flusher.sock"
 LOCK_NAME = "flusher.lock"
 MESSAGE_BYTES_MAX = 60_000

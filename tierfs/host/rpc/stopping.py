@@ -8,8 +8,6 @@ from typing import NoReturn
 
 from tierfs.host.rpc.client import FlusherClient
 
-__all__ = ["stop_flusher"]
-
 _PAUSE_S = 0.02
 
 

@@ -23,8 +23,6 @@ from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentError
 from tierfs.units import format_bytes
 
-__all__ = ["UnusedFolder", "drop_copies", "remove_gone", "unused_folders"]
-
 _logger = logging.getLogger("tierfs.local")
 
 

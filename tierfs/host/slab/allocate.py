@@ -21,8 +21,6 @@ import numpy as np
 from tierfs.errors import CapacityError, StoreError
 from tierfs.host.ground import PAGE_BYTES
 
-__all__ = ["allocate", "give_up", "map_shared", "populate"]
-
 # madvise(2), Linux 5.14: allocates missing pages and maps all of them in one pass. It replaces fallocate and a touch of
 # each page.
 MADV_POPULATE_WRITE = 23

@@ -22,8 +22,6 @@ from tierfs.host.private import entries_of, make_private
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentError
 
-__all__ = ["LOCK", "RamBudget", "SegmentFile"]
-
 LOCK = "ram"
 """Name of the host's lock on the folders."""
 

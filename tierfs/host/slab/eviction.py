@@ -6,10 +6,8 @@ import threading
 from collections.abc import Generator, Iterable
 
 from tierfs.errors import ReadOnlyError
-from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
-from tierfs.host.slab.table.table import padded
-
-__all__ = ["Eviction"]
+from tierfs.host.slab.segment import Segment, Slot
+from tierfs.host.slab.table.table import SlotKind, SlotState, padded
 
 # Lower than the share of a segment that whole chunks can fill.
 HIGH_WATERMARK = 0.9

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tierfs.digest import CHUNK_BYTES
 from tierfs.host.slab.table.table import Layout
 
-__all__ = ["CHUNKS_BUDGET_BYTES", "FIRST_DATA_BYTES", "TRANSIT_BYTES", "largest", "next_layout", "wished_layout"]
-
 # A store with a few small files takes this much shared memory.
 FIRST_DATA_BYTES = 2 << 20
 

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-__all__ = ["memory_available", "memory_limit"]
-
 _TOTAL = re.compile(r"^MemTotal:\s*([0-9]+) kB$", re.MULTILINE)
 _AVAILABLE = re.compile(r"^MemAvailable:\s*([0-9]+) kB$", re.MULTILINE)
 _INACTIVE = re.compile(r"^(?:total_)?inactive_file ([0-9]+)$", re.MULTILINE)

@@ -17,8 +17,6 @@ from tierfs.host.slab.table.allocator import SlotAllocator
 from tierfs.host.slab.table.lock import changing
 from tierfs.host.slab.table.table import Layout, SlotState
 
-__all__ = ["adopt", "make_header", "make_in"]
-
 UUID_DIGITS = 32
 OWNER_DIGITS = 16
 

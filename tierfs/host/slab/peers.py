@@ -14,8 +14,6 @@ from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import OldSegmentError
 
-__all__ = ["PeerSegments"]
-
 # The kernel's clock for a folder's timestamp may stand still for some milliseconds: a second change within that time
 # does not move the timestamp.
 SETTLED_NS = 50_000_000

@@ -22,13 +22,11 @@ from tierfs.host.slab.eviction import Eviction
 from tierfs.host.slab.growth import next_layout, wished_layout
 from tierfs.host.slab.memory import memory_available, memory_limit
 from tierfs.host.slab.new_segment import adopt, make_header, make_in
-from tierfs.host.slab.segment import Segment, Slot, SlotKind
+from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.segment_file import Reservation, SegmentHeader
-from tierfs.host.slab.table.table import Layout, padded
+from tierfs.host.slab.table.table import Layout, SlotKind, padded
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
-
-__all__ = ["SegmentPool", "give_back"]
 
 # Eviction by watermark starts when the process's segments hold this much data.
 KEPT_BYTES = 64 << 20

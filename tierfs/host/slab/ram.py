@@ -19,11 +19,9 @@ from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.growth import CHUNKS_BUDGET_BYTES, largest
 from tierfs.host.slab.peers import PeerSegments
 from tierfs.host.slab.pool import SegmentPool, give_back
-from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
-from tierfs.host.slab.table.table import Layout, padded
+from tierfs.host.slab.segment import Segment, Slot
+from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, padded
 from tierfs.units import format_bytes
-
-__all__ = ["RamTier", "RamUsage"]
 
 HOLDERS_NAMED = 3
 

@@ -43,8 +43,6 @@ from tierfs.host.slab.table.table import (
 )
 from tierfs.host.slab.table.view import TableView
 
-__all__ = ["Segment", "Slot", "SlotKind", "SlotState"]
-
 VIEWS_MAX = 3
 _U32 = 0xFFFFFFFF
 _NOBODY = 0

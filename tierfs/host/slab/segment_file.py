@@ -26,18 +26,6 @@ from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.private import refused
 from tierfs.host.slab.table.table import CHANGES_AT, SLOTS_MAX, Layout
 
-__all__ = [
-    "SECTOR_BYTES",
-    "FileName",
-    "OldSegmentError",
-    "OwnedFd",
-    "Reservation",
-    "SegmentHeader",
-    "make_file",
-    "open_segment",
-    "reopened",
-]
-
 MAGIC = b"TFSSLAB1"
 SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)
 VERSION = 1

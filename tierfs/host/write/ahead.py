@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from tierfs.host.slab.segment import Slot
 from tierfs.threads import start_daemon
 
-__all__ = ["AHEAD_BYTES_MIN", "Ahead"]
-
 AHEAD_BYTES_MIN = 64 << 20
 """Minimum bytes for one request. Fewer are not worth one: they arrive with the draft about as soon."""
 

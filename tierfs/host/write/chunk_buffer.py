@@ -12,8 +12,6 @@ from tierfs.format.envelope import STORE, Block, Envelope
 from tierfs.host.ground import Faults, no_faults
 from tierfs.host.slab.segment import Slot
 
-__all__ = ["ChunkBuffer"]
-
 
 class ChunkBuffer:
     """A chunk in a slab that is being filled, with the slot's writable memory. Not thread-safe."""

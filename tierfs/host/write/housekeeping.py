@@ -8,8 +8,6 @@ import weakref
 from tierfs.host.slab.ram import RamTier
 from tierfs.threads import start_daemon
 
-__all__ = ["Housekeeping"]
-
 HOUSEKEEPING_S = 1.0
 
 

@@ -24,14 +24,13 @@ from tierfs.host.private import refused
 from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Slot, SlotKind, SlotState
+from tierfs.host.slab.segment import Slot
+from tierfs.host.slab.table.table import SlotKind, SlotState
 from tierfs.host.write.ahead import Ahead
 from tierfs.host.write.chunk_buffer import ChunkBuffer
 from tierfs.host.write.housekeeping import Housekeeping
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
-
-__all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
 # Timeout of a request without work. It may include the start of a flusher.
 ANNOUNCE_S = 10.0

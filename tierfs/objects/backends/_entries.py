@@ -9,8 +9,6 @@ from typing import Any
 
 from tierfs.objects.protocol import ObjectInfo, Version
 
-__all__ = ["FileEntry", "is_directory"]
-
 # In order of preference. Fields that ``info`` has and listings may lack, like S3's version id, come last: an object
 # must have the same version in both.
 _TAGS = ("generation", "ETag", "etag", "versionId", "VersionId", "checksum")

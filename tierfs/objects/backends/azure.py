@@ -29,8 +29,6 @@ from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix
 if TYPE_CHECKING:
     import adlfs
 
-__all__ = ["connect_azure", "open_azure"]
-
 PAGE_MAX = 5000
 DELETES_MAX = 64
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from tierfs.errors import StoreError
 from tierfs.objects.protocol import Take
 
-__all__ = ["taking", "taking_from"]
-
 
 def taking(whole: memoryview) -> Take:
     """Return a `Take` of the bytes in memory."""

@@ -43,8 +43,6 @@ from tierfs.objects.protocol import (
     Version,
 )
 
-__all__ = ["CloudClient", "CloudObjects", "Content", "open_cloud"]
-
 _ACCOUNT = re.compile(r"(?<=://)([^/@]+)@[^/]*")  # an account: the endpoint names it, too
 
 

@@ -53,8 +53,6 @@ from tierfs.objects.protocol import (
     Version,
 )
 
-__all__ = ["FsspecObjects", "new_filesystem"]
-
 # Filesystems that are a flat set of keys: they need no directories, a put is atomic, and `find` is one listing. On all
 # others `find` skips directories that it could not read, and `ls` does not.
 _FLAT = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"})

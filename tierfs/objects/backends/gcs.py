@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import aiohttp
     import gcsfs.core
 
-__all__ = ["connect_gcs", "open_gcs"]
-
 # Fastest first.
 _CHECKSUMS = {"crc32c": "crc32c", "md5": "md5Hash"}
 # The requested fields of an object's resource, which has twenty more.

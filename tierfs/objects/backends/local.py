@@ -47,8 +47,6 @@ from tierfs.objects.protocol import (
     Version,
 )
 
-__all__ = ["DIRECTORY", "LocalObjects"]
-
 DIRECTORY = "directory:"
 """Prefix of a place that is a directory's device and inode number, which another directory may get later."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["plain"]
-
 # A password may contain "@" or a slash. Without a password, a port number follows the host's colon.
 _NOT_THE_PLACE = re.compile(r"(?<=//)(?:[^/?]*@|[^/?@:]*:(?!\d+(?:/|$))[^?]*@)|\?.*|/$")
 _USUAL_PORTS = {"http": ":80", "https": ":443"}

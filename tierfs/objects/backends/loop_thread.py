@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-__all__ = ["BodyReader", "LoopThread"]
-
 CLOSE_S_MAX = 2.0
 
 Answer = TypeVar("Answer")

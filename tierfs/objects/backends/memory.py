@@ -34,8 +34,6 @@ from tierfs.objects.protocol import (
     Version,
 )
 
-__all__ = ["MemoryObjects"]
-
 _CAPABILITIES = Capabilities(
     conditional_create=True,
     conditional_update=True,

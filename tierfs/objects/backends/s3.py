@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import s3fs
     from botocore.exceptions import ClientError
 
-__all__ = ["connect_s3", "open_s3"]
-
 # In order of preference: by speed, then by strength.
 _CHECKSUMS = {
     "crc64nvme": "ChecksumCRC64NVME",

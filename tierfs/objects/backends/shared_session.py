@@ -11,8 +11,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tierfs._fork import leave_to_parent, renew_in_children
 
-__all__ = ["Session", "SharedSession"]
-
 
 class Session(Protocol):
     """A connection pool with its credentials. Safe for use by many threads."""

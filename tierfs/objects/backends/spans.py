@@ -9,8 +9,6 @@ from itertools import pairwise
 from tierfs.digest import Buffer
 from tierfs.objects.protocol import Range
 
-__all__ = ["GAP_BYTES_MAX", "RequestRange", "spans_of"]
-
 GAP_BYTES_MAX = (1 << 20) - 1
 """One request fetches ranges that are at most this far apart.
 

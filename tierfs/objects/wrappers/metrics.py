@@ -12,8 +12,6 @@ from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError
 from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
 from tierfs.objects.wrappers.wrapper import METHODS, Answer, Request, WrappedObjects, batch_sizes
 
-__all__ = ["MeasuredObjects"]
-
 _ANSWERS = (AlreadyExistsError, ConflictError, NotFoundError)
 """Errors that a healthy object tier raises too."""
 

@@ -12,8 +12,6 @@ from tierfs.errors import InvalidInputError, StoreError
 from tierfs.objects.protocol import Listed, ObjectTier
 from tierfs.objects.wrappers.wrapper import Answer, Request, WrappedObjects
 
-__all__ = ["ATTEMPTS", "RetryingObjects"]
-
 ATTEMPTS = 5
 _THROTTLED_S_MIN = 1.0  # GCS takes one write of an object a second: https://cloud.google.com/storage/quotas#objects
 

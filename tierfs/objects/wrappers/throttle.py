@@ -14,8 +14,6 @@ from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.objects.protocol import Listed, ObjectTier
 from tierfs.objects.wrappers.wrapper import Answer, Request, WrappedObjects, batch_sizes
 
-__all__ = ["LimitedObjects"]
-
 ADAPT_S = 1.0
 """The limit is halved or raised at most once in this time: object stores themselves take seconds to add capacity."""
 

@@ -24,8 +24,6 @@ from tierfs.objects.checksums import computable
 from tierfs.objects.protocol import OVERWRITE, Checksum, Create, ObjectInfo, ObjectTier, PutMode, Update
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 
-__all__ = ["VERIFY_WRITES", "PromisedObjects", "as_promised"]
-
 VERIFY_WRITES = ("auto", "always", "never")
 STORED_WRONG_MAX = 3
 _logger = logging.getLogger("tierfs.objects")

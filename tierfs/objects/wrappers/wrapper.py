@@ -10,8 +10,6 @@ from tierfs.digest import Buffer
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.protocol import OVERWRITE, Checksum, Listed, ObjectInfo, ObjectTier, PutMode, Range, Use, Version
 
-__all__ = ["METHODS", "Request", "WrappedObjects", "batch_sizes"]
-
 Answer = TypeVar("Answer")
 
 # A listing is passed on in batches that double up to this many, so its first object comes at once.

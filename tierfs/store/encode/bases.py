@@ -8,8 +8,6 @@ from tierfs.format.manifest import Row
 from tierfs.store.encode.contexts import ReadRow
 from tierfs.store.encode.pipeline import blocks_of
 
-__all__ = ["AbsentError", "LocalBase", "read_verified"]
-
 
 class AbsentError(Exception):
     """A chunk is not, or no longer, on this host."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from tierfs.codec import Codec
 from tierfs.errors import InvalidInputError
 
-__all__ = ["AUTO", "Codecs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Codecs:

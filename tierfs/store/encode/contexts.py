@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from tierfs.format.manifest import Row
 
-__all__ = ["NO_CONTEXT", "ChunkContext", "ChunkPart", "Fill", "ReadRow", "Tensor"]
-
 Fill = Callable[[memoryview], bool]
 """Fills memory with a chunk's bytes, unverified; false if they are gone. May be called again."""
 ReadRow = Callable[[Row, int, memoryview], bool]

@@ -17,8 +17,6 @@ from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ReadRow
 from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
 
-__all__ = ["Deriver", "SourcePiece", "with_bases"]
-
 _DERIVE = BlockPlan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
 
 

@@ -30,8 +30,6 @@ from tierfs.store.encode.contexts import ChunkContext, ReadRow, Tensor
 from tierfs.store.encode.deriving import Deriver, SourcePiece, with_bases
 from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
 
-__all__ = ["Encoder", "FetchRow"]
-
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
 GROUPS_MAX = 10_000

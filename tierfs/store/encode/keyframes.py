@@ -33,8 +33,6 @@ from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe
 
-__all__ = ["FilePlan", "KeyframeIndex"]
-
 KEYFRAME_SAVES = 10
 # The age of a keyframe that is only known from a chunk encoded against it.
 KEYFRAME_AGE = KEYFRAME_SAVES // 2

@@ -13,8 +13,6 @@ from tierfs.store.encode.series import group_of, last_number, numbered, numbers
 from tierfs.store.store import Store
 from tierfs.store.tree.walk import names_in
 
-__all__ = ["ListedNames", "find_parent", "given_parent"]
-
 PARENT = "parent"
 """The metadata key under which a file names the path that its deltas are taken against."""
 PARENTS_TRIED_MAX = 4

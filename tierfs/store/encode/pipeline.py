@@ -12,8 +12,6 @@ from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.format.envelope import BaseRange
 from tierfs.format.keys import ChunkName
 
-__all__ = ["BlockPlan", "Encoded", "EncodedBlock", "blocks_of", "encode_chunk"]
-
 _ALL = frozenset(Codec)
 # Most blocks that are encoded together.
 _TOGETHER_MAX = 4

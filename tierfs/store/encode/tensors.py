@@ -12,8 +12,6 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.store.encode.contexts import Tensor
 from tierfs.store.read.reader import Reader
 
-__all__ = ["LOOK_BLOCKS_MAX", "TensorPlace", "layout_of", "places", "stored_layout", "unknown_layout"]
-
 LOOK_BLOCKS_MAX = 1024
 """Most blocks fetched to find a file's layout: as many as a large model has tensors, in one to four requests each."""
 HELD_BLOCKS = 3  # a parser looks 64 KiB ahead, which may cross the small chunk that a file begins with

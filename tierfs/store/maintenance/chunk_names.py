@@ -9,8 +9,6 @@ from tierfs.format.keys import ChunkName
 from tierfs.store.read.lookup import names_beside
 from tierfs.store.store import Store
 
-__all__ = ["ChunkNames"]
-
 
 class ChunkNames:
     """The names of the chunk objects of one store. Safe for use by many threads.

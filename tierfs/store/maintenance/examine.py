@@ -18,8 +18,6 @@ from tierfs.format.manifest import Row
 from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
 
-__all__ = ["OBJECT_BYTES_MAX", "Examined", "bad_blocks", "block_places", "check_envelope", "examine"]
-
 OBJECT_BYTES_MAX = CHUNK_BYTES + ENVELOPE_BYTES_MAX
 
 

@@ -19,8 +19,6 @@ from tierfs.objects.checksums import put_checked, put_idempotent
 from tierfs.objects.protocol import CREATE, ObjectInfo, PutMode, Update, Version, objects_below
 from tierfs.store.store import Store
 
-__all__ = ["MARGIN_NS", "SECOND_NS", "Turn", "read_collector", "server_now"]
-
 SECOND_NS = 1_000_000_000
 MARGIN_NS = 2 * SECOND_NS
 """Object tiers report times in whole seconds, and their machines' clocks differ slightly."""

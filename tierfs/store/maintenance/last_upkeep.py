@@ -12,8 +12,6 @@ from tierfs.store.maintenance.gc_turn import read_collector
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
 
-__all__ = ["last_upkeep"]
-
 
 def last_upkeep(store: Store) -> dict[str, Any]:
     """Return the results under ``gc`` and ``scrub``, as their records have them.

@@ -32,8 +32,6 @@ from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import DAMAGED, inspect
 from tierfs.store.store import Store
 
-__all__ = ["Healer"]
-
 WIDTHS = (2, 4, 1, 8)
 _CODECS = frozenset(Codec)
 _logger = logging.getLogger("tierfs.scrub")

@@ -27,8 +27,6 @@ from tierfs.processors import processors
 from tierfs.store.read.lookup import check_head, find_chunk
 from tierfs.store.store import Store
 
-__all__ = ["fetch", "fetch_object"]
-
 _CODECS = frozenset(Codec)
 _logger = logging.getLogger("tierfs.store")
 

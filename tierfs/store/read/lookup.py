@@ -15,17 +15,6 @@ from tierfs.format.manifest import Row
 from tierfs.objects.protocol import objects_below
 from tierfs.store.store import Store
 
-__all__ = [
-    "DAMAGED",
-    "GENERATIONS_MAX",
-    "are_there",
-    "check_head",
-    "find_chunk",
-    "inspect",
-    "names_beside",
-    "read_envelope",
-]
-
 GENERATIONS_MAX = 64
 DAMAGED = Row(ChunkName(b""), 0, 0)
 """The result of `inspect` for a chunk object that exists and is not whole."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tierfs.host.slab.segment import Slot
     from tierfs.host.tiers import Tiers
 
-__all__ = ["evict", "prefetch"]
-
 TIERS = ("ram", "nvme")
 BATCH_CHUNKS = 8
 

@@ -22,8 +22,6 @@ from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import Entry, stat_to_read
 
-__all__ = ["Reader", "expand_rows", "load", "open_content", "open_entry", "open_manifest"]
-
 PIECE_BYTES_MAX = CHUNK_BYTES
 
 

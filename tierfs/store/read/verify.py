@@ -25,8 +25,6 @@ from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import stat
 
-__all__ = ["Damage", "VerifyReport", "verify"]
-
 BATCH = 64
 OBJECT_BYTES_MAX = 64 << 20
 

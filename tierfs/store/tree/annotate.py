@@ -13,8 +13,6 @@ from tierfs.store.tree.directory import make_directory
 from tierfs.store.tree.records import observe, observe_marker, publish
 from tierfs.store.write.preconditions import refuse_foreign
 
-__all__ = ["annotate", "annotate_directory"]
-
 
 def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_id: bytes) -> Manifest:
     """Replace all of a file's metadata by writing one manifest.

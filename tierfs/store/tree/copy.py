@@ -19,8 +19,6 @@ from tierfs.store.write.staging import is_staged
 from tierfs.store.write.staging import replace as replace_record
 from tierfs.store.write.writer import Writer
 
-__all__ = ["copy", "place", "rename", "transfer"]
-
 COPY_BYTES = 8 << 20
 
 

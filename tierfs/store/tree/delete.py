@@ -9,8 +9,6 @@ from tierfs.store.tree.records import Observed, observe_to_replace
 from tierfs.store.write.preconditions import refuse_foreign
 from tierfs.store.write.staging import replace
 
-__all__ = ["bury", "delete"]
-
 
 def delete(store: Store, path: str) -> None:
     """Delete the file ``path``. Garbage collection deletes its chunks, one grace later at the earliest.

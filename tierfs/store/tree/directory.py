@@ -12,8 +12,6 @@ from tierfs.store.tree.delete import bury
 from tierfs.store.tree.listing import list_directory, stat
 from tierfs.store.tree.records import observe_marker, publish
 
-__all__ = ["make_directory", "new_marker", "remove_directory"]
-
 
 def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
     """Create a directory that exists even while it is empty. Its parents are implied.

@@ -21,8 +21,6 @@ from pathlib import Path
 from tierfs.host.private import make_private
 from tierfs.objects.protocol import ObjectInfo, Version
 
-__all__ = ["HostRecords"]
-
 FILE_BYTES_MAX = 1 << 30
 DROPPED_ROWS = 10_000  # the oldest rows, deleted together
 RECORD_BYTES_MAX = 64 * 1024

@@ -11,8 +11,6 @@ from tierfs.store.store import Store
 from tierfs.store.tree.listing import has_below, pending_at, stat
 from tierfs.store.tree.records import last_seen
 
-__all__ = ["Kind", "is_directory_nearby", "kind_of"]
-
 Kind = Literal["file", "directory"]
 
 

@@ -29,18 +29,6 @@ from tierfs.store.tree.walk import (
     read_manifests,
 )
 
-__all__ = [
-    "Entry",
-    "directories_in",
-    "find",
-    "has_below",
-    "is_directory",
-    "list_directory",
-    "pending_at",
-    "stat",
-    "stat_to_read",
-]
-
 # Up to this many directories are inspected one by one, with a request each: two rounds for the 16 transfer threads.
 LOOKS_MAX = 32
 # Names to list for each unknown directory before the rest are inspected one by one. A page of a bucket's listing has

@@ -20,21 +20,6 @@ from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
 
-__all__ = [
-    "Observed",
-    "blindly",
-    "nothing_at",
-    "observe",
-    "observe_draft",
-    "observe_listed",
-    "observe_marker",
-    "observe_published",
-    "observe_to_replace",
-    "observe_to_stage",
-    "publish",
-    "recall",
-]
-
 _READ_MAX = MANIFEST_BYTES_MAX + 1024
 _logger = logging.getLogger("tierfs.store")
 

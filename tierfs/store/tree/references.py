@@ -20,8 +20,6 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.walk import live_records, read_manifests
 
-__all__ = ["is_root", "names_of", "owned_records", "parents_of", "put_references", "write_references"]
-
 _Record = tuple[str, str, str, Manifest]
 _logger = logging.getLogger("tierfs.store")
 

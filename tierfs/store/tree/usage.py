@@ -26,8 +26,6 @@ from tierfs.store.tree.listing import stat
 from tierfs.store.tree.references import is_root
 from tierfs.store.tree.walk import foreign_objects, live_records, read_manifests
 
-__all__ = ["Usage", "usage", "usages"]
-
 BATCH = 500
 # Up to this many sizes take one request each. For more, all chunks are listed, a thousand in each request.
 HEADS_MAX = 1000

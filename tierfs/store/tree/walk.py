@@ -18,17 +18,6 @@ from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe_listed, recall
 
-__all__ = [
-    "directory_name",
-    "foreign_objects",
-    "foreign_prefix",
-    "is_valid",
-    "live_path",
-    "live_records",
-    "names_in",
-    "read_manifests",
-]
-
 ERRAND_RECORDS_MAX = 64
 _logger = logging.getLogger("tierfs.store")
 

@@ -16,8 +16,6 @@ from tierfs.codec.layout.steps import Item, ReadTo, Rest, Steps
 from tierfs.digest import CHUNK_BYTES
 from tierfs.store.encode.tensors import unknown_layout
 
-__all__ = ["LARGE_BYTES", "Cutter"]
-
 LARGE_BYTES = 1 << 20
 """A tensor of this size or more has its own chunks."""
 _PIECE_BYTES = 1 << 16

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from tierfs.host.write.ahead import Ahead
     from tierfs.host.write.chunk_buffer import ChunkBuffer
 
-__all__ = ["Run", "StagedFile"]
-
 _logger = logging.getLogger("tierfs.store")
 
 

@@ -16,8 +16,6 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed
 
-__all__ = ["DurableChunks", "ensure_chunks_durable", "fold_rows", "listed_rows", "refuse_foreign"]
-
 ATTEMPTS_MAX = 4
 DIRECT_ROW_BYTES_MAX = 8 << 20
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
     from tierfs.host.write.chunk_buffer import ChunkBuffer
 
-__all__ = ["ObjectSink", "SlabSink"]
-
 IN_FLIGHT_MAX = 4
 SLOT_BYTES_MIN = 64 << 10
 

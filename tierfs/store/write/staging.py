@@ -16,8 +16,6 @@ from tierfs.store.tree.records import Observed, observe_published, publish
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
 
-__all__ = ["check_stands", "follow", "is_staged", "replace", "seal"]
-
 
 def is_staged(store: Store, path: str, level: Level) -> bool:
     """Return whether a write that asks for ``level`` is left to the flusher. Otherwise the writer publishes it.

@@ -31,8 +31,6 @@ from tierfs.store.write.sink import ObjectSink, SlabSink
 from tierfs.store.write.staging import check_stands, follow, is_staged, seal
 from tierfs.units import format_bytes
 
-__all__ = ["WriteMode", "Writer", "save"]
-
 
 class WriteMode(enum.Enum):
     """How a write treats an existing file."""

@@ -11,8 +11,6 @@ import numpy as np
 
 from tierfs.host.ground import PAGE_BYTES
 
-__all__ = ["AlignedBuffers", "copy_bytes", "is_aligned"]
-
 
 class AlignedBuffers:
     """A pool of page-aligned buffers of one size. Touching new pages for the first time costs more than a copy.

@@ -27,8 +27,6 @@ from tierfs.host.nvme.arena.direct_file import DirectFile
 from tierfs.host.nvme.arena.extent_page import EXTENT_MAGIC, GRANULE, ArenaPage, ExtentKind, ExtentPage, IntentPage
 from tierfs.host.nvme.disk_errors import disk_errors
 
-__all__ = ["Arena"]
-
 SCAN_BYTES = 4 << 20
 BUFFERS_KEPT_MAX = 4
 _logger = logging.getLogger("tierfs.local")

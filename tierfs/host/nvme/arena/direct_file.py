@@ -14,8 +14,6 @@ from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.nvme.arena.aligned import AlignedBuffers
 from tierfs.host.nvme.disk_errors import disk_errors
 
-__all__ = ["DirectFile"]
-
 CALL_BYTES = 1 << 20
 """Bytes of one call. Longer calls make requests of several MiB, which the measured disk processes more slowly:
 docs/decisions/0046."""

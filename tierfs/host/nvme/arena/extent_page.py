@@ -25,20 +25,6 @@ from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 from tierfs.host.ground import PAGE_BYTES
 
-__all__ = [
-    "GRANULE",
-    "INTENTS_MAX",
-    "META_BYTES_MAX",
-    "NAME_BYTES_MAX",
-    "SESSION_BITS",
-    "ArenaPage",
-    "DraftRecord",
-    "ExtentKind",
-    "ExtentPage",
-    "IntentPage",
-    "extent_bytes",
-]
-
 GRANULE = 64 * 1024
 """Bytes of a granule. Extents begin at multiples of this, and take whole granules."""
 

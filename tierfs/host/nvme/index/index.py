@@ -24,8 +24,6 @@ from tierfs.errors import CorruptionError, FormatError
 from tierfs.host.filesystems import flush_directory
 from tierfs.host.nvme.disk_errors import disk_errors
 
-__all__ = ["Index", "IndexReader"]
-
 FORMAT = 1
 WRITER_BUSY_S = 60.0
 BUSY_PAUSE_S = 0.0002

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from tierfs.host.nvme.arena.extent_page import GRANULE
 
-__all__ = ["LastUsed"]
-
 _BYTES = 4
 
 

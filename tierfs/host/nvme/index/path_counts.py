@@ -24,8 +24,6 @@ import xxhash
 from tierfs.clock import boot_id
 from tierfs.host.nvme.disk_errors import disk_errors
 
-__all__ = ["PathCounter", "PathCounts"]
-
 COUNTS = 1 << 16
 _HEAD = struct.Struct("<8s16sQQ")
 _MAGIC = b"TFSPATH1"

@@ -16,8 +16,6 @@ from tierfs.errors import CorruptionError
 from tierfs.host.extents import Extents
 from tierfs.host.slab.table.table import Layout, SlotState, Table, padded
 
-__all__ = ["SlotAllocator"]
-
 
 class SlotAllocator:
     """The free slots and extents of a segment, which is assumed to be empty at first. Not thread-safe."""

@@ -18,8 +18,6 @@ from tierfs.host.slab.table.table import Table
 if TYPE_CHECKING:
     from tierfs.host.slab.segment_file import OwnedFd
 
-__all__ = ["TableLock", "changing"]
-
 
 class TableLock:
     """The lock of one segment in one process.

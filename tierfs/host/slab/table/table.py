@@ -16,21 +16,6 @@ import numpy.typing as npt
 
 from tierfs.host.ground import PAGE_BYTES
 
-__all__ = [
-    "DATA_STATES",
-    "DIRTY_STATES",
-    "META_BYTES_MAX",
-    "NAME_BYTES_MAX",
-    "SLOT_BYTES",
-    "Layout",
-    "SlotKind",
-    "SlotRow",
-    "SlotState",
-    "Sums",
-    "Table",
-    "padded",
-]
-
 HEAD_BYTES = 96
 SLOT_BYTES = 1024
 NAME_BYTES_MAX = 33

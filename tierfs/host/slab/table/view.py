@@ -8,8 +8,6 @@ import numpy as np
 
 from tierfs.host.slab.table.table import DATA_STATES, Layout, SlotKind, SlotRow, SlotState, Table
 
-__all__ = ["TableView"]
-
 _TAKEN = frozenset(SlotState) - {SlotState.FREE}
 
 

@@ -24,8 +24,6 @@ from tierfs.store.store import Store
 from tierfs.store.tree.references import is_root, names_of, parents_of, put_references
 from tierfs.store.tree.walk import live_records
 
-__all__ = ["Marked", "Unreadable", "is_below", "mark"]
-
 BATCH = 256
 ATTEMPTS = 3
 # Reference lists in flight together take at most this much memory; a larger list is read alone.

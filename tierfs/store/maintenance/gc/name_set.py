@@ -17,8 +17,6 @@ import numpy.typing as npt
 from tierfs.digest import Buffer
 from tierfs.format.keys import ChunkName
 
-__all__ = ["NameSet", "encode_names", "fingerprints"]
-
 PENDING_MIN = 1 << 18
 NAMES_MAX = 8 << 20
 _LOW = np.uint64((1 << 56) - 1)

@@ -8,8 +8,6 @@ from typing import Any
 
 from tierfs.store.maintenance.gc.mark import Unreadable
 
-__all__ = ["GcOptions", "GcReport", "Tally"]
-
 
 @dataclass(slots=True)
 class Tally:

@@ -28,8 +28,6 @@ from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, Turn, epoch_o
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 
-__all__ = ["collect"]
-
 LISTS_MAX = 1000
 PROBE_AGE_S = 3600
 _logger = logging.getLogger("tierfs.gc")

@@ -20,16 +20,6 @@ from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 
-__all__ = [
-    "PREFIXES",
-    "CondemnedLists",
-    "PrefixChunks",
-    "Sorted",
-    "list_prefixes",
-    "read_lists",
-    "sort_prefix",
-]
-
 PREFIXES = tuple(f"{number:02x}" for number in range(256))
 
 Found: TypeAlias = tuple[bytes, int]

@@ -12,8 +12,6 @@ from tierfs.objects.checksums import put_idempotent
 from tierfs.objects.protocol import CREATE
 from tierfs.store.store import Store
 
-__all__ = ["Aside"]
-
 _logger = logging.getLogger("tierfs.repair")
 
 

@@ -11,8 +11,6 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.maintenance.repair_chunks import Healer
 
-__all__ = ["NeededChunks"]
-
 
 class NeededChunks:
     """The chunk objects that the files of one store need.

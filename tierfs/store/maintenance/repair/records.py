@@ -26,8 +26,6 @@ from tierfs.store.tree.delete import bury
 from tierfs.store.tree.directory import new_marker
 from tierfs.store.tree.records import Observed, publish
 
-__all__ = ["RECORD_BYTES_MAX", "Mender"]
-
 RECORD_BYTES_MAX = MANIFEST_BYTES_MAX + 1024
 ALIKE_BYTES_MAX = 32
 _WRITE_ID = slice(16, 32)

@@ -8,8 +8,6 @@ from typing import Any
 from tierfs.errors import FormatError
 from tierfs.format import keys
 
-__all__ = ["FileLoss", "RepairItem", "RepairReport"]
-
 
 @dataclass(frozen=True, slots=True)
 class RepairItem:

@@ -35,8 +35,6 @@ from tierfs.store.tree.records import observe_published, publish
 from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.preconditions import ensure_chunks_durable, fold_rows
 
-__all__ = ["repair"]
-
 BATCH = 256
 ATTEMPTS_MAX = 4
 _logger = logging.getLogger("tierfs.repair")

@@ -25,8 +25,6 @@ from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import find_chunk
 from tierfs.store.store import Store
 
-__all__ = ["LocalDamage", "LocalReport", "scrub_local"]
-
 BATCH = 64
 _logger = logging.getLogger("tierfs.scrub")
 

@@ -16,8 +16,6 @@ from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.store import Store
 
-__all__ = ["PIECE_S", "Pace", "ScrubDamage", "ScrubPart", "ScrubPiece", "scrub_piece"]
-
 PIECE_BYTES = 4 << 30
 PIECE_S = 20.0
 _logger = logging.getLogger("tierfs.scrub")

@@ -33,8 +33,6 @@ from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.scrub.pieces import PIECE_S, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
 from tierfs.store.store import Store
 
-__all__ = ["ScrubOptions", "ScrubReport", "read_scrub_record", "scrub"]
-
 DAMAGED_MAX = 10_000
 ATTEMPTS = 5
 PIECES_AT_ONCE = 4
