@@ -280,14 +280,13 @@ def show(report: dict[str, Any]) -> None:
             print(f"{'flat':16} growth {rows['flat']['growth']}")
         for name, row in rows.get("pieces", {}).get("by_piece", {}).items():
             print(f"piece {name}: {row['drain_bytes_per_s'] / 1e9:.1f} GB/s, {row['lost_s']:.4f} s lost")
-        for name in ("digest", "planes"):
-            speeds = {
-                key: f"{value / 1e9:.1f}"
-                for key, value in rows.get(name, {}).items()
-                if isinstance(value, float) and key not in {"row_s", "value"}
-            }
-            if speeds:
-                print(f"{name}, GB/s: {speeds}")
+        digests = {
+            key: f"{value / 1e9:.1f}"
+            for key, value in rows.get("digest", {}).items()
+            if isinstance(value, float) and key not in {"row_s", "value"}
+        }
+        if digests:
+            print(f"digest, GB/s: {digests}")
     machine = next((found["machine"] for found in report["parts"].values() if "machine" in found), {})
     print(
         f"\n{machine.get('card')}, driver {machine.get('driver')}, torch {machine.get('torch')}, {report['date']}, "

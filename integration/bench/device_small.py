@@ -65,37 +65,6 @@ class Small:
         found["value"] = found[str(sizes[0])]
         return found
 
-    def planes(self) -> dict[str, Any]:
-        """Measure bytes of blocks per second by operation. Each byte is read once and written once."""
-        from tierfs.codec.planes.planes import PlaneOrder
-        from tierfs.device import planes
-
-        count = 4 if self._dry else 1024
-        raw, base, out = (self._card.noise(count * BLOCK_BYTES) for _ in range(3))
-        cut = [tensor.split(BLOCK_BYTES) for tensor in (raw, base, out)]
-        found: dict[str, Any] = {}
-        for name, width, order, has_base in (
-            ("bf16", 2, PlaneOrder.SIGN_LAST, False),
-            ("fp32", 4, PlaneOrder.SIGN_LAST, False),
-            ("fp32 delta", 4, PlaneOrder.ZIGZAG, True),
-        ):
-            blocks = [
-                planes.PlaneBlock(one, to, width, order, other if has_base else None)
-                for one, other, to in zip(*cut, strict=True)
-            ]
-            if not self._card.is_real:
-                arguments = (blocks[0].raw.numpy(), width, order, base[:BLOCK_BYTES].numpy() if has_base else None)
-                planes.split_planes_reference(*arguments)
-                continue
-            kept = raw.clone()
-            found[f"split {name}"] = raw.numel() / seconds(
-                self._card, lambda blocks=blocks: planes.split_planes(blocks)
-            )
-            raw.fill_(0)
-            found[f"join {name}"] = raw.numel() / seconds(self._card, lambda blocks=blocks: planes.join_planes(blocks))
-            assert torch.equal(raw, kept), f"join_planes does not undo split_planes: {name}"
-        return {**found, "read": self.limits.get("read"), "d2d": self.limits.get("d2d")}
-
     # -- bits ----------------------------------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
@@ -217,5 +186,4 @@ def rows_of(small: Small) -> list[tuple[str, Any, float, float]]:
         ("digest", small.digests, 40, 3),
         ("identity", small.identity, 90, 10),
         ("flat", small.flat, 90, 15),
-        ("planes", small.planes, 40, 5),
     ]
