@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from support.cuda_emulator import Emulator
 
-from tierfs.device.copies import PIECE_BYTES, copy_pieces, piece_table
+from tierfs.device.accelerator import PIECE_BYTES, copy_pieces, piece_table
 from tierfs.device.kernel_launch import KERNELS
 
 LENGTHS = [0, 1, 3, 4, 15, 16, 17, 4095, 4096, 100_003, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 5]

@@ -2,8 +2,8 @@
 
 import threading
 
-from tierfs.host.write import housekeeping
-from tierfs.host.write.housekeeping import Housekeeping
+from tierfs.host.write import ahead
+from tierfs.host.write.ahead import Housekeeping
 
 
 class Ram:
@@ -26,7 +26,7 @@ class Ram:
 
 
 def test_slabs_and_room_in_them_are_made_ahead_and_others_get_theirs(monkeypatch):
-    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.01)
+    monkeypatch.setattr(ahead, "HOUSEKEEPING_S", 0.01)
     ram = Ram()
     Housekeeping(ram, ram.ended).begin()
     assert ram.ended.wait(10)

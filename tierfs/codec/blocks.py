@@ -181,7 +181,7 @@ def _encode_alone(raw: memoryview, coding: Coding, base: memoryview | None, out:
 
 
 def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int | None]:
-    from tierfs.codec.delta import derive, differences, sparse  # noqa: PLC0415
+    from tierfs.codec.delta import derive, differences  # noqa: PLC0415
     from tierfs.codec.planes import planes  # noqa: PLC0415
 
     codec, width = coding
@@ -194,7 +194,7 @@ def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memor
             return codec, length
         codec, width = Codec.PLANE, 2
     if codec is Codec.SPARSE:
-        length = sparse.encode_sparse(raw, width, reference, out)
+        length = differences.encode_sparse(raw, width, reference, out)
         if length is not None:
             return codec, length
         codec = Codec.DPLANE
@@ -262,7 +262,7 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
 
             decode_constant(encoded, out)
         elif codec == Codec.SPARSE:
-            from tierfs.codec.delta.sparse import decode_sparse  # noqa: PLC0415
+            from tierfs.codec.delta.differences import decode_sparse  # noqa: PLC0415
 
             decode_sparse(encoded, out, reference)
         else:

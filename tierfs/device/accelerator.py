@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tierfs._fork import PerProcess
-from tierfs.device.copies import copy_pieces
 from tierfs.device.digests import hash_blocks
+from tierfs.device.kernel_launch import function, launch
 from tierfs.errors import CapacityError, StoreError
 
 GPU_FAILURES = CapacityError, StoreError, torch.cuda.OutOfMemoryError
@@ -25,6 +26,9 @@ LARGE_BYTES = 1 << 20
 """Without CuPy, tensors of at least this size are copied on the device one by one."""
 # torch copies these dtypes bit for bit in fused launches.
 _FUSED = frozenset({torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64})
+PIECE_BYTES = 1 << 20
+"""Most bytes that one thread block copies. 20 GB take 20,000 thread blocks, far more than run at once."""
+THREADS = 512
 
 
 class Event(Protocol):
@@ -319,3 +323,50 @@ def _owner_of(tensor: torch.Tensor) -> Accelerator | None:
 def has_accelerator() -> bool:
     """Whether this process can use a GPU."""
     return bool(_known) or bool(torch.cuda.is_available())
+
+
+def piece_table(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """Cut copies into pieces of at most `PIECE_BYTES`.
+
+    Args:
+        targets: Addresses.
+        sources: Addresses, one for each target. Nothing overlaps.
+        lengths: Length of each copy in bytes.
+
+    Returns:
+        uint64 [pieces, 3]: target, source and length of each piece.
+    """
+    sizes = np.array(lengths, np.uint64)
+    counts = ((sizes + np.uint64(PIECE_BYTES - 1)) // np.uint64(PIECE_BYTES)).astype(np.int64)
+    total = int(counts.sum())
+    firsts = np.cumsum(counts) - counts
+    offsets = ((np.arange(total) - np.repeat(firsts, counts)) * PIECE_BYTES).astype(np.uint64)
+    table = np.empty((total, 3), np.uint64)
+    table[:, 0] = np.repeat(np.array(targets, np.uint64), counts) + offsets
+    table[:, 1] = np.repeat(np.array(sources, np.uint64), counts) + offsets
+    table[:, 2] = np.minimum(np.repeat(sizes, counts) - offsets, np.uint64(PIECE_BYTES))
+    return table
+
+
+def copy_pieces(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+    """Queue copies on torch's current stream of ``device``. Returns before the kernel has run.
+
+    Args:
+        targets: Addresses in the device's memory.
+        sources: Addresses, one for each target. Nothing overlaps.
+        lengths: Length of each copy in bytes.
+        device: A CUDA device.
+
+    Raises:
+        InvalidInputError: CuPy is not installed.
+        StoreError: The GPU's compiler rejects the kernel.
+    """
+    table = piece_table(targets, sources, lengths)
+    if not len(table):
+        return
+    with torch.cuda.device(device):
+        pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True)
+        pinned.numpy().view(np.uint64)[:] = table.reshape(-1)
+        launch(
+            function("copy_pieces", "copy"), len(table), THREADS, (pinned.to(device, non_blocking=True),), device=device
+        )

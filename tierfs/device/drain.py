@@ -4,6 +4,10 @@ A GPU has one copy engine per direction. The engine is first in, first out, igno
 consecutive copies of one stream as one block. So a large copy delays every small copy of training. The drain therefore
 copies pieces, queues a tiny kernel behind each, and queues the next piece only after the previous one has arrived.
 Measured figures: docs/explanation/device.md.
+
+Copies between the GPU and pageable memory run at a fraction of the link's speed and block the calling thread. So
+regions of host memory are registered with the GPU once, and released before unmapping. Registration takes about a
+second per 10 GB, so regions stay registered from save to save.
 """
 
 from __future__ import annotations
@@ -18,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tierfs.device.accelerator import Accelerator, Event
-from tierfs.device.pins import Pins
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.units import parse_size
 
 PIECE_BYTES = 32 << 20
@@ -27,6 +30,8 @@ FINISH_S = 30.0
 """Seconds in all that a closed gate delays one drain. After that, the drain continues."""
 LOOK_S = 0.02
 """Seconds between checks of the other events, while a drain waits at a closed gate."""
+PIN_BYTES_MAX = 64 << 30
+"""Registrations of more than this in one call fail on some drivers."""
 
 
 class DrainPiece(NamedTuple):
@@ -187,3 +192,82 @@ def _piece_bytes() -> int:
     if found < 1:
         raise InvalidInputError(f"TIERFS_DEVICE_PIECE={said!r}: a piece has at least one byte")
     return found
+
+
+class _Pin(NamedTuple):
+    memory: torch.Tensor | None  # None: it is pageable, or other code registered it
+    is_used: Callable[[], bool]
+
+
+class Pins:
+    """The registered regions of one process and GPU. Not thread-safe; no copy to a region may be in flight.
+
+    A registration keeps the region mapped until `sweep` finds that it is no longer used.
+
+    Attributes:
+        failed: Number of regions that could not be registered, and are used as pageable memory.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._regions: dict[str, _Pin] = {}
+        self.failed = 0
+
+    def __repr__(self) -> str:
+        return f"Pins({self.registered_bytes} bytes, failed={self.failed})"
+
+    @property
+    def registered_bytes(self) -> int:
+        """Number of registered bytes."""
+        return sum(region.memory.numel() for region in list(self._regions.values()) if region.memory is not None)
+
+    def add(
+        self,
+        key: str,
+        memory: Callable[[], memoryview],
+        is_used: Callable[[], bool],
+        fall_back: Callable[[str, str], None],
+    ) -> None:
+        """Register a region, unless it was registered or refused before.
+
+        Args:
+            key: Unique name of the region. It is never reused for another one.
+            memory: Returns the whole region, writable. The registration keeps a reference to it.
+            is_used: Returns whether any code still writes to the region.
+            fall_back: Called with a name and a message if the region cannot be registered.
+        """
+        if key in self._regions:
+            return
+        whole = torch.frombuffer(memory(), dtype=torch.uint8)
+        pinned: torch.Tensor | None = None
+        try:
+            if not self._accelerator.is_pinned(whole):
+                self._pin(whole)
+                pinned = whole
+        except (TierfsError, RuntimeError) as error:
+            self.failed += 1
+            fall_back(
+                "unpinned",
+                "host memory cannot be registered with the GPU, so copies to it are slow and block their thread: "
+                f"{error}; raise the limit on locked memory (ulimit -l)",
+            )
+        self._regions[key] = _Pin(pinned, is_used)
+
+    def sweep(self) -> None:
+        """Release the regions that are no longer used."""
+        for key in [key for key, region in self._regions.items() if not region.is_used()]:
+            region = self._regions.pop(key)
+            if region.memory is not None:
+                for piece in region.memory.split(PIN_BYTES_MAX):
+                    self._accelerator.unpin(piece)
+
+    def _pin(self, whole: torch.Tensor) -> None:
+        done: list[torch.Tensor] = []
+        try:
+            for piece in whole.split(PIN_BYTES_MAX):
+                self._accelerator.pin(piece)
+                done.append(piece)
+        except BaseException:
+            for piece in done:
+                self._accelerator.unpin(piece)
+            raise

@@ -14,7 +14,7 @@ from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreErro
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
 from tierfs.format.manifest import Manifest, Row
-from tierfs.host.cache.local_chunk import check_block, envelope_of
+from tierfs.host.cache.reader import check_block, envelope_of
 from tierfs.host.nvme.commit import EncodedDraft
 from tierfs.host.nvme.stored import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from tierfs.dcp.load.overlaps import Destinations
+from tierfs.dcp.load.items import Destinations
 
 
 def test_names_that_share_memory_are_told_from_those_that_do_not():

@@ -19,8 +19,7 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFo
 from tierfs.host.slab.new_segment import adopt, make_header, make_in
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import CHANGES_AT, Reservation
-from tierfs.host.slab.table.lock import changing
-from tierfs.host.slab.table.table import Layout, SlotKind, SlotState
+from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, changing
 
 STORE = "0123456789abcdef0123456789abcdef"
 OWNER = "00000000000000aa"

@@ -2,13 +2,15 @@
 
 Bytes whose order in the destination's memory is the stored order are read directly into it, or loaded through a GPU
 that verifies them. The others go through buffers, at most `BUFFERS_MAX` at once. If two names share their memory, one
-is read after the other, as torch does. Concurrent reads would each verify bytes that the other one wrote.
+is read after the other, as torch does. Concurrent reads would each verify bytes that the other one wrote. Tied weights
+have two names for one tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ import torch
 from tierfs.buffers import KEPT_MAX, buffers
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart
-from tierfs.dcp.load.overlaps import Destinations
 from tierfs.dcp.load.ranges import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.planner import object_loader
@@ -308,3 +309,52 @@ def _check_takes_elements(fqn: str, target: Any) -> None:
         raise InvalidInputError(
             f"{fqn}: the destination's elements share memory, as in an expanded tensor: load into a clone of it"
         )
+
+
+class Destinations:
+    """The memory of the destinations that are read into at once, by name. No two names overlap."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # sorted; `_stops` has the same order
+        self._stops: list[int] = []
+        self._spans: dict[str, tuple[int, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"Destinations({len(self._spans)} names)"
+
+    def add(self, name: str, tensor: Any) -> bool:
+        """Add a destination. Several destinations of one name are assumed not to overlap.
+
+        Args:
+            name: The loaded tensor's name.
+            tensor: The destination, or a part of it.
+
+        Returns:
+            False if the memory from its first to its last byte may overlap another name's. Then it is not added.
+        """
+        start = tensor.data_ptr()
+        if not tensor.numel() or not start:
+            return True
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        stop = start + (reach + 1) * tensor.itemsize
+        known = self._spans.get(name)
+        if known is not None:
+            start, stop = min(start, known[0]), max(stop, known[1])
+            if (start, stop) == known:
+                return True
+            self._remove(known)
+        before = bisect_left(self._starts, stop)
+        is_free = not before or self._stops[before - 1] <= start
+        if not is_free:
+            if known is None:
+                return False
+            start, stop = known
+            before = bisect_left(self._starts, stop)
+        self._starts.insert(before, start)
+        self._stops.insert(before, stop)
+        self._spans[name] = start, stop
+        return is_free
+
+    def _remove(self, span: tuple[int, int]) -> None:
+        index = bisect_left(self._starts, span[0])
+        del self._starts[index], self._stops[index]

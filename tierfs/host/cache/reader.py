@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
+from tierfs.format.envelope import Envelope
 from tierfs.format.ranges import BlockTargets, Part, block_runs
-from tierfs.host.cache.local_chunk import check_block, envelope_of
 from tierfs.host.counters import Counters
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.rpc.client import FlusherClient
@@ -186,3 +187,29 @@ class ChunkReader:
                 self._flusher.request("quarantine", {"name": name.hex(), "length": raw_length}, timeout_s=QUARANTINE_S)
             except (TierfsError, TimeoutError) as failure:
                 self._counters.fall_back("kept_damage", "the flusher was not told of a damaged copy: %s", failure)
+
+
+def envelope_of(name: bytes, raw_length: int, meta: bytes, tier: str) -> Envelope:
+    """Decode the metadata that a tier keeps with a chunk.
+
+    Raises:
+        CorruptionError: The metadata is damaged, or belongs to another chunk.
+        FormatError: Another version of tierfs wrote it.
+    """
+    where = f"chunk {name.hex()} in the {tier} tier"
+    envelope = Envelope.decode(meta, where, stored_length=len(meta) + raw_length)
+    if name[0] == envelope.digest_kind and envelope.digest != name[1:]:
+        raise CorruptionError(f"{where} has the metadata of another chunk", tier=tier)
+    return envelope
+
+
+def check_block(envelope: Envelope, index: int, block: memoryview, tier: str) -> None:
+    """Verify one block of a chunk.
+
+    Raises:
+        CorruptionError: The block is damaged.
+    """
+    if digest.hash_bytes(envelope.digest_kind, block) != envelope.blocks[index].digest:
+        raise CorruptionError(
+            f"chunk {envelope.digest.hex()} in the {tier} tier: block {index} is damaged", tier=tier, block=index
+        )

@@ -14,8 +14,7 @@ from tierfs.host.slab.allocate import allocate, map_shared
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import OwnedFd, Reservation, SegmentHeader, open_segment
 from tierfs.host.slab.table.allocator import SlotAllocator
-from tierfs.host.slab.table.lock import changing
-from tierfs.host.slab.table.table import Layout, SlotState
+from tierfs.host.slab.table.table import Layout, SlotState, changing
 
 UUID_DIGITS = 32
 OWNER_DIGITS = 16

@@ -28,7 +28,6 @@ from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, Rea
 from tierfs.host.slab.allocate import give_up, map_shared
 from tierfs.host.slab.segment_file import SECTOR_BYTES, OwnedFd, SegmentHeader, open_segment, reopened
 from tierfs.host.slab.table.allocator import SlotAllocator
-from tierfs.host.slab.table.lock import TableLock, changing
 from tierfs.host.slab.table.table import (
     DATA_STATES,
     DIRTY_STATES,
@@ -39,6 +38,8 @@ from tierfs.host.slab.table.table import (
     SlotState,
     Sums,
     Table,
+    TableLock,
+    changing,
     padded,
 )
 from tierfs.host.slab.table.view import TableView

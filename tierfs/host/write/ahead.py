@@ -1,15 +1,22 @@
-"""Writes chunks of a large file to the nvme tier while the rest of it is being sealed. docs/decisions/0039."""
+"""Threads of a process that writes, which work ahead of need.
+
+One writes chunks of a large file to the nvme tier while the rest of the file is being sealed (docs/decisions/0039). The
+other makes room in the ram tier, and releases claimed memory.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
+from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
 from tierfs.threads import start_daemon
 
 AHEAD_BYTES_MIN = 64 << 20
 """Minimum bytes for one request. Fewer are not worth one: they arrive with the draft about as soon."""
+HOUSEKEEPING_S = 1.0
 
 
 class Ahead:
@@ -61,3 +68,34 @@ class Ahead:
                 length = self._all_bytes
             if not self._tell(slots, length):
                 self.end()
+
+
+class Housekeeping:
+    """Maintains the ram tier until ``ended`` is set or the tier is garbage-collected."""
+
+    def __init__(self, ram: RamTier, ended: threading.Event) -> None:
+        self._ram = weakref.ref(ram)
+        self._ended = ended
+        self._is_running = False
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Housekeeping(every {HOUSEKEEPING_S:g} s, running={self._is_running})"
+
+    def begin(self) -> None:
+        """Start the thread unless it runs."""
+        with self._lock:
+            if self._is_running:
+                return
+            self._is_running = start_daemon(_run, self._ram, self._ended, name="housekeeping") is not None
+
+
+def _run(ram: weakref.ref[RamTier], ended: threading.Event) -> None:
+    while not ended.wait(HOUSEKEEPING_S):
+        tier = ram()
+        if tier is None:
+            return
+        tier.grow_ahead()
+        tier.evict_ahead()
+        tier.give_back_claimed()
+        del tier

@@ -26,9 +26,8 @@ from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table.table import SlotKind, SlotState
-from tierfs.host.write.ahead import Ahead
+from tierfs.host.write.ahead import Ahead, Housekeeping
 from tierfs.host.write.chunk_buffer import ChunkBuffer
-from tierfs.host.write.housekeeping import Housekeeping
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
 

@@ -24,10 +24,9 @@ from tierfs.errors import (
 )
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects._checks import check_end, check_limit, check_version
-from tierfs.objects.backends.block_stream import taking_from
 from tierfs.objects.backends.locations import plain
 from tierfs.objects.backends.shared_session import SharedSession
-from tierfs.objects.backends.spans import RequestRange, spans_of
+from tierfs.objects.backends.spans import RequestRange, spans_of, taking_from
 from tierfs.objects.checksums import computable
 from tierfs.objects.http_errors import translated_client
 from tierfs.objects.protocol import (

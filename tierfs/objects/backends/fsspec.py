@@ -34,9 +34,8 @@ from tierfs.format.descriptor import Capabilities
 from tierfs.objects._checks import check_end, check_limit, check_version
 from tierfs.objects._stripes import locked
 from tierfs.objects.backends._entries import FileEntry, is_directory
-from tierfs.objects.backends.block_stream import taking
 from tierfs.objects.backends.locations import plain
-from tierfs.objects.backends.spans import spans_of
+from tierfs.objects.backends.spans import spans_of, taking
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.http_errors import cause_of, refused_options, translate_client_error, translated_client
 from tierfs.objects.protocol import (

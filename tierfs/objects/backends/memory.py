@@ -18,7 +18,7 @@ from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, NotFoundError
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects._checks import check_end, check_limit, check_version
-from tierfs.objects.backends.block_stream import taking
+from tierfs.objects.backends.spans import taking
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.protocol import (
     OVERWRITE,

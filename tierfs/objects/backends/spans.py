@@ -1,4 +1,4 @@
-"""Choose the requests that fetch ranges of an object: few, since a request costs more than some unwanted bytes."""
+"""Fetch ranges of an object: choose few requests, since a request costs more than some unwanted bytes, and pass on bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tierfs.digest import Buffer
-from tierfs.objects.protocol import Range
+from tierfs.errors import StoreError
+from tierfs.objects.protocol import Range, Take
 
 GAP_BYTES_MAX = (1 << 20) - 1
 """One request fetches ranges that are at most this far apart.
@@ -73,3 +74,44 @@ def spans_of(ranges: Sequence[Range]) -> list[RequestRange]:
         found[-1].end = max(found[-1].end, end)
         found[-1].parts.append((offset, out))
     return found
+
+
+def taking(whole: memoryview) -> Take:
+    """Return a `Take` of the bytes in memory."""
+    at = 0
+
+    def take(count: int) -> memoryview:
+        nonlocal at
+        assert at + count <= len(whole), "more is taken than was asked for"
+        at += count
+        return whole[at - count : at]
+
+    return take
+
+
+def taking_from(read_into: Callable[[memoryview], int | None], length: int, memory: memoryview, key: str) -> Take:
+    """Return a `Take` that reads each piece into ``memory``.
+
+    Args:
+        read_into: Fills a buffer, or only its beginning, with the next bytes, and returns how many; 0 at the end.
+        length: How many bytes there are, for errors.
+        memory: Long enough for each piece.
+        key: The object's key, for errors.
+    """
+    taken = 0
+
+    def take(count: int) -> memoryview:
+        nonlocal taken
+        assert count <= len(memory), "a piece is larger than may be taken at once"
+        at = 0
+        while at < count:
+            read = read_into(memory[at:count])
+            if not read:
+                raise StoreError(
+                    f"{key}: the answer broke off at byte {taken + at} of {length}", transient=True, path=key
+                )
+            at += read
+        taken += count
+        return memory[:count]
+
+    return take

@@ -24,8 +24,7 @@ from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.record import Draft
 from tierfs.store.encode.contexts import ChunkContext, ChunkPart, ReadRow
-from tierfs.store.encode.parents import ListedNames, find_parent, given_parent
-from tierfs.store.encode.series import group_of
+from tierfs.store.encode.parents import ListedNames, find_parent, given_parent, group_of
 from tierfs.store.encode.tensors import TensorPlace, layout_of, places, stored_layout, unknown_layout
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows, open_manifest

@@ -63,7 +63,7 @@ def places(
     Args:
         layout: The file's spans, without gaps from the beginning of the first chunk to the end of the last one.
         lengths: The chunks' lengths in bytes.
-        group: The name that all saves of the file share: see `tierfs.store.encode.series.group_of`.
+        group: The name that all saves of the file share: see `tierfs.store.encode.parents.group_of`.
         start: The offset of the first chunk in the file.
     """
     starts = [span.start for span in layout]

@@ -26,7 +26,7 @@ from tierfs.host.pending.record import SlotRef
 from tierfs.processors import processors
 from tierfs.store.chunks import ChunkSend, store_chunk
 from tierfs.store.encode.contexts import ChunkContext
-from tierfs.store.encode.series import group_of
+from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import layout_of, places
 from tierfs.store.soundness import replaced_chunks
 from tierfs.store.store import Store

@@ -17,7 +17,7 @@ from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.processors import processors
 from tierfs.store.chunks import ChunkSend, store_chunk
 from tierfs.store.encode.contexts import ChunkContext
-from tierfs.store.encode.series import group_of
+from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import places
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
