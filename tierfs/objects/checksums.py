@@ -1,4 +1,4 @@
-"""Checksums that endpoints verify before they store, computed in native code, and puts that send one.
+"""Checksums that endpoints verify before they store, puts that send one, and reads that are repeated on a mismatch.
 
 `tierfs.objects.probe` tests which of them an endpoint verifies.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from tierfs import digest
 from tierfs.digest import Buffer
@@ -17,12 +18,16 @@ from tierfs.errors import (
     AlreadyExistsError,
     ConflictError,
     CorruptionError,
+    FormatError,
     InvalidInputError,
     NotFoundError,
     StoreError,
 )
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.protocol import OVERWRITE, Checksum, ObjectInfo, ObjectTier, PutMode
+
+_logger = logging.getLogger("tierfs.objects")
+_Value = TypeVar("_Value")
 
 
 def _crc64nvme(data: Sequence[Buffer]) -> bytes:
@@ -118,6 +123,40 @@ def put_idempotent(objects: ObjectTier, key: str, data: bytes, *, mode: PutMode)
         if found != data:
             raise
         return info
+
+
+def twice(read: Callable[[], _Value]) -> _Value:
+    """Call ``read``, and call it again if it finds damage: a bit may have flipped on the way, and not in the object."""
+    try:
+        return read()
+    except (CorruptionError, FormatError) as error:  # a flipped bit in a version or kind gives a `FormatError`
+        _logger.warning("reading again after a mismatch: %s", error)
+        return read()
+
+
+def read_decoded(
+    objects: ObjectTier, key: str, limit: int, decode: Callable[[bytes, str], _Value], where: str
+) -> tuple[_Value, ObjectInfo, bytes]:
+    """Read a whole small object and decode it. What cannot be decoded is read once more.
+
+    Args:
+        objects: The tier.
+        key: The object.
+        limit: Its largest size in bytes.
+        decode: Decodes the bytes. Its second argument is ``where``.
+        where: Name of the object in errors.
+
+    Raises:
+        NotFoundError: No object is there.
+        CorruptionError, FormatError: Both answers are damaged, too large, or of another version.
+        StoreError, ReadOnlyError: The request failed.
+    """
+
+    def read() -> tuple[_Value, ObjectInfo, bytes]:
+        data, info = objects.read(key, limit)
+        return decode(data, where), info, data
+
+    return twice(read)
 
 
 def verify_checksum(checksum: Checksum | None, data: Sequence[Buffer], key: str) -> None:

@@ -7,7 +7,7 @@ from tierfs.format import keys
 from tierfs.format.correction import correct_descriptor
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.objects import connect
-from tierfs.objects.checksums import put_idempotent
+from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import Update
 from tierfs.session.open import known_descriptor
 from tierfs.session.url import Location, target_url
@@ -32,12 +32,11 @@ def mend_descriptor(location: Location, *, dry_run: bool = False) -> str:
     url = target_url(location.protocol, location.path)
     where = f"{url}/{keys.DESCRIPTOR}"
     try:
-        data, info = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
+        read_decoded(objects, keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX, Descriptor.decode, where)
     except NotFoundError:
         return ""
-    try:
-        Descriptor.decode(data, where)
     except CorruptionError:
+        data, info = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
         found, source = correct_descriptor(data, where), "its own bytes"
         if found is None and (known := known_descriptor(location, url)) is not None:
             found, source = known.encode(), "what this host knows of the store"

@@ -10,7 +10,7 @@ from tierfs.errors import ConflictError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Capabilities, Descriptor
 from tierfs.objects import Update, as_promised, connect, probe
-from tierfs.objects.checksums import put_idempotent
+from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.os_errors import translated
 from tierfs.objects.probe import Finding, Findings
 from tierfs.session.open import open_store
@@ -60,8 +60,8 @@ def probe_store(location: Location) -> ProbeReport:
         return ProbeReport(url, found.tests, None, found.capabilities)
     found = probe(connect(location.protocol, root, location.options, attempts=1))
     objects = as_promised(connect(location.protocol, root, location.options), found.capabilities)
-    data, info = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
-    descriptor = Descriptor.decode(data, f"{url}/{keys.DESCRIPTOR}")
+    where = f"{url}/{keys.DESCRIPTOR}"
+    descriptor, info, _ = read_decoded(objects, keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX, Descriptor.decode, where)
     # Making the store decided whether the objects are lost with this host; a probe cannot tell.
     endpoint = replace(found.capabilities, host_local=descriptor.endpoint.host_local)
     if endpoint != descriptor.endpoint:

@@ -9,7 +9,7 @@ from tierfs.digest import DigestKind
 from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
-from tierfs.objects.checksums import put_checked
+from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectTier
 
 LEASE_S, LEASE_S_MAX = 60, 3600
@@ -26,8 +26,8 @@ def read_descriptor(objects: ObjectTier, url: str) -> Descriptor:
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    data, _ = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
-    return Descriptor.decode(data, f"{url}/{keys.DESCRIPTOR}")
+    where = f"{url}/{keys.DESCRIPTOR}"
+    return read_decoded(objects, keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX, Descriptor.decode, where)[0]
 
 
 def create_store(

@@ -24,7 +24,7 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
-from tierfs.objects.checksums import put_idempotent
+from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version, objects_below
 
 KNOWN_MAX = 200_000
@@ -351,10 +351,9 @@ class LeaseCache:
                 lists[key] = known
                 continue
             try:
-                data, info = self._objects.read(key, LIST_BYTES_MAX)
+                listed, info, _ = read_decoded(self._objects, key, LIST_BYTES_MAX, Condemned.decode, key)
             except NotFoundError:
                 continue
-            listed = Condemned.decode(data, key)
             if listed.digest_kind is not self._descriptor.digest_kind or keys.condemned_key(listed.epoch) != key:
                 raise FormatError(f"{key}: a condemned list of another epoch or with another kind of digest", path=key)
             lists[key] = (info.version, listed.names)

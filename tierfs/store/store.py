@@ -20,6 +20,7 @@ from tierfs.format.manifest import Manifest, Record
 from tierfs.host.host import state_directory
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
+from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, ObjectTier, Version
 from tierfs.store.encode.codecs import AUTO, Codecs
 from tierfs.store.leases import LeaseCache
@@ -187,8 +188,9 @@ class Store:
         """Return the version of the descriptor at the root, or None if it is the descriptor of another store."""
         version = self.objects.head(keys.DESCRIPTOR).version
         if version != self._descriptor_version:
-            data, info = self.objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
-            if Descriptor.decode(data, self.where(keys.DESCRIPTOR)).uuid != self.descriptor.uuid:
+            where = self.where(keys.DESCRIPTOR)
+            found, info, _ = read_decoded(self.objects, keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX, Descriptor.decode, where)
+            if found.uuid != self.descriptor.uuid:
                 return None
             version = info.version
         return version

@@ -15,6 +15,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
+from tierfs.objects.checksums import twice
 from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
 
@@ -41,7 +42,7 @@ class Examined:
 
 
 def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
-    """Read a chunk object once, and verify every block of it.
+    """Read a chunk object, and verify every block of it. Read it again if it is damaged.
 
     Args:
         store: The store, without its local tiers.
@@ -57,7 +58,10 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
     key = keys.chunk_key(name)
     where = store.where(key)
     raw_length = 0
-    try:
+
+    def read() -> None:
+        nonlocal raw_length
+        raw_length = 0
         if not 0 < size <= OBJECT_BYTES_MAX:
             raise CorruptionError(f"{where}: an object of {size} bytes cannot be a chunk", path=key)
         head = memoryview(bytearray(min(size, ENVELOPE_BYTES_MAX)))
@@ -73,6 +77,9 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
         if envelope.bases:
             with buffers().lend(raw_length) as out:
                 fetch(store, Row(name, raw_length, size), [(0, out)], where)
+
+    try:
+        twice(read)
     except NotFoundError:
         return None
     except (CorruptionError, FormatError) as error:

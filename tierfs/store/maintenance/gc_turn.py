@@ -15,7 +15,7 @@ from typing import Any
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, NOBODY, Collector, EpochState
-from tierfs.objects.checksums import put_checked, put_idempotent
+from tierfs.objects.checksums import put_checked, put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, PutMode, Update, Version, objects_below
 from tierfs.store.store import Store
 
@@ -154,17 +154,16 @@ def read_collector(store: Store) -> tuple[Collector, Version | None]:
         FormatError: A newer tierfs wrote the record.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    version: Version | None = None
+    where = store.where(keys.COLLECTOR)
     try:
-        data, info = store.objects.read(keys.COLLECTOR, COLLECTOR_BYTES_MAX)
-        version = info.version
-        return Collector.decode(data, store.where(keys.COLLECTOR)), version
+        found, info, _ = read_decoded(store.objects, keys.COLLECTOR, COLLECTOR_BYTES_MAX, Collector.decode, where)
     except NotFoundError:
         return Collector(), None
     except CorruptionError as error:
         _logger.warning("the collector's record is damaged and is created again: %s", error)
-        version = version or store.objects.head(keys.COLLECTOR).version  # `read` refused an object over the limit
+        version = store.objects.head(keys.COLLECTOR).version
         return Collector(bytes([1]) * 16, duration_s=store.descriptor.lease_s), version
+    return found, info.version
 
 
 def server_now(store: Store) -> int:

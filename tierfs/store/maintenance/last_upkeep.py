@@ -8,6 +8,7 @@ from typing import Any
 from tierfs.errors import TierfsError
 from tierfs.format import keys
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
+from tierfs.objects.checksums import read_decoded
 from tierfs.store.maintenance.gc_turn import read_collector
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
@@ -22,8 +23,8 @@ def last_upkeep(store: Store) -> dict[str, Any]:
     bare = store.without_local_tiers()
 
     def scrubbed() -> dict[str, Any]:
-        data, _ = bare.objects.read(keys.SCRUB, SCRUB_BYTES_MAX)
-        record = ScrubRecord.decode(data, bare.where(keys.SCRUB))
+        where = bare.where(keys.SCRUB)
+        record, _, _ = read_decoded(bare.objects, keys.SCRUB, SCRUB_BYTES_MAX, ScrubRecord.decode, where)
         return {**record.last, "known_damaged": len(record.damaged)}
 
     def collected() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 
 from tierfs import digest
@@ -22,13 +21,13 @@ from tierfs.format.keys import NO_RECIPE
 from tierfs.format.manifest import Row
 from tierfs.format.ranges import ANY_SHARE, EXACT_SHARE, WHOLE_SHARE, BlockTargets, Part, runs_of
 from tierfs.host.pending.record import local_name
+from tierfs.objects.checksums import twice
 from tierfs.objects.protocol import ObjectInfo, Take
 from tierfs.processors import processors
 from tierfs.store.read.lookup import check_head, find_chunk
 from tierfs.store.store import Store
 
 _CODECS = frozenset(Codec)
-_logger = logging.getLogger("tierfs.store")
 
 
 def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: bool = False) -> None:
@@ -76,14 +75,10 @@ def _fetch_stored(store: Store, row: Row, parts: Sequence[Part], where: str, dep
     if not row.stored_length:
         row = find_chunk(store, row, where)  # the row of a draft that was opened before it was published
     try:
-        digests = _fetch_once(store, row, parts, where, depth)
-    except CorruptionError as error:
-        _logger.warning("reading a chunk again after a mismatch: %s", error)
-        try:
-            digests = _fetch_once(store, row, parts, where, depth)
-        except CorruptionError:
-            store.report_damage(row.name)
-            raise
+        digests = twice(lambda: _fetch_once(store, row, parts, where, depth))
+    except CorruptionError:
+        store.report_damage(row.name)
+        raise
     store.lease_cache.add_verified(row.name, is_whole=len(digests) == block_count(row.raw_length))
     return digests
 

@@ -12,6 +12,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
+from tierfs.objects.checksums import twice
 from tierfs.objects.protocol import objects_below
 from tierfs.store.store import Store
 
@@ -68,8 +69,9 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
         StoreError, ReadOnlyError: The object tier failed.
     """
     key = keys.chunk_key(name)
-    head_bytes = envelope_bytes(store.descriptor.digest_kind, block_count(raw_length))
-    try:
+
+    def read() -> tuple[Envelope, int]:
+        head_bytes = envelope_bytes(store.descriptor.digest_kind, block_count(raw_length))
         if name.recipe != NO_RECIPE:
             head_bytes = min(store.objects.head(key).size, ENVELOPE_BYTES_MAX)
         head = bytearray(head_bytes)
@@ -77,6 +79,10 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
         envelope = Envelope.decode(head, store.where(key), stored_length=info.size)
         if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
             raise CorruptionError(f"{store.where(key)}: holds another chunk", path=key)
+        return envelope, info.size
+
+    try:
+        envelope, size = twice(read)
     except NotFoundError:
         return None
     except (CorruptionError, FormatError) as error:
@@ -90,7 +96,7 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
                 _logger.warning("%s is encoded against a chunk that is damaged or missing", store.where(key))
                 return DAMAGED
             needs |= dict.fromkeys(found.bases)
-    return Row(name, raw_length, info.size, tuple(needs))
+    return Row(name, raw_length, size, tuple(needs))
 
 
 def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
@@ -117,11 +123,15 @@ def read_envelope(store: Store, row: Row, where: str) -> Envelope:
     """
     place = f"{where}: chunk {keys.chunk_key(row.name)} in the object tier"
     head = memoryview(bytearray(min(row.stored_length, ENVELOPE_BYTES_MAX)))
-    try:
+
+    def read() -> Envelope:
         info = store.objects.get(keys.chunk_key(row.name), [(0, head)])
+        return check_head(head, row, info.size, place)
+
+    try:
+        return twice(read)
     except NotFoundError:
         raise CorruptionError(f"{place} is missing", path=where, tier="object") from None
-    return check_head(head, row, info.size, place)
 
 
 def check_head(head: Buffer, row: Row, size: int, place: str) -> Envelope:

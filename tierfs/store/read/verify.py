@@ -16,14 +16,16 @@ from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, en
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
-from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Row, decode_record
+from tierfs.format.manifest import Manifest, Row
 from tierfs.format.references import ReferenceList
+from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import stat
+from tierfs.store.tree.records import read_record
 
 BATCH = 64
 OBJECT_BYTES_MAX = 64 << 20
@@ -118,8 +120,7 @@ def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterat
     """Yield path and chunks of every sound record, and report the others. ``bare`` is ``store`` without local tiers."""
     for where, key in _records(store, path, report):
         try:
-            data, _ = store.objects.read(key, MANIFEST_BYTES_MAX + 1024)
-            record = decode_record(data, where, store.where(key))
+            record, _, _ = read_record(store, where, key)
             if not isinstance(record, Manifest) or record.kind is not Kind.FILE:
                 continue
             report.files += 1
@@ -212,13 +213,20 @@ def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
     if key.startswith(keys.CHUNKS):
         name = keys.parse_chunk_key(key, kind)
         if name not in seen:
-            data, info = store.objects.read(key, CHUNK_BYTES + ENVELOPE_BYTES_MAX)
-            envelope = Envelope.decode(data, key, stored_length=info.size)
+            limit = CHUNK_BYTES + ENVELOPE_BYTES_MAX
+            envelope, info, _ = read_decoded(store.objects, key, limit, _envelope, key)
             row = Row(name, envelope.raw_length, info.size)
             with buffers().lend(envelope.raw_length) as out:
                 fetch(store, row, [(0, out)], store.where(key))
-        return
-    data, _ = store.objects.read(key, OBJECT_BYTES_MAX)
+    else:
+        read_decoded(store.objects, key, OBJECT_BYTES_MAX, _check_content, key)
+
+
+def _envelope(data: bytes, where: str) -> Envelope:
+    return Envelope.decode(data, where, stored_length=len(data))
+
+
+def _check_content(data: bytes, key: str) -> None:
     if key == keys.DESCRIPTOR:
         Descriptor.decode(data, key)
     elif key.startswith(keys.LEASES):

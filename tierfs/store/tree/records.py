@@ -15,12 +15,12 @@ from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, Fo
 from tierfs.format import keys
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, Tombstone, decode_record
 from tierfs.host.pending.record import SlotRef
-from tierfs.objects.checksums import put_checked
+from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
 
-_READ_MAX = MANIFEST_BYTES_MAX + 1024
+RECORD_BYTES_MAX = MANIFEST_BYTES_MAX + 1024
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -290,9 +290,17 @@ def _is_absent(store: Store, key: str) -> bool:
     return False
 
 
+def read_record(store: Store, path: str, key: str) -> tuple[Record, ObjectInfo, bytes]:
+    """Read the record of a path, or of a directory's marker, past all caches. It is not kept.
+
+    Raises:
+        NotFoundError, CorruptionError, FormatError, StoreError, ReadOnlyError: As `read_decoded`.
+    """
+    return read_decoded(store.objects, key, RECORD_BYTES_MAX, lambda data, _: _decode(store, data, path, key), path)
+
+
 def _read(store: Store, path: str, key: str) -> Observed:
-    data, info = store.objects.read(key, _READ_MAX)
-    record = _decode(store, data, path, key)
+    record, info, data = read_record(store, path, key)
     _remember(store, key, info.version, record, data)
     return Observed(path, key, record, info.version)
 

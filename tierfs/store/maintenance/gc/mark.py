@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError, TierfsError
 from tierfs.format import keys
 from tierfs.format.header import Kind
-from tierfs.format.manifest import MANIFEST_BYTES_MAX, TOMBSTONE_BYTES, Manifest, decode_record
+from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
 from tierfs.format.references import CHECK_BYTES, REFERENCES_BYTES_MAX, ReferenceList, record_check
+from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
+from tierfs.store.tree.records import read_record
 from tierfs.store.tree.references import is_root, names_of, parents_of, put_references
 from tierfs.store.tree.walk import live_records
 
@@ -210,8 +212,7 @@ class _Mark:
         """Return the names in a directory's reference list; ``None`` if it does not cover exactly the live records."""
         store, key = self._store, keys.references_key(directory)
         try:
-            data, _ = store.objects.read(key, REFERENCES_BYTES_MAX)
-            found = ReferenceList.decode(data, store.where(key))
+            found, _, _ = read_decoded(store.objects, key, REFERENCES_BYTES_MAX, ReferenceList.decode, store.where(key))
         except (NotFoundError, CorruptionError, FormatError):
             return None
         owned = self._owned[directory]
@@ -293,16 +294,11 @@ def _read_record(store: Store, path: str, info: ObjectInfo) -> _Read | Unreadabl
             if known is not None and known[0] == version and attempt == 0:
                 record = known[1]
             else:
-                data, read = store.objects.read(info.key, MANIFEST_BYTES_MAX + 1024)
+                record, read, _ = read_record(store, path, info.key)
                 version = read.version
-                record = decode_record(data, path, store.where(info.key))
             check = record_check(info.key, version)
             if not isinstance(record, Manifest) or record.kind is not Kind.FILE:
                 return _Read(b"", check)
-            if record.digest_kind is not store.descriptor.digest_kind:
-                raise FormatError(
-                    f"{store.where(info.key)}: the record has {record.digest_kind.label} digests, unlike the store"
-                )
             return _Read(b"".join(names_of(store, path, record)), check)
         except NotFoundError:
             return None

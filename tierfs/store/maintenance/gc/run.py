@@ -13,7 +13,7 @@ from tierfs.errors import ConflictError, CorruptionError, FormatError, InvalidIn
 from tierfs.format import keys
 from tierfs.format.collector import EpochState
 from tierfs.format.lease import CONDEMNED_MAX, Condemned, Lease, NameTable
-from tierfs.objects.checksums import put_idempotent
+from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, objects_below
 from tierfs.store.maintenance.gc.mark import Marked, mark
 from tierfs.store.maintenance.gc.report import GcOptions, GcReport, Tally
@@ -152,8 +152,8 @@ class _Run:
         longest_s = self._store.descriptor.lease_s
         for info in self._leases():
             try:
-                data, _ = self._store.objects.read(info.key, 4096)
-                duration_s = Lease.decode(data, self._store.where(info.key)).duration_s
+                where = self._store.where(info.key)
+                duration_s = read_decoded(self._store.objects, info.key, 4096, Lease.decode, where)[0].duration_s
             except NotFoundError:
                 continue
             except (CorruptionError, FormatError) as error:

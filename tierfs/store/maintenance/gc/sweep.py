@@ -14,6 +14,7 @@ from typing import TypeAlias
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.lease import Condemned, NameTable
+from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
 from tierfs.store.maintenance.gc.name_set import NameSet
@@ -119,8 +120,7 @@ def read_lists(store: Store, ripe: Mapping[int, bool]) -> CondemnedLists:
     for epoch, is_ripe in sorted(ripe.items()):
         key = keys.condemned_key(epoch)
         try:
-            data, _ = store.objects.read(key, LIST_BYTES_MAX)
-            listed = Condemned.decode(data, store.where(key))
+            listed, _, _ = read_decoded(store.objects, key, LIST_BYTES_MAX, Condemned.decode, store.where(key))
             if listed.epoch != epoch or listed.digest_kind is not store.descriptor.digest_kind:
                 raise FormatError(
                     f"{store.where(key)}: a condemned list of another epoch or with another kind of digest", path=key

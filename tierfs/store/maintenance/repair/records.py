@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from tierfs.digest import Buffer
-from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, Collector
 from tierfs.format.correction import correct_sealed
 from tierfs.format.header import CHECKSUM_BYTES
 from tierfs.format.lease import Condemned, Lease
-from tierfs.format.manifest import MANIFEST_BYTES_MAX, TOMBSTONE_BYTES, Record, decode_record
+from tierfs.format.manifest import TOMBSTONE_BYTES, Record, decode_record
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
-from tierfs.objects.checksums import put_idempotent
+from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import ObjectInfo, Update, Version, objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
 from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, server_now
@@ -24,9 +24,8 @@ from tierfs.store.maintenance.repair.aside import Aside
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.directory import new_marker
-from tierfs.store.tree.records import Observed, publish
+from tierfs.store.tree.records import RECORD_BYTES_MAX, Observed, publish, read_record
 
-RECORD_BYTES_MAX = MANIFEST_BYTES_MAX + 1024
 ALIKE_BYTES_MAX = 32
 _WRITE_ID = slice(16, 32)
 
@@ -68,18 +67,18 @@ class Mender:
         """
         store, key = self._store, info.key
         try:
-            data, read = store.objects.read(key, RECORD_BYTES_MAX)
+            found, data, version, wrong = self._read(
+                key, RECORD_BYTES_MAX, lambda data, where: decode_record(data, path, where)
+            )
         except NotFoundError:
             return None
         except CorruptionError as error:  # no byte of it was read, so it cannot be kept aside
             self._left(key, str(error), "it cannot be quarantined; saving or deleting the file replaces it")
             return None
-        version = read.version
-        try:
-            return decode_record(data, path, store.where(key))
-        except (CorruptionError, FormatError) as error:
-            problem, is_newer = str(error), isinstance(error, FormatError)
-        for source, candidate in self._candidates(key, data, is_newer=is_newer):
+        if wrong is None:
+            return cast("Record", found)
+        problem, is_newer = str(wrong), isinstance(wrong, FormatError)
+        for source, candidate in self._candidates(path, key, data, is_newer=is_newer):
             try:
                 record = decode_record(candidate, path, store.where(key))
             except (CorruptionError, FormatError):
@@ -106,23 +105,32 @@ class Mender:
                 self._other(item.key)
         self._other(keys.SCRUB)
 
+    def _read(
+        self, key: str, limit: int, decode: Callable[[bytes, str], Any]
+    ) -> tuple[Any, bytes, Version, TierfsError | None]:
+        """Return an object decoded, its bytes, its version, and the error if it cannot be decoded."""
+        objects = self._store.objects
+        try:
+            found, info, data = read_decoded(objects, key, limit, decode, self._store.where(key))
+        except (CorruptionError, FormatError) as error:
+            data, info = objects.read(key, limit)
+            return None, data, info.version, error
+        return found, data, info.version, None
+
     def _other(self, key: str) -> None:
-        store, (limit, decode, then) = self._store, _handling(key)
+        limit, decode, then = _handling(key)
         if decode is None:
             return
         try:
-            data, info = store.objects.read(key, limit)
+            _, data, version, wrong = self._read(key, limit, decode)
         except NotFoundError:
             return
         except CorruptionError as error:
             self._left(key, str(error), then)
             return
-        try:
-            decode(data, key)
-        except (CorruptionError, FormatError) as error:
-            problem = str(error)
-        else:
+        if wrong is None:
             return
+        problem = str(wrong)
         fixed = correct_sealed(data)
         try:
             if fixed is not None:
@@ -134,7 +142,7 @@ class Mender:
             fixed = None
         if fixed is None:
             self._give_up(key, problem, then)
-        elif self._put(key, fixed, info.version):
+        elif self._put(key, fixed, version):
             self._mended(key, problem, "its own bytes")
 
     def _give_up(self, key: str, problem: str, then: str) -> None:
@@ -171,7 +179,7 @@ class Mender:
         now_ns = store.clock.now_ns() if self._aside is None else server_now(store)  # `server_now` puts an object
         return now_ns - put_ns >= grace_ns
 
-    def _candidates(self, key: str, data: bytes, *, is_newer: bool) -> Iterator[tuple[str, bytes]]:
+    def _candidates(self, path: str, key: str, data: bytes, *, is_newer: bool) -> Iterator[tuple[str, bytes]]:
         """Yield candidates for the undamaged record with their sources, the most certain first.
 
         If the record may be from a newer tierfs, only a correction of its own bytes is a candidate.
@@ -185,8 +193,8 @@ class Mender:
         if known is not None and _is_alike(data, known[1]):
             yield "this host's copy of the record", known[1]
         for replica in self._replicas:
-            with contextlib.suppress(NotFoundError, CorruptionError):
-                found, _ = replica.objects.read(key, RECORD_BYTES_MAX)
+            with contextlib.suppress(NotFoundError, CorruptionError, FormatError):
+                _, _, found = read_record(replica, path, key)
                 if _is_alike(data, found):
                     yield replica.url, found
 

@@ -18,6 +18,7 @@ from tierfs.format import keys
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Row
 from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList
+from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.chunks import store_chunk
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
@@ -25,13 +26,13 @@ from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair.aside import Aside
 from tierfs.store.maintenance.repair.needed import NeededChunks
-from tierfs.store.maintenance.repair.records import RECORD_BYTES_MAX, Mender
+from tierfs.store.maintenance.repair.records import Mender
 from tierfs.store.maintenance.repair.report import FileLoss, RepairItem, RepairReport
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub.rounds import read_scrub_record
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
-from tierfs.store.tree.records import observe_published, publish
+from tierfs.store.tree.records import RECORD_BYTES_MAX, observe_published, publish
 from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.preconditions import ensure_chunks_durable, fold_rows
 
@@ -189,8 +190,8 @@ class _Repair:
             problem = "" if key in there else "it is missing"
             if not problem:
                 try:
-                    data, _ = self._store.objects.read(key, REFERENCES_BYTES_MAX)
-                    ReferenceList.decode(data, self._store.where(key))
+                    where = self._store.where(key)
+                    read_decoded(self._store.objects, key, REFERENCES_BYTES_MAX, ReferenceList.decode, where)
                 except (NotFoundError, CorruptionError, FormatError) as error:
                     problem = str(error)
             if problem and (self._report.dry_run or write_references(self._store, directory)):

@@ -118,17 +118,14 @@ def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage
     found = examine(store, name, item.size)
     if found is None or found.is_sound:
         return None
-    again = examine(store, name, item.size)  # a bit may have flipped in transit
-    if again is None or again.is_sound:
-        return None
-    _logger.error("%s is damaged: %s", store.where(item.key), again.problem)
+    _logger.error("%s is damaged: %s", store.where(item.key), found.problem)
     healed = ""
     if healer is not None:
         try:
-            healed = healer.heal(name, item.size, again.raw_length)
+            healed = healer.heal(name, item.size, found.raw_length)
         except (StoreError, ReadOnlyError, CapacityError) as error:
             _logger.warning("%s cannot be healed now: %s", store.where(item.key), error)
-    return ScrubDamage(item.key, again.kind, again.problem, healed)
+    return ScrubDamage(item.key, found.kind, found.problem, healed)
 
 
 class Pace:

@@ -27,7 +27,7 @@ from tierfs.errors import (
 )
 from tierfs.format import keys
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
-from tierfs.objects.checksums import put_checked
+from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, Update
 from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.scrub.pieces import PIECE_S, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
@@ -283,14 +283,12 @@ def read_scrub_record(store: Store) -> ScrubRecord:
 
 
 def _read(store: Store) -> tuple[ScrubRecord, Any]:
+    where = store.where(keys.SCRUB)
     try:
-        data, info = store.objects.read(keys.SCRUB, SCRUB_BYTES_MAX)
+        record, info, _ = read_decoded(store.objects, keys.SCRUB, SCRUB_BYTES_MAX, ScrubRecord.decode, where)
     except NotFoundError:
         return ScrubRecord(), None
-    except CorruptionError:
-        return ScrubRecord(), store.objects.head(keys.SCRUB).version
-    try:
-        return ScrubRecord.decode(data, store.where(keys.SCRUB)), info.version
     except (CorruptionError, FormatError) as error:
         _logger.warning("the scrub record is unreadable and is created again: %s", error)
-        return ScrubRecord(), info.version
+        return ScrubRecord(), store.objects.head(keys.SCRUB).version
+    return record, info.version
