@@ -74,6 +74,13 @@ def test_names_of_another_host_are_seen_after_a_second(two):
     assert os.listdir(here / "d") == []
 
 
+def test_a_name_that_was_missing_is_found_once_another_process_makes_it(two):
+    here, there = two
+    assert not (here / "file").exists()
+    (there / "file").write_bytes(b"theirs")
+    assert (here / "file").read_bytes() == b"theirs"
+
+
 def test_a_file_that_another_host_made_is_replaced_and_not_refused(two):
     here, there = two
     assert not (here / "file").exists()
@@ -111,6 +118,7 @@ def test_an_object_tier_that_hangs_is_an_error_and_not_a_frozen_process(proxied)
     said = [look.communicate(timeout=20)[1] for look in looks]
     assert all("OSError: [Errno 5]" in one for one in said), said
     assert time.monotonic() - began < 15
+    assert f"{path}: tierfs.mount: lookup of" in host.log
     # Local copies of this host stay readable.
     assert (path / "known").read_bytes() == b"k" * 100
     proxy.set("pass")

@@ -13,6 +13,7 @@ from support.mount_hand import Hand
 from tierfs import store as verbs
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, StoreError
 from tierfs.mount import tree, wire
+from tierfs.mount.staging import COPY_BYTES
 from tierfs.mount.state import MISSING_S
 from tierfs.mount.tree import NO_REPLACE
 from tierfs.mount.wire import Valid
@@ -139,10 +140,71 @@ def test_a_directory_with_a_file_that_is_not_published_is_not_empty(hand):
     hand.close(handle)
 
 
-def test_names_that_are_too_long_say_so(hand):
+@pytest.mark.parametrize("path", ["x" * 251, "\u5b57" * 28, f"{'d' * 200}/{'d' * 200}/{'d' * 200}/{'x' * 200}"])
+@pytest.mark.parametrize("make", ["file", "directory", "renamed file", "renamed directory", "look"])
+def test_a_name_or_path_that_is_too_long_is_refused(hand, path, make):
+    for number in (1, 2, 3) if "/" in path else ():
+        hand.tree.make_directory(*hand.parent("/".join(path.split("/")[:number])), 0o755)
+    hand.write_file("a", b"x")
+    hand.tree.make_directory(*hand.parent("b"), 0o755)
+    operations = {
+        "file": hand.create,
+        "directory": lambda name: hand.tree.make_directory(*hand.parent(name), 0o755),
+        "renamed file": lambda name: rename(hand, "a", name),
+        "renamed directory": lambda name: rename(hand, "b", name),
+        "look": hand.node,
+    }
     with pytest.raises(OSError) as caught:
-        hand.create("x" * 251)
+        operations[make](path)
     assert caught.value.errno == errno.ENAMETOOLONG
+
+
+def test_a_rename_that_makes_a_path_too_long_moves_nothing(hand):
+    for folder in ("d", "e" * 200, f"{'e' * 200}/{'e' * 200}"):
+        hand.tree.make_directory(*hand.parent(folder), 0o755)
+    for name in ("a", "b" * 200, f"c{'c' * 199}"):
+        hand.write_file(f"d/{name}", b"x")
+    hand.tree.make_directory(*hand.parent(f"d/{'f' * 250}"), 0o755)
+    hand.write_file(f"d/{'f' * 250}/{'g' * 250}", b"x")
+    with pytest.raises(OSError) as caught:
+        rename(hand, "d", f"{'e' * 200}/{'e' * 200}/d")
+    assert caught.value.errno == errno.ENAMETOOLONG
+    assert len(hand.names("d")) == 4
+
+
+@pytest.mark.parametrize("remove", ["file", "rename", "rename over", "rename the directory"])
+def test_a_name_is_taken_at_once_while_its_file_is_stored(hand, monkeypatch, remove):
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    handle = hand.create("d/big", flags=os.O_RDWR | os.O_CREAT)
+    hand.files.allocate(handle, 0, 50 * COPY_BYTES, 0)
+    hand.write_file("a", b"x")
+    begun, write = threading.Event(), verbs.Writer.write
+
+    def slow(writer, data):
+        begun.set()
+        time.sleep(0.1)
+        return write(writer, data)
+
+    monkeypatch.setattr(verbs.Writer, "write", slow)
+    with ThreadPoolExecutor(1) as pool:
+        stored = pool.submit(hand.files.release, handle)
+        begun.wait(10)
+        began = time.monotonic()
+        match remove:
+            case "file":
+                hand.tree.remove_file(*hand.parent("d/big"))
+            case "rename":
+                rename(hand, "d/big", "d/moved")
+            case "rename over":
+                rename(hand, "a", "d/big")
+            case "rename the directory":
+                rename(hand, "d", "e")
+        assert time.monotonic() - began < 3
+        monkeypatch.undo()
+        stored.result(60)
+    there = "e/big" if remove == "rename the directory" else "d/moved" if remove == "rename" else ""
+    found = {entry.path: entry.length for entry in verbs.find(hand.state.store, "") if not entry.is_directory}
+    assert found == {"d/big" if remove == "rename over" else "a": 1} | ({there: 50 * COPY_BYTES} if there else {})
 
 
 def test_what_the_store_keeps_for_itself_is_not_shown(hand):

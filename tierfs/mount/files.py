@@ -6,10 +6,12 @@ condition that the store still has the version that was opened. A crash of the m
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import time
+from collections.abc import Iterator
 from functools import partial
 
 from tierfs import store as verbs
@@ -29,6 +31,10 @@ from tierfs.units import format_bytes
 AHEAD_RAM_BYTES = 2 * AHEAD_MAX * CHUNK_BYTES
 """Room for two chunks of each of `AHEAD_MAX` files: one that is being filled, and one more."""
 _logger = logging.getLogger("tierfs.mount")
+
+
+class _GiveWay(Exception):  # noqa: N818 - not an error
+    """Storing a file is interrupted, because another thread moves or removes it."""
 
 
 class Files:
@@ -183,20 +189,43 @@ class Files:
             TierfsError, TimeoutError: The file could not be stored, or did not reach its level in time.
         """
         with node.lock:
-            staged = node.staged
-            is_dirty = staged is not None and staged.is_dirty
-            if node.path is None:
-                if node.is_replaced and is_dirty:
-                    raise ConflictError("another writer replaced the file after it was opened: their version is kept")
-                return
-            if is_dirty and staged is not None:
+            while True:
+                staged = node.staged
+                is_dirty = staged is not None and staged.is_dirty
+                if node.path is None:
+                    if node.is_replaced and is_dirty:
+                        raise ConflictError(
+                            "another writer replaced the file after it was opened: their version is kept"
+                        )
+                    return
+                if staged is None or not is_dirty:
+                    break
                 try:
                     self._publish_content(node, staged)
+                except _GiveWay:
+                    node.freed.wait_for(lambda: not node.is_wanted)
                 except ConflictError:
                     staged.is_refused = True
                     raise
-            elif node.has_new_attributes and node.version is not None:
+                else:
+                    return
+            if node.has_new_attributes and node.version is not None:
                 self._publish_attributes(node)
+
+    @contextlib.contextmanager
+    def taking(self, node: Node) -> Iterator[None]:
+        """Hold the lock of a node that is being moved or removed, without waiting until a large file is stored.
+
+        The thread that stores it begins again afterwards, at the new path, or stops if the file is removed.
+        """
+        node.is_wanted = True
+        with node.lock:
+            try:
+                self._state.store.before_change()
+                yield
+            finally:
+                node.is_wanted = False
+                node.freed.notify_all()
 
     def keep_bytes(self, node: Node) -> None:
         """Copy an open file whose draft is pending to a staged file, before its name is removed.
@@ -261,7 +290,7 @@ class Files:
                     f"another writer changed {store.where(path)} after it was opened: their version is kept", path=path
                 )
             if ahead is None:
-                staged.feed(writer, keep)
+                staged.feed(writer, keep, lambda: _give_way(node))
             writer.commit()
         except BaseException as error:
             writer.abort()
@@ -365,6 +394,7 @@ class Files:
         return manifest is not None and (manifest.inline is not None or self._state.store.tiers is None)
 
     def _handle(self, node: Node, *, writes: bool) -> Handle:
+        self._state.store.before_change()
         handle = Handle(self._state.next_handle(), node, writes)
         node.awaits_writer = node.awaits_writer and not writes
         node.handles.add(handle)
@@ -397,6 +427,11 @@ class Files:
         assert node.staged is not None
         now_ns = time.time_ns()
         node.attributes = node.attributes.at(size=node.staged.length, mtime_ns=now_ns, now_ns=now_ns)
+
+
+def _give_way(node: Node) -> None:
+    if node.is_wanted:
+        raise _GiveWay
 
 
 def _is_dirty(node: Node) -> bool:

@@ -42,7 +42,9 @@ class Node:
         is_settled: Whether the file belongs to a complete checkpoint, whose files do not change.
         awaits_writer: Whether the file was emptied for an open that the kernel repeats on this inode.
         has_marker: Whether a directory is known to have a marker, so that it stays when it is empty.
+        is_wanted: Whether a thread waits for ``lock`` to move or remove the file. A thread that stores it gives way.
         lock: Held while the content, path or version is being changed.
+        freed: Notified when such a thread is done.
     """
 
     id: int
@@ -59,7 +61,12 @@ class Node:
     is_settled: bool = False
     awaits_writer: bool = False
     has_marker: bool = False
+    is_wanted: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
+    freed: threading.Condition = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.freed = threading.Condition(self.lock)
 
     @property
     def is_directory(self) -> bool:
@@ -322,7 +329,3 @@ def version_of(entry: Entry) -> str | None:
     if entry.foreign is not None:
         return f"foreign {entry.foreign.version}"
     return entry.manifest.write_id.hex() if entry.manifest is not None else None
-
-
-def child_path(parent: Node, name: str) -> str:
-    return f"{parent.path}/{name}" if parent.path else name

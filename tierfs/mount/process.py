@@ -160,7 +160,8 @@ def _served(state: MountState, device: int, timeout_s: float) -> tuple[Requests,
 
     requests = Requests(state, publish_all)
     slow_s = max(SLOW_TIMEOUT_S, timeout_s * 10) if timeout_s >= TIMEOUT_S else timeout_s * 10
-    server = Server(device, requests, timeout_s=timeout_s, slow_timeout_s=slow_s)
+    server = Server(device, requests, timeout_s=timeout_s, slow_timeout_s=slow_s, describe=requests.describe)
+    state.store.before_change = server.begin_change
     return requests, server
 
 

@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Callable
 from typing import TypeAlias
 
-from tierfs.errors import NotFoundError
+from tierfs.format.keys import inside
 from tierfs.mount import wire
 from tierfs.mount.errnos import refusal
 from tierfs.mount.extended import Extended
 from tierfs.mount.files import Files
 from tierfs.mount.nodes import Handle, Node
 from tierfs.mount.reading import Views
-from tierfs.mount.state import VALID_S, MountState
+from tierfs.mount.state import MountState
 from tierfs.mount.tree import NAME_MAX, NameTree
 from tierfs.mount.wire import DirectoryEntry, Opcode, RequestHeader, SetAttr
 
@@ -33,6 +33,17 @@ SLOW = frozenset(
     }
 )
 """Requests that may store a whole file or move all files of a directory. They have a longer time limit."""
+_NAME_AT = {
+    Opcode.LOOKUP: 0,
+    Opcode.UNLINK: 0,
+    Opcode.RMDIR: 0,
+    Opcode.MKDIR: 8,
+    Opcode.RENAME: 8,
+    Opcode.MKNOD: 16,
+    Opcode.CREATE: 16,
+    Opcode.RENAME2: 16,
+}
+"""Offset of the name in the body of a request that names an entry of a directory."""
 
 
 class Requests:
@@ -61,6 +72,17 @@ class Requests:
             raise refusal(errno.ENOSYS)
         return method(header, body)
 
+    def describe(self, header: RequestHeader, body: memoryview) -> str:
+        """Return the operation and the path of a request, for the log."""
+        node = self.state.nodes.get(header.node)
+        path = None if node is None else node.path
+        if path is None:
+            path = node.entry.path if node is not None and node.entry is not None else f"node {header.node}"
+        if header.opcode in _NAME_AT:
+            name, _ = wire.name_and_rest(body, _NAME_AT[Opcode(header.opcode)])
+            path = inside(path, name.decode(errors="replace"))
+        return f"{name_of(header.opcode)} of {self.state.store.where(path)}"
+
     def _node(self, number: int) -> Node:
         node = self.state.nodes.get(number)
         if node is None:
@@ -86,11 +108,8 @@ class Requests:
         return b""
 
     def _lookup(self, header: RequestHeader, body: memoryview) -> Answer:
-        name, _ = _text(body)
-        try:
-            return self._entry(self.tree.look_up(self._node(header.node), name))
-        except NotFoundError:
-            return wire.entry_out(wire.NEGATIVE, None, VALID_S)
+        # A missing name is an error, so the kernel does not remember it: another process may make the file at once.
+        return self._entry(self.tree.look_up(self._node(header.node), _text(body)[0]))
 
     def _forget(self, header: RequestHeader, body: memoryview) -> Answer:
         self.state.nodes.forget(header.node, wire.U64.unpack_from(body)[0])
@@ -257,6 +276,14 @@ class Requests:
 
     def _removexattr(self, header: RequestHeader, body: memoryview) -> Answer:
         raise refusal(errno.EOPNOTSUPP)
+
+
+def name_of(opcode: int) -> str:
+    """Return the name of an operation."""
+    try:
+        return Opcode(opcode).name.lower()
+    except ValueError:
+        return f"request {opcode}"
 
 
 def _text(body: memoryview, at: int = 0) -> tuple[str, int]:

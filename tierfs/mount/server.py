@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tierfs.mount.errnos import errno_of
+from tierfs.mount.errnos import errno_of, refusal
 from tierfs.mount.reading import Views
-from tierfs.mount.requests import NO_ANSWER, SLOW, Answer
+from tierfs.mount.requests import NO_ANSWER, SLOW, Answer, name_of
 from tierfs.mount.wire import HEADER_BYTES, MAX_WRITE, OUT_HEADER, Opcode, RequestHeader
 from tierfs.threads import start_daemon
 
@@ -48,6 +48,7 @@ class _Underway:
     """
 
     header: RequestHeader
+    body: memoryview
     begun_s: float
     more_s: float = 0.0
     is_answered: bool = False
@@ -61,7 +62,8 @@ class Server:
         device: A descriptor of ``/dev/fuse`` that a mount is attached to.
         serve: Executes a request and returns the answer.
         timeout_s: Seconds after which a request is abandoned.
-        slow_timeout_s: The same for requests that store or move whole files.
+        slow_timeout_s: The same for requests that store or move whole files, or have begun to change the store.
+        describe: Returns the operation and path of a request, for the log.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class Server:
         *,
         timeout_s: float = TIMEOUT_S,
         slow_timeout_s: float = SLOW_TIMEOUT_S,
+        describe: Callable[[RequestHeader, memoryview], str] = lambda header, _: name_of(header.opcode),
     ) -> None:
         self._device = device
-        self._serve = serve
+        self._serve, self._describe = serve, describe
         self._timeout_s, self._slow_timeout_s = timeout_s, slow_timeout_s
         self._lock = threading.Lock()
         self._underway: dict[int, _Underway] = {}
@@ -93,6 +96,24 @@ class Server:
     def give_time(self, seconds: float) -> None:
         """Extend the time limit of the request that this thread is serving."""
         self._served_here.underway.more_s = seconds
+
+    def begin_change(self) -> None:
+        """Note that the request that this thread serves, if any, is about to change something.
+
+        The longer time limit applies from then on.
+
+        Raises:
+            OSError: The request was abandoned, so its program has an error and the change must not happen (ETIMEDOUT).
+                A RELEASE goes on: no program waits for it, and it has bytes to publish.
+        """
+        underway: _Underway | None = getattr(self._served_here, "underway", None)
+        if underway is None or underway.header.opcode == Opcode.RELEASE:
+            return
+        with underway.lock:
+            if underway.is_answered:
+                raise refusal(errno.ETIMEDOUT, "the request was abandoned before it changed anything")
+            if underway.header.opcode not in SLOW:
+                underway.more_s = max(underway.more_s, self._slow_timeout_s - self._timeout_s)
 
     def _start_thread(self) -> None:
         with self._lock:
@@ -133,14 +154,15 @@ class Server:
             is_last = self._needs_thread()
         if is_last:
             self._start_thread()
-        underway = self._served_here.underway = _Underway(header, time.monotonic())
+        body = request[HEADER_BYTES:]
+        underway = self._served_here.underway = _Underway(header, body, time.monotonic())
         if header.opcode not in NO_ANSWER:
             self._underway[header.unique] = underway
         number, answer = 0, None
         try:
-            answer = self._serve(header, request[HEADER_BYTES:])
+            answer = self._serve(header, body)
         except BaseException as error:  # noqa: BLE001 - any error of a handler becomes an errno
-            number = errno_of(error, f"{_name(header.opcode)} of node {header.node}")
+            number = errno_of(error, self._describe(header, body))
         try:
             is_ours = header.opcode in NO_ANSWER or self._answer(underway, number, answer)
         finally:
@@ -171,7 +193,8 @@ class Server:
         except OSError as error:
             # ENOENT: the caller was interrupted and no longer waits. ENODEV: the store is unmounted.
             if error.errno not in (errno.ENOENT, errno.ENODEV):
-                _logger.error("%s could not be answered: %s", _name(underway.header.opcode), error)  # noqa: TRY400
+                what = self._describe(underway.header, underway.body)
+                _logger.error("%s could not be answered: %s", what, error)  # noqa: TRY400
                 with contextlib.suppress(OSError):
                     os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EIO, underway.header.unique))
         return True
@@ -206,13 +229,5 @@ class Server:
             with self._lock:
                 self._lost -= 1
             return
-        name = _name(underway.header.opcode)
-        _logger.error("%s of node %d was abandoned: no answer in %g s", name, underway.header.node, limit_s)
+        _logger.error("%s was abandoned: no answer in %g s", self._describe(underway.header, underway.body), limit_s)
         self._start_thread()
-
-
-def _name(opcode: int) -> str:
-    try:
-        return Opcode(opcode).name.lower()
-    except ValueError:
-        return f"request {opcode}"

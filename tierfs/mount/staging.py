@@ -253,10 +253,11 @@ class StagedInode:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._fd, offset, length)
 
-    def feed(self, writer: Writer, start: int = 0) -> None:
-        """Pass all bytes from ``start`` to a writer. Raises the errors of both."""
+    def feed(self, writer: Writer, start: int = 0, check: Callable[[], object] = lambda: None) -> None:
+        """Pass all bytes from ``start`` to a writer, and call ``check`` before each piece. Raises the errors of all."""
         with buffers().lend(COPY_BYTES) as buffer:
             for offset in range(start, self.length, COPY_BYTES):
+                check()
                 piece = buffer[: min(COPY_BYTES, self.length - offset)]
                 self._read_into(offset, piece)
                 writer.write(piece)

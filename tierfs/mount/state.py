@@ -17,7 +17,7 @@ from tierfs.store import Store
 
 VALID_S = 1.0
 VALID_SETTLED_S = 60.0
-# The kernel creates a file right after a lookup that found nothing, unless it has that answer in its cache.
+# The kernel creates a file right after a lookup that found nothing.
 MISSING_S = 0.02
 # After ESTALE the kernel looks the name up again and opens it once more, not twice. That second open by the same thread
 # succeeds even if the file was replaced again in between.

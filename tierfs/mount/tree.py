@@ -16,14 +16,22 @@ import time
 from collections.abc import Iterable
 
 from tierfs import store as verbs
-from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.errors import (
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+    TierfsError,
+)
 from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT
 from tierfs.format.manifest import Manifest
 from tierfs.mount.attributes import DIRECTORY_MODE, MODE_BITS, new_attributes, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.files import Files
-from tierfs.mount.nodes import Handle, Node, child_path, version_of
+from tierfs.mount.nodes import Handle, Node, version_of
 from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry
@@ -191,7 +199,7 @@ class NameTree:
         node = self.look_up(parent, name)
         if node.is_directory:
             raise refusal(errno.EISDIR)
-        with node.lock:
+        with self._files.taking(node):
             path = self._alive(node)
             self._keep_directory(parent)
             self._files.keep_bytes(node)
@@ -261,7 +269,7 @@ class NameTree:
     def _rename_file(self, node: Node, there: Node | None, target: str, *, overwrite: bool) -> None:
         nodes, store = self._state.nodes, self._state.store
         # If the replaced file is being published, that ends before the rename. Later it would be a conflict.
-        with node.lock, there.lock if there is not None else contextlib.nullcontext():
+        with self._files.taking(node), self._files.taking(there) if there is not None else contextlib.nullcontext():
             source = self._alive(node)
             if there is not None:
                 self._files.keep_bytes(there)
@@ -285,6 +293,10 @@ class NameTree:
         source = self._alive(node)
         if target.startswith(f"{source}/"):
             raise refusal(errno.EINVAL)
+        if len(keys.record_key(target)) > len(keys.record_key(source)):
+            found = {entry.path for entry in verbs.find(self._state.store, source, detail=False)}
+            for path in found.union(child.path or source for child in self._state.nodes.below(source, deep=True)):
+                _check_length(target + path[len(source) :])
         if there is not None:
             if self.list_directory(there):
                 raise refusal(errno.ENOTEMPTY)
@@ -297,7 +309,7 @@ class NameTree:
             """Lock the files that programs have made since the last call. Return whether one was published meanwhile."""
             new = set(self._state.nodes.below(source, deep=True)) - known
             for child in new:
-                held.enter_context(child.lock)
+                held.enter_context(self._files.taking(child))
             known.update(new)
             return not all(child.is_unpublished for child in new)
 
@@ -392,14 +404,11 @@ class NameTree:
         node.attributes = node.attributes.at(mtime_ns=now_ns, now_ns=now_ns)
 
     def _path(self, parent: Node, name: str, *, is_new: bool = False) -> str:
-        if len(name.encode()) > NAME_MAX:
-            raise refusal(errno.ENAMETOOLONG)
         if name == keys.PRIVATE:
             raise refusal(errno.EPERM if is_new else errno.ENOENT, f"{name} is reserved for the store")
         self._alive(parent)
-        path = child_path(parent, name)
-        if len(path.encode()) > keys.PATH_BYTES_MAX:
-            raise refusal(errno.ENAMETOOLONG)
+        path = keys.inside(parent.path or "", name)
+        _check_length(path)
         return path
 
     @staticmethod
@@ -407,6 +416,14 @@ class NameTree:
         if node.path is None:
             raise refusal(errno.ESTALE if node.is_replaced else errno.ENOENT)
         return node.path
+
+
+def _check_length(path: str) -> None:
+    """Refuse a path that is too long. The kernel passes no name that breaks another rule for paths."""
+    try:
+        keys.validate_path(path)
+    except InvalidInputError as error:
+        raise refusal(errno.ENAMETOOLONG, str(error)) from None
 
 
 def _content(manifest: Manifest) -> tuple[bytes, int]:

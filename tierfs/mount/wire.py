@@ -49,8 +49,6 @@ KEEP_CACHE, NO_FLUSH = 2, 32
 # ASYNC_READ, ATOMIC_O_TRUNC, BIG_WRITES, DO_READDIRPLUS, READDIRPLUS_AUTO, ASYNC_DIO, PARALLEL_DIROPS, HANDLE_KILLPRIV,
 # MAX_PAGES, HANDLE_KILLPRIV_V2. Without the last, the kernel requests a security attribute before each write.
 INIT_FLAGS = sum(1 << bit for bit in (0, 3, 5, 13, 14, 15, 18, 19, 22, 28))
-NEGATIVE = 0
-"""The node id of a negative entry: the kernel caches that the name does not exist while the entry is valid."""
 
 
 class Opcode(enum.IntEnum):
@@ -205,11 +203,10 @@ def _valid(seconds: float) -> tuple[int, int]:
     return whole, int((seconds - whole) * 1e9)
 
 
-def entry_out(node: int, attributes: Attributes | None, valid_s: float) -> bytes:
-    """Return the answer to a request for a name, such as LOOKUP. Without attributes, the name does not exist."""
+def entry_out(node: int, attributes: Attributes, valid_s: float) -> bytes:
+    """Return the answer to a request for a name, such as LOOKUP."""
     whole, rest = _valid(valid_s)
-    head = _ENTRY.pack(node, 0, whole, whole, rest, rest)
-    return head + (_attr(attributes) if attributes is not None else bytes(_ATTR.size))
+    return _ENTRY.pack(node, 0, whole, whole, rest, rest) + _attr(attributes)
 
 
 def attr_out(attributes: Attributes, valid_s: float) -> bytes:

@@ -64,6 +64,9 @@ class Store:
         device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU. 0 switches it off.
         unused: Why there are no local tiers, if they were asked for.
         hand_over: Tells the flusher the options of this store; see `Store.hand_over`.
+
+    Attributes:
+        before_change: Called right before a record is put or sealed. If it raises, nothing is changed.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Store:
         local = descriptor.endpoint.host_local
         self.host_records = None if local else HostRecords(descriptor.uuid, state_dir or state_directory())
         self.lease_cache = LeaseCache(objects, descriptor, self.clock, random_bytes, host=socket.gethostname())
+        self.before_change: Callable[[], object] = lambda: None
 
     def __repr__(self) -> str:
         return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self._objects!r})"

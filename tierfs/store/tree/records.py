@@ -229,6 +229,7 @@ def publish(
             path=observed.path,
             tier="object",
         )
+    store.before_change()
     try:
         version = put_checked(store.objects, observed.key, data, mode=mode).version
     except (AlreadyExistsError, ConflictError) as error:

@@ -61,6 +61,7 @@ def seal(
     base = ObservedBase(version, observed.draft, observed.is_tombstone)
     draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
     store.hand_over(writes=True)
+    store.before_change()
     tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
 
 
