@@ -1,6 +1,7 @@
 """Which checkpoints each retention rule keeps, and which ones no rule drops."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -71,6 +72,15 @@ def test_best_keeps_by_a_metric_and_of_equal_ones_the_newest():
     assert kept(saves, Best(1, "loss")) == [3, 5]
     assert kept(saves, Best(1, "loss", "max")) == [1, 5]
     assert kept(saves, Best(1, "other")) == [5]
+
+
+@pytest.mark.parametrize("rule", [Latest(2), Best(2, "loss"), Every(steps=400), Geometric(4), Within("10h")], ids=str)
+def test_each_rule_looks_at_full_and_light_ones_apart(rule):
+    saves = [at(step, metrics={"loss": 1 / step}) for step in range(100, 1001, 100)]
+    full = [each for each in saves if each.step % 500 == 0]
+    light = [replace(each, kind="light") for each in saves if each.step % 500]
+    assert kept([*full, *light], rule) == sorted(kept(full, rule) + kept(light, rule))
+    assert 1000 in kept([*full, *light], rule)
 
 
 def test_within_keeps_by_time():

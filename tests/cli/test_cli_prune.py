@@ -16,6 +16,7 @@ from tierfs.dcp import TierReader, TierWriter
 from tierfs.session import open_store, parse_url
 from tierfs.store import find, save, usage
 from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.train import Manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -58,6 +59,18 @@ def test_prune_removes_what_no_rule_keeps(run, capsys):
     state = {"w": torch.zeros(50_000), "step": 0}
     dcp.load(state, storage_reader=TierReader(f"{run}/step_200"), no_dist=True)
     assert state["w"][0] == 200.0
+
+
+def test_ls_and_prune_know_full_and_light_checkpoints(run, capsys):
+    with Manager(run, save=(), on_stale="ignore") as manager:
+        for step, kind in ((500, "full"), (600, "light"), (700, "light")):
+            manager.save(step, {"model": torch.ones(9)}, kind=kind).wait(timeout=30)
+    assert main(["checkpoint", "ls", run, "--json"]) == 0
+    kinds = {each["step"]: each["kind"] for each in json.loads(capsys.readouterr().out)["checkpoints"]}
+    assert kinds == {100: None, 200: None, 300: None, 400: None, 500: "full", 600: "light", 700: "light"}
+    code, shown = prune(capsys, run, "--keep", "latest:1")
+    assert (code, [step for step, each in shown.items() if each["kept"]]) == (0, [500, 700])
+    assert (shown[500]["kind"], shown[700]["kind"]) == ("full", "light")
 
 
 def test_a_checkpoint_that_is_saved_anew_meanwhile_stays(run, capsys, monkeypatch):

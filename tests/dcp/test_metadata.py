@@ -99,6 +99,8 @@ def test_what_was_encoded_comes_back():
     assert found.planner_data["w"] == ("layers", 0, "w")
     assert found.planner_data["scalar"] == ("layers", "0", "ünïcode")
     assert decode(encode(found, replace(note, step=None)), "x")[1].step is None
+    of_a_run = replace(note, kind="light", run="ab")
+    assert decode(encode(found, of_a_run), "x")[1] == of_a_run
 
 
 def test_the_metadata_that_comes_back_can_be_pickled_as_torch_does():

@@ -178,10 +178,28 @@ def test_a_light_save_leaves_the_optimizer_out_and_says_so(root):
         assert [handle.kind for handle in saved if handle is not None] == ["light", "full", "light"]
     found = blank()
     with manager(root) as run:
-        restored = run.restore(found)
+        restored = run.restore(found, kind="any")
+        assert [each.kind for each in run.checkpoints] == ["light", "full", "light"]
     assert (restored.step, restored.kind, restored.is_exact) == (6, "light", False)
     assert "optimizer" in restored.notes[0]
     assert same(found, {**state(6), "optimizer": blank()["optimizer"]})
+
+
+def test_a_restore_prefers_a_full_checkpoint_to_a_newer_light_one(root, caplog):
+    with manager(root, save=[Every(steps=4)], light=[Every(steps=2)]) as run:
+        for step in range(1, 7):
+            run.step(step, state(step))
+    found = blank()
+    with manager(root) as run:
+        restored = run.restore(found)
+        assert (restored.step, restored.kind, restored.notes) == (4, "full", ())
+        assert restored.passed_over == ((6, "it is a light checkpoint"),)
+        assert same(found, state(4))
+        assert "light" not in caplog.text
+        run.delete(4)
+        restored = run.restore(found)
+    assert (restored.step, restored.kind, restored.passed_over) == (6, "light", ())
+    assert "step_6 is a light checkpoint" in caplog.text
 
 
 def test_a_full_save_replaces_the_light_one_of_its_step(root):

@@ -38,6 +38,21 @@ def test_what_no_policy_keeps_is_removed(root, caplog):
     assert "step_7 is removed: no policy keeps it" in caplog.text
 
 
+@pytest.mark.parametrize("keep", [Latest(2), Best(2, "loss"), Every(steps=40)], ids=str)
+def test_light_checkpoints_do_not_displace_full_ones(root, keep):
+    for steps_saved in (range(10, 60, 10), range(60, 90, 10)):  # the second manager knows the kinds from a record
+        with manager(root, keep=[keep], on_stale="ignore") as run:
+            run.restore(state(0), kind="any")
+            for step in steps_saved:
+                kind = "full" if step in {10, 20} else "light"
+                run.save(step, state(step), kind=kind, metrics={"loss": 1 / step}).wait(timeout=30)
+                run.wait(timeout=30)
+            kinds = [each.kind for each in run.checkpoints]
+            assert 1 <= kinds.count("full") <= 2
+            assert kinds.count("light") <= 4
+            assert run.checkpoints[0].step in {10, 20}
+
+
 def test_nothing_is_removed_without_policies(root):
     with manager(root) as run:
         save(run, 1, 2, 3)

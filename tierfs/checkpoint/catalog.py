@@ -50,6 +50,7 @@ class Standing:
         directory: Its path, relative to the store's root.
         step: The step in its metadata, else the one in the directory's name.
         format: ``tierfs``, or ``dcp`` for torch's own writers; ``None`` without readable metadata.
+        kind: ``full`` or ``light``; ``None`` if no training manager saved it, or an early one.
         tensors: The number of tensors; ``None`` without readable metadata.
         objects: The number of other values; ``None`` without readable metadata.
         files: The number of files that its metadata names.
@@ -65,6 +66,7 @@ class Standing:
     directory: str
     step: int | None
     format: str | None = None
+    kind: str | None = None
     tensors: int | None = None
     objects: int | None = None
     files: int = 0
@@ -206,6 +208,7 @@ def _describe(found: Standing, parts: list[Checkpoint]) -> None:
     steps = {part.note.step for part in parts if part.note is not None and part.note.step is not None}
     found.step = max(steps) if steps else found.step
     found.format = parts[0].format
+    found.kind = parts[0].note.kind if parts[0].note is not None else None
     found.tensors = len({fqn for part in parts for fqn in part.tensors})
     found.objects = len({fqn for part in parts for fqn in part.objects})
     found.files = len(files)

@@ -118,6 +118,7 @@ def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> Saved
         is_complete=found.state == "complete" and not found.waiting and bool(candidate.ranks),
         is_pinned=directory in pinned or is_pinned(store, directory),
         metrics=metrics_of(store, directory),
+        kind=found.kind or "full",
     )
 
 

@@ -1,8 +1,8 @@
 """Decide which checkpoints to keep, by pure functions of the facts about each, for the manager and ``tierfs prune``.
 
-A checkpoint is kept if any rule keeps it. Some are kept whatever the rules say. These are the newest complete
-checkpoint at each level, pinned checkpoints, and incomplete or unreadable ones. An incomplete one may be a save in
-flight, and a person has to look at an unreadable one.
+A checkpoint is kept if any rule keeps it. The rules look at full and at light checkpoints apart. Some are kept whatever
+the rules say. These are the newest complete checkpoint of each kind at each level, pinned checkpoints, and incomplete or
+unreadable ones. An incomplete one may be a save in flight, and a person has to look at an unreadable one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class SavedCheckpoint:
         is_complete: Whether it can be loaded, as far as is known without reading its shard files.
         is_pinned: Whether its deletion is forbidden.
         metrics: Its recorded numbers by name.
+        kind: ``full``, or ``light`` if only an approximate resume is possible from it.
     """
 
     path: str
@@ -41,6 +42,7 @@ class SavedCheckpoint:
     is_complete: bool = True
     is_pinned: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    kind: str = "full"
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -55,7 +57,7 @@ class Rule(Protocol):
         """Return the checkpoints to keep.
 
         Args:
-            saved: The complete checkpoints, the oldest first.
+            saved: The complete checkpoints of one kind, the oldest first.
             now_ns: The present time, in nanoseconds since the epoch.
         """
 
@@ -243,24 +245,30 @@ def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) 
         raise InvalidInputError("name at least one rule of what to keep")
     ordered = sorted(saved, key=lambda each: each.order)
     reasons: dict[str, list[str]] = {each.path: [] for each in ordered}
-    complete = [each for each in ordered if each.is_complete]
     for each in ordered:
         if not each.is_complete:
             reasons[each.path].append("not complete: being saved, failed or damaged")
         if each.is_pinned:
             reasons[each.path].append("pinned")
-    named: set[str] = set()  # a checkpoint that is the newest at several levels is reported for the highest
+    for kind in sorted({each.kind for each in ordered}):
+        complete = [each for each in ordered if each.is_complete and each.kind == kind]
+        for path, reason in _newest(complete).items():
+            reasons[path].append(reason)
+        for rule in keep:
+            for each in rule.select(complete, now_ns):
+                reasons[each.path].append(str(rule))
+    return [Decision(each, tuple(reasons[each.path])) for each in ordered]
+
+
+def _newest(complete: Sequence[SavedCheckpoint]) -> dict[str, str]:
+    """Return the paths of the newest checkpoints at each level, each with the reason for the highest one."""
+    named: dict[str, str] = {}
     for level in (Level.OBJECT, Level.LOCAL, Level.STAGED, Level.NONE):
         reached = [each for each in complete if each.level is not None and each.level >= level]
         # The newest by step, and the newest by time: a run that was set back to an earlier step saves lower steps.
-        newest = {each.path for each in (reached[-1:] + sorted(reached, key=lambda one: one.created_ns)[-1:])}
-        for path in newest - named:
-            reasons[path].append(f"the newest at {level.label}" if level else "the newest of all")
-        named |= newest
-    for rule in keep:
-        for each in rule.select(complete, now_ns):
-            reasons[each.path].append(str(rule))
-    return [Decision(each, tuple(reasons[each.path])) for each in ordered]
+        for each in reached[-1:] + sorted(reached, key=lambda one: one.created_ns)[-1:]:
+            named.setdefault(each.path, f"the newest at {level.label}" if level else "the newest of all")
+    return named
 
 
 def parse_rule(text: str) -> Rule:

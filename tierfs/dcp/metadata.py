@@ -52,6 +52,8 @@ class CheckpointNote:
         created_ns: When the metadata was written, in nanoseconds since the epoch.
         step: The training step; ``None`` if it was not given.
         files: The length in bytes of every file of the checkpoint.
+        kind: ``full`` or ``light``; ``None`` if no training manager saved it.
+        run: The id of the training run's line; ``None`` if no training manager saved it.
     """
 
     save_id: str
@@ -59,6 +61,8 @@ class CheckpointNote:
     created_ns: int
     step: int | None = None
     files: Mapping[str, int] = field(default_factory=dict)
+    kind: str | None = None
+    run: str | None = None
 
 
 def encode(metadata: Any, extra: CheckpointNote) -> bytes:
@@ -93,6 +97,7 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
         "objects": objects,
         "paths": _encode_paths(metadata.planner_data),
         "files": {name: {"length": length} for name, length in extra.files.items()},
+        **{name: value for name, value in (("kind", extra.kind), ("run", extra.run)) if value is not None},
         "storage_meta": {
             "checkpoint_id": None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id),
             "save_id": None if meta is None else meta.save_id,
@@ -193,6 +198,8 @@ def _read_note(root: Checked) -> CheckpointNote:
         created_ns=root.integer("created_ns"),
         step=None if root.document.get("step") is None else root.integer("step"),
         files={name: item.integer("length") for name, item in root.members("files", is_file=True)},
+        kind=root.optional_text("kind"),
+        run=root.optional_text("run"),
     )
 
 

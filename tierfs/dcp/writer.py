@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
@@ -85,9 +85,14 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         **options: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as for the
             filesystem, and options for the object tier's filesystem by its protocol, such as ``s3={...}``.
 
+    Attributes:
+        facts: ``kind`` and ``run`` for the metadata of the next save. `tierfs.train` sets them.
+
     Raises:
         InvalidInputError: An argument is invalid.
     """
+
+    facts: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -343,7 +348,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         checks.check_owners(self._here.url, parts.places, (result.index for rank in results for result in rank))
         metadata_path, mark = inside(path, self._save.metadata_name), self._save.mark
         assert mark is not None, "prepare_global_plan comes first"
-        checkpoint = publish.Publication(store, self._here.url, path, metadata_path, mark, is_new=self._save.is_new)
+        checkpoint = publish.Publication(
+            store, self._here.url, path, metadata_path, mark, is_new=self._save.is_new, facts=self.facts
+        )
         (publish.publish_archives if self._is_stock else publish.publish_shards)(checkpoint, metadata, parts)
         # DCP returns this object, in process mode to the process that requested the save.
         metadata.storage_meta = SavedMeta(

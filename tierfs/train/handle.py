@@ -25,6 +25,7 @@ class SaveOrder:
     Attributes:
         step: The training step.
         kind: ``full`` or ``light``.
+        run: The id of the run.
         staged: A copy of the state, which training does not change.
         problem: The reason why the state could not be copied; ``None`` if it was.
         metrics: The metrics of this step, by name.
@@ -34,6 +35,7 @@ class SaveOrder:
 
     step: int
     kind: str
+    run: str
     staged: Mapping[str, Any] = field(default_factory=dict)
     problem: Exception | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)

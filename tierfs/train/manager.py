@@ -26,7 +26,7 @@ from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
 from tierfs.train.policies import Preemption, as_save_policies
 from tierfs.train.proof import UNKNOWN, PartCheck, Prover, ResumeReport, history_in
-from tierfs.train.restore import Restored, Restorer
+from tierfs.train.restore import ACCEPTED, Restored, Restorer
 from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, checked_step
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
@@ -280,7 +280,7 @@ class Manager:
         if len(self._handles) == WAITING_MAX:
             self._handles[0].settle(self._timeout_s)
         numbers = {name: float(value) for name, value in taken.items()}
-        order = SaveOrder(step, kind, metrics=numbers, history=tuple(self._history), overwrite=overwrite)
+        order = SaveOrder(step, kind, self._run_id, metrics=numbers, history=tuple(self._history), overwrite=overwrite)
         handle = SaveHandle(self._run, order)
         try:
             values, said = parts.to_save(step, kind)
@@ -320,7 +320,7 @@ class Manager:
         if error is None:
             if not handle.was_there:
                 self._decider.timer.reached_level(handle.seconds)
-            self._keep.add(handle.step, time.time_ns(), order.metrics)
+            self._keep.add(handle.step, handle.kind, time.time_ns(), order.metrics)
 
     def _after_save(self, handle: SaveHandle) -> None:
         """Apply retention. Runs on the save thread."""
@@ -350,7 +350,9 @@ class Manager:
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
-    def restore(self, state: Any, *, step: int | None = None, only: Sequence[str] | str = ()) -> Restored | None:
+    def restore(
+        self, state: Any, *, step: int | None = None, only: Sequence[str] | str = (), kind: str = "full"
+    ) -> Restored | None:
         """Load the newest step that every rank can load, in place. A collective.
 
         Args:
@@ -358,6 +360,8 @@ class Manager:
             step: Load this step instead of the newest one.
             only: Shell patterns of names, such as ``["model.*"]``, or one of them. The rest of the state stays
                 unchanged. ``()`` loads all of it.
+            kind: ``"full"`` takes a light checkpoint, with a warning, only if no full one can be loaded. ``"any"``
+                takes the newest of both kinds.
 
         Returns:
             The outcome; ``None`` only if the root has no complete checkpoint.
@@ -367,18 +371,20 @@ class Manager:
             CorruptionError: There are checkpoints, but none can be loaded. With ``step``, that one is incomplete or
                 damaged. With ``on_corrupt="raise"``, the newest one is damaged. The state may hold parts of a
                 checkpoint.
-            InvalidInputError: The state is invalid, or no saved value matches ``only``.
+            InvalidInputError: The state or ``kind`` is invalid, or no saved value matches ``only``.
             Exception: Loading failed for a reason that an older step would not avoid.
         """
+        if kind not in ACCEPTED:
+            raise InvalidInputError(f"kind must be 'full' or 'any', not {kind!r}")
         self.wait(self._timeout_s)
         only = (only,) if isinstance(only, str) else only
-        found = self._restorer.restore(state, step=step, only=only, on_corrupt=self._on_corrupt)
+        found = self._restorer.restore(state, step=step, only=only, kind=kind, on_corrupt=self._on_corrupt)
         timer = self._decider.timer = StepTimer()
         if found is not None and found.about is not None:
             timer.blocked_s, timer.save_s = found.about.blocked_s, found.about.save_s
             if not only:
                 self._run_id = found.about.run
-                self._keep.resume(found.step)
+                self._keep.resume(found.step, found.kind)
                 self._history.clear()
                 record = self._run.record_of(found.step)
                 self._history.extend(history_in(record, self._world.rank))

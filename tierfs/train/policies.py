@@ -75,7 +75,8 @@ class KeepPolicy(Protocol):
         """Return for each checkpoint whether to keep it, in the order given.
 
         Args:
-            checkpoints: The complete checkpoints of the run, the oldest first.
+            checkpoints: The complete checkpoints of one kind, full or light, of the run, the oldest first. The policy is
+                called for each kind.
             context: Times and events, as this rank knows them.
         """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,8 @@ from tierfs.train.state import DictState, TrainState, Wanted, as_state
 
 _PASSED_OVER = (CorruptionError, FormatError, NotFoundError)
 """Errors of the checkpoint itself. With any other error, an older checkpoint would not help."""
+ACCEPTED = {"full": (("full",), ("light",)), "any": (("full", "light"),)}
+"""The kinds of checkpoints that a restore looks for, one group after another."""
 NONE = -1
 TIERS = ("ram", "nvme", "object")
 """The nearest first."""
@@ -39,7 +41,7 @@ class Restored:
         kind: ``full``, or ``light`` for a state without optimizer and data loader.
         level: The lowest level that a part of the checkpoint has reached, as this host sees it.
         tier: The farthest tier that any rank read chunks from: ``ram``, ``nvme`` or ``object``.
-        passed_over: Newer steps that could not be loaded, each with the reason, the newest first.
+        passed_over: Newer steps that were not loaded, each with the reason, the newest first.
         notes: The parts that are restored only approximately or not at all, in words; empty for an exact restore.
         about: The checkpoint's own description; ``None`` if no manager saved it.
     """
@@ -96,13 +98,16 @@ class Restorer:
         self._options = options
         self._world = world
 
-    def restore(self, state: Any, *, step: int | None, only: Sequence[str], on_corrupt: str) -> Restored | None:
+    def restore(
+        self, state: Any, *, step: int | None, only: Sequence[str], kind: str, on_corrupt: str
+    ) -> Restored | None:
         """Load the newest step that every rank can load, or the given step.
 
         Args:
             state: A dict of tensors and objects with ``state_dict``, or a `TrainState`. It is loaded in place.
             step: The step to load; ``None`` for the newest one.
             only: Shell patterns of names; empty loads everything.
+            kind: A key of `ACCEPTED`, for a restore without ``step``.
             on_corrupt: ``previous`` passes over a step that cannot be loaded, ``raise`` raises there.
 
         Returns:
@@ -116,33 +121,35 @@ class Restorer:
             Exception: Loading failed for a reason that another step would not avoid.
         """
         passed_over: dict[int, str] = {}
-        bound: int | None = None
         parts = as_state(state)
-        while True:
-            found, problem = self._newest(bound, passed_over) if step is None else self._that(step)
-            if found == NONE:
-                if passed_over:
-                    raise self._nothing(passed_over)
-                return None
-            if not problem:
-                try:
-                    return self._load(found, parts, only, passed_over)
-                except CheckpointException as error:
-                    problem = _damage_in(error)
-                    if not problem:
-                        raise reason_of(error) from error
-                    if self._world.is_first:
-                        self._mark(found, problem)
-            if step is not None or on_corrupt == "raise":
-                raise CorruptionError(f"{self._run.url_of(found)} cannot be loaded: {problem}")
-            _logger.error("%s is skipped: %s", self._run.url_of(found), problem)
-            passed_over[found] = problem
-            bound = found - 1
+        for accepted in ACCEPTED[kind]:
+            bound: int | None = None
+            while True:
+                found, problem = self._newest(bound, accepted, passed_over) if step is None else self._that(step)
+                if found == NONE:
+                    break
+                if not problem:
+                    try:
+                        return self._load(found, parts, only, passed_over)
+                    except CheckpointException as error:
+                        problem = _damage_in(error)
+                        if not problem:
+                            raise reason_of(error) from error
+                        if self._world.is_first:
+                            self._mark(found, problem)
+                if step is not None or on_corrupt == "raise":
+                    raise CorruptionError(f"{self._run.url_of(found)} cannot be loaded: {problem}")
+                _logger.error("%s is skipped: %s", self._run.url_of(found), problem)
+                passed_over[found] = problem
+                bound = found - 1
+        if passed_over:
+            raise self._nothing(passed_over)
+        return None
 
-    def _newest(self, bound: int | None, passed_over: dict[int, str]) -> tuple[int, str]:
+    def _newest(self, bound: int | None, accepted: Collection[str], passed_over: dict[int, str]) -> tuple[int, str]:
         """Return the newest step up to a bound that every rank finds complete, or `NONE`, and an empty problem.
 
-        The newer steps go to ``passed_over``, each with its problem.
+        The newer steps go to ``passed_over``, each with its problem, and so do steps of a kind that is not accepted.
         """
         world = self._world
         while True:
@@ -162,9 +169,28 @@ class Restorer:
                 return NONE, ""
             problems = [text for text in world.gather(self._problem_of(found), world.training) if text]
             if not problems:
-                return found, ""
+                kind, problem = self._kind_of(found)
+                if kind in accepted:
+                    return found, ""
+                problems = [problem]
             passed_over.setdefault(found, problems[0])
             bound = found - 1
+
+    def _kind_of(self, step: int) -> tuple[str, str]:
+        """Return the kind of a complete step, and why that may not be accepted, both as rank 0 reads them."""
+        said: tuple[str, str] | Exception = "", ""
+        if self._world.is_first:
+            try:
+                kind = self._run.kind_of(step)
+                said = kind, f"it is a {kind} checkpoint"
+            except _PASSED_OVER as error:
+                said = "", str(error)
+            except TierfsError as error:
+                said = error
+        said = self._world.from_first(said, self._world.training)
+        if isinstance(said, Exception):
+            raise said
+        return said
 
     def _that(self, step: int) -> tuple[int, str]:
         problem = self._problem_of(step)
@@ -217,7 +243,9 @@ class Restorer:
         notes += _not_loaded(frozenset.intersection(*(frozenset(each) for _, each in told)))
         standing = run.standing(step)
         level = standing.level.label if standing.level is not None else "none"
-        skipped = tuple(sorted(passed_over.items(), reverse=True))
+        skipped = tuple(sorted(((each, why) for each, why in passed_over.items() if each > step), reverse=True))
+        if kind == "light" and world.is_first:
+            _logger.warning("%s is a light checkpoint: %s", run.url_of(step), "; ".join(notes))
         # A small state is stored inside the records, which are read from the object tier once they are published.
         nearest = "object" if level == "object" else "ram"
         tier = next((each for each in reversed(TIERS) if each in tiers), nearest)

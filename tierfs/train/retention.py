@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tierfs.checkpoint.retention import Decision, SavedCheckpoint, decide
@@ -62,27 +63,29 @@ class Retention:
         """Return the checkpoints that were noted last, at most `KNOWN_MAX`, for the record of a save."""
         with self._lock:
             return tuple(
-                {"step": each.step, "created_ns": each.created_ns, "metrics": dict(each.metrics)}
+                {"step": each.step, "created_ns": each.created_ns, "metrics": dict(each.metrics), "kind": each.kind}
                 for each in list(self._known.values())[-KNOWN_MAX:]
             )
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, kind: str) -> None:
         """Protect a restored checkpoint, and learn the known checkpoints from its record."""
         record = self._run.record_of(step) or {}
         try:
             for each in record.get("known", ()):
-                self.add(int(each["step"]), int(each["created_ns"]), dict(each["metrics"]))
+                self.add(
+                    int(each["step"]), str(each.get("kind", "full")), int(each["created_ns"]), dict(each["metrics"])
+                )
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             _logger.warning("%s: its record of earlier checkpoints cannot be read: %s", self._run.url_of(step), error)
-        self.add(step, self._run.standing(step).created_ns, self._run.metrics_of(step))
+        self.add(step, kind, self._run.standing(step).created_ns, self._run.metrics_of(step))
         self._protected = {step}
 
-    def add(self, step: int, created_ns: int, metrics: Mapping[str, float]) -> None:
+    def add(self, step: int, kind: str, created_ns: int, metrics: Mapping[str, float]) -> None:
         """Note a checkpoint that this run saved."""
         _, path = self._run.path_of(step)
         with self._lock:
             self._durable.discard(step)
-            self._known[step] = SavedCheckpoint(path, step, created_ns, Level.STAGED, metrics=metrics)
+            self._known[step] = SavedCheckpoint(path, step, created_ns, Level.STAGED, metrics=metrics, kind=kind)
 
     def forget(self, step: int) -> None:
         """Note that a checkpoint was removed."""
@@ -131,17 +134,7 @@ class Retention:
                 is_complete = standing.state == "complete" and not standing.waiting and not self._run.damage_of(step)
                 if is_complete and level is Level.OBJECT:
                     self._durable.add(step)
-            found.append(
-                SavedCheckpoint(
-                    each.path,
-                    step,
-                    each.created_ns,
-                    level,
-                    is_complete=is_complete,
-                    is_pinned=step in self._protected,
-                    metrics=each.metrics,
-                )
-            )
+            found.append(replace(each, level=level, is_complete=is_complete, is_pinned=step in self._protected))
         return found
 
     def _remove(self, step: int) -> bool:

@@ -132,6 +132,7 @@ class SavedStep:
 
     Attributes:
         step: The training step.
+        kind: ``full`` or ``light``; ``None`` if no manager saved it, or an early one.
         created_ns: The time of the save, in nanoseconds since the epoch.
         level: The lowest level that a part of it has reached; ``none`` if a part is missing.
         is_complete: Whether all its files exist in their full length.
@@ -142,6 +143,7 @@ class SavedStep:
     """
 
     step: int
+    kind: str | None
     created_ns: int
     level: str
     is_complete: bool
@@ -238,6 +240,7 @@ class RunDirectory:
         found = self.standing(step)
         return SavedStep(
             step=step,
+            kind=found.kind,
             created_ns=found.created_ns,
             level=found.level.label if found.level is not None else "none",
             is_complete=found.state == "complete",
@@ -268,6 +271,14 @@ class RunDirectory:
         reader = open_entry(store, stat_to_read(store, inside(checkpoint.directory, place.file)))
         reader.read_into(place.at, memoryview(data))
         return About.decode(str(unpickle_safely(ABOUT, io.BytesIO(data))), checkpoint.where)
+
+    def kind_of(self, step: int) -> str:
+        """Return ``full`` or ``light``. Raises as `checkpoint` and `about` do."""
+        checkpoint = self.checkpoint(step)
+        if checkpoint.note is not None and checkpoint.note.kind is not None:
+            return checkpoint.note.kind
+        about = self.about(checkpoint)  # an early manager wrote the kind only there
+        return about.kind if about is not None else "full"
 
     def note_of(self, step: int, name: str) -> dict[str, Any]:
         """Return the JSON object in a note beside a checkpoint; empty if there is no readable one."""

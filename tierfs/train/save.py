@@ -189,7 +189,7 @@ class SaveThread:
             self._run.write_note(order.step, RECORD, {"save_id": save_id, **record, **self._noted()})
             self._run.write_metrics(order.step, order.metrics)
 
-        self._writer.notes = note
+        self._writer.notes, self._writer.facts = note, {"kind": order.kind, "run": order.run}
         metadata = dcp.save(
             order.staged,
             storage_writer=self._writer,

@@ -76,6 +76,7 @@ def _document(place: StorePlace, checkpoint: Standing, held: Usage) -> dict[str,
         "objects": checkpoint.objects,
         "files": checkpoint.files,
         "format": checkpoint.format,
+        "kind": checkpoint.kind,
         "created": format_time(checkpoint.created_ns, precise=True) if checkpoint.created_ns else None,
         "problems": [*checkpoint.missing, *checkpoint.damage],
         "waiting": checkpoint.waiting,
@@ -84,7 +85,7 @@ def _document(place: StorePlace, checkpoint: Standing, held: Usage) -> dict[str,
 
 def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[str, Usage], *, usage: bool) -> None:
     sizes = ("size", "stored", "shared", "freed") if usage else ("size", "stored")
-    rows = [("step", "state", "level", *sizes, "tensors", "files", "format", "created", "name")]
+    rows = [("step", "state", "level", *sizes, "tensors", "files", "format", "kind", "created", "name")]
     for checkpoint in checkpoints:
         document = _document(place, checkpoint, held[checkpoint.directory])
         rows.append(
@@ -96,6 +97,7 @@ def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[st
                 _or_dash(checkpoint.tensors),
                 _or_dash(checkpoint.files),
                 _or_dash(checkpoint.format),
+                _or_dash(checkpoint.kind),
                 format_time(checkpoint.created_ns) if checkpoint.created_ns else "-",
                 printable(_name(place, checkpoint)),
             )

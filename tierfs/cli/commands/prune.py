@@ -65,6 +65,7 @@ def _plain(each: Pruned) -> dict[str, object]:
     return {
         "path": saved.path,
         "step": saved.step,
+        "kind": saved.kind,
         "kept": each.decision.is_kept,
         "reasons": list(each.decision.reasons),
         "removed": each.removed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -58,6 +58,7 @@ class Publication:
         metadata_path: The path of its metadata.
         mark: The mark of the save.
         is_new: Whether nothing was at ``metadata_path`` when the save began.
+        facts: ``kind`` and ``run`` for the `CheckpointNote`, if a training manager saves.
     """
 
     store: Store
@@ -66,6 +67,7 @@ class Publication:
     metadata_path: str
     mark: SaveMark
     is_new: bool
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     def spans_hosts(self, parts: Parts) -> bool:
         """Return whether parts may not be in the object tier yet, and only other hosts can flush them."""
@@ -84,7 +86,9 @@ def publish_shards(checkpoint: Publication, metadata: Metadata, parts: Parts) ->
     store, mark = checkpoint.store, checkpoint.mark
     meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=mark.save_id)
     complete = replace(metadata, storage_data=parts.places, storage_meta=meta)
-    document = encode(complete, CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=parts.files))
+    kind, run = checkpoint.facts.get("kind"), checkpoint.facts.get("run")
+    note = CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=parts.files, kind=kind, run=run)
+    document = encode(complete, note)
     if checkpoint.spans_hosts(parts):
         Commits(store).announce(checkpoint.path, document, mark)
     else:
