@@ -230,15 +230,16 @@ def globals_in(data: bytes) -> dict[str, str]:
     return {name: module for _, module, name in _operations(bytes(pickled[start:])) if name and name not in allowed}
 
 
-def check_object(fqn: str, data: memoryview) -> None:
+def check_object(fqn: str, data: memoryview, *, is_strict: bool = False) -> None:
     """Check that an object can be loaded after it is saved; log once for each kind what loading it requires.
 
     Args:
         fqn: Its name.
         data: The object as ``torch.save`` wrote it. The form of a custom planner is not checked.
+        is_strict: Whether to refuse an object for which the loading program would have to allow something first.
 
     Raises:
-        InvalidInputError: The object could not be loaded, whatever is allowed.
+        InvalidInputError: The object could not be loaded, whatever is allowed; or ``is_strict`` refuses it.
     """
     if len(data) > CHECKED_BYTES_MAX:
         return
@@ -252,6 +253,11 @@ def check_object(fqn: str, data: memoryview) -> None:
     needed, problem = _looked_up(content) if len(content) <= REMEMBERED_BYTES_MAX else _look_up(content)
     if problem:
         raise InvalidInputError(f"{fqn!r} could not be loaded again, so it is not saved: {problem}")
+    if is_strict and needed.keys() - _allowed_by_default():  # what was looked up may have been allowed since
+        raise InvalidInputError(
+            f"{fqn!r} is built with {', '.join(needed)}, which no restore would load. Save plain values or give it a "
+            "state_dict(), or call torch.serialization.add_safe_globals([...]) in every program that saves or restores"
+        )
     fresh = [name for name in needed if name not in _warned]
     if fresh:
         _warned.update(fresh)

@@ -34,7 +34,7 @@ from tierfs.demo.model import ByteGPT, shape_for
 from tierfs.digest import checksum
 from tierfs.train import Every, Manager, Preemption, TrainState
 from tierfs.train.digests import digests_of
-from tierfs.train.randomness import reseed
+from tierfs.train.position import reseed
 
 _BATCH = 4
 _SEED = 0

@@ -73,7 +73,7 @@ def _has_digest(value: Any) -> bool:
         value = value.to_local()
     if type(value) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         return value.layout is torch.strided and not value.is_quantized
-    return _is_array(value) or _is_plain(value)
+    return _is_array(value) or is_plain(value)
 
 
 def _is_array(value: Any) -> bool:
@@ -94,8 +94,9 @@ def _digest(value: Any) -> str | None:
     return VALUE + _of(repr(value), memoryview(b""))
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) in {list, tuple} and all(map(_is_plain, value)))
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number, text, bytes or ``None``, or a list or tuple of such values only."""
+    return type(value) in _PLAIN or (type(value) in {list, tuple} and all(map(is_plain, value)))
 
 
 def _of(kind: str, data: memoryview) -> str:

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.digest import Buffer
 from tierfs.errors import FormatError, InvalidInputError, TierfsError
+from tierfs.train.digests import is_plain, leaves
 
 _HINT = "if you trust its source, import {modules}, and call torch.serialization.add_safe_globals([{name}]) first"
 _AS_THEY_ARE = (bool, int, float, str, type(None))
@@ -30,7 +32,7 @@ def pack(value: Any) -> str:
 
     Raises:
         InvalidInputError: NumPy cannot describe the dtype of an array: another package defines it, or its fields
-            overlap. Or a value could not be loaded, whatever is allowed.
+            overlap. Or a restore of this program would not load a value.
     """
     return json.dumps(_encode(value), separators=(",", ":"))
 
@@ -76,10 +78,25 @@ def _encode(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         name = "array" if isinstance(value, np.ndarray) else "number"
         return {name: [_encode(_described(value.dtype)), list(value.shape), _text(value.tobytes())]}
+    return {"pickle": _text(_pickled(kind.__name__, value))}
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Check that a restore of this program would load every object in a nested state. Tensors are not checked.
+
+    Raises:
+        InvalidInputError: It would not load one. The message names it.
+    """
+    for name, value in leaves(values):
+        if not isinstance(value, torch.Tensor) and not is_plain(value):
+            _pickled(name, value)
+
+
+def _pickled(name: str, value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    check_object(kind.__name__, buffer.getbuffer())
-    return {"pickle": _text(buffer.getvalue())}
+    check_object(name, buffer.getbuffer(), is_strict=True)
+    return buffer.getvalue()
 
 
 def _described(dtype: np.dtype[Any]) -> Any:

@@ -18,15 +18,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tierfs.errors import InvalidInputError
-from tierfs.train.packing import pack, unpack
-from tierfs.train.randomness import generators, reseed, set_generators
+from tierfs.train.packing import check_values, pack, unpack
+from tierfs.train.position import generators, positions, reseed, set_generators, set_positions
 from tierfs.train.run import About
 
 _logger = logging.getLogger("tierfs.train")
 FULL_ONLY = "optimizer"
 """The entry of a dict that a light checkpoint leaves out."""
+_USED = "_tierfs_used"
+"""The attribute of a gradient that has its version at the last step of the optimizer."""
 LEFT_OUT = ("optimizer", "data loader", "scaler", "extra values")
 """The parts of a `TrainState` that a light checkpoint leaves out."""
 
@@ -171,10 +174,11 @@ class TrainState:
         if kind == "full":
             values["scaler"] = pack(None if self.scaler is None else self.scaler.state_dict())
             values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
-            own["loader"] = pack([each.state_dict() for each in _listed(self.dataloader)])
+            own["loader"] = pack(positions(_listed(self.dataloader)))
         own["rng"] = pack(generators())  # last: a loader may make its iterator for its state, and draw a number for it
         values[f"rank_{_rank()}"] = own
-        return values, {"epoch": self.epoch, "lr": self.learning_rates}
+        check_values(values)
+        return values, {"epoch": self.epoch, "lr": self.learning_rates, **_gradients_of(self._optimizers)}
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         """Collect live tensors to load into, and empty text for packed values. A collective if the model is sharded."""
@@ -218,7 +222,7 @@ class TrainState:
             self.step, self.epoch = about.step, int(about.state.get("epoch", self.epoch))
         light = about is not None and about.kind == "light"
         notes = [f"a light checkpoint: {', '.join(LEFT_OUT)} are not restored"] if light else []
-        return notes + self._take_own(values, about)
+        return notes + _not_saved(about) + self._take_own(values, about)
 
     def _take_own(self, values: Mapping[str, Any], about: About | None) -> list[str]:
         """Apply the values that each rank has for itself, or reseed if another number of ranks saved them."""
@@ -234,12 +238,7 @@ class TrainState:
             return notes
         notes = []
         if own.get("loader"):
-            states = unpack(own["loader"], "loader")
-            for loader, state in zip(_listed(self.dataloader), states, strict=True):
-                loader.load_state_dict(state)
-                # torchdata's loader makes its iterator here instead of in the loop. The uninterrupted run has one already,
-                # and making it draws a random number.
-                loader.state_dict()
+            notes += set_positions(_listed(self.dataloader), unpack(own["loader"], "loader"), self.epoch)
         if own["rng"]:
             # Last, because the steps before may have drawn random numbers.
             notes += set_generators(unpack(own["rng"], "rng"))
@@ -292,7 +291,11 @@ class DictState:
         self._entries = entries
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {name: _state_of(value) for name, value in self._of_kind(kind)}, {}
+        values = {name: _state_of(value) for name, value in self._of_kind(kind)}
+        check_values(values)
+        return values, _gradients_of(
+            [each for each in self._entries.values() if isinstance(each, torch.optim.Optimizer)]
+        )
 
     def to_load(self, wanted: Wanted) -> dict[str, Any]:
         values = {}
@@ -316,7 +319,8 @@ class DictState:
         for name, value in values.items():
             _load_entry(self._entries, name, value)
         missing = sorted(self._entries.keys() - values.keys())
-        return [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
+        notes = [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
+        return notes + _not_saved(about)
 
 
 def as_state(state: Any) -> TrainState | DictState:
@@ -388,6 +392,37 @@ def _complete_state(optimizer: torch.optim.Optimizer, *, is_whole: bool) -> Iter
             optimizer.state.clear()
             optimizer.state.update(before)
             raise
+
+
+def _note_used(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Note at the first gradient that the optimizer made a step with the gradients as they are now."""
+    gradient = None if torch.compiler.is_compiling() else next(_gradients(optimizer), None)
+    if gradient is not None:
+        setattr(gradient, _USED, gradient._version)
+
+
+register_optimizer_step_post_hook(_note_used)
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
+    return (getattr(each, "_local_tensor", each) for each in gradients if each is not None)
+
+
+def _gradients_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Say for `About` whether there are gradients that no step of an optimizer has used. A checkpoint has no gradients."""
+    for optimizer in optimizers:
+        first = next(_gradients(optimizer), None)
+        is_used = first is None or getattr(first, _USED, None) == first._version
+        if not is_used and any(bool(each.any()) for each in _gradients(optimizer)):
+            return {"has_gradients": True}
+    return {}
+
+
+def _not_saved(about: About | None) -> list[str]:
+    if about is None or not about.state.get("has_gradients"):
+        return []
+    return ["the save was in the middle of a gradient accumulation: gradients are not saved"]
 
 
 def _state_of(value: Any) -> Any:

@@ -1,0 +1,126 @@
+"""The values of a single rank: the positions of its data loaders, and its random generators on the CPU and each GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from tierfs.digest import checksum
+from tierfs.errors import InvalidInputError
+
+
+def positions(loaders: Sequence[Any]) -> dict[str, Any]:
+    """Return the positions of data loaders, each with its epoch and the facts that the position depends on."""
+    return {
+        "loaders": [
+            {"state": each.state_dict(), "epoch": _epoch_of(each), "facts": _facts_of(each)} for each in loaders
+        ]
+    }
+
+
+def set_positions(loaders: Sequence[Any], saved: Any, epoch: int) -> list[str]:
+    """Set the positions that `positions` returned. Return in words why the data differs; empty if it is the same.
+
+    Args:
+        loaders: The data loaders.
+        saved: The positions, or a list of the loaders' own states, as earlier checkpoints have.
+        epoch: The epoch of loaders that do not tell theirs.
+
+    Raises:
+        InvalidInputError: A loader does not take its position, for example because its data set is shorter.
+    """
+    found = saved["loaders"] if isinstance(saved, dict) else [{"state": state} for state in saved]
+    if len(found) != len(loaders):
+        return [
+            f"{len(found)} data loaders were saved, but the state has {len(loaders)}: none is at its saved position"
+        ]
+    notes = []
+    for loader, each in zip(loaders, found, strict=True):
+        now, then = _facts_of(loader), each.get("facts", {})
+        changed = "; ".join(
+            f"{name} is {now.get(name)}, not {then[name]}" for name in then if now.get(name) != then[name]
+        )
+        for sampler in _samplers_of(loader):
+            # The loader makes its iterator below. That fixes the order of the data, which follows from the epoch.
+            sampler.set_epoch(epoch if each.get("epoch") is None else each["epoch"])
+        try:
+            loader.load_state_dict(each["state"])
+            # torchdata's loader makes its iterator here instead of in the loop. The uninterrupted run has one already, and
+            # making it draws a random number.
+            loader.state_dict()
+        except Exception as error:
+            raise InvalidInputError(
+                f"the data loader, a {type(loader).__name__}, does not take its saved position: {changed or repr(error)}. "
+                "Give it the data and the settings of the save, or TrainState(dataloader=None) to begin the data anew"
+            ) from error
+        if changed:
+            notes.append(f"the data loader goes on with other data: {changed}")
+    return notes
+
+
+def _facts_of(loader: Any) -> dict[str, Any]:
+    found = {}
+    for each in _torch_loaders(loader):
+        with suppress(TypeError, NotImplementedError):  # an iterable data set need not know its length
+            found["length of the data set"] = len(each.dataset)
+        found |= {"batch_size": each.batch_size, "num_workers": each.num_workers}
+    return found
+
+
+def _epoch_of(loader: Any) -> int | None:
+    return next((each.epoch for each in _samplers_of(loader) if isinstance(getattr(each, "epoch", None), int)), None)
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    """Return the parts of a loader that take an epoch, which decides the order of the data."""
+    found: dict[int, Any] = {}
+    for each in _torch_loaders(loader):
+        inner = getattr(each.batch_sampler, "sampler", None)
+        found |= {id(part): part for part in (each.sampler, each.batch_sampler, inner, each.dataset)}
+    return [part for part in found.values() if hasattr(part, "set_epoch")]
+
+
+def _torch_loaders(loader: Any) -> list[Any]:
+    """Return the loaders of torch that an object is, or has as attributes."""
+    return [each for each in (loader, *getattr(loader, "__dict__", {}).values()) if isinstance(each, DataLoader)]
+
+
+def generators() -> dict[str, Any]:
+    """Return the state of each generator by name, as plain values and tensors."""
+    found: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - the one that libraries use
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def set_generators(states: dict[str, Any]) -> list[str]:
+    """Set the states that `generators` returned. Return in words which could not be set; empty if all were."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    saved = states.get("cuda", [])
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if saved and here:
+        torch.cuda.set_rng_state_all(saved[:here])
+    if len(saved) != here:
+        return [f"random generators of {len(saved)} GPUs were saved, but this process sees {here} GPUs"]
+    return []
+
+
+def reseed(*words: object) -> int:
+    """Seed all generators from a hash of ``words``, so that equal words give equal seeds. Return the seed."""
+    seed = int.from_bytes(checksum(repr(words).encode())[:4], "little")
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    return seed
