@@ -44,6 +44,29 @@ def test_paths_found_in_a_directory_can_be_opened_by_their_text(run):
     assert pickle.loads(pickle.dumps(run / "a")).read_bytes() == b"one"
 
 
+def test_a_path_made_of_another_is_equal_to_it_in_all_parts(place, run):
+    made = upath.UPath(f"{place.url}/deep/er").parent.parent / "run"
+    for name in ("drive", "root", "anchor", "parts", "storage_options", "parser"):
+        assert getattr(made, name) == getattr(run, name) == getattr(upath.UPath(run), name)
+    assert (run.root, run.anchor, made.parents[-1].path) == ("/", "/", "/")
+    assert run.storage_options == run.fs.storage_options
+    assert str(made.relative_to(upath.UPath(place.url))) == "run"
+
+
+def test_a_path_of_a_bucket_has_the_bucket_as_its_drive():
+    for path in (upath.UPath("tierfs::s3://bucket/run/a"), upath.UPath("tierfs::s3://bucket/run") / "a"):
+        assert (path.drive, path.root, path.anchor) == ("bucket", "/", "bucket/")
+        assert path.parts == ("bucket/", "run", "a")
+
+
+@pytest.mark.parametrize("form", [str, Path, upath.UPath], ids=["text", "path", "upath"])
+def test_a_file_is_renamed_to_an_absolute_path(place, run, form):
+    (run / "deep/a").write_bytes(b"one")
+    moved = (run / "deep/a").rename(form((run / "b").path))
+    assert (moved, moved.read_bytes()) == (run / "b", b"one")
+    assert not (run / "deep/a").exists()
+
+
 def test_a_named_store_keeps_its_name():
     assert str(upath.UPath("tierfs://prod/run") / "a") == "tierfs://prod/run/a"
 
