@@ -90,6 +90,25 @@ def test_a_directory_that_was_made_outlives_its_last_file(place):
     assert not place.fs.exists(place / "implied")
 
 
+REMOVALS = {
+    "rm": lambda fs, path: fs.rm(path, recursive=True),
+    "rmdir": lambda fs, path: fs.rmdir(path),
+    "mv": lambda fs, path: fs.mv(path, f"{path.rsplit('/', 2)[0]}/moved", recursive=True),
+}
+
+
+@pytest.mark.parametrize("make", ["mkdir", "makedirs"])
+@pytest.mark.parametrize("remove", REMOVALS.values(), ids=REMOVALS)
+def test_removing_a_directory_keeps_its_parents(place, make, remove):
+    place.fs.pipe(place / "implied/a", b"x")
+    for name in ("d/e/n", "implied/n"):
+        getattr(place.fs, make)(place / name)
+    place.fs.rm(place / "implied/a")
+    for name in ("d/e/n", "implied/n"):
+        remove(place.fs, place / name)
+        assert place.fs.ls(place / name.rpartition("/")[0]) == []
+
+
 # -- files -------------------------------------------------------------------------------------------------------
 
 

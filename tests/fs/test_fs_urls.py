@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import subprocess
+import sys
 
 import fsspec
 import pytest
@@ -287,6 +289,44 @@ def test_a_write_without_a_store_names_the_command_that_makes_one(memory_root, t
         with pytest.raises(StoreNotFoundError, match=f"tierfs init {fs}://{root}/run"):
             fsspec.filesystem("tierfs", target_protocol=fs).pipe(f"{root}/run/a", b"x")
     assert list(tmp_path.iterdir()) == []
+
+
+LOOKUPS = {
+    "exists": lambda fs, path: fs.exists(path) or [],
+    "isdir": lambda fs, path: fs.isdir(path) or [],
+    "find": lambda fs, path: fs.find(path),
+    "glob": lambda fs, path: fs.glob(f"{path}/*"),
+    "walk": lambda fs, path: list(fs.walk(path)),
+    "du": lambda fs, path: fs.du(path) or [],
+}
+
+
+@pytest.mark.parametrize("look", LOOKUPS.values(), ids=LOOKUPS)
+def test_a_look_up_without_a_store_warns_once(memory_root, caplog, look):
+    fs = fsspec.filesystem("tierfs", target_protocol="memory")
+    for name in ("a", "b"):
+        assert look(fs, f"{memory_root}/{name}") == []
+    (record,) = caplog.records
+    assert "tierfs init" in record.getMessage()
+    caplog.clear()
+    assert look(fsspec.filesystem("tierfs", target_protocol="memory", create=True), f"{memory_root}/x/a") == []
+    assert not caplog.records
+
+
+def test_a_store_may_lie_at_the_root_of_the_memory_filesystem():
+    code = """
+import fsspec, tierfs
+tierfs.init("memory://")
+fs, root = fsspec.url_to_fs("tierfs::memory://")
+fs.pipe("/run/a", b"x")
+assert fs.isdir(root) and fs.exists("/")
+assert fs.ls(root, detail=False) == fs.ls("tierfs::memory://", detail=False) == ["/run"]
+assert fs.find(root) == fs.glob("*/*") == ["/run/a"]
+assert [top for top, _, _ in fs.walk(root)] == ["", "/run"]
+fs.rm("/run", recursive=True)
+assert fs.ls("/") == []
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 def test_without_a_store_nothing_is_there(memory_root):

@@ -472,6 +472,12 @@ def test_a_byte_order_mark_begins_a_compressed_file_once(place, compression, enc
         assert file.read() == "one,two".encode(encoding)
 
 
+@pytest.mark.parametrize("mode", ["wb", "xb", "ab", "w", "a"])
+def test_a_written_handle_is_not_seekable(place, mode):
+    with place.fs.open(place / "a", mode) as file:
+        assert not file.seekable()
+
+
 def test_a_text_handle_says_how_far_it_is(place):
     with place.fs.open(place / "a", "w", encoding="utf-16") as file:
         file.write("one")

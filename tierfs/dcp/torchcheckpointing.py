@@ -116,7 +116,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         parent = relative.rpartition("/")[0]
         if not recursive and parent:
             stat(store, parent)
-        make_directory(store, relative, exist_ok=recursive)
+        make_directory(store, relative, exist_ok=recursive, parents=recursive)
 
     def rmdir(self, path: Path) -> None:
         """Remove a directory and everything in it, the metadata first: a directory without it is no checkpoint."""

@@ -31,7 +31,7 @@ class Changing(Reading):
         parent = relative.rpartition("/")[0]
         if not create_parents and parent:
             verbs.stat(store, parent)
-        verbs.make_directory(store, relative, exist_ok=exist_ok)
+        verbs.make_directory(store, relative, exist_ok=exist_ok, parents=create_parents)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""

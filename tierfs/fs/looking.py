@@ -100,7 +100,8 @@ class Looking(PathSpace):
                 entries = verbs.list_directory(store, relative, detail=detail)
             else:
                 entries = verbs.find(store, relative, detail=detail)
-        except NotFoundError:
+        except NotFoundError as error:
+            self._note_absence(path, error)
             return {}
         depth = relative.count("/") + 1 if relative else 0
         found: dict[str, dict[str, Any]] = {}
@@ -131,6 +132,7 @@ class Looking(PathSpace):
         except NotFoundError as error:
             if on_error == "raise":
                 raise
+            self._note_absence(path, error)
             if callable(on_error):
                 on_error(error)
             return
@@ -171,7 +173,8 @@ class Looking(PathSpace):
     def _kind_of(self, path: str) -> str | None:
         try:
             store, relative = self._locate(path)
-        except NotFoundError:
+        except NotFoundError as error:
+            self._note_absence(path, error)
             return None
         return verbs.kind_of(store, relative)
 

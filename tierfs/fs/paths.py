@@ -6,6 +6,7 @@ Every method also takes a full URL. To find the store of a path, tierfs walks up
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 from fsspec.asyn import get_loop
 from fsspec.utils import stringify_path
 
-from tierfs.errors import InvalidInputError, StoreNotFoundError
+from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.fs.chaining import Chained
 from tierfs.fs.transactions import TierTransaction
 from tierfs.fs.writefile import WriteFile
@@ -26,6 +27,7 @@ from tierfs.session import Location, TierOptions, open_store
 from tierfs.session.url import LOCAL, TRUE, asks_to_create, named_location, split_url, strip, target_url
 from tierfs.store import Store
 
+_logger = logging.getLogger("tierfs.fs")
 _FALSE = ("", "0", "false", "no", "off")
 _FSSPEC_OPTIONS = frozenset(
     {
@@ -135,18 +137,29 @@ class PathSpace(Chained):
 
     def _locate(self, path: str, *, write: bool = False) -> tuple[Store, str]:
         """Return the store that a path lies in, and the path relative to that store."""
+        location = self._location(path, write=write)
+        store, relative = open_store(location, write=write, create=write and self._may_create(location))
+        self._used[store.url] = path
+        return store, relative
+
+    def _location(self, path: str, *, write: bool = False) -> Location:
         stripped = self._strip(path)
+        if not stripped and self._target_protocol == "memory":
+            stripped = "/"  # fsspec writes the root of this filesystem as an empty path
         if not stripped and not write:
             raise StoreNotFoundError(f"{self.unstrip_protocol('')} is not in a store: name a path in one")
         if self._target_protocol is None:
             location = named_location(stripped)
         else:
             location = Location(self._target_protocol, stripped, self._target_options)
-        if self._tier_options != TierOptions():
-            location = replace(location, tiers=self._tier_options)
-        store, relative = open_store(location, write=write, create=write and self._may_create(location))
-        self._used[store.url] = path
-        return store, relative
+        return location if self._tier_options == TierOptions() else replace(location, tiers=self._tier_options)
+
+    def _note_absence(self, path: str, error: NotFoundError) -> None:
+        """Log why a look-up finds nothing if no store is there, unless a write would create the store."""
+        if not isinstance(error, StoreNotFoundError) or not self._strip(path) or self._may_create(self._location(path)):
+            return
+        above = self.unstrip_protocol(path).rpartition("/")[0]
+        _logger.warning("%s; look-ups find nothing there", error, extra={"repeat_of": f"no store above {above}"})
 
     def _only_store(self) -> Store:
         """Return the store that this instance has used. Raise `InvalidInputError` unless it is exactly one."""

@@ -70,8 +70,8 @@ class WriteFile(io.BufferedIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Return True, because ``tell`` works. `io.TextIOWrapper` writes a byte order mark only to a seekable file."""
-        return True
+        """Return False, except to the constructor of a text handle: it writes a byte order mark only if this is True."""
+        return isinstance(sys._getframe(1).f_locals.get("self"), io.TextIOWrapper)
 
     def write(self, data: Any) -> int:
         """Append bytes. They are copied, so the caller may change ``data`` afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
@@ -13,8 +14,10 @@ from tierfs.store.tree.listing import list_directory, stat
 from tierfs.store.tree.records import observe_marker, publish
 
 
-def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
-    """Create a directory that exists even while it is empty. Its parents are implied.
+def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: bool = False) -> None:
+    """Create a directory that exists even while it is empty. Its parents are implied, or created with ``parents``.
+
+    A parent that is only implied disappears with the last thing below it.
 
     If ``exist_ok`` is set and the object tier is unreachable, a store with local tiers creates no marker, and counts
     that.
@@ -49,6 +52,9 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
     else:
         _refuse(store, path, exist_ok=exist_ok)
         return
+    if parents and (parent := path.rpartition("/")[0]):
+        with contextlib.suppress(AlreadyExistsError):  # a file may have the name of a directory
+            make_directory(store, parent, exist_ok=True, parents=True)
     marker = new_marker(store, observed.previous)
     try:
         publish(store, observed, marker)
