@@ -73,6 +73,19 @@ def test_a_damaged_chunk_is_named_by_the_tensors_that_lie_in_it(store):
     assert report.files == 2
 
 
+def test_one_damaged_block_concerns_what_lies_in_it(store):
+    checkpoint = Handmade(store, "run/1")
+    for number in range(6):
+        checkpoint.tensor(f"w{number}", noise(torch.float32, (3 * MIB // 16,)), FILES[0])
+    checkpoint.save()
+    damaged = rows_of(store, f"run/1/{FILES[0]}")[-1]
+    assert damaged.raw_length > 4 * MIB
+    flip_bit(store.objects, chunk_key(damaged.name), 8 * (damaged.stored_length - 100))
+    (damage,) = check(store).damage
+    assert damage.names == ("w5",)
+    assert damage.length < MIB
+
+
 def test_missing_chunks_in_front_concern_what_lies_there(store):
     made(store).save()
     header, small, *_ = rows_of(store, f"run/1/{FILES[0]}")

@@ -14,6 +14,7 @@ from tierfs.cli.app import main
 from tierfs.dcp import TierWriter
 from tierfs.objects import RetryingObjects, connect
 from tierfs.session import descriptor_repair
+from tierfs.session import open as session_open
 from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
 
@@ -34,7 +35,8 @@ def repair(capsys, *words):
 
 def flip(path, at=-1):
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    where = at if isinstance(at, slice) else slice(at % len(data), at % len(data) + 1)
+    data[where] = bytes(byte ^ 1 for byte in data[where])
     path.write_bytes(data)
 
 
@@ -64,6 +66,44 @@ def test_a_descriptor_whose_answer_was_lost_is_repaired(root, capsys, monkeypatc
     )
     code, shown = repair(capsys, root)
     assert (code, shown["descriptor"], place.read_bytes()) == (0, "its own bytes", sound)
+
+
+@pytest.mark.parametrize("damage", [lambda place: place.unlink(), lambda place: flip(place, slice(90, 120))])
+def test_a_lost_descriptor_comes_back_from_a_copy(root, tmp_path, capsys, damage):
+    copy, other, place = tmp_path / "copy", tmp_path / "other", root / ".tierfs" / "store.json"
+    shutil.copytree(root, copy)
+    assert main(["init", str(other)]) == 0
+    sound = place.read_bytes()
+    damage(place)
+    assert main(["repair", str(root), "--from", str(other)]) == 6, "it is no copy"
+    assert main(["repair", str(root), "--from", str(copy), "--dry-run"]) == 0
+    assert not place.exists() or place.read_bytes() != sound
+    code, shown = repair(capsys, root, "--from", copy)
+    assert (code, shown["descriptor"], place.read_bytes()) == (0, f"file://{copy}", sound)
+
+
+@pytest.mark.parametrize("words", [["ls"], ["init"], ["gc"], ["repair"]])
+def test_records_without_a_descriptor_are_no_place_for_a_store(root, capsys, monkeypatch, words):
+    (root / ".tierfs" / "store.json").unlink()
+    monkeypatch.setattr(session_open, "_stores", {})  # as in another process
+    monkeypatch.setenv("TIERFS_CREATE", "1")
+    assert main([*words, str(root)]) == 6
+    assert f"tierfs repair file://{root} --from" in capsys.readouterr().err
+    assert not (root / ".tierfs" / "store.json").exists()
+
+
+def test_a_command_for_a_whole_store_advises_its_own_url(tmp_path, capsys):
+    assert main(["repair", f"{tmp_path}/not/there"]) == 3
+    assert f"tierfs init file://{tmp_path}/not/there\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["repair", "scrub"])
+def test_a_copy_is_read_while_local_tiers_are_asked_for(root, tmp_path, monkeypatch, command):
+    monkeypatch.setenv("TIERFS_RAM", "64MiB")
+    assert main(["ls", str(root)]) == 0
+    shutil.copytree(root, tmp_path / "copy")
+    assert main([command, str(root), "--from", str(tmp_path / "copy")]) == 0
+    assert main(["verify", str(tmp_path / "copy")]) == 0
 
 
 def test_data_is_read_where_that_is_asked_for(root, tmp_path, capsys):

@@ -22,6 +22,7 @@ from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundE
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import Reader, level_of, open_entry, stat
+from tierfs.store.read.fetch import bad_parts
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.transfers import transfers
 
@@ -178,9 +179,13 @@ def _read(
         try:
             with buffers().lend(count) as out:
                 file.reader.read_into(at, out)
-        except (CorruptionError, ConflictError, FormatError) as error:
+        except ConflictError as error:
             with lock:
                 found.append((at, count, error))
+        except (CorruptionError, FormatError):
+            parts = bad_parts(lambda start, part: file.reader.read_into(at + start, part), count)
+            with lock:
+                found.extend((at + start, size, error) for start, size, error in parts)
         with lock:
             report.length += count
         if progress is not None:

@@ -130,7 +130,7 @@ def twice(read: Callable[[], _Value]) -> _Value:
     try:
         return read()
     except (CorruptionError, FormatError) as error:  # a flipped bit in a version or kind gives a `FormatError`
-        _logger.warning("reading again after a mismatch: %s", error)
+        _logger.warning("reading again: %s", error)
         return read()
 
 

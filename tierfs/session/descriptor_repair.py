@@ -2,50 +2,93 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
 from tierfs.errors import ConflictError, CorruptionError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.correction import correct_descriptor
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.objects import connect
 from tierfs.objects.checksums import put_idempotent, read_decoded
-from tierfs.objects.protocol import Update
-from tierfs.session.open import known_descriptor
+from tierfs.objects.protocol import CREATE, ObjectTier, Update
+from tierfs.session.open import has_records, known_descriptor
 from tierfs.session.url import Location, target_url
+from tierfs.store.store import Store
+from tierfs.store.tree.records import RECORD_BYTES_MAX
+
+if TYPE_CHECKING:
+    from tierfs.objects.protocol import PutMode
+
+COMPARED_MAX = 100
 
 
-def mend_descriptor(location: Location, *, dry_run: bool = False) -> str:
-    """Repair the descriptor of the store whose root is here, if it is damaged.
+def mend_descriptor(location: Location, replicas: Sequence[Store] = (), *, dry_run: bool = False) -> str:
+    """Repair the descriptor of the store whose root is here, if it is damaged, or missing beside the store's records.
 
     Args:
         location: The root.
+        replicas: Other stores. The descriptor of a copy of this store is its descriptor.
         dry_run: Change nothing.
 
     Returns:
         The source of the right bytes; empty if there is nothing to repair.
 
     Raises:
-        CorruptionError: The descriptor is damaged, and cannot be repaired.
+        CorruptionError: The descriptor is damaged or missing, and cannot be repaired.
         ConflictError: Another process changed it meanwhile.
         StoreError, ReadOnlyError: The object tier failed.
     """
     objects = connect(location.protocol, location.path, location.options)
     url = target_url(location.protocol, location.path)
     where = f"{url}/{keys.DESCRIPTOR}"
+    data, mode = b"", cast("PutMode", CREATE)
     try:
         read_decoded(objects, keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX, Descriptor.decode, where)
     except NotFoundError:
-        return ""
+        if not has_records(objects):
+            return ""
     except CorruptionError:
         data, info = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
-        found, source = correct_descriptor(data, where), "its own bytes"
-        if found is None and (known := known_descriptor(location, url)) is not None:
-            found, source = known.encode(), "what this host knows of the store"
-        if found is None:
-            raise
+        mode = Update(info.version)
+    else:
+        return ""
+    for found, source in _sources(location, url, objects, data, replicas):
         if not dry_run:
             try:
-                put_idempotent(objects, keys.DESCRIPTOR, found, mode=Update(info.version))
+                put_idempotent(objects, keys.DESCRIPTOR, found, mode=mode)
             except ConflictError as error:
                 raise ConflictError(f"{where} was changed in the meantime: try again", path=where) from error
         return source
-    return ""
+    raise CorruptionError(
+        f"{where} is damaged or missing, and no copy of this store was given: name one with `tierfs repair {url} --from`",
+        path=where,
+    )
+
+
+def _sources(
+    location: Location, url: str, objects: ObjectTier, data: bytes, replicas: Sequence[Store]
+) -> Iterator[tuple[bytes, str]]:
+    """Yield the right bytes of the descriptor, with their source."""
+    fixed = correct_descriptor(data, url) if data else None
+    if fixed is not None:
+        yield fixed, "its own bytes"
+    for replica in replicas:
+        if _is_copy(objects, replica.objects):
+            yield replica.descriptor.encode(), replica.url
+    known = known_descriptor(location, url)
+    if known is not None:
+        yield known.encode(), "what this host knows of the store"
+
+
+def _is_copy(objects: ObjectTier, other: ObjectTier) -> bool:
+    """Return whether two stores have a record in common. Each write has a random id, so other stores have none."""
+
+    def is_in_both(key: str) -> bool:
+        try:
+            return objects.read(key, RECORD_BYTES_MAX)[0] == other.read(key, RECORD_BYTES_MAX)[0]
+        except (NotFoundError, CorruptionError):  # deleted, or too large
+            return False
+
+    return any(is_in_both(item.key) for item in itertools.islice(objects.list(keys.TREE), COMPARED_MAX))

@@ -5,6 +5,7 @@ Each process caches its open stores. Nothing is kept across a fork: a child open
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -15,14 +16,21 @@ from dataclasses import replace
 from functools import partial
 
 from tierfs.digest import DigestKind
-from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreError, StoreNotFoundError
+from tierfs.errors import (
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+    StoreNotFoundError,
+)
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.objects import ObjectTier, as_promised, connect, probe
 from tierfs.session.compose import compose, forget_tiers, state_of, tier_settings, verify_writes
 from tierfs.session.left_behind import check_nothing_is_left
 from tierfs.session.settings import ResolvedTiers
-from tierfs.session.url import Location, parse_url, target_url
+from tierfs.session.url import LOCAL, Location, parse_url, target_url
 from tierfs.store.create import LEASE_S, check_digests, check_times, create_store, read_descriptor
 from tierfs.store.offline import LOOK_S, KnownStores, within
 from tierfs.store.store import Store
@@ -197,10 +205,14 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
             path=location.url,
         )
     _check_nothing_is_left(location, ancestors)
+    for root in ancestors:
+        with contextlib.suppress(StoreError, ReadOnlyError):  # some directories further up may not be listed
+            _refuse_headless(connect(location.protocol, root, location.options), target_url(location.protocol, root))
     if not create:
+        is_directory = location.protocol in LOCAL and os.path.isdir(location.path)
+        root = location.path if is_directory else _new_root(location, ancestors)
         raise StoreNotFoundError(
-            f"no store holds {location.url}: make one with: "
-            f"tierfs init {target_url(location.protocol, _new_root(location, ancestors))}",
+            f"no store holds {location.url}: make one with: tierfs init {target_url(location.protocol, root)}",
             path=location.url,
         )
     root = _new_root(location, ancestors)
@@ -227,6 +239,29 @@ def _is_there(location: Location, root: str, known: Store) -> bool:
     return False
 
 
+def has_records(objects: ObjectTier) -> bool:
+    """Return whether the base of ``objects`` holds records of a store, with or without a descriptor."""
+    return next(iter(objects.list(keys.TREE)), None) is not None
+
+
+def _refuse_headless(objects: ObjectTier, url: str) -> None:
+    """Check that no store lost its descriptor here: a new one would have another id and perhaps other digests.
+
+    Raises:
+        CorruptionError: The records of a store are there.
+    """
+    if not has_records(objects):
+        return
+    try:
+        read_descriptor(objects, url)  # another host may have made the store and saved a file meanwhile
+    except NotFoundError:
+        raise CorruptionError(
+            f"{url}/{keys.DESCRIPTOR} is missing, but records of its store are there: restore it from a copy of the "
+            f"store with: tierfs repair {url} --from COPY",
+            path=url,
+        ) from None
+
+
 def _refuse_nested(objects: ObjectTier, url: str) -> None:
     """Check that no store lies below a root to make. Only the first `NESTED_LOOKED_AT_MAX` objects are checked."""
     for item in itertools.islice(objects.list(""), NESTED_LOOKED_AT_MAX):
@@ -245,6 +280,7 @@ def _create(
         read_descriptor(objects, url)
     except NotFoundError:
         _check_nothing_is_left(location, [root])
+        _refuse_headless(objects, url)
         _refuse_nested(objects, url)
         if not endpoint.host_local:
             # The probe retries transient failures itself, but not the failures that it provokes.

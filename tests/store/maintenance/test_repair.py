@@ -277,6 +277,7 @@ def test_a_chunk_with_one_bad_block_stays_because_the_others_can_be_read():
     scrub(store, LOOK)
     report = run(store)
     assert [each.how for each in report.left] == ["its sound blocks can still be read"]
+    assert [each.ranges for each in report.lost] == [((2 << 20, 1 << 20),)], "no more than the block is lost"
     assert store.objects.head(key)
     with pytest.raises(CorruptionError):
         load(store, "a")

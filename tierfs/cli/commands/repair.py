@@ -51,9 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.concurrency < 1:
         raise InvalidInputError("--concurrency must be at least 1")
-    descriptor = mend_descriptor(parse_url(arguments.url), dry_run=arguments.dry_run)
+    replicas = [store_place(url, bare=True).store for url in arguments.replicas]
+    descriptor = mend_descriptor(parse_url(arguments.url), replicas, dry_run=arguments.dry_run)
+    if descriptor and arguments.dry_run:
+        if arguments.json:
+            print_json({"url": arguments.url, "dry_run": True, "descriptor": descriptor})
+        else:
+            print(
+                f"would mend  .tierfs/store.json ({descriptor}): a run without --dry-run mends it, then checks the rest"
+            )
+        return 0
     store = whole_store(arguments.url, "repair")
-    replicas = [store_place(url).store for url in arguments.replicas]
     with Progress("repair", wanted=arguments.progress) as progress:
         damaged = []
         if arguments.read_data:
@@ -73,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"url": store.url, "descriptor": descriptor, **report.as_dict(), "checkpoints": checkpoints})
     else:
         if descriptor:
-            print(f"{'would mend' if report.dry_run else 'mended'}  .tierfs/store.json ({descriptor})")
+            print(f"mended  .tierfs/store.json ({descriptor})")
         _print(report, losses or ())
     return 0 if report.is_whole else CorruptionError.exit_code
 

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tierfs.store.maintenance.scrub import ScrubOptions, scrub  # noqa: PLC0415 - it loads NumPy
 
     options = ScrubOptions(arguments.max_seconds, bandwidth, arguments.concurrency, not arguments.no_heal)
-    replicas = [store_place(url).store for url in arguments.replicas]
+    replicas = [store_place(url, bare=True).store for url in arguments.replicas]
     with (
         open_executor(arguments.executor) as found,
         Progress("scrub", wanted=arguments.progress) as progress,
@@ -99,7 +99,7 @@ def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> S
     """Verify and heal one piece of the store at ``url`` in another process: see `scrub_piece`."""
     from tierfs.store.maintenance.scrub import scrub_piece  # noqa: PLC0415 - it loads NumPy
 
-    others = [store_place(replica).store for replica in replicas]
+    others = [store_place(replica, bare=True).store for replica in replicas]
     return scrub_piece(store_place(url).store, piece, replicas=others)
 
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and return the exit code of damage if there is any."""
-    place = store_place(arguments.url)
+    place = store_place(arguments.url, bare=True)
     with Progress("verify", wanted=arguments.progress) as progress, place.must_exist():
         report = verify(place.store, place.path, progress=progress.advance)
     if arguments.json:

@@ -24,13 +24,14 @@ from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, Sto
 from tierfs.format import keys
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
-from tierfs.session import open_store, parse_url
+from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.session.url import asks_to_create
 from tierfs.store import Entry, Store, find, make_directory, stat
 from tierfs.store.request_metrics import request_metrics
 from tierfs.store.tree.kind import Kind
 
 _IN_STORE = ("tierfs::", "tierfs://")
+NO_TIERS = TierOptions(ram="0", nvme="0")
 _URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)
 
 
@@ -217,7 +218,9 @@ def kind_of(entry: Entry) -> Kind:
 Place: TypeAlias = StorePlace | LocalPlace
 
 
-def store_place(text: str, *, write: bool = False, as_configured: bool = False, resumes: bool = True) -> StorePlace:
+def store_place(
+    text: str, *, write: bool = False, as_configured: bool = False, bare: bool = False, resumes: bool = True
+) -> StorePlace:
     """Open the store that an argument names, and return the place in it.
 
     Args:
@@ -226,6 +229,7 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False, 
             ``TIERFS_CREATE=1`` asks for it.
         as_configured: Whether to use the local tiers as configured. Otherwise writes return at level ``object``, and
             reads keep no chunks in the local tiers.
+        bare: Whether to open the store without local tiers. A copy of a store that this host knows has none here.
         resumes: Whether to start a flusher if earlier processes left changes pending.
 
     Raises:
@@ -235,6 +239,8 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False, 
     """
     require_url(text)
     location = replace(parse_url(text), resumes=resumes)
+    if bare:
+        location = replace(location, tiers=NO_TIERS.over(location.tiers))
     store, path = open_store(location, write=write, create=write and asks_to_create(location))
     if not as_configured:
         store.ack = Level.OBJECT
@@ -251,7 +257,11 @@ def whole_store(text: str, command: str, *, as_configured: bool = False) -> Stor
         InvalidInputError: The argument is invalid, or names a path below the store's root.
         StoreNotFoundError, TierfsError: As in `store_place`.
     """
-    place = store_place(text, as_configured=as_configured)
+    try:
+        place = store_place(text, as_configured=as_configured)
+    except StoreNotFoundError as error:
+        url = parse_url(text).url
+        raise StoreNotFoundError(f"no store is at {url}: make one with: tierfs init {url}", path=url) from error
     if place.path:
         raise InvalidInputError(f"{command} works on a whole store: name its root, {place.store.url}", path=place.url)
     return place.store

@@ -15,6 +15,7 @@ from tierfs.errors import (
     ReadOnlyError,
     TierfsError,
 )
+from tierfs.format.keys import DESCRIPTOR
 
 _BY_NUMBER: dict[int, type[TierfsError]] = {
     errno.ENOSPC: CapacityError,
@@ -24,6 +25,7 @@ _BY_NUMBER: dict[int, type[TierfsError]] = {
     errno.ELOOP: InvalidInputError,
 }
 _VERIFY = "`tierfs verify`"
+_REPAIR = "`tierfs repair URL --from COPY` restores it"
 TIMEOUT_KIND = "timeout"
 TIMEOUT_EXIT_CODE = 11
 _NEXT_STEP: dict[type[TierfsError], str] = {
@@ -56,8 +58,9 @@ def describe(error: TierfsError | OSError) -> Failure:
     """Describe an error. An `OSError` gets the category of the matching tierfs error."""
     if isinstance(error, TierfsError):
         message = str(error)
-        if isinstance(error, CorruptionError) and _VERIFY not in message:
-            message = f"{message}: {_VERIFY} lists all damage"
+        if isinstance(error, CorruptionError) and _VERIFY not in message and "tierfs repair" not in message:
+            is_descriptor = f"{DESCRIPTOR}: " in message  # without it, no other command opens the store
+            message += f": {_REPAIR}" if is_descriptor else f": {_VERIFY} lists all damage"
         return Failure(error.kind, message, error.path, error.exit_code)
     if isinstance(error, TimeoutError) and error.errno is None:
         # A wait timed out and the work goes on: nothing failed, but the command did not do its task.

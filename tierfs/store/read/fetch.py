@@ -53,6 +53,32 @@ def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: b
     _fetch_nearest(store, row, parts, where, share=EXACT_SHARE if exact else WHOLE_SHARE, depth=0)
 
 
+def bad_parts(
+    read: Callable[[int, memoryview], object], length: int
+) -> list[tuple[int, int, CorruptionError | FormatError]]:
+    """Read a chunk that cannot be read whole block by block.
+
+    Args:
+        read: Fills memory with the bytes of the chunk from an offset on.
+        length: Bytes of the chunk.
+
+    Returns:
+        Offset, length and error of each run of blocks that cannot be read.
+    """
+    found: list[tuple[int, int, CorruptionError | FormatError]] = []
+    for at in range(0, length, BLOCK_BYTES):
+        out = memoryview(bytearray(min(BLOCK_BYTES, length - at)))
+        try:
+            read(at, out)
+        except (CorruptionError, FormatError) as error:
+            if found and sum(found[-1][:2]) == at:
+                start, size, first = found.pop()
+                found.append((start, size + len(out), first))
+            else:
+                found.append((at, len(out), error))
+    return found
+
+
 def _fetch_nearest(store: Store, row: Row, parts: Sequence[Part], where: str, *, share: float, depth: int) -> None:
     if store.tiers is None:
         _fetch_stored(store, row, parts, where, depth)

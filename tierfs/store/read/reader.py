@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import ConflictError, FormatError, NotFoundError
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format.header import Cursor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
@@ -21,6 +21,7 @@ from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import Entry, stat_to_read
+from tierfs.store.tree.records import observe
 
 PIECE_BYTES_MAX = CHUNK_BYTES
 
@@ -60,7 +61,8 @@ class Reader(abc.ABC):
 
         Raises:
             CorruptionError: A byte is missing or cannot be verified. The content of the memory is undefined.
-            ConflictError: tierfs did not write the file, and the file has changed since it was opened.
+            ConflictError: The file was replaced or deleted since it was opened, and its bytes are gone. For a file that
+                tierfs wrote, they stay for a grace.
             StoreError, ReadOnlyError, FormatError: A part cannot be read.
         """
         transfers().map(lambda wanted: self.read_chunk(*wanted), by_chunk(parts, self.starts).items())
@@ -109,7 +111,7 @@ def open_manifest(store: Store, path: str, manifest: Manifest, *, exact: bool = 
     """Open the version of a file that a manifest describes. For ``exact`` see `open_entry`."""
     if manifest.inline is not None:
         return _InlineReader(manifest.inline)
-    return _ChunkReader(store, path, expand_rows(store, manifest, path), exact=exact)
+    return _ChunkReader(store, path, expand_rows(store, manifest, path), exact=exact, opened=manifest)
 
 
 def open_content(store: Store, path: str, rows: tuple[Row, ...], inline: bytes) -> Reader:
@@ -192,8 +194,12 @@ class _ForeignReader(Reader):
 
 
 class _ChunkReader(Reader):
-    def __init__(self, store: Store, path: str, rows: tuple[Row, ...], *, exact: bool = False) -> None:
+    def __init__(
+        self, store: Store, path: str, rows: tuple[Row, ...], *, exact: bool = False, opened: Manifest | None = None
+    ) -> None:
         self._store = store
+        self._path = path
+        self._opened = opened
         self._exact = exact
         self._where = store.where(path)
         self._rows = rows
@@ -222,7 +228,19 @@ class _ChunkReader(Reader):
         processors().share_out(fill, near)
 
     def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
-        fetch(self._store, self._rows[number], parts, self._where, exact=self._exact)
+        try:
+            fetch(self._store, self._rows[number], parts, self._where, exact=self._exact)
+        except CorruptionError as error:
+            if self._opened is None:
+                raise
+            now = observe(self._store, self._path).manifest
+            if now is not None and now.write_id == self._opened.write_id:
+                raise
+            # Its chunks may have been collected. The file that is there now is another one.
+            raise ConflictError(
+                f"{self._where} was replaced or deleted since it was opened, and can no longer be read: open it again",
+                path=self._path,
+            ) from error
 
     def copy_chunk(self, number: int, out: memoryview) -> Sequence[bytes] | None:
         if self._store.tiers is None:

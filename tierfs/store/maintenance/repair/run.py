@@ -30,6 +30,7 @@ from tierfs.store.maintenance.repair.records import Mender
 from tierfs.store.maintenance.repair.report import FileLoss, RepairItem, RepairReport
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub.rounds import read_scrub_record
+from tierfs.store.read.fetch import bad_parts, fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import RECORD_BYTES_MAX, observe_published, publish
@@ -101,6 +102,7 @@ class _Repair:
         self._needs = NeededChunks(self._healer)
         self._beside: dict[ChunkName, Row] = {}  # by the name of a lost object, the object that replaces it
         self._lost: set[ChunkName] = set()
+        self._unreadable: dict[ChunkName, list[tuple[int, int]]] = {}  # parts of lost chunks
         self._healed: set[ChunkName] = set()  # under their own names
         self._checkpoints: list[str] = []
         self._tables: set[ChunkName] = set()  # chunks of unreadable tables, which were checked already
@@ -347,10 +349,21 @@ class _Repair:
                 continue
             starts = itertools.accumulate((row.raw_length for row in rows or ()), initial=0)
             lost = [(start, row) for start, row in zip(starts, rows or (), strict=False) if row.name in gone]
-            if lost:
-                ranges = tuple((start, row.raw_length) for start, row in lost)
+            ranges = tuple((start + at, size) for start, row in lost for at, size in self._bad_parts(row))
+            if ranges:
                 at_fault = tuple(dict.fromkeys(keys.chunk_key(row.name) for _, row in lost))
                 self._report.lost.append(FileLoss(path, ranges, at_fault))
+
+    def _bad_parts(self, row: Row) -> list[tuple[int, int]]:
+        """Return offset and length of the parts of a lost chunk that cannot be read."""
+        if row.name not in self._unreadable:
+            where = self._store.where(keys.chunk_key(row.name))
+
+            def read(at: int, out: memoryview) -> None:
+                fetch(self._store, row, [(at, out)], where, exact=True)
+
+            self._unreadable[row.name] = [(at, size) for at, size, _ in bad_parts(read, row.raw_length)]
+        return self._unreadable[row.name]
 
     def _rewrite_one(self, path: str) -> bool:
         """Make a file's record name the replacements of lost objects. The file's bytes stay the same.
