@@ -2,9 +2,7 @@
 
 import contextlib
 import errno
-import fcntl
 import gc
-import itertools
 import os
 import re
 import shutil
@@ -20,11 +18,10 @@ from pathlib import Path
 import pytest
 from support.opened import descriptors, no_descriptors_left
 
-from tierfs.clock import boot_id
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 from tierfs.host.host import ExclusiveLock, Host, state_directory
 from tierfs.host.private import entries_of, make_private
-from tierfs.host.slab.abandoned import drop_copies
+from tierfs.host.segment_folder import unused_folders
 from tierfs.host.slab.budget import RamBudget
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -439,7 +436,7 @@ def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_t
         (host.directory / "processes", host._bury_the_dead),
         (ram_budget.directory, ram_budget.files),
         (ram_budget.directory, ram_budget.paths),
-        (ram_budget.directory.parent, lambda: drop_copies(ram_budget.directory)),
+        (ram_budget.directory.parent, lambda: unused_folders(ram_budget.directory)),
         (host.directory / "processes", lambda: host.is_alive("0" * 16)),
     ]
     for directory, look in looks:
@@ -576,68 +573,28 @@ def test_shared_memory_lies_where_the_environment_says(directory, shm, monkeypat
     assert Host(directory).segments.parent == shm
 
 
-def test_two_state_directories_have_two_folders(host, tmp_path, shm):
+def test_each_state_directory_has_a_folder_of_its_own(host, directory, tmp_path, shm):
     assert Host(tmp_path / "other", shm).segments != host.segments
+    directory.rename(tmp_path / "moved")  # as in two containers, which each have a directory at one path
+    assert Host(directory, shm).segments != host.segments
+    assert Host(tmp_path / "moved", shm).segments == host.segments  # as if it were mounted at two paths
 
 
-def moved_away_and_made_anew(directory):
-    """Leave the name free for another directory, as in two containers."""
-    directory.rename(directory.with_name("elsewhere"))
-
-
-def test_another_directory_by_the_same_name_does_not_share_the_folder_of_one_in_use(host, directory, shm):
-    moved_away_and_made_anew(directory)
-    other = Host(directory, shm)
-    assert other.segments.name == f"{host.segments.name}-1"
-    assert Host(directory, shm).segments == other.segments
-
-
-def test_a_directory_that_was_made_anew_finds_its_folder_again(directory, shm):
-    host = Host(directory, shm)
-    folder = host.segments
-    (folder / "left").write_text("behind")
-    del host
+def test_a_copy_of_a_state_directory_has_a_folder_of_its_own(directory, shm, tmp_path):
+    folder = Host(directory, shm).segments
+    (folder / "01234567-0123456789abcdef-1.slab").touch()
     gc.collect()
-    moved_away_and_made_anew(directory)
-    assert (Host(directory, shm).segments / "left").exists()
+    shutil.copytree(directory, tmp_path / "copy")
+    assert Host(tmp_path / "copy", shm).segments != folder
     assert Host(directory, shm).segments == folder
 
 
-def test_a_folder_is_in_use_for_as_long_as_any_of_its_hosts_is(directory, shm):
-    first, second = Host(directory, shm), Host(directory, shm)
-    folder = first.segments
-    del first
-    gc.collect()
-    moved_away_and_made_anew(directory)
-    assert Host(directory, shm).segments != folder
-    assert second.segments == folder
-
-
 def test_looking_for_a_folder_leaks_no_descriptors(host, directory, shm):
-    moved_away_and_made_anew(directory)
     before = descriptors()
     for _ in range(20):
         Host(directory, shm)
     gc.collect()
     assert descriptors() <= before
-
-
-def test_a_folder_is_in_use_for_as_long_as_a_forked_child_lives(directory, shm):
-    host = Host(directory, shm)
-    folder = host.segments
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    os.close(reading)
-    del host
-    gc.collect()
-    moved_away_and_made_anew(directory)
-    assert Host(directory, shm).segments != folder
-    os.close(writing)
-    os.waitpid(child, 0)
 
 
 def full(*_):
@@ -660,10 +617,10 @@ def make_unusable(shm, name, how):
 
 
 @pytest.mark.parametrize("how", ["link", "open", "file", pytest.param("foreign", marks=AS_ROOT)])
-def test_a_folder_that_somebody_else_may_change_is_not_used_which_is_logged_and_counted(directory, shm, caplog, how):
+def test_a_folder_that_another_user_may_change_is_not_chosen(directory, shm, caplog, how):
     name = Host(directory, shm).segments.name
     gc.collect()
-    shutil.rmtree(directory)
+    (directory / "segments.txt").unlink()
     shutil.rmtree(shm / name)
     make_unusable(shm, name, how)
     other = Host(directory, shm)
@@ -671,19 +628,9 @@ def test_a_folder_that_somebody_else_may_change_is_not_used_which_is_logged_and_
     assert caplog.text.count("Shared memory is too small") == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "is_used"),
-    [
-        *itertools.product(["link", "open", "file"], [True, False]),
-        pytest.param("foreign", True, marks=AS_ROOT),
-    ],
-)
-def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(directory, shm, how, is_used):
-    host = Host(directory, shm)
+@pytest.mark.parametrize("how", ["link", "open", "file", pytest.param("foreign", marks=AS_ROOT)])
+def test_a_folder_in_use_that_another_user_may_change_is_an_error(host, directory, shm, how):
     name = host.segments.name
-    if not is_used:
-        del host
-        gc.collect()
     shutil.rmtree(shm / name)
     make_unusable(shm, name, how)
     with pytest.raises(OSError, match=f"{name} (must belong to you and be closed to others|cannot be made)") as caught:
@@ -692,18 +639,15 @@ def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(dir
 
 
 @AS_ROOT
-def test_somebody_else_who_takes_the_name_of_a_folder_that_was_removed_locks_nobody_out(directory, shm, tmp_path):
+def test_another_user_who_takes_the_name_of_an_unused_folder_blocks_no_one(directory, shm, tmp_path):
     name = Host(directory, shm).segments.name
     gc.collect()
     shutil.rmtree(shm / name)  # as systemd-logind does after a logout
     make_unusable(shm, name, "foreign")
     assert Host(directory, shm).segments == directory / "segments"
-    gc.collect()
-    (tmp_path / "elsewhere").mkdir()
-    assert Host(directory, tmp_path / "elsewhere").segments.parent == tmp_path / "elsewhere"
 
 
-def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplog):
+def test_without_shared_memory_segments_are_in_the_state_directory(directory, tmp_path, caplog):
     host = Host(directory, tmp_path / "missing")
     assert host.segments == host.fallback
     assert not (tmp_path / "missing").exists()
@@ -711,31 +655,7 @@ def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplo
     assert host.is_alive(host.owner())
 
 
-def test_a_folder_of_segments_that_cannot_be_marked_is_held_by_nobody(tmp_path, monkeypatch):
-    write = os.pwrite
-
-    def full(fd, data, at):
-        if data.startswith(b'{"is"'):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, data, at)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.pwrite", full)
-        first = Host(tmp_path / "state", tmp_path)
-    assert first.segments == first.fallback
-    del first
-    gc.collect()
-    assert Host(tmp_path / "state", tmp_path).segments.parent == tmp_path
-
-
-def test_a_state_directory_by_two_paths_has_one_folder(directory, shm):
-    first = Host(directory, shm)
-    other = directory.with_name("other")
-    directory.rename(other)  # as if it were mounted at two paths
-    assert Host(other, shm).segments == first.segments
-
-
-def test_who_comes_with_another_place_for_segments_has_those_of_the_others(directory, shm, tmp_path, caplog):
+def test_all_processes_follow_the_folder_in_use(directory, shm, tmp_path, caplog):
     first = Host(directory, shm)
     (tmp_path / "elsewhere").mkdir()
     second = Host(directory, tmp_path / "elsewhere")
@@ -744,7 +664,7 @@ def test_who_comes_with_another_place_for_segments_has_those_of_the_others(direc
     assert Host(directory, tmp_path / "missing").segments == first.segments
 
 
-def test_who_comes_with_a_place_for_segments_where_others_have_none_has_none(directory, shm, tmp_path):
+def test_the_fallback_is_left_when_no_process_uses_it(directory, shm, tmp_path):
     first = Host(directory, tmp_path / "missing")
     second = Host(directory, shm)
     assert first.segments == second.segments == first.fallback
@@ -753,8 +673,28 @@ def test_who_comes_with_a_place_for_segments_where_others_have_none_has_none(dir
     assert Host(directory, shm).segments.parent == shm
 
 
+def test_the_folder_is_in_use_while_a_forked_child_lives(directory, shm, tmp_path):
+    host = Host(directory, shm)
+    folder = host.segments
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    del host
+    gc.collect()
+    (tmp_path / "elsewhere").mkdir()
+    assert Host(directory, tmp_path / "elsewhere").segments == folder
+    gc.collect()
+    os.close(writing)
+    os.waitpid(child, 0)
+    assert Host(directory, tmp_path / "elsewhere").segments != folder
+
+
 @pytest.mark.parametrize("is_left", [False, True])
-def test_segments_that_were_left_keep_their_folder(directory, shm, tmp_path, is_left):
+def test_a_folder_with_segments_stays_where_it_is(directory, shm, tmp_path, is_left):
     folder = Host(directory, shm).segments
     if is_left:
         (folder / "01234567-0123456789abcdef-1.slab").touch()
@@ -765,7 +705,7 @@ def test_segments_that_were_left_keep_their_folder(directory, shm, tmp_path, is_
     assert is_left or found.parent == tmp_path / "elsewhere"
 
 
-def test_who_cannot_see_the_segments_of_others_is_refused(directory, shm, tmp_path):
+def test_a_process_that_cannot_see_the_folder_in_use_is_refused(directory, shm, tmp_path):
     host = Host(directory, shm)
     shm.rename(tmp_path / "hidden")  # as in a container with its own shared memory
     (tmp_path / "elsewhere").mkdir()
@@ -778,41 +718,19 @@ def test_who_cannot_see_the_segments_of_others_is_refused(directory, shm, tmp_pa
     assert Host(directory, tmp_path / "elsewhere").segments.parent == tmp_path / "elsewhere"
 
 
-def test_a_copy_of_a_state_directory_has_a_folder_of_its_own(directory, shm, tmp_path):
-    folder = Host(directory, shm).segments
-    (folder / "01234567-0123456789abcdef-1.slab").touch()
-    gc.collect()
-    shutil.copytree(directory, tmp_path / "copy")
-    assert Host(tmp_path / "copy", shm).segments != folder
-    assert Host(directory, shm).segments == folder
-
-
-def link_in(directory):
-    (link,) = directory.glob("segments-*")
-    return link
-
-
-def test_a_link_names_the_boot_and_leads_to_the_folder(directory, shm):
-    host = Host(directory, shm)
-    assert link_in(directory).name == f"segments-{boot_id()}-{shm.stat().st_dev}"
-    assert link_in(directory).resolve() == host.segments
-
-
-def test_a_link_of_another_boot_is_replaced(directory, shm):
+@pytest.mark.parametrize("change", ["boot", "device", "garbage", "empty"])
+def test_an_outdated_text_file_is_replaced_while_no_process_uses_it(directory, shm, change):
     folder = Host(directory, shm).segments
     gc.collect()
-    link_in(directory).rename(directory / f"segments-{'f' * 32}-1")
+    text = {
+        "boot": f"{shm}/tierfs-{os.geteuid()}-{'f' * 16}\n{shm.stat().st_dev}\n",
+        "device": f"{folder}\n1\n",
+        "garbage": "\0\xff" * 100,
+        "empty": "",
+    }[change]
+    (directory / "segments.txt").write_text(text, encoding="latin-1")
     assert Host(directory, shm).segments == folder
-    assert link_in(directory).name.startswith(f"segments-{boot_id()}-")
-
-
-@pytest.mark.parametrize("device", ["1", "x", ""])
-def test_a_link_to_another_filesystem_is_replaced_while_nobody_uses_it(directory, shm, device):
-    folder = Host(directory, shm).segments
-    gc.collect()
-    link_in(directory).rename(directory / f"segments-{boot_id()}-{device}")
-    assert Host(directory, shm).segments == folder
-    assert link_in(directory).name.endswith(f"-{shm.stat().st_dev}")
+    assert (directory / "segments.txt").read_text() == f"{folder}\n{shm.stat().st_dev}\n"
 
 
 def test_processes_that_come_at_once_have_one_folder(directory, shm, tmp_path):
@@ -830,35 +748,48 @@ def test_processes_that_come_at_once_have_one_folder(directory, shm, tmp_path):
     assert len(found) == 8
 
 
-def test_where_the_link_cannot_be_made_nothing_is_held(directory, shm, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("os.symlink", full)
-        before = descriptors()
-        with pytest.raises(CapacityError, match=r"segments-.* cannot be made: No space.*: free some room"):
-            Host(directory, shm)
-        assert descriptors() == before
-    assert Host(directory, shm).segments.parent == shm
-
-
-def test_a_child_that_was_forked_before_that_failed_keeps_nobody_waiting(directory, shm, monkeypatch):
+def test_a_full_disk_leaves_no_lock_on_the_text_file(directory, shm, monkeypatch):
     inherited = []
 
     def full_after_fork(*_):
         inherited.extend(os.dup(int(fd)) for fd in os.listdir("/proc/self/fd") if is_lock(fd))
-        raise OSError(errno.ENOSPC, "No space left on device")
+        full()
 
     def is_lock(fd):
         with contextlib.suppress(FileNotFoundError):
-            return os.readlink(f"/proc/self/fd/{fd}") == str(directory)
+            return os.readlink(f"/proc/self/fd/{fd}") == str(directory / "segments.txt")
 
-    monkeypatch.setattr("os.symlink", full_after_fork)
-    with pytest.raises(CapacityError):
-        Host(directory, shm)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.ftruncate", full_after_fork)
+        before = descriptors()
+        with pytest.raises(CapacityError, match=r"segments.txt cannot be used: No space.*: free some room"):
+            Host(directory, shm)
     assert inherited
-    lock = os.open(directory, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    for fd in (lock, *inherited):
+    assert Host(directory, shm).segments.parent == shm
+    gc.collect()
+    for fd in inherited:
         os.close(fd)
+    assert descriptors() == before
+
+
+def test_folders_that_no_process_uses_are_listed(host, directory, shm, tmp_path):
+    other = Host(tmp_path / "other", shm)
+    folder = other.segments
+    (folder / "01234567-0123456789abcdef-1.slab").write_bytes(bytes(8192))
+    assert unused_folders(host.segments) == []
+    del other
+    gc.collect()
+    ((found, size, state),) = unused_folders(host.segments)
+    assert (found, state) == (str(folder), str(tmp_path / "other"))
+    assert size >= 8192
+
+
+@AS_ROOT
+def test_folders_of_other_users_are_not_listed(host, shm, tmp_path):
+    folder = Host(tmp_path / "other", shm).segments
+    gc.collect()
+    os.chown(folder, 65534, 65534)
+    assert unused_folders(host.segments) == []
 
 
 def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp_path, monkeypatch):
@@ -867,14 +798,9 @@ def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp
         Host(tmp_path / "state")
 
 
-@pytest.mark.parametrize("is_of_this_boot", [True, False])
-def test_the_folder_of_segments_is_found_where_the_state_directory_is_read_only_by_now(
-    directory, shm, monkeypatch, is_of_this_boot
-):
+def test_the_folder_of_segments_is_found_after_its_disk_became_read_only(directory, shm, monkeypatch):
     folder, opened = Host(directory, shm).segments, os.open
     gc.collect()
-    if not is_of_this_boot:
-        link_in(directory).rename(directory / f"segments-{'f' * 32}-1")
 
     def read_only(name, flags, *mode):
         if flags & os.O_RDWR and directory in Path(name).parents:

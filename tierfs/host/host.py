@@ -8,7 +8,6 @@ file description, which a forked child shares. So a child closes its parent's at
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -24,7 +23,7 @@ import xxhash
 from tierfs.clock import boot_id
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.host.filesystems import filesystem_of, is_network
-from tierfs.host.private import entries_of, make_private, refused
+from tierfs.host.private import entries_of, make_private, open_lock_file, refused
 from tierfs.host.segment_folder import FALLBACK, SegmentFolder
 
 SMALL_SHM = (
@@ -125,7 +124,7 @@ class ExclusiveLock:
         # Register it before locking, so that a child forked meanwhile closes it and does not prolong the lock.
         with _guard:
             try:
-                self._fd = self._open_file()
+                self._fd = open_lock_file(self.path)
             except FileNotFoundError as error:  # O_CREAT creates a missing file, so its directory is missing
                 raise StoreError(
                     f"{self.path} cannot be locked: the state directory was removed while in use, and changes pending "
@@ -136,15 +135,6 @@ class ExclusiveLock:
                 raise refused(error, self.path, "cannot be locked") from error
             _locks.add(self)
             return self._fd
-
-    def _open_file(self) -> int:
-        try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-        # The kernel makes a failed disk read-only. flock works without write access.
-        return os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def _close(self) -> None:
         fd, self._fd, self._held = self._fd, None, False

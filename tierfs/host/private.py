@@ -65,6 +65,17 @@ def entries_of(directory: Path) -> list[os.DirEntry[str]]:
         raise refused(error, directory, "cannot be listed") from error
 
 
+def open_lock_file(path: Path) -> int:
+    """Return a descriptor of a file to lock, made with mode 0600 if missing. Read-only where its disk has become so."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+    # The kernel makes a failed disk read-only. flock works without write access.
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def refused(error: OSError, path: Path, what: str, *, tier: str | None = None) -> TierfsError:
     """Translate an OSError into an error of tierfs. ``what`` is the failed action, as ``cannot be made``."""
     problem = f"{path} {what}: {explain(error)}"

@@ -12,6 +12,7 @@ from tierfs.errors import StoreError
 from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.pending.levels import Level
+from tierfs.host.segment_folder import unused_folders
 from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
 from tierfs.store.device_notes import read_notes
@@ -57,8 +58,6 @@ def status(store: Store) -> dict[str, Any]:
             report["tiers"] |= {tier: {"gives": "", "problem": store.unused} for tier in ("ram", "nvme")}
         return report
     report["tiers"]["ram"] = _ram_tier(tiers.ram)
-    from tierfs.host.slab.abandoned import unused_folders  # noqa: PLC0415 - it loads NumPy
-
     report["unused_folders"] = [folder._asdict() for folder in unused_folders(tiers.ram.host.segments)]
     if tiers.has_nvme:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}

@@ -1180,27 +1180,6 @@ def test_threads_write_at_once_into_a_tier_that_is_too_small_for_all(open_tier):
     assert tier.usage().evicted_bytes > 15 * MIB
 
 
-def test_copies_that_a_dead_process_left_under_another_state_directory_make_way(tmp_path, shm, host, open_tier):
-    def leave(name, work):
-        def child():
-            killed(Host(tmp_path / name, shm), work)
-
-        assert not in_child(child)  # a forked child, so that this process holds no lock on the folder
-
-    leave("copies", lambda tier: put(tier, b"a", clean=True))
-    leave("dirty", lambda tier: put(tier, b"b"))
-    other = Host(tmp_path / "alive", shm)
-    put(open_tier(on=other), b"c", clean=True)
-    folders = [path.parent for path in shm.glob("*/state") if path.parent not in (other.segments, host.segments)]
-    count = {folder: len(list(folder.glob("*.slab"))) for folder in folders}
-    assert sorted(count.values()) == [1, 1]
-    tier = open_tier()
-    fill(tier)  # up to the budget, so that it looks for room everywhere
-    assert sorted(len(list(folder.glob("*.slab"))) for folder in folders) == [0, 1]
-    assert other.segments is not None
-    assert list(other.segments.glob("*.slab"))
-
-
 def test_a_segment_with_nothing_dirty_that_is_too_small_makes_way_for_one_that_is_not(open_tier):
     tier = open_tier(budget=16 * MIB, segment=16 * MIB)
     put(tier, b"small", clean=True)

@@ -16,7 +16,6 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
 from tierfs.host.host import SMALL_SHM, Host
 from tierfs.host.private import make_private
-from tierfs.host.slab.abandoned import drop_copies
 from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.eviction import Eviction
 from tierfs.host.slab.growth import next_layout, wished_layout
@@ -339,7 +338,6 @@ class SegmentPool:
             layout = self._plan(length, known)
             if not ahead and (layout is None or layout.data_bytes < least):
                 self._ram_budget.sweep()
-                drop_copies(self._ram_budget.directory)
                 if self._adopt_or_reap(length):
                     return True
                 layout = self._plan(length, known) or (None if least else self._plan_instead(length))

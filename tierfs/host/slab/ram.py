@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError
 from tierfs.host.host import Host
-from tierfs.host.slab.abandoned import remove_gone
 from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.growth import CHUNKS_BUDGET_BYTES, largest
 from tierfs.host.slab.peers import PeerSegments
@@ -83,7 +82,6 @@ class RamTier:
         self._clock = clock
         self._length_max = largest(budget_bytes, segment_bytes_max)
         self._ram_budget = RamBudget(host)
-        remove_gone(self._ram_budget.directory)
         self._pool = SegmentPool(
             host,
             self.store,
