@@ -1,7 +1,6 @@
 """Known answers of S3, Azure and GCS, and of their clients: the error of tierfs for each, and the next step.
 
-One table has the codes of the answers, one the class names of the clients' errors. The third has words of the text, for
-clients that keep nothing else. Codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
+Codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
 https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes,
 https://cloud.google.com/storage/docs/json_api/v1/status-codes.
 """
@@ -9,13 +8,12 @@ https://cloud.google.com/storage/docs/json_api/v1/status-codes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tierfs.errors import AlreadyExistsError, CapacityError, ReadOnlyError, StoreError, TierfsError
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
+class Meaning(NamedTuple):
     """The cause of an answer.
 
     Attributes:
@@ -37,25 +35,17 @@ class Meaning:
     ) -> TierfsError:
         """Return the error of tierfs. ``said`` has the words of the endpoint or client; unknown texts are empty."""
         text = self.text.format(bucket=bucket or "NAME", region=region or "another region")
-        message = f"{key}: {text} ({said})"
+        options: dict[str, Any] = {"refused": self.refused} if issubclass(self.kind, StoreError | ReadOnlyError) else {}
         if self.kind is StoreError:
-            return StoreError(
-                message,
-                transient=self.transient,
-                throttled=self.throttled,
-                retry_after_s=retry_after_s,
-                refused=self.refused,
-                path=key,
-            )
-        if self.kind is ReadOnlyError:
-            return ReadOnlyError(message, refused=self.refused, path=key)
-        return self.kind(message, path=key)
+            options |= {"transient": self.transient, "throttled": self.throttled, "retry_after_s": retry_after_s}
+        return self.kind(f"{key}: {text} ({said})", path=key, **options)
 
 
 THROTTLED = Meaning("the endpoint asks for fewer requests", transient=True, throttled=True)
 DENIED = Meaning(
-    "access was denied: ask for the right to read, write, list and delete there, and check the credentials",
-    kind=ReadOnlyError,
+    "access was denied: ask for the right to read, write, list and delete there, and check the credentials and this "
+    "machine's clock",
+    ReadOnlyError,
     refused=True,
 )
 NOT_ACCEPTED = Meaning(
@@ -64,83 +54,62 @@ NOT_ACCEPTED = Meaning(
     refused=True,
 )
 NO_BUCKET_GCS = Meaning(
-    "the bucket is not there: correct the URL, or create it: gcloud storage buckets create gs://{bucket}",
+    "the bucket is not there: correct the URL, or create it: gcloud storage buckets create gs://{bucket}", refused=True
+)
+NO_CREDENTIALS = Meaning(
+    "no credentials were found: give them as options, in the environment, or in the provider's own file (for AWS, check "
+    "the profile, AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE)",
     refused=True,
 )
-NO_PROFILE = Meaning(
-    "the AWS configuration files of this process do not give the credentials: check the profile, AWS_CONFIG_FILE and "
-    "AWS_SHARED_CREDENTIALS_FILE",
+_NO_BUCKET_S3 = Meaning(
+    "the bucket is not there: correct the URL or endpoint_url, or create it: aws s3 mb s3://{bucket}", refused=True
+)
+_NO_CONTAINER = Meaning(
+    "the container is not there: correct the URL, or create it: az storage container create --name {bucket}",
     refused=True,
 )
 _BAD_HEADER = Meaning(
     "the client cannot send the credentials: check whether one of them ends in a newline, as one read from a file may",
     refused=True,
 )
-_AGAIN = Meaning("the endpoint asks for the same request again", transient=True)
-_NOT_OFFERED = Meaning("the endpoint does not support the request")
-_EXISTS = Meaning("the object exists", kind=AlreadyExistsError)
 _NOT_TRUSTED = Meaning(
     "the endpoint's certificate is not trusted: check the endpoint; if an authority of your own signed the certificate, "
     "name the authority's file in AWS_CA_BUNDLE for S3, in SSL_CERT_FILE for others",
     refused=True,
 )
 _EXPIRED = Meaning("the credentials have expired: renew them", refused=True)
-_NO_CREDENTIALS = Meaning(
-    "no credentials were found: give them as options, in the environment, or in the provider's own file",
-    refused=True,
-)
-_NO_BUCKET_S3 = Meaning(
-    "the bucket is not there: correct the URL or endpoint_url, or create it: aws s3 mb s3://{bucket}",
-    refused=True,
-)
-_NO_CONTAINER = Meaning(
-    "the container is not there: correct the URL, or create it: az storage container create --name {bucket}",
-    refused=True,
-)
-_CLOCK = Meaning(
-    "this machine's clock and the endpoint's differ too much: set this machine's clock, for example by NTP"
-)
+_CLOCK = Meaning("this machine's clock and the endpoint's differ too much: set this machine's clock, as by NTP")
 _REGION = Meaning(
     "the bucket is in {region}: give its region, in AWS_DEFAULT_REGION or as region_name in the option client_kwargs",
     refused=True,
 )
-_CHECKSUM = Meaning("the bytes that arrived do not have the checksum sent with them", transient=True)
-_IMMUTABLE = Meaning(
-    "a retention policy or a hold forbids changing or deleting the object: lift it for the store's objects",
-    kind=ReadOnlyError,
-)
-_NO_ROOM = Meaning(
-    "the bucket or its owner has reached a quota: free some room, or raise the quota", kind=CapacityError
-)
-_ARCHIVED = Meaning(
-    "the object is archived: restore it, and exempt the store's objects from the rule that archives them"
-)
-_LEASED = Meaning("another client holds a lease on this blob or its container: break it, or release it")
-_SNAPSHOTS = Meaning("the blob cannot be deleted while it has snapshots: delete them first")
-_OTHER_KIND = Meaning(
-    "the object is of another kind, or encrypted with a key that was not given, so it is not part of the store: move it away"
-)
-_DENIED_UNSAID = Meaning(
-    "access was denied, and the endpoint does not say why: check the credentials, their rights, and this machine's clock",
-    kind=ReadOnlyError,
-    refused=True,
-)
 _UNSAID = Meaning(
-    "the endpoint refuses the request and does not say why: usually the credentials have expired, or the "
-    "bucket is in another region",
+    "the endpoint refuses the request and does not say why: usually the credentials have expired, or the bucket is in "
+    "another region",
     refused=True,
+)
+_AGAIN = Meaning("the endpoint asks for the same request again", transient=True)
+_CHECKSUM = Meaning("the bytes that arrived do not have the checksum sent with them", transient=True)
+_EXISTS = Meaning("the object exists", AlreadyExistsError)
+_HELD = Meaning(
+    "a retention policy or a hold forbids changing or deleting the object: lift it for the store's objects",
+    ReadOnlyError,
+)
+_NO_ROOM = Meaning("the bucket or its owner has reached a quota: free some room, or raise the quota", CapacityError)
+_NOT_OURS = Meaning(
+    "the endpoint keeps the object from a client like tierfs (archived, leased, a snapshot, another kind): undo that, "
+    "and exempt the store's objects from the rule that does it"
 )
 
-BY_CODE = {
-    code: meaning
-    for meaning, codes in (
+BY_NAME = {
+    name: meaning
+    for meaning, names in (
         # S3 and compatible servers
         (THROTTLED, "SlowDown ServiceUnavailable Throttling ThrottlingException RequestThrottled RequestLimitExceeded"),
         (THROTTLED, "TooManyRequests TooManyRequestsException BandwidthLimitExceeded"),
-        (_AGAIN, "RequestTimeout IncompleteBody"),  # with status 400
-        (_AGAIN, "TemporaryRedirect"),  # for a bucket that was just created
-        (_AGAIN, "InternalError"),  # for one key of a batch deletion, without a status
-        (_AGAIN, "ConditionalRequestConflict OperationAborted"),  # another write of the key is in flight
+        # With status 400; for a new bucket; for one key of a batch deletion; while another write is in flight.
+        (_AGAIN, "RequestTimeout IncompleteBody TemporaryRedirect InternalError"),
+        (_AGAIN, "ConditionalRequestConflict OperationAborted"),
         (_CHECKSUM, "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch"),
         (_EXPIRED, "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired"),
         (NOT_ACCEPTED, "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidClientTokenId"),
@@ -148,57 +117,40 @@ BY_CODE = {
         (_CLOCK, "RequestTimeTooSkewed"),
         (_REGION, "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException"),
         (DENIED, "AccessDenied AllAccessDisabled"),
-        (_ARCHIVED, "InvalidObjectState"),  # with status 403
+        (_NOT_OURS, "InvalidObjectState"),
         (_NO_ROOM, "QuotaExceeded XMinioAdminBucketQuotaExceeded"),  # Ceph's with status 403, MinIO's with 400
         # botocore's code for an answer without a body, such as the answer to a HEAD
         (_REGION, "301"),
         (_UNSAID, "400"),
-        (_DENIED_UNSAID, "403"),
-        # Azure
+        (DENIED, "403"),
+        # Azure, whose answers with 409 and 412 do not all concern a condition of tierfs
         (THROTTLED, "ServerBusy OperationTimedOut"),
         (_CHECKSUM, "Md5Mismatch Crc64Mismatch"),
         (_EXISTS, "BlobAlreadyExists"),
-        (_NOT_OFFERED, "FeatureNotSupported"),  # azurite sends it with status 500
+        (Meaning("the endpoint does not support the request"), "FeatureNotSupported"),  # azurite's has status 500
         (NOT_ACCEPTED, "NoAuthenticationInformation"),
         (_NO_CONTAINER, "ContainerNotFound"),
         (DENIED, "AuthorizationFailure AuthorizationPermissionMismatch InsufficientAccountPermissions"),
-        # Permanent answers with status 409, and answers with 412 that concern no condition sent by tierfs
-        (_IMMUTABLE, "BlobImmutableDueToPolicy"),
-        (_ARCHIVED, "BlobArchived BlobBeingRehydrated"),
-        (_LEASED, "LeaseIdMissing LeaseLost LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation"),
-        (_LEASED, "LeaseNotPresentWithBlobOperation LeaseNotPresentWithContainerOperation"),
-        (_SNAPSHOTS, "SnapshotsPresent"),
-        (_OTHER_KIND, "InvalidBlobType ResourceTypeMismatch BlobUsesCustomerSpecifiedEncryption"),
-        (_OTHER_KIND, "PathConflict DirectoryNotEmpty DirectoryIsNotEmpty"),
+        (_HELD, "BlobImmutableDueToPolicy"),
+        (_NOT_OURS, "BlobArchived BlobBeingRehydrated SnapshotsPresent InvalidBlobType ResourceTypeMismatch"),
+        (_NOT_OURS, "BlobUsesCustomerSpecifiedEncryption PathConflict DirectoryNotEmpty DirectoryIsNotEmpty"),
+        (_NOT_OURS, "LeaseIdMissing LeaseLost LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation"),
+        (_NOT_OURS, "LeaseNotPresentWithBlobOperation LeaseNotPresentWithContainerOperation"),
         # GCS, which sends reasons with status 403, too
         (THROTTLED, "rateLimitExceeded userRateLimitExceeded"),
         (DENIED, "insufficientPermissions"),
-        (_IMMUTABLE, "retentionPolicyNotMet objectUnderActiveHold"),
-    )
-    for code in codes.split()
-}
-"""By the code of the answer."""
-
-BY_CLASS = {
-    name: meaning
-    for meaning, names in (
-        # botocore
-        (_NO_CREDENTIALS, "NoCredentialsError PartialCredentialsError CredentialRetrievalError NoAuthTokenError"),
-        (_EXPIRED, "TokenRetrievalError UnauthorizedSSOTokenError SSOTokenLoadError LoginRefreshRequired"),
-        (NO_PROFILE, "ProfileNotFound ConfigNotFound ConfigParseError InvalidConfigError"),
-        (NO_PROFILE, "UnknownCredentialError InfiniteLoopConfigError RefreshWithMFAUnsupportedError"),
-        # google.auth
-        (_NO_CREDENTIALS, "DefaultCredentialsError"),
-        (_EXPIRED, "RefreshError"),
-        # azure.identity, azure.core
-        (_NO_CREDENTIALS, "CredentialUnavailableError"),
-        (NOT_ACCEPTED, "ClientAuthenticationError"),
-        # paramiko
-        (NOT_ACCEPTED, "AuthenticationException"),
+        (_HELD, "retentionPolicyNotMet objectUnderActiveHold"),
+        # Classes of botocore, google.auth, azure.identity, azure.core and paramiko
+        (NO_CREDENTIALS, "NoCredentialsError PartialCredentialsError CredentialRetrievalError NoAuthTokenError"),
+        (NO_CREDENTIALS, "ProfileNotFound ConfigNotFound ConfigParseError InvalidConfigError UnknownCredentialError"),
+        (NO_CREDENTIALS, "InfiniteLoopConfigError RefreshWithMFAUnsupportedError"),
+        (NO_CREDENTIALS, "DefaultCredentialsError CredentialUnavailableError"),
+        (_EXPIRED, "TokenRetrievalError UnauthorizedSSOTokenError SSOTokenLoadError LoginRefreshRequired RefreshError"),
+        (NOT_ACCEPTED, "ClientAuthenticationError AuthenticationException"),
     )
     for name in names.split()
 }
-"""By the class name of a client's error, or of a base class."""
+"""By the code of the answer, or by the class name of a client's error or of a base class."""
 
 BY_TEXT = tuple(
     (re.compile(pattern, re.IGNORECASE), meaning)

@@ -26,12 +26,11 @@ from tierfs.errors import (
 )
 from tierfs.gc_pause import untied
 from tierfs.objects._answers import (
-    BY_CLASS,
-    BY_CODE,
+    BY_NAME,
     BY_TEXT,
     DENIED,
     NO_BUCKET_GCS,
-    NO_PROFILE,
+    NO_CREDENTIALS,
     NOT_ACCEPTED,
     THROTTLED,
     Meaning,
@@ -41,7 +40,6 @@ from tierfs.objects.os_errors import translate_os_error
 _CAUSES_MAX = 8
 _PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
 
-_SOMETHING_ELSE = "check endpoint_url, and whether a proxy or a login page answers"
 _REASON_CHARS_MAX = 300
 _SEARCHED_CHARS_MAX = 4096
 _RETRY_AFTER_S_MAX = 3600.0
@@ -141,11 +139,6 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
     if isinstance(error, NotImplementedError):
         return ReadOnlyError(f"{key}: this filesystem does not support the operation: {reason}", path=key)
     causes = list(_with_causes(error))
-    if any(isinstance(cause, RecursionError) for cause in causes):
-        # botocore raises it for a redirect that names no region.
-        return StoreError(
-            f"{key}: the endpoint redirects to itself or to a page: {_SOMETHING_ELSE} ({reason})", path=key
-        )
     statuses = [status for cause in causes if (status := _http_status(cause)) is not None]
     retry_after_s = next((wait_s for cause in causes if (wait_s := _retry_after_s(cause)) is not None), None)
     telling = next(_meanings(causes), None)
@@ -153,7 +146,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         cause, meaning, said = telling
         return meaning.error(
             key,
-            _reason(cause) if meaning in (DENIED, NO_PROFILE) else said,
+            _reason(cause) if meaning in (DENIED, NO_CREDENTIALS) else said,
             bucket=bucket or str(_answer(cause).get("BucketName") or ""),
             region=_region(cause),
             retry_after_s=retry_after_s,
@@ -171,11 +164,13 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         return StoreError(f"{key}: {reason}", transient=True, path=key)
     if isinstance(error, OSError):
         return translate_os_error(error, key, reason)
-    if isinstance(error, KeyError):
-        # HTTP clients raise KeyError for an answer that is cut off in its headers, or that another server sends.
+    if isinstance(error, KeyError | RecursionError):
+        # HTTP clients raise them for an answer that is cut off in its headers, or that another server sends: botocore
+        # follows a redirect that names no region for ever.
         return StoreError(
-            f"{key}: the answer is incomplete: it lacks {reason}; if this persists, {_SOMETHING_ELSE}",
-            transient=True,
+            f"{key}: the answer is incomplete, or not of this kind of endpoint: check endpoint_url, and whether a proxy "
+            f"or a login page answers ({reason})",
+            transient=isinstance(error, KeyError),
             path=key,
         )
     return StoreError(f"{key}: {type(error).__name__}: {reason}", path=key)
@@ -216,8 +211,8 @@ def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, 
     """Yield the meanings of an error and its causes, most precise first, as (error, meaning, words of the answer)."""
     for cause in causes:
         code = _code(cause)
-        if code in BY_CODE:
-            yield cause, BY_CODE[code], code
+        if code in BY_NAME:
+            yield cause, BY_NAME[code], code
     for cause in causes:
         if not isinstance(cause, _PRECISE):  # their text may name a key, and a key may contain any words
             for pattern, meaning in BY_TEXT:
@@ -225,8 +220,8 @@ def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, 
                     yield cause, meaning, _code(cause) or found[0]
     for cause in causes:
         for base in type(cause).__mro__:
-            if base.__name__ in BY_CLASS:
-                yield cause, BY_CLASS[base.__name__], _code(cause) or type(cause).__name__
+            if base.__name__ in BY_NAME:
+                yield cause, BY_NAME[base.__name__], _code(cause) or type(cause).__name__
 
 
 def _answer(error: BaseException) -> Mapping[str, Any]:
