@@ -54,7 +54,7 @@ FAULTS = (
     PlannedTcpFault(TcpFault.RESET, side="request"),
     PlannedTcpFault(TcpFault.TRUNCATED),
     PlannedTcpFault(TcpFault.BLACK_HOLE, at=0),
-    PlannedTcpFault(TcpFault.DUPLICATED),
+    PlannedTcpFault(TcpFault.UNAVAILABLE, side="request"),
     PlannedTcpFault(TcpFault.BIT_FLIP, side="request", body_only=True, aim=sends_content),
     PlannedTcpFault(TcpFault.BIT_FLIP, body_only=True, aim=fetches_content),
 )

@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import s3server
 import torch.distributed.checkpoint as dcp
-from faultproxy import proxy_to
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import tierfs
 from tierfs.dcp import TierReader, TierWriter
+from tierfs.testing import TcpFaultProxy
 
 s3server.require()
 
@@ -75,7 +75,7 @@ def load_on(count, port, url, directory, *, at_once=True):
     No rank ends before all have loaded, like the ranks of a job. The chunks that a rank keeps for the others would end
     with it.
     """
-    with proxy_to(port) as proxy:
+    with TcpFaultProxy("127.0.0.1", port) as proxy:
         environment = {**os.environ, "TIERFS_STATE_DIR": str(directory), "LOCAL_WORLD_SIZE": str(count)}
         options = json.dumps(s3server.options(proxy.port))
         command = [sys.executable, "-c", LOAD, url, options, str(TENSORS), str(ROWS)]
@@ -94,7 +94,13 @@ def load_on(count, port, url, directory, *, at_once=True):
         for rank in ranks:
             rank.communicate(timeout=200)
             assert rank.returncode == 0
-        return Counter({path: number for path, number in proxy.fetched.items() if "/chunks/" in path})
+        return Counter(
+            {
+                path: number
+                for (method, path), number in proxy.requests.items()
+                if method == "GET" and "/chunks/" in path
+            }
+        )
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one after the other"])
@@ -110,23 +116,23 @@ def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch
     For the list it also looks at the directory, and at the record that the flusher published.
     """
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "writer"))
-    with proxy_to(port) as proxy:
+    with TcpFaultProxy("127.0.0.1", port) as proxy:
         options = s3server.options(proxy.port)
         url = f"s3://{s3server.new_bucket(port)}/run"
         tierfs.init(url, options=options)
         writer = TierWriter(f"tierfs::{url}", ack="object", ram="1GiB", s3=options)
         for step in range(3):
-            proxy.asked.clear()
+            proxy.requests.clear()
             state = {"w": torch.randn(ROWS, 1024)}
             dcp.save(state, storage_writer=writer, checkpoint_id=f"tierfs::{url}/step_{step}", no_dist=True)
-            chunks = [method for method, path in proxy.asked.elements() if "/chunks/" in path]
+            chunks = [method for method, path in proxy.requests.elements() if "/chunks/" in path]
             assert chunks.count("PUT") >= 2
             if step:
                 # Chunks that the saves share are read back at their first reuse, and not again in that lease.
                 assert chunks.count("GET") <= (1 if step == 1 else 0)
                 assert chunks.count("PUT") + chunks.count("GET") == len(chunks)
-                others = [method for method, path in proxy.asked.elements() if "/chunks/" not in path]
-                assert Counter(others) == Counter(PUT=3, GET=3, HEAD=1), proxy.asked
+                others = [method for method, path in proxy.requests.elements() if "/chunks/" not in path]
+                assert Counter(others) == Counter(PUT=3, GET=3, HEAD=1), proxy.requests
 
 
 @pytest.mark.parametrize("part", range(0, 8, 3))
@@ -134,11 +140,11 @@ def test_a_slice_fetches_what_it_needs(port, checkpoint, tmp_path, monkeypatch, 
     """Fetch an eighth of the rows of every tensor without local tiers: 1.1 times that, and a block for each range."""
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "reader"))
     rows = ROWS // 8
-    with proxy_to(port) as proxy:
+    with TcpFaultProxy("127.0.0.1", port) as proxy:
         reader = TierReader(checkpoint, ram="1GiB", nvme="0", s3=s3server.options(proxy.port))
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=True)
-        before = proxy.fetched_bytes
+        before = proxy.response_bytes.total()
         state = {f"w{number}": torch.zeros(rows, 1024) for number in range(TENSORS)}
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, metadata, is_coordinator=True)
@@ -154,7 +160,7 @@ def test_a_slice_fetches_what_it_needs(port, checkpoint, tmp_path, monkeypatch, 
             for name in state
         ]
         reader.read_data(LoadPlan(items), planner)
-        fetched = proxy.fetched_bytes - before
+        fetched = proxy.response_bytes.total() - before
     for number in range(TENSORS):
         assert torch.equal(state[f"w{number}"], whole(number)[part * rows : (part + 1) * rows])
     needed = sum(tensor.nbytes for tensor in state.values())

@@ -8,8 +8,8 @@ import signal
 import time
 from typing import NamedTuple
 
-import faultproxy
 import fsspec
+import outages
 import pytest
 import s3server
 from leftovers import flushers
@@ -23,6 +23,7 @@ from test_dcp_processes import WORLD, content, digest, everything, join_world, r
 
 import tierfs
 from tierfs.store import verify
+from tierfs.testing import TcpFaultProxy
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch has no gloo", allow_module_level=True)
@@ -51,7 +52,7 @@ def s3():
 
 @pytest.fixture
 def proxy(s3):
-    with faultproxy.proxy_to(s3) as proxy:
+    with TcpFaultProxy("127.0.0.1", s3) as proxy:
         yield proxy
 
 
@@ -161,13 +162,13 @@ def test_a_checkpoint_is_read_back_after_a_restart_and_reaches_s3(job, s3):
 
 
 def test_ranks_killed_right_after_the_save_leave_it_loadable_here_at_once_and_in_s3_later(job, s3, proxy):
-    proxy.set("no-chunks")  # else the flusher may have published all of it before the proxy refuses requests
+    outages.begin(proxy, "no-chunks")  # else the flusher may have published all of it before the proxy refuses requests
     assert run(save_all, job, [1], True) == [-signal.SIGKILL] * WORLD
-    proxy.set("refuse")
+    outages.begin(proxy, "refuse")
     try:
         assert run(load_all, job, [1], "loaded") == [0, 0], "from the local tiers"
     finally:
-        proxy.set("pass")
+        proxy.recover()
     flushed(job)
     in_s3(job, s3, [1])
 
@@ -178,14 +179,14 @@ def test_a_checkpoint_saved_while_s3_is_away_is_whole_on_this_host_and_gets_ther
     def close():
         while not all((job.directory / f"ready-{rank}").exists() for rank in range(WORLD)):
             time.sleep(0.02)
-        proxy.set("refuse")
+        outages.begin(proxy, "refuse")
         (job.directory / "go").touch()
 
     threading.Thread(target=close, daemon=True).start()
     assert run(save_while_s3_is_away, job, 2) == [-signal.SIGKILL] * WORLD
     took = max(float((job.directory / f"took-{rank}").read_text()) for rank in range(WORLD))
     assert took < 60, took
-    proxy.set("pass")
+    proxy.recover()
     assert run(load_all, job, [2], "loaded") == [0, 0]
     flushed(job)
     in_s3(job, s3, [1, 2])

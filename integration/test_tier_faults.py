@@ -13,14 +13,15 @@ import time
 from pathlib import Path
 
 import describing
-import faultproxy
 import fsspec
+import outages
 import pytest
 import s3server
 from leftovers import flushers
 
 import tierfs
 from tierfs.store import verify
+from tierfs.testing import TcpFault, TcpFaultProxy
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -130,7 +131,7 @@ def s3():
 
 @pytest.fixture
 def proxy(s3):
-    with faultproxy.proxy_to(s3) as proxy:
+    with TcpFaultProxy("127.0.0.1", s3) as proxy:
         yield proxy
 
 
@@ -227,14 +228,14 @@ def test_where_shared_memory_is_full_slabs_in_the_state_directory_outlive_the_tr
     with mounted(tmp_path / "shm", "64m") as shm:
         remote.options |= {"ram": "512MiB", "nvme": nvme}
         saves = [f"save:f{number}:{number}:{8 * MIB}" for number in range(12)]
-        remote.proxy.set("no-puts")
+        outages.begin(remote.proxy, "no-puts")
         ended = train(remote.url, remote.options, *saves, "status", "kill", shm=shm).sound()
         assert ended.code == -signal.SIGKILL
         assert ended.log.count("Shared memory is too small") == 1, "said, and once"
         ram = ended["status"]["status"]["tiers"]["ram"]
         assert ram["fallbacks"]["disk_segments"] >= 1
         assert ram["host_bytes"] <= 512 * MIB
-        remote.proxy.set("pass")
+        remote.proxy.recover()
         reads = [f"read:f{number}:{number}" for number in range(12)]
         train(remote.url, remote.options, *reads, "wait::object:60", shm=shm).sound()
         remote.assert_holds(**{f"f{number}": number for number in range(12)})
@@ -307,11 +308,11 @@ def test_a_flusher_that_begins_on_a_full_disk_brings_there_what_is_pending(remot
     with disk(tmp_path / "state", "96m") as state:
         remote.options |= {"nvme": "64MiB"}
         train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
-        remote.proxy.set("no-puts")
+        outages.begin(remote.proxy, "no-puts")
         train(remote.url, remote.options, f"save:f:2:{8 * MIB}", "hard-exit").sound()
         stop_flushers(tmp_path)
         fill(state)
-        remote.proxy.set("pass")
+        remote.proxy.recover()
         train(remote.url, remote.options, f"save:g:3:{8 * MIB}", "wait::object:60", "read:f:2").sound()
         remote.assert_holds(before=1, f=2, g=3)
 
@@ -321,14 +322,14 @@ def test_a_flusher_that_has_no_room_to_make_the_index_anew_is_an_error_that_says
     with mounted(state, "96m", kind="ext4"):
         remote.options |= {"nvme": "64MiB"}
         train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
-        remote.proxy.set("no-puts")
+        outages.begin(remote.proxy, "no-puts")
         train(remote.url, remote.options, f"save:f:2:{8 * MIB}:local", "hard-exit").sound()
         stop_flushers(tmp_path)
         for slab in shared_memory(state).glob("*.slab"):
             slab.unlink()
         arena_of(remote, state).with_name("nvme.db").unlink()
         fill(state)
-        remote.proxy.set("pass")
+        remote.proxy.recover()
         ended = train(remote.url, remote.options, "wait:f:object:20", "hard-exit")
         # The flusher's own message, if there was room for it.
         assert "free some" in ended["wait:f"]["message"], ended
@@ -367,7 +368,7 @@ def test_while_the_object_tier_is_away_saves_go_on_and_get_there_when_it_is_back
     before = [f"save:before:1:{MIB}", "wait:before:object:60"]
     after = [f"save:x/{number}:{number}:{3 * MIB}:{ack}" for number, ack in ((2, "staged"), (3, "local"))]
     after += ["wait:x:object:2", "read:x/2:2", "status", "hard-exit"]
-    fail = functools.partial(remote.proxy.set, mode)
+    fail = functools.partial(outages.begin, remote.proxy, mode)
     ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, after)
     for step in ("save:x/2", "save:x/3"):
         assert "error" not in ended[step], ended[step]
@@ -377,7 +378,7 @@ def test_while_the_object_tier_is_away_saves_go_on_and_get_there_when_it_is_back
     assert ended["wait:x"]["took_s"] < 6
     assert "error" not in ended["read:x/2"]
     assert ended["status"]["status"]["queue_files"] == 2
-    remote.proxy.set("pass")
+    remote.proxy.recover()
     train(remote.url, remote.options, "wait::object:90").sound()
     remote.assert_holds(**{"before": 1, "x/2": 2, "x/3": 3})
     ended = train(remote.url, remote.options, "status")
@@ -386,26 +387,30 @@ def test_while_the_object_tier_is_away_saves_go_on_and_get_there_when_it_is_back
 
 def test_a_store_that_the_host_knows_is_opened_while_its_object_tier_is_away(remote):
     """A restarted trainer reads pending files and goes on."""
-    remote.proxy.set("no-puts")
+    outages.begin(remote.proxy, "no-puts")
     train(remote.url, remote.options, f"save:x/1:1:{3 * MIB}", "hard-exit").sound()
-    remote.proxy.set("refuse")
+    outages.begin(remote.proxy, "refuse")
     steps = ["read:x/1:1", "ack:x/1", f"save:x/2:2:{3 * MIB}", f"save:x/1:3:{MIB}", "read:x/1:3", "hard-exit"]
     ended = train(remote.url, remote.options, *steps)
-    remote.proxy.set("pass")
+    remote.proxy.recover()
     ended.sound()
     train(remote.url, remote.options, "wait::object:60").sound()
     remote.assert_holds(**{"x/1": 3, "x/2": 2})
 
 
 def test_answers_that_are_lost_make_no_conflict_and_nothing_twice(remote):
-    remote.proxy.loses = lambda method, path: method == "PUT" and remote.proxy.lost < 3 and "/leases/" not in path
-    remote.proxy.set("lose")
+    for _ in range(3):
+        remote.proxy.inject(TcpFault.RESET, at=0, aim=lambda method, path: method == "PUT" and "/leases/" not in path)
     steps = [f"save:x/{number}:{number}:{3 * MIB}" for number in range(3)]
     ended = train(remote.url, remote.options, *steps, "wait::object:90", "status").sound()
-    assert remote.proxy.lost == 3
+    assert len(remote.proxy.fired) == 3
     assert ended["status"]["status"]["conflicts"] == []
     remote.assert_holds(**{f"x/{number}": number for number in range(3)})
-    twice = {path for path, times in remote.proxy.stored.items() if times > 1 and "/chunks/" in path}
+    twice = {
+        path
+        for (method, path), times in remote.proxy.requests.items()
+        if times > 1 and "/chunks/" in path and method == "PUT"
+    }
     # The client retries them below tierfs, with the same content.
     assert len(twice) <= 3
 
@@ -461,12 +466,12 @@ def test_a_damaged_pending_file_is_an_error_that_names_it_and_is_never_published
     remote.options |= {"nvme": "0"}
 
     train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
-    remote.proxy.set("no-puts")
+    outages.begin(remote.proxy, "no-puts")
     train(remote.url, remote.options, f"save:run/f:2:{size}", "hard-exit").sound()
     stop_flushers(tmp_path)  # it may have a sound copy in flight
     found = [damage_chunk(file, 2, size, at=3 * MIB) for file in shared_memory(state).glob("*.slab")]
     assert any(found)
-    remote.proxy.set("pass")
+    remote.proxy.recover()
     ended = train(
         remote.url, remote.options, "read:run/f:2", "wait:run/f:object:20", f"save:other/g:3:{MIB}",
         "wait:other/g:object:60", "status", "hard-exit",
@@ -506,7 +511,7 @@ def test_a_damaged_index_is_made_anew_from_the_arena_and_what_was_pending_gets_t
     remote.options |= {"ram": "128MiB"}
 
     train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
-    remote.proxy.set("no-puts")
+    outages.begin(remote.proxy, "no-puts")
     after = [f"save:x/{number}:{number}:{3 * MIB}:local" for number in range(2, 6)]
     # Another version of one of the files, and a small file.
     after += [f"save:x/2:20:{2 * MIB}:local", "save:x/small:7:1000:local", "hard-exit"]
@@ -516,7 +521,7 @@ def test_a_damaged_index_is_made_anew_from_the_arena_and_what_was_pending_gets_t
     for slab in shared_memory(state).glob("*.slab"):
         slab.unlink()
     damage(arena_of(remote, state).with_name("nvme.db"))
-    remote.proxy.set("pass")
+    remote.proxy.recover()
     reads = ["read:x/2:20", "read:x/3:3", "read:x/small:7"]
     train(remote.url, remote.options, "wait::object:90", *reads, "status").sound()
     remote.assert_holds(**{"before": 1, "x/2": 20, "x/3": 3, "x/4": 4, "x/5": 5, "x/small": 7})
@@ -596,7 +601,7 @@ def test_a_clock_that_runs_backwards_changes_nothing(remote):
 def test_a_trainer_that_ends_with_pending_files_says_which_and_that_the_flusher_goes_on(remote, tmp_path):
     remote.options |= {"nvme": "0"}
     train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
-    remote.proxy.set("no-puts")
+    outages.begin(remote.proxy, "no-puts")
     began = time.monotonic()
     ended = train(remote.url, remote.options, f"save:x/f:2:{MIB}").sound()
     assert time.monotonic() - began < 60
@@ -604,7 +609,7 @@ def test_a_trainer_that_ends_with_pending_files_says_which_and_that_the_flusher_
     assert "x/f" in ended.log
     assert "the flusher continues" in ended.log
     assert len(flushers(tmp_path)) == 1
-    remote.proxy.set("pass")
+    remote.proxy.recover()
     train(remote.url, remote.options, "wait::object:90").sound()
     remote.assert_holds(**{"x/f": 2})
 
@@ -621,7 +626,7 @@ def test_a_trainer_whose_object_tier_ends_with_it_is_kept_until_all_is_there(tmp
 
 def test_a_child_of_a_trainer_that_has_pending_writes_disturbs_nothing(remote, tmp_path):
     train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
-    remote.proxy.set("no-puts")
+    outages.begin(remote.proxy, "no-puts")
     after = [
         f"save:x/f:2:{3 * MIB}",
         "fork:read:x/f:2",
@@ -635,7 +640,7 @@ def test_a_child_of_a_trainer_that_has_pending_writes_disturbs_nothing(remote, t
     ended = train(remote.url, remote.options, *after)
     failed = [found for found in ended.said.values() if "error" in found]
     assert not failed, f"{failed}\n{ended.log}"
-    remote.proxy.set("pass")
+    remote.proxy.recover()
     train(remote.url, remote.options, "wait::object:90").sound()
     remote.assert_holds(**{"x/f": 4, "x/child": 3})
 
@@ -673,7 +678,7 @@ def test_a_trainer_in_a_container_sees_what_is_pending_in_memory_without_a_file(
         pytest.skip(f"no namespaces can be made here: {tried.stderr.strip()}")
     remote.options |= {"nvme": "0"}
     with mounted(tmp_path / "shm", "8m") as shm:
-        remote.proxy.set("no-puts")
+        outages.begin(remote.proxy, "no-puts")
         go = tmp_path / "done"
         outside = Trainer(
             remote.url,

@@ -179,11 +179,11 @@ class Checkpoints:
         per_gib: dict[str, dict[str, float]] = {}
 
         def note(step: str, proxy: Any, state_bytes: int) -> None:
-            seen[step] = Counter(kind_of(path) for _, path in proxy.asked.elements())
+            seen[step] = Counter(kind_of(path) for _, path in proxy.requests.elements())
             counted = seen[step]["chunks"] + seen[step]["records"]
             per_gib[step] = {
                 "chunks and manifests": counted * GIB / state_bytes,
-                "all": proxy.asked.total() * GIB / state_bytes,
+                "all": proxy.requests.total() * GIB / state_bytes,
             }
 
         with (
@@ -197,10 +197,10 @@ class Checkpoints:
                     self._number += 1
                     state = make(size, self._number)
                     url = f"{store}/step_{self._number}"
-                    proxy.asked.clear()
+                    proxy.requests.clear()
                     dcp.save(state, storage_writer=writer, no_dist=True, checkpoint_id=url)
                     note(f"{whose}{save}", proxy, states.bytes_in(state))
-                watched.asked.clear()
+                watched.requests.clear()
                 found = self._load(other, "tierfs", url, size, whose)
                 note(f"{whose}load", watched, states.bytes_in(state))
                 assert found["content"] == content(state), f"the {whose}load brought something else"

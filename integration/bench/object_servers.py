@@ -23,11 +23,11 @@ import fsspec
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects import as_promised, connect, probe
 from tierfs.store.create import create_store
+from tierfs.testing import TcpFaultProxy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import s3server
-from faultproxy import FaultProxy, proxy_to
 
 BUCKET = "bucket"
 REGION = "us-east-1"
@@ -85,9 +85,9 @@ class Server:
         self._endpoint: Capabilities | None = None
 
     @contextlib.contextmanager
-    def proxied(self) -> Iterator[tuple[Server, FaultProxy]]:
-        """Yield the same server behind a slow proxy that counts requests, and the proxy."""
-        with proxy_to(int(self.url.rpartition(":")[2])) as proxy:
+    def proxied(self) -> Iterator[tuple[Server, TcpFaultProxy]]:
+        """Yield the same server behind a proxy that counts requests, and the proxy."""
+        with TcpFaultProxy("127.0.0.1", int(self.url.rpartition(":")[2])) as proxy:
             yield Server(self.name, f"http://127.0.0.1:{proxy.port}", self.bucket), proxy
 
     def options(self) -> dict[str, object]:

@@ -9,12 +9,13 @@ import threading
 import time
 
 import mounts
+import outages
 import pytest
-from faultproxy import FaultProxy
 from mounts import run
 
 from tierfs.session import open_store, parse_url
 from tierfs.store import load, verify
+from tierfs.testing import TcpFaultProxy
 
 mounts.require()
 
@@ -94,18 +95,17 @@ def test_a_file_that_another_host_made_is_replaced_and_not_refused(two):
 def proxied(s3, bucket, hosts):
     """Yield a host, not mounted yet, and a proxy that can make its object tier hang."""
     url, _ = bucket
-    proxy = FaultProxy(s3.port)
-    proxy.start()
+    proxy = TcpFaultProxy("127.0.0.1", s3.port)
     host = hosts(f"tierfs::{url}", options=s3.options_at(proxy.port), ack="staged", timeout=1.0)
     yield host, proxy
-    proxy.stop()
+    proxy.close()
 
 
 def test_an_object_tier_that_hangs_is_an_error_and_not_a_frozen_process(proxied):
     host, proxy = proxied
     path = host.start()
     (path / "known").write_bytes(b"k" * 100)
-    proxy.set("hang")
+    outages.begin(proxy, "hang")
     began = time.monotonic()
     looks = [
         subprocess.Popen(
@@ -121,7 +121,7 @@ def test_an_object_tier_that_hangs_is_an_error_and_not_a_frozen_process(proxied)
     assert f"{path}: tierfs.mount: lookup of" in host.log
     # Local copies of this host stay readable.
     assert (path / "known").read_bytes() == b"k" * 100
-    proxy.set("pass")
+    proxy.recover()
     assert not (path / "unknown0").exists()
 
 
@@ -130,7 +130,7 @@ def test_umount_says_what_is_not_safe_and_leaves_it_mounted(proxied):
     path = host.start(ack="object")
     fd = os.open(path / "file", os.O_WRONLY | os.O_CREAT)
     os.write(fd, b"not published")
-    proxy.set("unavailable")
+    outages.begin(proxy, "unavailable")
     began = time.monotonic()
     done = subprocess.run(
         [*mounts.PROGRAM, "umount", str(path), "--timeout", "2"], capture_output=True, text=True, check=False
@@ -138,7 +138,7 @@ def test_umount_says_what_is_not_safe_and_leaves_it_mounted(proxied):
     assert done.returncode
     assert "file" in done.stderr
     assert time.monotonic() - began < 15
-    proxy.set("pass")
+    proxy.recover()
     os.close(fd)
     run(*mounts.PROGRAM, "umount", path)
     assert os.listdir(path) == []

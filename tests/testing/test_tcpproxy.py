@@ -16,7 +16,7 @@ import pytest
 from support.opened import descriptors
 
 from tierfs.errors import InvalidInputError
-from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy, tcpfaults, tcpproxy
+from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy, tcpproxy
 
 BODY = bytes(range(256)) * 40
 
@@ -195,15 +195,6 @@ def test_a_chunked_request_passes_and_the_next_is_seen(server, proxy, client):
         _ask(client, "GET", "/chunked")
 
 
-def test_trailers_and_extensions_of_chunks_pass(server, proxy):
-    chunks = b"3;name=value\r\nabc\r\n0\r\nx-trailer: 1\r\n\r\n"
-    rest = b"GET /a HTTP/1.1\r\nConnection: close\r\n\r\n"
-    received, reset = _raw(proxy, b"PUT /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + rest)
-    assert not reset
-    assert received.endswith(b"\r\n\r\nabc")
-    assert server.carried_out == [("PUT", "/a"), ("GET", "/a")]
-
-
 def test_a_body_is_asked_for_before_it_is_sent(server, proxy):
     head = b"PUT /a HTTP/1.1\r\nContent-Length: 10240\r\nExpect: 100-continue\r\n\r\n"
     proxy.inject(TcpFault.BIT_FLIP, at=9)
@@ -341,58 +332,40 @@ def test_one_bit_of_a_request_body_flips(server, proxy, client):
     assert server.stored["/a"] == BODY
 
 
-def test_a_duplicated_request_is_carried_out_twice_and_answered_once(server, proxy, client):
-    for path, body in (("/a", BODY), ("/b", iter([BODY, b"more"]))):
-        proxy.inject(TcpFault.DUPLICATED, aim=lambda method, _: method == "PUT")
-        assert _ask(client, "PUT", path, body, **{"If-None-Match": "*"}) == (200, b"")
-    assert server.carried_out == [("PUT", "/a")] * 2 + [("PUT", "/b")] * 2
-    assert server.stored == {"/a": BODY, "/b": BODY + b"more"}
-    assert [fired[3] for fired in proxy.fired] == ["second answer: 412"] * 2
-    # Nothing of the second answer is left in the connection.
-    assert _ask(client, "GET", "/a") == (200, BODY)
-    assert server.accepted == 3
+@pytest.mark.parametrize("body", [b"", BODY, bytes(8 << 20)], ids=len)
+def test_an_unavailable_server_gets_nothing_until_it_recovers(server, proxy, client, body):
+    puts = PlannedTcpFault(TcpFault.UNAVAILABLE, side="request", aim=lambda method, _: method == "PUT")
+    proxy.fail(puts)
+    for _ in range(3):
+        assert _ask(client, "PUT", "/a", body) == (503, b"")
+        assert _ask(client, "GET", "/a") == (404, b"")
+    assert server.carried_out == [("GET", "/a")] * 3
+    assert proxy.fired == [(TcpFault.UNAVAILABLE, "PUT", "/a", "answered 503")] * 3
+    proxy.recover()
+    client.close()
+    assert _ask(client, "PUT", "/a", body) == (200, b"")
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/a"), ("GET", "/a?chunked"), ("HEAD", "/a")])
-def test_a_read_is_duplicated_too(server, proxy, client, method, path):
+def test_recovery_drops_the_connections_that_a_fault_keeps_open(server, proxy):
+    proxy.fail(PlannedTcpFault(TcpFault.BLACK_HOLE, side="request", at=0))
+    with _client_of(proxy) as client:
+        client.request("GET", "/a")
+        _wait_until(lambda: proxy.fired)
+        proxy.recover()
+        with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
+            client.getresponse()
+        client.close()
+        assert _ask(client, "GET", "/a") == (404, b"")
+
+
+def test_requests_and_bytes_of_responses_are_counted(server, proxy, client):
     server.stored["/a"] = BODY
-    proxy.inject(TcpFault.DUPLICATED)
-    assert _ask(client, method, path) == (200, BODY if method == "GET" else b"")
-    assert server.carried_out == [(method, path)] * 2
-    assert proxy.fired == [(TcpFault.DUPLICATED, method, path, "second answer: 200")]
-
-
-def test_a_duplicate_with_expectation_is_carried_out(server, proxy):
-    proxy.inject(TcpFault.DUPLICATED)
-    head = b"PUT /a HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n"
-    received, _ = _raw(proxy, head + b"abc")
-    assert [line for line in received.split(b"\r\n") if line.startswith(b"HTTP")] == [
-        b"HTTP/1.1 100 Continue",
-        b"HTTP/1.1 200 OK",
-    ]
-    assert server.carried_out == [("PUT", "/a")] * 2
-
-
-def test_a_duplicate_without_an_answer_does_not_hold_the_first_one_back():
-    with _raw_server(b"HTTP/1.1 204 Fine\r\n\r\n", b"") as (port, received), TcpFaultProxy("127.0.0.1", port) as proxy:
-        proxy.inject(TcpFault.DUPLICATED)
-        with _client_of(proxy) as client:
-            assert _ask(client, "GET", "/a") == (204, b"")
-        assert len(received) == 2
-        assert received[0] == received[1]
-        assert proxy.fired == [(TcpFault.DUPLICATED, "GET", "/a", "second answer: none")]
-
-
-def test_a_request_too_large_to_keep_is_not_duplicated(server, proxy, client, monkeypatch):
-    for module in (tcpfaults, tcpproxy):
-        monkeypatch.setattr(module, "DUPLICATE_BYTES_MAX", 1000)
-    proxy.inject(TcpFault.DUPLICATED)
-    assert _ask(client, "PUT", "/a", BODY) == (200, b"")
-    assert proxy.pending == 1
-    assert _ask(client, "PUT", "/a", iter([BODY])) == (200, b"")
-    assert proxy.pending == 0
-    assert proxy.fired == []
-    assert server.carried_out == [("PUT", "/a")] * 2
+    for _ in range(2):
+        _ask(client, "GET", "/a")
+    _ask(client, "HEAD", "/a")
+    assert proxy.requests == {("GET", "/a"): 2, ("HEAD", "/a"): 1}
+    assert 2 * len(BODY) < proxy.response_bytes["GET", "/a"] < 2 * len(BODY) + 1000
+    assert proxy.response_bytes["HEAD", "/a"] < 1000
 
 
 def test_faults_strike_requests_of_a_connection_that_is_kept(server, proxy, client):
@@ -487,11 +460,9 @@ def test_what_is_not_http_passes_and_counts_as_one_request():
         assert _raw(proxy, hello) == (b"\x16\x03\x03answer", False)
         assert received == [hello]
         proxy.inject(TcpFault.BIT_FLIP)
-        proxy.inject(TcpFault.DUPLICATED)
         answer, _ = _raw(proxy, hello)
         assert _differing_bits(answer, b"\x16\x03\x03answer") == 1
         assert [fired[:3] for fired in proxy.fired] == [(TcpFault.BIT_FLIP, "", "")]
-        assert proxy.pending == 1
 
 
 @pytest.mark.parametrize(
@@ -530,7 +501,7 @@ RANDOM = [
     PlannedTcpFault(TcpFault.RESET),
     PlannedTcpFault(TcpFault.TRUNCATED, body_only=True),
     PlannedTcpFault(TcpFault.BIT_FLIP, side="request", body_only=True),
-    PlannedTcpFault(TcpFault.DUPLICATED, aim=lambda method, _: method == "PUT"),
+    PlannedTcpFault(TcpFault.UNAVAILABLE, side="request", aim=lambda method, _: method == "PUT"),
 ]
 
 
@@ -566,7 +537,12 @@ def test_random_faults_need_a_seed():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"fault": TcpFault.TRUNCATED, "side": "request"}, {"fault": TcpFault.RESET, "at": -1}]
+    "arguments",
+    [
+        {"fault": TcpFault.TRUNCATED, "side": "request"},
+        {"fault": TcpFault.UNAVAILABLE},
+        {"fault": TcpFault.RESET, "at": -1},
+    ],
 )
 def test_a_fault_that_could_never_strike_is_refused(arguments):
     with pytest.raises(InvalidInputError):

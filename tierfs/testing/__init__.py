@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from tierfs.testing.damage import flip_bit, remove, swap, truncate
 from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault
-from tierfs.testing.tcpfaults import PlannedTcpFault, TcpFault
-from tierfs.testing.tcpproxy import TcpFaultProxy
+from tierfs.testing.tcpproxy import PlannedTcpFault, TcpFault, TcpFaultProxy
 
 if TYPE_CHECKING:
     from tierfs.testing.objects import ObjectTierTests

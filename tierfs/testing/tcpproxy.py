@@ -1,8 +1,8 @@
 """A TCP proxy that damages the connections between a client and an HTTP server on demand.
 
-It passes bytes on unchanged. It reads just enough of HTTP/1.1 to know where each request begins and ends and where a
-body begins. So a fault can strike a single request of a pooled connection. The proxy can end the clients' TLS for a
-server without TLS. It passes all other TLS on unread.
+It passes bytes on unchanged. A request begins where a client sends a request line after the previous response began, so
+a fault can strike a single request of a pooled connection. The proxy can end the clients' TLS for a server without TLS.
+It passes all other TLS on unread.
 
 The proxy works on real sockets in real time, so it takes no clock.
 """
@@ -11,36 +11,106 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import functools
+import re
 import socket
 import ssl
 import struct
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import TracebackType
+from typing import Literal
 
 from tierfs.errors import InvalidInputError
 from tierfs.testing._armed import ArmedFaults
-from tierfs.testing._http1 import (
-    BLANK_LINE,
-    CHUNKED,
-    INTERIM,
-    PIECE_BYTES,
-    REQUEST_LINE,
-    STATUS_LINE,
-    TO_THE_END,
-    MessageReader,
-    request_body_bytes,
-    response_body_bytes,
-)
-from tierfs.testing.tcpfaults import DUPLICATE_BYTES_MAX, Aim, PlannedTcpFault, Side, TcpFault
+
+Side = Literal["request", "response"]
+Aim = Callable[[str, str], bool]
+
+_PIECE_BYTES = 64 << 10
+_HEAD_BYTES_MAX = 64 << 10  # a longer head is not treated as HTTP
+_BLANK_LINE = b"\r\n\r\n"
+_REQUEST_LINE = re.compile(rb"([A-Z]+) (\S+) HTTP/1\.[01]\r\n")
+_INTERIM = re.compile(rb"HTTP/1\.[01] 1(?!01)\d\d\b")  # "100 Continue"; another response follows
+_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNORECASE)
+_UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 _CONNECTIONS_MAX = 256  # more connections wait in the backlog, which has the same length
-_SERVER_TIMEOUT_S = 10.0  # to connect, and to answer a duplicate
+_SERVER_TIMEOUT_S = 10.0  # to connect
 _STOP_TIMEOUT_S = 30.0
 _TICK_S = 0.02  # interval between two writes at a limited bandwidth
+
+
+class TcpFault(enum.Enum):
+    """The kinds of faults. Each but `UNAVAILABLE` strikes at one byte of a request or response."""
+
+    RESET = "reset"
+    """The bytes before that byte are passed on, but a slow reader may miss some. Then both sides see a reset."""
+    BLACK_HOLE = "black-hole"
+    """From that byte on, nothing passes in either direction. The connection stays open until the client closes it."""
+    TRUNCATED = "truncated"
+    """The response ends before that byte, as if it were complete. Only for responses."""
+    BIT_FLIP = "bit-flip"
+    """One bit of that byte is flipped."""
+    UNAVAILABLE = "unavailable"
+    """The server gets nothing of the request, and the proxy answers with status 503. Only for requests."""
+
+
+_SIDES: dict[TcpFault, Side] = {TcpFault.TRUNCATED: "response", TcpFault.UNAVAILABLE: "request"}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTcpFault:
+    """One fault, and the request that it strikes.
+
+    A connection without HTTP counts as one request with an empty method, an empty path and no head.
+
+    Attributes:
+        fault: The kind.
+        side: Strike the request or the response.
+        at: Strike at this byte, counted from 0. Byte 0 of a response means that the server has carried out the request
+            and the client does not learn of it. None: the seed draws the byte from the whole message if its head gives
+            the length, else from the first piece that arrives.
+        body_only: Count from the first byte after the head, and never strike a head. The framing of a chunked body is
+            part of the body.
+        after: Number of matching requests that pass before the fault strikes.
+        aim: Called with method and path; strike only requests for which it returns true. It runs on the proxy's thread,
+            so it must not block.
+
+    Raises:
+        InvalidInputError: ``side`` or ``at`` is invalid, or the fault cannot strike that side.
+    """
+
+    fault: TcpFault
+    side: Side = "response"
+    at: int | None = None
+    body_only: bool = False
+    after: int = 0
+    aim: Aim | None = None
+
+    def __post_init__(self) -> None:
+        if self.side not in ("request", "response") or self.side != _SIDES.get(self.fault, self.side):
+            raise InvalidInputError(f"{self.fault.value} cannot strike a {self.side}")
+        if self.at is not None and self.at < 0:
+            raise InvalidInputError(f"no such byte: {self.at}")
+
+    def matches(self, method: str, path: str, head_bytes: int, total_bytes: int | None) -> bool:
+        """Return whether the fault might strike a request. It may miss it if the response is too short.
+
+        Args:
+            method: Empty without HTTP.
+            path: As the client sent it, with the query. Empty without HTTP.
+            head_bytes: Length of the request's head, with the blank line.
+            total_bytes: Length of the whole request; None if its head does not give it.
+        """
+        if self.aim is not None and not self.aim(method, path):
+            return False
+        first = (head_bytes if self.body_only else 0) + (self.at or 0)
+        return self.side == "response" or total_bytes is None or first < total_bytes
 
 
 class TcpFaultProxy:
@@ -48,8 +118,8 @@ class TcpFaultProxy:
 
     At most one fault strikes a request: the first planned fault that is due. If none is due, one of ``random`` strikes
     with ``probability``. The request that a planned fault was chosen for uses it up, even if the response is too short
-    to strike. `fired` holds the faults that really struck. The proxy also passes on pipelined requests, which a client
-    sends before it has the previous response. It is then undefined which response a fault strikes.
+    to strike. `fired` holds the faults that really struck. Clients must not pipeline: a request that is sent before the
+    previous response begins counts as part of the request before.
 
     One thread serves at most 256 connections. If the proxy cannot reach the server, it resets the client's connection.
 
@@ -66,10 +136,13 @@ class TcpFaultProxy:
     Attributes:
         port: The port that the proxy listens on. It never changes.
         latency_s: Seconds of delay before the first byte of each request and each response. Later bytes follow at once.
-            This and the next two attributes may be changed at any time.
+            This and the next three attributes may be changed at any time.
         bandwidth: Bytes per second for each connection and direction; None for no limit.
+        random: As above.
         probability: As above. 0 stops the random faults.
         fired: The faults that struck: fault, the request's method and path, and the place or outcome.
+        requests: Number of requests by method and path, whatever their outcome.
+        response_bytes: Bytes of all responses by method and path, heads included.
 
     Raises:
         InvalidInputError: ``random`` is given without a seed.
@@ -91,13 +164,15 @@ class TcpFaultProxy:
         self.target = (target_host, target_port)
         self.latency_s = 0.0
         self.bandwidth: float | None = None
+        self.random = tuple(random)
         self.probability = probability
         self.seed = seed or 0
         self._tls = tls
         self.fired: list[tuple[TcpFault, str, str, str]] = []
-        self._random = tuple(random)
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.response_bytes: Counter[tuple[str, str]] = Counter()
         self._armed = ArmedFaults(plan)
-        self._requests = 0
+        self._begun = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
         # Bound but not listening. It reserves the port while connections are refused: otherwise the kernel could assign
@@ -158,6 +233,17 @@ class TcpFaultProxy:
         """Plan one more fault. The arguments are those of `PlannedTcpFault`."""
         self._armed.add(PlannedTcpFault(fault, side, at, body_only, after, aim))
 
+    def fail(self, *faults: PlannedTcpFault) -> None:
+        """Let one of these faults strike each request that it might strike, until `recover`."""
+        self.random, self.probability = faults, 1.0
+
+    def recover(self) -> None:
+        """Stop random faults, forget planned ones, accept connections, and drop those that a fault keeps open."""
+        self.random, self.probability = (), 0.0
+        self.clear()
+        self.refuse = True
+        self.refuse = False
+
     def clear(self) -> None:
         """Forget the planned faults that have not struck yet. Random faults go on: see ``probability``."""
         self._armed.clear()
@@ -211,12 +297,13 @@ class TcpFaultProxy:
     def _begin(self, method: str, path: str, request: _Message) -> _Exchange:
         """Choose the fault that strikes this request. All other planned faults that might strike it count it."""
         about = (method, path, request.head_bytes, request.total_bytes)
-        self._requests += 1
+        self._begun += 1
+        self.requests[method, path] += 1
         # Each request has its own generator, so its draws do not depend on the draws of other connections.
-        random = Random(f"{self.seed}/{self._requests}")
+        random = Random(f"{self.seed}/{self._begun}")
         planned = self._armed.take(lambda fault: fault.matches(*about))
         if planned is None and random.random() < self.probability:
-            possible = [fault for fault in self._random if fault.matches(*about)]
+            possible = [fault for fault in self.random if fault.matches(*about)]
             planned = random.choice(possible) if possible else None
         return _Exchange(method, path, request, planned, random)
 
@@ -229,6 +316,20 @@ class _Message:
     total_bytes: int | None = None
     passed_bytes: int = 0
     strike_at: int | None = None
+
+    @classmethod
+    def begun_by(cls, piece: bytes, body_bytes: int | None = None) -> _Message:
+        """Return a message that begins with these bytes: a whole head, or no HTTP.
+
+        ``body_bytes`` is the length of its body if the head does not give one.
+        """
+        head, found, _ = piece.partition(_BLANK_LINE)
+        if not found:
+            return cls()
+        length = _CONTENT_LENGTH.search(head + b"\r\n")
+        body_bytes = int(length[1]) if length is not None else body_bytes
+        head_bytes = len(head) + len(found)
+        return cls(head_bytes, None if body_bytes is None else head_bytes + body_bytes)
 
     def find(self, planned: PlannedTcpFault, piece_bytes: int, random: Random) -> int | None:
         """Return the index in the next piece at which the fault strikes; None if it does not strike there."""
@@ -245,11 +346,6 @@ class _Message:
         return index if 0 <= index < piece_bytes else None
 
 
-def _message(head: bytes, body_bytes: int) -> _Message:
-    known = body_bytes not in (CHUNKED, TO_THE_END)
-    return _Message(len(head), len(head) + body_bytes if known else None)
-
-
 @dataclass(slots=True)
 class _Exchange:
     """A request, its response, and the fault that strikes one of them."""
@@ -259,11 +355,7 @@ class _Exchange:
     request: _Message = field(default_factory=_Message)
     planned: PlannedTcpFault | None = None
     random: Random = field(default_factory=Random)
-    copy: bytearray = field(default_factory=bytearray)  # of the request, if it is going to be duplicated
-    whole: bool = False  # whether the whole request has been passed on
-
-    def plans(self, fault: TcpFault) -> bool:
-        return self.planned is not None and self.planned.fault is fault
+    response: _Message | None = None
 
 
 class _ConnectionOverError(Exception):
@@ -279,19 +371,19 @@ class _ProxiedConnection:
 
     def __init__(self, proxy: TcpFaultProxy) -> None:
         self._proxy = proxy
-        self._exchange = _Exchange()
+        self._exchange: _Exchange | None = None
 
     async def serve(self, accepted: socket.socket) -> None:
         """Serve until a side or a fault ends the connection. Close the accepted socket."""
         async with contextlib.AsyncExitStack() as open_ends:
             try:
-                reader, self._to_client = await _connected(accepted, self._proxy._tls)
+                self._from_client, self._to_client = await _connected(accepted, self._proxy._tls)
             except OSError:
                 return  # for example, the client does not trust the proxy's certificate
-            self._from_client = MessageReader(reader)
             open_ends.push_async_callback(_hang_up, self._to_client)
             try:
-                self._from_server, self._to_server = await self._connect()
+                connecting = asyncio.open_connection(*self._proxy.target)
+                self._from_server, self._to_server = await asyncio.wait_for(connecting, _SERVER_TIMEOUT_S)
             except (OSError, asyncio.TimeoutError):
                 _reset(self._to_client)
                 return
@@ -315,68 +407,45 @@ class _ProxiedConnection:
             if fault is TcpFault.RESET:
                 _reset(self._to_client)
                 _reset(self._to_server)
-            elif fault is TcpFault.BLACK_HOLE:
+            elif fault in (TcpFault.BLACK_HOLE, TcpFault.UNAVAILABLE):
                 with contextlib.suppress(OSError):
-                    await self._from_client.take(TO_THE_END, _swallow)
-
-    async def _connect(self) -> tuple[MessageReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*self._proxy.target), _SERVER_TIMEOUT_S)
-        return MessageReader(reader), writer
+                    while await self._from_client.read(_PIECE_BYTES):
+                        pass
 
     async def _pass_requests(self) -> None:
         """Pass requests on until the client sends no more."""
-        source = self._from_client
-        while head := await source.read():
-            if head[:1].isupper():  # a method; TLS begins with 0x16
-                source.put_back(head)
-                head = await source.until(BLANK_LINE)
-            line = REQUEST_LINE.match(head) if head.endswith(BLANK_LINE) else None
-            if line is None:
-                self._exchange = self._proxy._begin("", "", _Message())
-                await self._pass_request(head)
-                await source.take(TO_THE_END, self._pass_request)
-                break
-            method, path = line[1].decode(), line[2].decode("latin-1")
-            body_bytes = request_body_bytes(head)
-            self._exchange = self._proxy._begin(method, path, _message(head, body_bytes))
-            await self._pass_request(head)
-            await source.take(body_bytes, self._pass_request)
-            self._exchange.whole = True  # before the response can arrive: no other task has run since the last byte
+        while piece := await self._from_client.read(_PIECE_BYTES):
+            exchange = self._exchange
+            if exchange is None or (exchange.response is not None and piece[:1].isupper()):
+                if piece[:1].isupper():  # a method; TLS begins with 0x16
+                    piece = await _with_head(self._from_client, piece)
+                line = _REQUEST_LINE.match(piece) if _BLANK_LINE in piece else None
+                if line is not None:
+                    request = _Message.begun_by(piece, None if b"\r\ntransfer-encoding:" in piece.lower() else 0)
+                    exchange = self._proxy._begin(line[1].decode(), line[2].decode("latin-1"), request)
+                elif exchange is None:
+                    exchange = self._proxy._begin("", "", _Message())
+                self._exchange = exchange
+            assert exchange is not None
+            await self._pass(exchange, "request", exchange.request, piece)
         self._to_server.write_eof()
 
     async def _pass_responses(self) -> None:
         """Pass responses on until the server sends no more. A response lasts until the next request begins."""
-        exchange, message = None, _Message()
-        while piece := await self._from_server.read():
-            if self._exchange is not exchange:
-                exchange = self._exchange
-                self._from_server.put_back(piece)
-                message = await self._begin_response(exchange)
-            else:
-                await self._pass(exchange, "response", message, piece)
+        while piece := await self._from_server.read(_PIECE_BYTES):
+            exchange = self._exchange or _Exchange()
+            if exchange.response is None and exchange.method:
+                piece = await _with_head(self._from_server, piece)
+                while _INTERIM.match(piece):
+                    interim, found, piece = piece.partition(_BLANK_LINE)
+                    await asyncio.sleep(self._proxy.latency_s)
+                    await self._write(self._to_client, interim + found)
+                    piece = await _with_head(self._from_server, piece)
+            if exchange.response is None:
+                exchange.response = _Message.begun_by(piece)
+            self._proxy.response_bytes[exchange.method, exchange.path] += len(piece)
+            await self._pass(exchange, "response", exchange.response, piece)
         raise _ConnectionOverError
-
-    async def _begin_response(self, exchange: _Exchange) -> _Message:
-        """Pass on interim responses, read the head of the final one, and duplicate the request if that is planned."""
-        source = self._from_server
-        if not exchange.method:
-            return _Message()
-        while INTERIM.match(head := await source.until(BLANK_LINE)):
-            await asyncio.sleep(self._proxy.latency_s)
-            await self._write(self._to_client, head)
-        if exchange.plans(TcpFault.DUPLICATED) and exchange.whole:
-            await self._duplicate(exchange)
-        source.put_back(head)  # so that the start of the body is in the same piece
-        return _message(head, response_body_bytes(exchange.method, head)) if head.endswith(BLANK_LINE) else _Message()
-
-    async def _pass_request(self, piece: bytes) -> None:
-        exchange = self._exchange
-        if exchange.plans(TcpFault.DUPLICATED):
-            exchange.copy += piece
-            if len(exchange.copy) > DUPLICATE_BYTES_MAX:
-                exchange.planned = None
-                exchange.copy.clear()
-        await self._pass(exchange, "request", exchange.request, piece)
 
     async def _pass(self, exchange: _Exchange, side: Side, message: _Message, piece: bytes) -> None:
         """Pass on the next piece of a message, with the fault that strikes in it."""
@@ -385,10 +454,13 @@ class _ProxiedConnection:
         writer = self._to_server if side == "request" else self._to_client
         if not message.passed_bytes:
             await asyncio.sleep(self._proxy.latency_s)
-        planned = exchange.planned
-        index = None
-        if planned is not None and planned.side == side and planned.fault is not TcpFault.DUPLICATED:
+        planned, index = exchange.planned, None
+        if planned is not None and planned.side == side:
             index = message.find(planned, len(piece), exchange.random)
+        if planned is not None and planned.fault is TcpFault.UNAVAILABLE:
+            self._fire(planned.fault, exchange, "answered 503")
+            await self._write(self._to_client, _UNAVAILABLE)
+            raise _ConnectionOverError(planned.fault)
         if planned is not None and index is not None:
             exchange.planned = None
             where = f"{side} byte {message.passed_bytes + index}"
@@ -404,7 +476,7 @@ class _ProxiedConnection:
 
     async def _write(self, writer: asyncio.StreamWriter, piece: bytes) -> None:
         bandwidth = self._proxy.bandwidth
-        step = max(1, int(bandwidth * _TICK_S)) if bandwidth else PIECE_BYTES
+        step = max(1, int(bandwidth * _TICK_S)) if bandwidth else _PIECE_BYTES
         for start in range(0, len(piece), step):
             part = piece[start : start + step]
             if bandwidth:
@@ -412,23 +484,15 @@ class _ProxiedConnection:
             writer.write(part)
             await writer.drain()
 
-    async def _duplicate(self, exchange: _Exchange) -> None:
-        """Make the server carry out the request a second time."""
-        try:
-            source, writer = await self._connect()
-        except (OSError, asyncio.TimeoutError):
-            return
-        try:
-            writer.write(exchange.copy)
-            outcome = await asyncio.wait_for(_answer(source, exchange.method), _SERVER_TIMEOUT_S)
-        except (OSError, asyncio.TimeoutError):
-            outcome = "none"
-        finally:
-            await _hang_up(writer)
-        self._fire(TcpFault.DUPLICATED, exchange, f"second answer: {outcome}")
-
     def _fire(self, fault: TcpFault, exchange: _Exchange, detail: str) -> None:
         self._proxy.fired.append((fault, exchange.method, exchange.path, detail))
+
+
+async def _with_head(reader: asyncio.StreamReader, piece: bytes) -> bytes:
+    """Return bytes that hold the whole head of a message, unless the stream or the limit on heads ends first."""
+    while _BLANK_LINE not in piece and len(piece) < _HEAD_BYTES_MAX and (more := await reader.read(_PIECE_BYTES)):
+        piece += more
+    return piece
 
 
 def _bound(port: int) -> socket.socket:
@@ -464,18 +528,3 @@ async def _hang_up(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
-
-
-async def _swallow(_: bytes) -> None:
-    pass
-
-
-async def _answer(source: MessageReader, method: str) -> str:
-    """Read one response to its end, and return its status, or ``"none"``."""
-    while INTERIM.match(head := await source.until(BLANK_LINE)):
-        pass
-    status = STATUS_LINE.match(head)
-    if status is None:
-        return "none"
-    await source.take(response_body_bytes(method, head), _swallow)
-    return status[1].decode()
