@@ -44,6 +44,16 @@ def test_every_page_is_reached_from_the_index():
     assert reached >= set(PAGES), sorted(str(page) for page in set(PAGES) - reached)
 
 
+@pytest.mark.parametrize("page", ["docs/explanation/architecture.md", ".github/CONTRIBUTING.md"])
+def test_the_maps_of_the_code_name_what_is_there(page):
+    named = re.findall(r"`(\w+)` in\s+`(tierfs/[\w/]+\.py)`", (ROOT / page).read_text())
+    assert named
+    for name, path in named:
+        assert re.search(rf"^(?:def |class )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), (name, path)
+    for path in re.findall(r"`((?:tierfs|docs)/[\w/.]+)`", (ROOT / page).read_text()):
+        assert "NAME" in path or (ROOT / path).exists(), path
+
+
 def test_every_page_is_in_the_menu_of_the_site():
     menu = (ROOT / ".mkdocs.yml").read_text()
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
