@@ -39,6 +39,7 @@ class Host:
             tiers=self.tiers,
             ack=self.settings.ack,
             timeout_s=20,
+            state_dir=self.settings.directory,
         )
 
     @property
@@ -47,7 +48,7 @@ class Host:
         return self.tiers.flusher._launcher._service._engine._flusher
 
     def plain(self):
-        return Store(self.objects, self.descriptor, url="memory://store")
+        return Store(self.objects, self.descriptor, url="memory://store", state_dir=self.settings.directory)
 
     def close(self):
         self.tiers.close()

@@ -158,6 +158,11 @@ class StorePublisher:
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             _commit(store, commits, directory)
 
+    def tell_host(self) -> None:
+        """Write down the versions that this process published and found, for saves while the object tier is unreachable."""
+        if self._opened is not None and self._opened.store.host_records is not None:
+            self._opened.store.host_records.flush()
+
     def report_damage(self, key: str) -> None:
         """Mark the chunk object with this key as damaged or missing. A later save of the same bytes stores it again.
 

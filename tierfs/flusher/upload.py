@@ -327,7 +327,10 @@ class Uploader:
         state = self._state
         state.fault("before publish.record")
         rows = [row for row in entry.rows if row is not None]
-        publisher.publish(entry.draft, rows, read=self._reader(entry))
+        try:
+            publisher.publish(entry.draft, rows, read=self._reader(entry))
+        finally:
+            publisher.tell_host()
         state.fault("after publish.record")
         with state.changed:
             state.entries.pass_on(entry)

@@ -50,12 +50,11 @@ def compose(
     """
     objects = as_promised(objects, descriptor.endpoint, verify_writes(location))
     options, settings, host_local = tier_settings(location, descriptor, url.partition("://")[2])
-    plain = partial(Store, objects, descriptor, url=url, codecs=settings.codecs)
+    plain = partial(Store, objects, descriptor, url=url, codecs=settings.codecs, state_dir=settings.directory)
     opened = partial(
         plain,
         ack=settings.ack,
         timeout_s=settings.timeout_s,
-        state_dir=settings.directory,
         device_bytes=settings.device_bytes,
     )
     if not (settings.ram_bytes or settings.nvme_bytes):

@@ -399,7 +399,7 @@ def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, 
             descriptor = kept[0]
         promised = as_promised(objects, descriptor.endpoint, verify_writes(location))
         settings = tier_settings(location, descriptor, root)[1]
-        return Store(promised, descriptor, url=url, codecs=settings.codecs), settings
+        return Store(promised, descriptor, url=url, codecs=settings.codecs, state_dir=settings.directory), settings
     raise StoreNotFoundError(f"no store holds {location.url}", path=location.url)
 
 

@@ -24,6 +24,7 @@ from tierfs.store.store import Store
 from tierfs.store.tree.records import (
     Observed,
     blindly,
+    found_nothing,
     observe,
     observe_draft,
     observe_published,
@@ -101,14 +102,14 @@ class Commits:
         directory, _, name = path.rpartition("/")
         there = observe_draft(store, path)  # read before the object tier, because drafts move down
         listed = self._names(directory) if name == ROOT else None
-        is_new = there is None and listed is not None and record_key(path) not in listed
-        if there is None and not is_new:
-            there = observe_published(store, path)
+        is_new = False
+        if there is None:
+            is_listed = listed is None or record_key(path) in listed
+            there = observe_published(store, path) if is_listed else found_nothing(store, path, record_key(path))
             is_new = there.version is None
-        manifest = there.manifest if there is not None else None
-        if manifest is None:
+        if there.manifest is None:
             refuse_foreign(store, path)
-        before = _turns(manifest)
+        before = _turns(there.manifest)
         if name == ROOT and (listed is None or directory_prefix(inside(directory, PENDING)) in listed):
             before += [mark for mark, _ in self._announced.find(directory)]
         return before, is_new

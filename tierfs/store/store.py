@@ -281,6 +281,11 @@ class RecordCache:
             while self._bytes > self.bytes_max:
                 self._drop(next(iter(self._entries)))
 
+    def forget(self, key: str) -> None:
+        """Drop the record of a key, because nothing is at the key any more."""
+        with self._lock:
+            self._drop(key)
+
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()

@@ -223,7 +223,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     def connect(way: Way) -> StorePublisher:
         from tierfs.session.tiers import publisher_of  # noqa: PLC0415 - loads the store, which a client does not wait for
 
-        return publisher_of(lambda: _open_as_told(way, uuid, codecs), host)
+        return publisher_of(lambda: _open_as_told(way, uuid, codecs, state), host)
 
     # The client may die before it sends anything. A directory needs no credentials, so its drafts are flushed anyway.
     own = Way(arguments.url, {}) if arguments.url.startswith("file://") else None
@@ -254,14 +254,14 @@ def _raise_limits() -> None:
                 resource.setrlimit(which, (wanted, hard))
 
 
-def _open_as_told(way: Way, uuid: str, codecs: str) -> Store:
+def _open_as_told(way: Way, uuid: str, codecs: str, state: Path) -> Store:
     """Open the store at a client's URL, and check its id: changes must never reach another store than their own."""
     from tierfs.session import parse_url  # noqa: PLC0415 - only what a command needs
     from tierfs.session.open import open_bare  # noqa: PLC0415
 
     url = way.url
     location = parse_url(url)
-    tiers = replace(location.tiers, codecs=codecs)
+    tiers = replace(location.tiers, codecs=codecs, state_dir=str(state))
     store, _ = open_bare(replace(location, options={**location.options, **way.options}, tiers=tiers))
     if store.descriptor.uuid != uuid:
         raise StoreNotFoundError(

@@ -1,9 +1,10 @@
 """Records that any process of this host has seen, so that a listing sends no GET for them.
 
 All stores whose object tier is elsewhere share one SQLite file in the state directory. It is a cache: losing it costs
-requests only. A version never has two contents, and every record carries its own checksum, so a stale or damaged entry
-is detected. The file has no write-ahead log, and a connection lives for one batch, so processes and forks share only
-the file.
+requests only, except while the object tier does not answer. A change is then based on the version that the host saw
+last, and without this file on what its own process saw. A version never has two contents, and every record carries its
+own checksum, so a stale or damaged entry is detected. The file has no write-ahead log, and a connection lives for one
+batch, so processes and forks share only the file.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ RECORD_BYTES_MAX = 64 * 1024
 PENDING_MAX = 200
 QUERY_KEYS_MAX = 500
 BUSY_S_MAX = 2.0
+NOT_THERE = Version("")
 _logger = logging.getLogger("tierfs.store")
 
 _SCHEMA = """
@@ -69,16 +71,21 @@ class HostRecords:
         return f"HostRecords({str(self._path)!r}, failures={self.failures})"
 
     def add(self, key: str, version: Version, data: bytes) -> None:
-        """Keep the record of this version of a key, unless it is longer than RECORD_BYTES_MAX.
+        """Keep the record of this version of a key. Of one longer than RECORD_BYTES_MAX, keep the version only.
 
         Records are written to disk in batches, and at process exit.
         """
-        if len(data) > RECORD_BYTES_MAX:
-            return
         with self._lock:
-            self._pending[key] = (time.time_ns(), version, data)
+            self._pending[key] = (time.time_ns(), version, data if len(data) <= RECORD_BYTES_MAX else b"")
             full = len(self._pending) >= PENDING_MAX
         if full:
+            self.flush()
+
+    def forget(self, key: str) -> None:
+        """Note that nothing is at a key. If a record was known, this is written to disk at once."""
+        kept = self.newest(key)
+        if kept is not None and kept[0] != NOT_THERE:
+            self.add(key, NOT_THERE, kept[1])
             self.flush()
 
     def find(self, infos: Iterable[ObjectInfo]) -> dict[str, bytes]:
@@ -95,13 +102,17 @@ class HostRecords:
                 marks = ",".join("?" * len(some))
                 query = f"SELECT key, version, data FROM records WHERE store = ? AND key IN ({marks})"  # noqa: S608 - only placeholders
                 rows = connection.execute(query, [self._uuid, *some])
-                found.update({key: data for key, version, data in rows if versions[key] == version})
+                found.update({key: data for key, version, data in rows if data and versions[key] == version})
 
         self._use(look_up)
         return found
 
     def newest(self, key: str) -> tuple[Version, bytes] | None:
-        """Return the version of a record that the host saw last, and the record."""
+        """Return the version of a record that the host saw last, and the record.
+
+        The version is NOT_THERE if nothing was at the key when the host looked last. The record is then the last one
+        that was there. It is empty if it was too long to keep.
+        """
         with self._lock:
             noted = self._pending.get(key)
         found: list[tuple[int, Version, bytes]] = [] if noted is None else [noted]

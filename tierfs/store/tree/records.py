@@ -19,6 +19,7 @@ from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
+from tierfs.store.tree.host_records import NOT_THERE
 
 RECORD_BYTES_MAX = MANIFEST_BYTES_MAX + 1024
 _logger = logging.getLogger("tierfs.store")
@@ -69,6 +70,14 @@ def nothing_at(path: str) -> Observed:
         InvalidInputError: The path is invalid.
     """
     return Observed(path, keys.record_key(path), None, None)
+
+
+def found_nothing(store: Store, path: str, key: str) -> Observed:
+    """Return the observation that no record is at a key, where a look found none. Forget the record known there."""
+    store.records.forget(key)
+    if store.host_records is not None:
+        store.host_records.forget(key)
+    return Observed(path, key, None, None)
 
 
 def observe(store: Store, path: str) -> Observed:
@@ -145,12 +154,13 @@ def blindly(store: Store, path: str, error: StoreError) -> Observed:
 
 
 def last_seen(store: Store, path: str) -> Observed:
-    """Return the version in the object tier that this process, or else this host, saw last. Sends no request."""
+    """Return the version in the object tier that a process of this host saw last. Sends no request."""
     key = keys.record_key(path)
-    seen = store.records.get(key)
-    if seen is None and store.host_records is not None:
-        kept = store.host_records.newest(key)
-        seen = None if kept is None else (kept[0], _decode(store, kept[1], path, key))
+    seen: tuple[Version, Record | None] | None = store.records.get(key)
+    kept = None if store.host_records is None else store.host_records.newest(key)
+    # Another process, such as the flusher, may have seen a later version than this one.
+    if kept is not None and (seen is None or seen[0] != kept[0]):
+        seen = None if kept[0] == NOT_THERE else (kept[0], _decode(store, kept[1], path, key) if kept[1] else None)
     return nothing_at(path) if seen is None else Observed(path, key, seen[1], seen[0])
 
 
@@ -166,7 +176,7 @@ def _observe(store: Store, path: str, key: str) -> Observed:
             return replace(observe_listed(store, path, store.objects.head(key)), seen_s=seen_s)
         return replace(_read(store, path, key), seen_s=seen_s)
     except NotFoundError:
-        return Observed(path, key, None, None)
+        return found_nothing(store, path, key)
 
 
 def observe_listed(store: Store, path: str, info: ObjectInfo) -> Observed:
@@ -276,7 +286,10 @@ def _find_own(store: Store, observed: Observed, record: Record) -> Observed | No
     """
     try:
         current = _read(store, observed.path, observed.key)
-    except (NotFoundError, CorruptionError):
+    except NotFoundError:
+        found_nothing(store, observed.path, observed.key)
+        return None
+    except CorruptionError:
         return None
     if current.version == observed.version or current.record is None or current.record.write_id != record.write_id:
         return None
