@@ -25,6 +25,7 @@ from tierfs.cli import main
 from tierfs.cli.commands._status_table import UploadRate, one_line, table
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.flusher.priority import NICER
+from tierfs.flusher.upload import Uploader
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.pending.levels import Level
 from tierfs.host.rpc.client import FlusherClient
@@ -391,8 +392,6 @@ def refuse_to_spawn(*_):
 
 
 def test_wait_that_takes_too_long_names_what_is_pending(url, fail, no_flusher, monkeypatch):
-    from tierfs.flusher.upload import Uploader
-
     stage(url, files=2)
     no_flusher()
     # The flusher runs as a thread of this process, and never uploads.
@@ -401,6 +400,34 @@ def test_wait_that_takes_too_long_names_what_is_pending(url, fail, no_flusher, m
     code, error = fail("wait", url, "--timeout", "0.3")
     assert (code, error["kind"]) == (11, "timeout")
     assert re.search(r"2 files \(\d+ bytes\) have not reached 'object' yet, run/f\d", error["message"])
+
+
+def use_no_tiers(monkeypatch, directory):
+    monkeypatch.setenv("TIERFS_RAM", "0")
+    monkeypatch.setenv("TIERFS_NVME", "0")
+
+
+def use_another_endpoint(monkeypatch, directory):
+    monkeypatch.delenv("TIERFS_RAM")  # tiers that were asked for are an error at any command
+    (directory / "place.json").write_text('["https://one.example bucket/run"]')
+
+
+@pytest.mark.parametrize("use", [use_no_tiers, use_another_endpoint])
+def test_pending_files_that_cannot_be_reached_fail_wait_and_status(
+    host, url, fail, capsys, no_flusher, monkeypatch, use
+):
+    stage(url, files=2)
+    directory = store_directory(host, url)
+    know_no_store(monkeypatch)
+    use(monkeypatch, directory)
+    for path in ("", "/run", "/run/f1"):
+        code, error = fail("wait", f"{url}{path}")
+        assert code == 8
+        assert "run/f" in error["message"]
+    assert main(["status", url, "--json"]) == 8
+    assert "run/f" in json.loads(capsys.readouterr().out)["errors"][0]["message"]
+    save(open_store(parse_url(url))[0], "other", b"published")
+    assert main(["wait", f"{url}/other"]) == 0
 
 
 def test_wait_for_a_path_that_nobody_wrote_is_not_found(url, fail):

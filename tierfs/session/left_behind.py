@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Collection
 from pathlib import Path
 
-from tierfs.clock import SystemClock
 from tierfs.errors import StoreError, TierfsError
 from tierfs.host.host import Host
 from tierfs.host.identity import PLACE_FILE, places_in
@@ -62,14 +60,9 @@ def _segments_of(state: Path, directory: Path) -> str:
 
 def is_pending(state: Path, directory: Path) -> bool:
     """Return whether changes are pending, as far as that can be looked up. If not, assume that they are."""
-    # These modules import numpy, which takes a while.
-    from tierfs.host.nvme.reader import NvmeReader  # noqa: PLC0415
-    from tierfs.host.slab.ram import RamTier  # noqa: PLC0415
-    from tierfs.host.slab.table.table import SlotState  # noqa: PLC0415
+    from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415 - imports numpy, which takes a while
 
     try:
-        nvme, ram = NvmeReader(directory), RamTier(Host(state), directory.name, budget_bytes=0, clock=SystemClock())
-        with contextlib.closing(nvme), contextlib.closing(ram):
-            return bool(ram.drafts((SlotState.SEALED, SlotState.CONFLICT)) or nvme.drafts_below("", conflicts=True))
+        return bool(paths_pending(state, directory))
     except TierfsError:
         return True  # unreadable tiers may have pending changes

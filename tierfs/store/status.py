@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs import kernels
 from tierfs.clock import boot_id
-from tierfs.errors import StoreError
+from tierfs.errors import StoreError, TierfsError
 from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.pending.levels import Level
@@ -18,6 +18,7 @@ from tierfs.objects import PromisedObjects
 from tierfs.store.device_notes import read_notes
 from tierfs.store.request_metrics import request_metrics
 from tierfs.store.store import Store
+from tierfs.store.waiting import tiers_below
 
 if TYPE_CHECKING:
     from tierfs.host.pending.record import Draft
@@ -33,7 +34,6 @@ def status(store: Store) -> dict[str, Any]:
 
     No flusher is needed. If none runs, pending changes are counted in the tiers themselves.
     """
-    tiers = store.tiers
     report: dict[str, Any] = {
         "store": store.url,
         "uuid": store.descriptor.uuid,
@@ -53,6 +53,11 @@ def status(store: Store) -> dict[str, Any]:
     }
     if store.host_records is not None:
         report["records"]["host"] = store.host_records.status()
+    try:
+        tiers = tiers_below(store, "")
+    except TierfsError as error:
+        tiers = None
+        report["errors"] = [{"path": error.path or "", "message": str(error), "attempts": 0}]
     if tiers is None:
         if store.unused:
             report["tiers"] |= {tier: {"gives": "", "problem": store.unused} for tier in ("ram", "nvme")}

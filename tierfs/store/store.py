@@ -106,6 +106,7 @@ class Store:
         self._damage_told_to = tiers
         self._checked_at = self.clock.monotonic()
         self._descriptor_version: Version | None = None
+        self.state_dir = state_dir
         self.records = RecordCache()
         # By directory: keys of files that its checkpoint does not name, and when each was first seen unnamed. See
         # `tierfs.store.replaced`.

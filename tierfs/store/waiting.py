@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierfs.errors import NotFoundError
+from tierfs.errors import NotFoundError, StoreError
 from tierfs.format.manifest import Manifest
+from tierfs.host.host import state_directory
+from tierfs.host.identity import PLACE_FILE, places_in
 from tierfs.host.pending.levels import Level
 from tierfs.store.read.reader import Reader, open_manifest
 from tierfs.store.store import Store
@@ -23,15 +25,42 @@ def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) 
     of ``None`` or infinity means no limit.
 
     Raises:
+        StoreError: Changes are pending in local tiers that this process does not use: see `tiers_below`.
         TimeoutError: The level was not reached in time. The message names the pending changes.
         ConflictError: Another writer changed a path before this host's change was flushed. That version stands, and
             this change is kept as a conflict.
         TierfsError: The reason why a change cannot reach the level.
     """
-    tiers = _tiers_of(store)
+    tiers = tiers_below(store, path)
     if tiers is not None:
         store.hand_over(writes=False)
         tiers.wait(path, level, bounded_timeout(timeout_s))
+
+
+def tiers_below(store: Store, path: str) -> Tiers | None:
+    """Return the local tiers of a store; None if there are none and this host has no changes pending below ``path``.
+
+    Raises:
+        StoreError: Changes are pending in local tiers that this process does not use: they belong to the place where
+            another process found the store, or are switched off here.
+        TierfsError: The local tiers cannot be used, and changes may be pending in them.
+    """
+    tiers, state = _tiers_of(store), store.state_dir or state_directory()
+    directory = state / "stores" / store.descriptor.uuid
+    if tiers is not None or not directory.is_dir():
+        return tiers
+    from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415 - loads numpy
+
+    names = paths_pending(state, directory, path)
+    if names:
+        saved_at = next(iter(places_in(directory / PLACE_FILE)), store.url).removeprefix("file:")
+        raise StoreError(
+            f"{store.where(names[0])} is one of {len(names)} files that this host saved at {saved_at} and has not put "
+            "there yet, and the local tiers of that place are not in use here: wait with the endpoint, ram= and nvme= "
+            "of the process that saved them",
+            path=names[0],
+        )
+    return None
 
 
 def level_of(store: Store, path: str) -> Level:

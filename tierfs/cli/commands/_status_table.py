@@ -160,14 +160,14 @@ def _snapshots(values: Mapping[str, Any]) -> str:
 
 def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     conflicts = [(item["path"], item["message"]) for item in report["conflicts"]]
-    errors = [(item["path"], f"attempt {item['attempts']}: {item['message']}") for item in report["errors"]]
+    errors = [(item["path"], _tried(item)) for item in report["errors"]]
     for title, count, items in (
         (
             "conflicts: another writer changed the file first; `tierfs flusher discard` deletes this host's change",
             _conflicts(report),
             conflicts,
         ),
-        ("errors: the flusher retries these files", _errors(report), errors),
+        ("errors", _errors(report), errors),
     ):
         if items:
             yield from ("", colored(title, "problem"))
@@ -189,6 +189,10 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
             "folders in the working directory that belong to no store: a program used a tierfs URL as a local path",
         )
         yield from (f"  {printable(path)}" for path in report["misplaced"][:LISTED_MAX])
+
+
+def _tried(error: Mapping[str, Any]) -> str:
+    return f"attempt {error['attempts']}: {error['message']}" if error["attempts"] else str(error["message"])
 
 
 def _conflicts(report: Mapping[str, Any]) -> int:

@@ -15,6 +15,7 @@ from tierfs.cli.commands._status_prometheus import exposition
 from tierfs.cli.commands._status_table import UploadRate, one_line, table
 from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.errors import StoreError
 from tierfs.store import Store, status
 from tierfs.store.maintenance.last_upkeep import last_upkeep
 
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(exposition(report), end="")
     else:
         print("\n".join(table(report, UploadRate().sample(report, time.monotonic()))))
-    return 0
+    return StoreError.exit_code if store.tiers is None and report["errors"] else 0
 
 
 def _seconds(text: str) -> float:

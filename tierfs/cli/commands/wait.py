@@ -11,6 +11,7 @@ from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.host.pending.levels import Level
 from tierfs.store import wait
+from tierfs.store.waiting import tiers_below
 from tierfs.units import format_bytes
 
 HELP = "wait until everything that this host wrote at or below a path has reached a level"
@@ -41,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if timeout_s is not None:
         require_seconds("--timeout", timeout_s)
     place, level = store_place(arguments.url), Level.parse(arguments.level)
+    tiers_below(place.store, place.path)  # raises if changes are pending that this process does not reach
     pending = _pending(place, level)
     if not pending and (place.store.tiers is None or place.store.tiers.drafts.is_settled(place.path)):
         # Raise if nothing is there: a wrong path must not look like a safe file.

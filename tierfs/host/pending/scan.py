@@ -6,14 +6,17 @@ flusher only to rebuild a damaged index.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tierfs.clock import boot_id
-from tierfs.errors import CorruptionError
+from tierfs.clock import SystemClock, boot_id
+from tierfs.errors import CorruptionError, StoreError
 from tierfs.format.keys import is_at_or_below
 from tierfs.host.counters import Counters
+from tierfs.host.host import Host
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.stored import StoredDraft
 from tierfs.host.pending.decoded import DecodedDrafts
@@ -192,6 +195,29 @@ class PendingDrafts:
                 )
             self._flusher.request("status", {})
         return look_up()
+
+
+def paths_pending(state: Path, directory: Path, path: str = "") -> list[str]:
+    """Return the paths of pending changes and conflicts at or below ``path`` in local tiers that are not in use here.
+
+    Args:
+        state: The state directory.
+        directory: The store's directory in it.
+        path: Relative to the store's root.
+
+    Raises:
+        TierfsError: The tiers cannot be read, and may have pending changes.
+    """
+    nvme, ram = NvmeReader(directory), RamTier(Host(state), directory.name, budget_bytes=0, clock=SystemClock())
+    with contextlib.closing(nvme), contextlib.closing(ram):
+        slots = ram.drafts((SlotState.SEALED, SlotState.CONFLICT))
+        staged = [slot.segment.meta(slot).decode(errors="replace") for slot in slots]
+        for name, error in ram.damaged().items():
+            raise damaged_segment(name, error, path)
+        for name in ram.unread():
+            raise StoreError(f"{name} cannot be opened, and may hold pending changes: {ram.why_unread}", tier="ram")
+        stored = [draft.path for draft in nvme.drafts_below(path, conflicts=True)]
+    return sorted({*stored, *(name for name in staged if is_at_or_below(name, path))})
 
 
 def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:
