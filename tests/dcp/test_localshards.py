@@ -18,7 +18,7 @@ from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.dcp.save.local_shards import holds_shards, shards_of
+from tierfs.dcp.tensorbytes import holds_shards, shards_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),

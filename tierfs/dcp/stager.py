@@ -16,12 +16,21 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from tierfs.dcp.save.gpu_tensors import Later, begin_tensors
-from tierfs.dcp.save.local_shards import holds_shards, mark_shards, shards_of
-from tierfs.dcp.save.refused import refused
 from tierfs.dcp.save.replicas import placeholder
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.staged_state import Awaited, StagedState
-from tierfs.dcp.tensorbytes import PLAIN_TYPES, has_no_copy, is_quantized, lies_nowhere, problem_of, refuse_unusual
+from tierfs.dcp.tensorbytes import (
+    PLAIN_TYPES,
+    has_no_copy,
+    holds_shards,
+    is_quantized,
+    lies_nowhere,
+    mark_shards,
+    problem_of,
+    refuse_unusual,
+    refused,
+    shards_of,
+)
 from tierfs.errors import InvalidInputError
 
 _logger = logging.getLogger("tierfs.dcp")

@@ -2,14 +2,19 @@
 
 The bytes are those of the elements in row-major order and in this machine's byte order, which is little-endian
 everywhere torch runs checkpoints.
+
+A tensor that cannot be copied has a stand-in: planning it fails, so every rank gets the error. A plain tensor may
+describe the shards of a larger tensor that it holds: torch's ``CheckpointableTensor`` (2.14). torch plans such a tensor
+by four of its attributes, so a copy needs them too. An older torch ignores them.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses import FakeTensor
@@ -47,6 +52,7 @@ _F4 = "F4"
 _F4_IN_ONE = 2
 """The number of ``F4`` elements in one element of torch's ``float4_e2m1fn_x2``, along the last dimension."""
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def in_safetensors(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
@@ -239,3 +245,53 @@ def _is_shapeless(tensor: Any) -> bool:
 def _has_no_memory(tensor: Any) -> bool:
     """Return whether a tensor's memory was freed. Reading its elements would then read arbitrary memory."""
     return bool(tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes())
+
+
+class Refused(torch.Tensor):  # type: ignore[misc]  # torch's classes are untyped here
+    """A tensor without elements that is never saved.
+
+    Attributes:
+        why: Names the original tensor, and says what to store instead. torch's copies of this tensor have the default.
+    """
+
+    why = "a tensor that cannot be copied"
+
+    def __create_write_items__(self, _fqn: str, _object: Any) -> NoReturn:
+        """Raise, by DCP's protocol for tensors that create their own items."""
+        raise InvalidInputError(self.why)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        """Raise: inside the bytes of an object, the missing tensor would go unnoticed."""
+        raise InvalidInputError(self.why)
+
+
+def refused(why: str) -> Refused:
+    """Return a stand-in. It may be sent to the process that saves."""
+    made: Refused = torch.Tensor._make_subclass(Refused, torch.empty(0))
+    made.why = why
+    return made
+
+
+def _reduce(stand_in: Refused) -> tuple[Any, ...]:
+    return refused, (stand_in.why,)
+
+
+ForkingPickler.register(Refused, _reduce)
+
+
+def holds_shards(tensor: Any) -> bool:
+    """Return whether a tensor describes shards."""
+    return hasattr(tensor, _FIELDS[0]) and all(hasattr(tensor, name) for name in _FIELDS)
+
+
+def shards_of(tensor: Any) -> dict[str, Any] | None:
+    """Return a tensor's own description of its shards; ``None`` for any other tensor."""
+    return {name: getattr(tensor, name) for name in _FIELDS} if holds_shards(tensor) else None
+
+
+def mark_shards(copied: Any, shards: Mapping[str, Any] | None) -> Any:
+    """Set the description of the shards on a copy of a tensor, and return the copy."""
+    if shards is not None:
+        for name, value in shards.items():
+            setattr(copied, name, value)
+    return copied

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from tierfs.codec.layout.safetensors import HeaderEntry
 from tierfs.dcp.save.placed import Placed
-from tierfs.dcp.save.plan import PlannedPiece, cut, header, plan_runs
+from tierfs.dcp.save.plan import PlannedPiece, cut, header, plan_runs, unique
 from tierfs.dcp.save.shard_file import ShardFile, changed_on_the_way
-from tierfs.dcp.save.tensor_plan import unique
 from tierfs.device.transfer import BESIDE_TRAINING
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError

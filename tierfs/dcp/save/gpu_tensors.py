@@ -14,9 +14,9 @@ import torch
 from tierfs._fork import renew_in_children
 from tierfs.dcp.save.gpu_staging import fall_back_of
 from tierfs.dcp.save.placed import FileRun, Placed
+from tierfs.dcp.save.plan import TensorPlan, plan_of
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.streaming import say_waves
-from tierfs.dcp.save.tensor_plan import TensorPlan, plan_of
 from tierfs.device.accelerator import Accelerator, accelerator_of
 from tierfs.device.detached import detached
 from tierfs.device.drain import drain_of

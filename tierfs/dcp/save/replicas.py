@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tierfs._fork import PerProcess
-from tierfs.dcp.save.local_shards import holds_shards
-from tierfs.dcp.tensorbytes import PLAIN_TYPES
+from tierfs.dcp.tensorbytes import PLAIN_TYPES, holds_shards
 from tierfs.errors import InvalidInputError
 
 FAILURES_MAX = 2

@@ -19,9 +19,8 @@ from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.copy import Batch, copy_tensors
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.placed import FileRun, Placed, RunMemory
-from tierfs.dcp.save.plan import PlannedPiece, plan_runs
+from tierfs.dcp.save.plan import PlannedPiece, TensorPlan, TensorRun, described, plan_of, plan_runs, unique
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.save.tensor_plan import TensorPlan, TensorRun, described, plan_of, unique
 from tierfs.device.transfer import BESIDE_TRAINING, Transfer
 from tierfs.digest import CHUNK_BYTES, DigestKind, digests_of
 from tierfs.errors import CapacityError, CorruptionError, StoreError

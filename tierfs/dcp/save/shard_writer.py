@@ -13,10 +13,10 @@ from tierfs.dcp.save.commit import commit_shard
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.gpu_tensors import begin_tensors, snapshots_of
 from tierfs.dcp.save.placed import Placed
+from tierfs.dcp.save.plan import described, unique
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import FileState, ShardFile, staged_in
 from tierfs.dcp.save.streaming import StreamPart, object_part, say_waves, stream, tensor_part
-from tierfs.dcp.save.tensor_plan import described, unique
 from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.errors import CapacityError
 from tierfs.store import Store

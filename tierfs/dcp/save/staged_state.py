@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from tierfs._fork import PerProcess
 from tierfs.dcp.save.gpu_tensors import Later
-from tierfs.dcp.save.local_shards import mark_shards, shards_of
 from tierfs.dcp.save.saves import Save, read_here
 from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.tensorbytes import mark_shards, shards_of
 from tierfs.device.detached import detached
 
 ALIGN_BYTES = 64

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
-from tierfs.dcp.save.plan import header
-from tierfs.dcp.save.tensor_plan import described, unique
+from tierfs.dcp.save.plan import described, header, unique
 from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.errors import CapacityError
 from tierfs.store import Store, Writer
