@@ -19,6 +19,7 @@ from tierfs.mount.tree import NO_REPLACE
 from tierfs.mount.wire import Valid
 from tierfs.session import TierOptions, init, open_store
 from tierfs.session.url import Location
+from tierfs.store import WriteMode
 from tierfs.store.tree.records import observe_marker
 from tierfs.testing import damage
 
@@ -31,6 +32,25 @@ def test_an_exclusive_create_finds_what_is_there(hand):
     hand.write_file("a", b"x")
     with pytest.raises(FileExistsError):
         hand.create("a", flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
+def test_a_file_that_is_created_exclusively_is_a_lock(hand, other, tmp_path):
+    exclusive = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    second = Hand(hand.state.store, tmp_path / "staging")
+    assert not hand.exists("lock")
+    assert not second.exists("lock")
+    handle = hand.create("lock", flags=exclusive, mode=0o600)
+    with pytest.raises(FileExistsError):
+        second.create("lock", flags=exclusive)
+    with pytest.raises(AlreadyExistsError):
+        verbs.save(other if hand.state.store.tiers is None else hand.state.store, "lock", b"", mode=WriteMode.CREATE)
+    assert second.node("lock").attributes.mode == 0o100600
+    hand.files.write(handle, 0, memoryview(b"mine"))
+    hand.close(handle)
+    assert second.read_file("lock") == b"mine"
+    hand.tree.remove_file(*hand.parent("lock"))
+    second.close(second.create("lock", flags=exclusive))
+    assert hand.read_file("lock") == b""
 
 
 def test_a_create_finds_what_another_host_made_since_the_name_was_missing(hand, other):

@@ -16,7 +16,7 @@ from functools import partial
 
 from tierfs import store as verbs
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import ConflictError, NotFoundError
+from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.mount.attributes import attributes_of, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.nodes import Handle, Node, version_of
@@ -62,7 +62,7 @@ class Files:
         if flags & os.O_TRUNC and node.path is None and node.entry is not None:
             self._end_awaiting(node.entry.path)
         with node.lock:
-            self._check_is_newest(node, thread)
+            self._check_is_newest(node, thread, writes=writes)
             if writes and node.entry is not None and node.entry.foreign is not None:
                 raise refusal(errno.EACCES, f"{node.path} was not written by tierfs and can only be read")
             if flags & os.O_TRUNC and node.attributes.size:
@@ -82,10 +82,10 @@ class Files:
             return handle
 
     def opened_new(self, node: Node) -> Handle:
-        """Open a new file."""
+        """Open a new file, which the store has already if it was created exclusively."""
         with node.lock:
             node.staged = StagedInode(self._state.staging, None)
-            node.staged.is_dirty = True
+            node.staged.is_dirty = node.is_unpublished
             return self._handle(node, writes=True)
 
     def handle(self, number: int) -> Handle:
@@ -338,6 +338,7 @@ class Files:
         try:
             if entry.manifest is None:
                 raise refusal(errno.EPERM, f"{path} was not written by tierfs")
+            verbs.look(self._state.store, path)
             metadata = with_posix(entry.manifest.metadata, node.attributes)
             manifest = verbs.annotate(self._state.store, path, metadata, write_id=entry.manifest.write_id)
         except BaseException:
@@ -359,11 +360,13 @@ class Files:
                 emptied.awaits_writer = False
                 self._end_staging(emptied)
 
-    def _check_is_newest(self, node: Node, thread: int) -> None:
+    def _check_is_newest(self, node: Node, thread: int, *, writes: bool) -> None:
         """Check that the store still has the version that the kernel is opening.
 
         Raises:
             OSError: The store has another version, and the kernel has to look the name up again (ESTALE).
+            StoreError: The object tier does not answer. A file that is opened to be written may be opened without, if
+                saves go on: it is published on the condition that the version is still the newest.
         """
         path = node.path if node.path is not None or node.entry is None else node.entry.path
         if self._state.stale.take((path, thread)) and (node.path is not None or self._has_bytes(node)):
@@ -374,10 +377,14 @@ class Files:
         if node.has_changes:
             return
         try:
-            entry = verbs.stat_to_read(self._state.store, node.path)
+            entry = verbs.look(self._state.store, node.path, to_read=True)
         except NotFoundError:
             self._state.nodes.remove(node)
             raise refusal(errno.ESTALE) from None
+        except StoreError as error:
+            if writes and verbs.last_known(self._state.store, node.path, error) is not None:
+                return
+            raise
         if version_of(entry) != node.version or entry.is_directory:
             self._state.stale.note((path, thread))
             self._state.nodes.replaced(node)

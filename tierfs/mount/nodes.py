@@ -84,8 +84,8 @@ class Node:
 
     @property
     def is_unpublished(self) -> bool:
-        """Whether this is a file of which the store has no version."""
-        return self.version is None and not self.is_directory
+        """Whether the store does not have this file, or this directory, of which it could not make a marker yet."""
+        return self.version is None and not (self.is_directory and (self.has_marker or self.entry is not None))
 
 
 @dataclass(slots=True, eq=False)

@@ -28,13 +28,13 @@ from tierfs.errors import (
 from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT
 from tierfs.format.manifest import Manifest
-from tierfs.mount.attributes import DIRECTORY_MODE, MODE_BITS, new_attributes, with_posix
+from tierfs.mount.attributes import DIRECTORY_MODE, new_attributes, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.files import Files
 from tierfs.mount.nodes import Handle, Node, version_of
 from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
-from tierfs.store import Entry
+from tierfs.store import Entry, WriteMode
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe_marker
 
@@ -62,8 +62,11 @@ class NameTree:
             self._state.missing.note(path)
             raise
 
-    def _node_at(self, path: str) -> Node:
+    def _node_at(self, path: str, *, is_blind: bool = True) -> Node:
         """Return the inode at a path, as the store has it now or as this mount has changed it.
+
+        With ``is_blind``, and if saves go on while the object tier does not answer, return what this mount or this host
+        saw last. The kernel looks up each name before it makes or replaces it.
 
         Raises:
             NotFoundError: Nothing exists at the path.
@@ -72,11 +75,13 @@ class NameTree:
         nodes = self._state.nodes
         for _ in range(LOOKS_MAX):
             node = nodes.at(path)
+            if node is not None and node.is_directory and node.is_unpublished:
+                self._mark(node, path)
             if node is not None and (node.has_changes or node is nodes.root):
                 return node
             seen = nodes.serial
             try:
-                entry = verbs.stat_to_read(self._state.store, path)
+                entry = verbs.look(self._state.store, path, to_read=True)
             except NotFoundError:
                 node = nodes.at(path)
                 if node is not None and node.has_changes:
@@ -84,6 +89,15 @@ class NameTree:
                 if node is not None:
                     nodes.remove(node)
                 raise
+            except StoreError as error:
+                if not is_blind:
+                    raise
+                known = verbs.last_known(self._state.store, path, error)
+                if node is not None:
+                    return node
+                if known is None:
+                    raise NotFoundError(f"{self._state.store.where(path)} is not known here", path=path) from None
+                entry = known
             found = nodes.show(entry, seen)
             if found is not None:
                 return found
@@ -98,7 +112,12 @@ class NameTree:
         new = [child for child in nodes.below(path) if child.is_unpublished]
         seen = nodes.serial
         try:
+            verbs.check_reachable(self._state.store)
             entries = verbs.list_directory(self._state.store, path)
+        except StoreError as error:
+            if not error.transient or not node.is_unpublished:
+                raise
+            entries = verbs.list_pending(self._state.store, path)  # this mount made it while the object tier was away
         except NotFoundError:
             # A directory without a marker exists only through the files in it. All of these may be new.
             entries = []
@@ -156,7 +175,7 @@ class NameTree:
     def make_file(self, parent: Node, name: str, mode: int, flags: int) -> tuple[Node, Handle]:
         """Make a file and open it. Without ``O_EXCL``, open an existing file.
 
-        The store has a new file once it is published.
+        The store has a new file once it is published. With ``O_EXCL``, an empty file is published at once.
         """
         path = self._path(parent, name, is_new=True)
         is_missing = self._state.missing.take(path)
@@ -176,7 +195,13 @@ class NameTree:
                 if error.errno != errno.ESTALE:
                     raise
         path = self._path(parent, name, is_new=True)  # the parent may have been renamed in the meantime
-        node = self._state.nodes.make(path, new_attributes(0, stat.S_IFREG | mode, time.time_ns()))
+        attributes, reserved = new_attributes(0, stat.S_IFREG | mode, time.time_ns()), None
+        if flags & os.O_EXCL:  # programs lock by such a file, so no other process may make it too
+            metadata = with_posix({}, attributes)
+            reserved = verbs.save(self._state.store, path, b"", mode=WriteMode.CREATE, metadata=metadata)
+        node = self._state.nodes.make(path, attributes)
+        if reserved is not None:
+            self._state.nodes.published(node, Entry(path, is_directory=False, manifest=reserved))
         handle = self._files.opened_new(node)
         self._touch(parent)
         return node, handle
@@ -186,17 +211,21 @@ class NameTree:
         there = self._state.nodes.at(path)
         if there is not None and there.is_unpublished:
             raise refusal(errno.EEXIST)
-        verbs.make_directory(self._state.store, path)
+        has_marker = False
+        try:
+            has_marker = verbs.make_directory(self._state.store, path)
+        except StoreError as error:
+            if verbs.last_known(self._state.store, path, error) is not None:
+                raise refusal(errno.EEXIST) from None
         node = self._state.nodes.make(path, new_attributes(0, stat.S_IFDIR | mode, time.time_ns()))
-        node.has_marker = True
-        if mode & MODE_BITS != DIRECTORY_MODE:
-            verbs.annotate_directory(self._state.store, path, with_posix({}, node.attributes))
+        node.has_marker = has_marker
+        self._mark(node, path)
         self._touch(parent)
         return node
 
     def remove_file(self, parent: Node, name: str) -> None:
         """Remove a file. Open handles can still read its bytes."""
-        node = self.look_up(parent, name)
+        node = self._node_at(self._path(parent, name), is_blind=False)
         if node.is_directory:
             raise refusal(errno.EISDIR)
         with self._files.taking(node):
@@ -210,14 +239,17 @@ class NameTree:
 
     def remove_directory(self, parent: Node, name: str) -> None:
         """Remove an empty directory."""
-        node = self.look_up(parent, name)
+        node = self._node_at(self._path(parent, name), is_blind=False)
         if not node.is_directory:
             raise refusal(errno.ENOTDIR)
         path = self._alive(node)
         if any(child.is_unpublished for child in self._state.nodes.below(path)):
             raise refusal(errno.ENOTEMPTY)
         self._keep_directory(parent)
-        verbs.remove_directory(self._state.store, path)
+        if not node.is_unpublished:
+            verbs.remove_directory(self._state.store, path)
+        elif verbs.list_pending(self._state.store, path):
+            raise refusal(errno.ENOTEMPTY)
         self._state.nodes.remove(node)
         self._touch(parent)
 
@@ -232,7 +264,7 @@ class NameTree:
         """
         if flags & ~NO_REPLACE:
             raise refusal(errno.EINVAL)
-        node = self.look_up(parent, name)
+        node = self._node_at(self._path(parent, name), is_blind=False)
         target = self._path(new_parent, new_name, is_new=True)
         if target == node.path:
             return
@@ -260,7 +292,8 @@ class NameTree:
         if wanted.valid & Valid.SIZE:
             raise refusal(errno.EISDIR)
         changed = wanted.applied_to(node.attributes, time.time_ns())
-        if node.path and changed.posix != node.attributes.posix:
+        if node.path and changed.posix != node.attributes.posix and not node.is_unpublished:
+            verbs.check_reachable(self._state.store)
             verbs.annotate_directory(self._state.store, node.path, with_posix({}, changed))
             node.has_marker = True
             self._state.nodes.changed(node.path)
@@ -293,6 +326,7 @@ class NameTree:
         source = self._alive(node)
         if target.startswith(f"{source}/"):
             raise refusal(errno.EINVAL)
+        verbs.check_reachable(self._state.store)
         if len(keys.record_key(target)) > len(keys.record_key(source)):
             found = {entry.path for entry in verbs.find(self._state.store, source, detail=False)}
             for path in found.union(child.path or source for child in self._state.nodes.below(source, deep=True)):
@@ -396,8 +430,13 @@ class NameTree:
     def _keep_directory(self, node: Node) -> None:
         """Give a directory a marker, so that it stays when its last file is removed, as programs expect."""
         if node.path and not node.has_marker:
-            verbs.make_directory(self._state.store, node.path, exist_ok=True)
-            node.has_marker = True
+            self._mark(node, node.path)
+
+    def _mark(self, node: Node, path: str) -> None:
+        """Make the marker of a directory, unless the object tier is unreachable."""
+        node.has_marker = node.has_marker or verbs.make_directory(self._state.store, path, exist_ok=True)
+        if node.has_marker and stat.S_IMODE(node.attributes.mode) != DIRECTORY_MODE:
+            verbs.annotate_directory(self._state.store, path, with_posix({}, node.attributes))
 
     def _touch(self, node: Node) -> None:
         now_ns = time.time_ns()

@@ -1,6 +1,7 @@
 """The operations on a store over an object tier, one module each."""
 
 from tierfs.repeats import drop_repeats
+from tierfs.store.offline import check_reachable
 from tierfs.store.read.prefetch import evict, prefetch
 from tierfs.store.read.reader import Reader, load, open_entry
 from tierfs.store.read.verify import Damage, VerifyReport, verify
@@ -10,8 +11,17 @@ from tierfs.store.tree.annotate import annotate, annotate_directory
 from tierfs.store.tree.copy import copy, rename, transfer
 from tierfs.store.tree.delete import delete
 from tierfs.store.tree.directory import make_directory, remove_directory
-from tierfs.store.tree.kind import is_directory_nearby, kind_of
-from tierfs.store.tree.listing import Entry, directories_in, find, is_directory, list_directory, stat, stat_to_read
+from tierfs.store.tree.kind import is_directory_nearby, kind_of, last_known, look
+from tierfs.store.tree.listing import (
+    Entry,
+    directories_in,
+    find,
+    is_directory,
+    list_directory,
+    list_pending,
+    stat,
+    stat_to_read,
+)
 from tierfs.store.tree.usage import Usage, usage, usages
 from tierfs.store.waiting import discard_conflict, level_of, open_conflict, wait
 from tierfs.store.write.writer import WriteMode, Writer, save
@@ -27,6 +37,7 @@ __all__ = [
     "Writer",
     "annotate",
     "annotate_directory",
+    "check_reachable",
     "copy",
     "delete",
     "directories_in",
@@ -36,9 +47,12 @@ __all__ = [
     "is_directory",
     "is_directory_nearby",
     "kind_of",
+    "last_known",
     "level_of",
     "list_directory",
+    "list_pending",
     "load",
+    "look",
     "make_directory",
     "open_conflict",
     "open_entry",

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tierfs.errors import StoreError, TierfsError
+from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
+from tierfs.host.pending.levels import Level
 from tierfs.host.private import make_private
 from tierfs.threads import start_daemon
 
@@ -79,6 +81,24 @@ def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
         if error.transient:
             tiers.away_until_s = store.clock.monotonic() + AWAY_S
         raise
+
+
+def writes_go_on(store: Store) -> bool:
+    """Return whether saves continue while the object tier is unreachable, because the flusher publishes them later."""
+    return store.tiers is not None and store.ack is not Level.OBJECT
+
+
+def check_reachable(store: Store) -> None:
+    """Check, for a change or a listing that needs the object tier, that it answers within LOOK_S seconds.
+
+    A store whose saves wait for the object tier anyway is not checked.
+
+    Raises:
+        StoreError: It does not. The error is transient.
+        TierfsError: The root does not hold a store any more.
+    """
+    if writes_go_on(store) and not store.descriptor.endpoint.host_local:
+        ask_briefly(store, lambda: store.objects.head(keys.DESCRIPTOR))
 
 
 class KnownStores:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from functools import partial
 
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
 from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest, inline_digest
+from tierfs.store.offline import ask_briefly, writes_go_on
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.listing import list_directory, stat
 from tierfs.store.tree.records import observe_marker, publish
 
 
-def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: bool = False) -> None:
+def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: bool = False) -> bool:
     """Create a directory that exists even while it is empty. Its parents are implied, or created with ``parents``.
 
     A parent that is only implied disappears with the last thing below it.
@@ -22,16 +24,20 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: 
     If ``exist_ok`` is set and the object tier is unreachable, a store with local tiers creates no marker, and counts
     that.
 
+    Returns:
+        Whether the directory exists now even while it is empty.
+
     Raises:
         AlreadyExistsError: There is a file, or a directory and ``exist_ok`` is not set.
         ConflictError, StoreError, ReadOnlyError: As for any change of a record.
     """
     if not path:
         if exist_ok:
-            return
+            return True
         raise AlreadyExistsError(f"{store.url} is the store's root", path=path)
     try:
-        observed = observe_marker(store, path)
+        look = partial(observe_marker, store, path)
+        observed = ask_briefly(store, look) if writes_go_on(store) else look()
     except StoreError as error:
         if not (exist_ok and error.transient) or store.tiers is None:
             raise
@@ -41,7 +47,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: 
             "the object tier is unreachable, so no marker of the directory was created: %s",
             error,
         )
-        return
+        return False
     if observed.manifest is None:
         try:
             entry = stat(store, path)
@@ -51,7 +57,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: 
             _refuse(store, path, exist_ok=exist_ok and entry.is_directory)
     else:
         _refuse(store, path, exist_ok=exist_ok)
-        return
+        return True
     if parents and (parent := path.rpartition("/")[0]):
         with contextlib.suppress(AlreadyExistsError):  # a file may have the name of a directory
             make_directory(store, parent, exist_ok=True, parents=True)
@@ -63,6 +69,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: 
         if observe_marker(store, path).manifest is None:
             raise
         _refuse(store, path, exist_ok=exist_ok)
+    return True
 
 
 def new_marker(store: Store, previous: str) -> Manifest:

@@ -27,6 +27,7 @@ DROPPED_ROWS = 10_000  # the oldest rows, deleted together
 RECORD_BYTES_MAX = 64 * 1024
 PENDING_MAX = 200
 QUERY_KEYS_MAX = 500
+BELOW_MAX = 1000  # one is enough, unless most were deleted
 BUSY_S_MAX = 2.0
 NOT_THERE = Version("")
 _logger = logging.getLogger("tierfs.store")
@@ -124,6 +125,24 @@ class HostRecords:
         if not self.failures and self._path.exists():
             self._use(look_up)
         return max(found)[1:] if found else None
+
+    def below(self, prefix: str) -> dict[str, bytes]:
+        """Return, by key, records that the host saw last below a prefix, which ends with a slash. At most BELOW_MAX.
+
+        A record that was too long to keep is empty.
+        """
+        found: dict[str, tuple[Version, bytes]] = {}
+
+        def look_up(connection: sqlite3.Connection) -> None:
+            query = "SELECT key, version, data FROM records WHERE store = ? AND key >= ? AND key < ? LIMIT ?"
+            rows = connection.execute(query, [self._uuid, prefix, f"{prefix[:-1]}0", BELOW_MAX])
+            found.update({key: (version, data) for key, version, data in rows})
+
+        if not self.failures and self._path.exists():
+            self._use(look_up)
+        with self._lock:
+            found |= {key: noted[1:] for key, noted in self._pending.items() if key.startswith(prefix)}
+        return {key: data for key, (version, data) in found.items() if version != NOT_THERE}
 
     def flush(self) -> None:
         """Write the added records to disk. A forked child writes none, because the parent writes its own."""

@@ -1,15 +1,15 @@
-"""Whether a path is a file or a directory, also while the object tier is unreachable."""
+"""Look-ups of one path that is to be written, also while the object tier is unreachable."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from tierfs.errors import NotFoundError, StoreError
-from tierfs.host.pending.levels import Level
-from tierfs.store.offline import ask_briefly
+from tierfs.store.offline import ask_briefly, writes_go_on
 from tierfs.store.store import Store
-from tierfs.store.tree.listing import has_below, pending_at, stat
-from tierfs.store.tree.records import last_seen
+from tierfs.store.tree.listing import Entry, has_below, pending_at, stat, stat_to_read
+from tierfs.store.tree.records import last_seen, observe_draft, was_directory
 
 Kind = Literal["file", "directory"]
 
@@ -27,21 +27,59 @@ def kind_of(store: Store, path: str) -> Kind | None:
         CorruptionError, FormatError: The record is damaged, or of another version.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    if store.tiers is None or store.ack is Level.OBJECT:
-        return _look(store, path)
-    kind = _pending_kind(store, path)
+    kind = _pending_kind(store, path) if writes_go_on(store) else None
     if kind is not None:
         return kind
     try:
-        return ask_briefly(store, lambda: _look(store, path))
+        entry: Entry | None = look(store, path)
+    except NotFoundError:
+        return None
     except StoreError as error:
-        if not error.transient:
+        entry = last_known(store, path, error)
+    return None if entry is None else "directory" if entry.is_directory else "file"
+
+
+def look(store: Store, path: str, *, to_read: bool = False) -> Entry:
+    """Describe one path. If saves go on while the object tier is unreachable, wait for it for LOOK_S seconds at most.
+
+    With ``to_read``, fail as `stat_to_read` does if its file may be hidden from this process.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        StoreError: The object tier failed, and nothing is pending at the path. `last_known` may help if it is transient.
+        InvalidInputError, CorruptionError, FormatError, ReadOnlyError: As `stat`.
+    """
+    describe = partial(stat_to_read if to_read else stat, store, path)
+    if not path or not writes_go_on(store):
+        return describe()
+    try:
+        return ask_briefly(store, describe)
+    except StoreError as error:
+        draft = observe_draft(store, path) if error.transient else None
+        if draft is None or draft.manifest is None:
             raise
-        store.tiers.counters.fall_back(
-            "blind_looks", "the object tier does not answer; the state that this host saw last is used: %s", error
-        )
-        is_gone = store.tiers.drafts.pending(path) is not None
-        return None if is_gone or last_seen(store, path).manifest is None else "file"
+        return Entry(path, is_directory=False, manifest=draft.manifest)
+
+
+def last_known(store: Store, path: str, error: StoreError) -> Entry | None:
+    """Describe one path by what this host knows, because the object tier does not answer. Logged and counted.
+
+    Only for a path that is to be written: the flusher publishes the change on the condition that the answer was right.
+
+    Raises:
+        StoreError: ``error``, if it is not transient or saves do not go on without the object tier.
+    """
+    if store.tiers is None or not writes_go_on(store) or not error.transient:
+        raise error
+    store.tiers.counters.fall_back(
+        "blind_looks", "the object tier does not answer; the state that this host saw last is used: %s", error
+    )
+    pending = pending_at(store, path)
+    manifest = pending[path] if path in pending else last_seen(store, path).manifest
+    if manifest is not None:
+        return Entry(path, is_directory=False, manifest=manifest)
+    is_directory = any(found is not None for found in pending.values()) or was_directory(store, path)
+    return Entry(path, is_directory=True) if is_directory else None
 
 
 def is_directory_nearby(store: Store, path: str) -> bool:
@@ -66,13 +104,6 @@ def is_directory_nearby(store: Store, path: str) -> bool:
         if not error.transient:
             raise
         return False
-
-
-def _look(store: Store, path: str) -> Kind | None:
-    try:
-        return "directory" if stat(store, path).is_directory else "file"
-    except NotFoundError:
-        return None
 
 
 def _pending_kind(store: Store, path: str) -> Kind | None:

@@ -146,6 +146,18 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
         return _list_directory(store, path, detail=detail)
 
 
+def list_pending(store: Store, path: str) -> list[Entry]:
+    """Return the entries of a directory that this host's pending changes show, sorted by name. Sends no request."""
+    pending = pending_at(store, path)
+    files = [
+        Entry(name, is_directory=False, manifest=manifest)
+        for name, manifest in pending.items()
+        if manifest is not None and name.rpartition("/")[0] == path and name != path
+    ]
+    directories = {keys.inside(path, name) for name in _child_directories(path, pending)}
+    return _sorted([*files, *(Entry(name, is_directory=True) for name in directories)])
+
+
 def _uncollected(store: Store) -> Uncollected:
     """Return a context manager that pauses garbage collection while a listing creates its entries."""
     return Uncollected(None if store.descriptor.endpoint.host_local else UNCOLLECTED_S_MAX)
@@ -180,9 +192,7 @@ def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
     below = _living(store, path, pending, directories, foreign)
     for entry in _read_all(store, records, detail=detail):
         files[entry.path] = entry
-    for name, manifest in pending.items():
-        if manifest is not None and name.rpartition("/")[0] == path and name != path:
-            files[name] = Entry(name, is_directory=False, manifest=manifest)
+    files |= {entry.path: entry for entry in list_pending(store, path) if not entry.is_directory}
     if not (exists or files or below):
         entry = stat_to_read(store, path)
         return [] if entry.is_directory else [entry]

@@ -164,6 +164,17 @@ def last_seen(store: Store, path: str) -> Observed:
     return nothing_at(path) if seen is None else Observed(path, key, seen[1], seen[0])
 
 
+def was_directory(store: Store, path: str) -> bool:
+    """Return whether this host has seen a live record below ``path``. Sends no request."""
+    if store.host_records is None:
+        return False
+    kept = store.host_records.below(keys.directory_prefix(path))
+    return any(
+        not data or isinstance(_decode(store, data, keys.parse_record_key(key), key), Manifest)
+        for key, data in kept.items()
+    )
+
+
 def observe_marker(store: Store, path: str) -> Observed:
     """Observe the marker of a directory. Raises as `observe` does."""
     return _observe(store, f"{path}/", keys.marker_key(path))

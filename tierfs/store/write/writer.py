@@ -116,8 +116,10 @@ class Writer:
         self._staged = staged or is_staged(store, path, self._level)
         if is_new:
             self._observed = nothing_at(path)
+        elif self._staged and mode is not WriteMode.APPEND:
+            self._observed = observe_to_stage(store, path)
         elif mode is WriteMode.OVERWRITE:
-            self._observed = observe_to_stage(store, path) if self._staged else observe_to_replace(store, path)
+            self._observed = observe_to_replace(store, path)
         else:
             self._observed = observe(store, path)
         self._staged = self._staged or self._observed.draft is not None
@@ -134,7 +136,8 @@ class Writer:
         self._state = _WriterState.OPEN
         self.length = 0
         old = self._observed.manifest
-        if old is not None and mode is WriteMode.CREATE:
+        is_damaged = self._observed.record is None and self._observed.version is not None
+        if mode is WriteMode.CREATE and (old is not None or is_damaged):
             raise AlreadyExistsError(f"{store.where(path)} exists: an exclusive create needs a new name", path=path)
         if old is None and not is_new:
             self._refuse_foreign()
