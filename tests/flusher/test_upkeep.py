@@ -17,8 +17,8 @@ from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.store import Store, delete, save, status
-from tierfs.store.maintenance.last_upkeep import last_upkeep
-from tierfs.testing.damage import flip_bit
+from tierfs.store.maintenance.condition import condition
+from tierfs.testing.damage import flip_bit, remove
 
 HOUR = 3600
 
@@ -88,9 +88,55 @@ def test_a_blocked_gc_is_counted_and_shown(store, caplog):
     upkeep.turn()
     assert (counts["gc_runs"], counts["gc_blocked"]) == (1, 1)
     assert "gc deletes nothing" in caplog.text
-    report = {**status(store), "upkeep": last_upkeep(store)}
+    report = status(store) | condition(store)
     assert any("BLOCKED: 1 records cannot be read: a" in line for line in table(report, None))
     assert 'tierfs_gc_unreadable_records{store="store"} 1\n' in exposition(report)
+
+
+def test_a_blocked_gc_does_not_move_the_time_of_success(store):
+    upkeep, _ = make(store, gc_every_s=HOUR)
+    upkeep.turn()
+    good = condition(store)["upkeep"]["gc"]
+    store.clock.sleep(2 * HOUR)
+    flip_bit(store.objects, keys.record_key("a"), 300)
+    upkeep.turn()
+    blocked = condition(store)["upkeep"]["gc"]
+    assert blocked["ended_ns"] > good["ended_ns"] == good["succeeded_ns"] == blocked["succeeded_ns"]
+    text = exposition(status(store) | condition(store))
+    assert f'tierfs_gc_last_success_timestamp_seconds{{store="store"}} {good["succeeded_ns"] / 1e9}\n' in text
+    assert "tierfs_gc_last_duration_seconds{" in text
+
+
+@pytest.mark.parametrize("policy", [{"gc_every_s": HOUR}, {"scrub_bandwidth": 1 << 20}], ids=["gc", "scrub"])
+def test_missing_chunks_and_the_time_of_success_are_metrics(store, policy):
+    remove(store.objects, next(item.key for item in store.objects.list(keys.CHUNKS)))
+    make(store, **policy)[0].turn()
+    store.objects.put(f"{keys.LOST}1/tree/a!", [bytes(100)])
+    for step in (9, 100):
+        save(store, f"team/run/step_{step}/.metadata", b"m")
+    save(store, "team/run/step_101/a", b"not complete")
+    save(store, "team/run/step_102/.metadata", b"m")
+    delete(store, "team/run/step_102/.metadata")
+    report = status(store) | condition(store)
+    text = exposition(report)
+    job = "gc" if "gc_every_s" in policy else "scrub"
+    assert 'tierfs_missing_chunks{store="store"} 1\n' in text
+    assert any("1 chunks that files need are MISSING" in line for line in table(report, None))
+    assert f"tierfs_{job}_last_success_timestamp_seconds{{" in text
+    assert 'tierfs_lost_bytes{store="store"} 100\n' in text
+    assert 'tierfs_checkpoint_newest_step{store="store",run="team/run"} 100\n' in text
+    assert "tierfs_build_info{" in text
+
+
+def test_the_records_are_compared_once_a_day(store):
+    upkeep, _ = make(store, scrub_bandwidth=1 << 20)
+    upkeep.turn()
+    remove(store.objects, next(item.key for item in store.objects.list(keys.CHUNKS)))
+    upkeep.turn()
+    assert condition(store)["missing_chunks"] == 0
+    store.clock.sleep(25 * HOUR)
+    upkeep.turn()
+    assert condition(store)["missing_chunks"] == 1
 
 
 def test_chunks_are_verified_at_a_bandwidth_and_not_again_for_a_while(store):
@@ -109,7 +155,7 @@ def test_chunks_are_verified_at_a_bandwidth_and_not_again_for_a_while(store):
     for _ in range(300):
         upkeep.turn()
     assert counts["scrub_damaged"] == 1
-    report = {**status(store), "upkeep": last_upkeep(store)}
+    report = status(store) | condition(store)
     assert 'tierfs_scrub_damaged_chunks{store="store"} 1\n' in exposition(report)
     assert any("1 are DAMAGED" in line for line in table(report, None))
 

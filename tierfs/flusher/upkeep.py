@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TURN_S = 60.0
 SCRUB_AGE_S = 7 * 86400.0
 """Chunks that were verified within this time are not read again, because reads of a bucket cost money."""
+LOOK_AGE_S = 86400.0
+"""The records are compared with the listing of chunks once in this time, because that lists the whole store."""
 STOP_S = 30.0
 _logger = logging.getLogger("tierfs.flush")
 
@@ -118,6 +120,8 @@ class Upkeep:
             return
         self._count("gc_runs", 1)
         self._count("gc_deleted_bytes", report.deleted.bytes)
+        if report.missing:
+            _logger.error("%d chunks that files need are missing: run `tierfs repair`", report.missing)
         if report.is_blocked:
             self._count("gc_blocked", 1)
             first = report.unreadable[0]
@@ -145,6 +149,7 @@ class Upkeep:
             bandwidth=self._policy.scrub_bandwidth,
             concurrency=2,
             min_age_s=SCRUB_AGE_S,
+            look_age_s=LOOK_AGE_S,
         )
         report = scrub(store, options, stop=self._ended)
         healed = sum(1 for each in report.damage if each.healed)

@@ -114,6 +114,16 @@ def test_a_save_outlives_the_tombstone_that_it_replaces(world):
     assert load(world.store, "b") == ONE
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_chunks_that_files_need_and_that_are_missing_are_counted(world, dry_run):
+    three_files(world)
+    for key in [item.key for item in world.tier.list(keys.CHUNKS)][:2]:
+        world.tier.delete([key])
+    report = world.gc(dry_run=dry_run)
+    assert (report.missing, report.reached.count) == (2, 1)
+    assert not report.is_blocked
+
+
 def test_a_dry_run_changes_nothing_and_says_the_same(world):
     three_files(world)
     delete(world.store, "b")

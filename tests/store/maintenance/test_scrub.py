@@ -4,6 +4,7 @@ import json
 import random
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,7 +19,7 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.host.pending.levels import Level
 from tierfs.objects import MemoryObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store import Store, load, save, verify, wait
+from tierfs.store import Store, delete, load, save, verify, wait
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub import ScrubOptions, read_scrub_record, scrub, scrub_piece
@@ -172,7 +173,25 @@ def test_damage_that_nothing_heals_is_named_until_it_is_gone():
     assert (list(later.known), later.is_sound) == ([key], False)
     assert read_scrub_record(store).last["damaged"] == 1
     remove(store.objects, key)
+    for path in ("a", "b"):
+        delete(store, path)
     assert scrub(store, ALONE).is_sound
+
+
+@pytest.mark.parametrize("options", [ALONE, ScrubOptions(max_seconds=0), ScrubOptions(dry_run=True)])
+def test_a_missing_chunk_and_an_unreadable_record_are_no_sound_store(options):
+    store = make_store()
+    for number in range(3):
+        save(store, f"f{number}", content(number))
+    assert scrub(store, options).is_sound
+    remove(store.objects, chunk_keys(store)[0])
+    report = scrub(store, options)
+    assert (report.missing, report.is_sound) == (1, False)
+    assert scrub(store, replace(options, look_age_s=None)).missing == (0 if options.dry_run else 1), "it is noted"
+    flip_bit(store.objects, keys.record_key("f0"), 8 * 30)
+    store.records.clear()
+    report = scrub(store, options)
+    assert ([each.path for each in report.unreadable], report.is_sound) == (["f0"], False)
 
 
 def test_nothing_is_changed_without_healing():

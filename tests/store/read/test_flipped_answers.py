@@ -7,8 +7,8 @@ from tierfs.format import keys
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import delete, load, make_directory, save, stat, usage, verify
 from tierfs.store.create import read_descriptor
+from tierfs.store.maintenance.condition import condition
 from tierfs.store.maintenance.gc import GcOptions, collect
-from tierfs.store.maintenance.last_upkeep import last_upkeep
 from tierfs.store.maintenance.repair import repair
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
 from tierfs.store.tree.references import write_references
@@ -83,7 +83,7 @@ OPERATIONS = [
     scrub_all,
     save_again,
     lambda store: repair(store, concurrency=1).as_dict(),
-    lambda store: {name: found["ended_ns"] > 0 for name, found in last_upkeep(store).items()},
+    lambda store: {name: found["ended_ns"] > 0 for name, found in condition(store)["upkeep"].items()},
 ]
 NAMES = ["load", "stat", "descriptor", "verify", "usage", "gc", "scrub", "save", "repair", "status"]
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tierfs import __version__
+
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _SECONDS = re.compile(r"_s$")
 
@@ -59,13 +61,52 @@ _STORE = (
         "upkeep.gc.condemned.bytes",
     ),
     Metric("gc_reached_bytes", "Bytes of chunk objects that files needed at the last gc.", "upkeep.gc.reached.bytes"),
-    Metric("gc_last_end_timestamp_seconds", "When the last gc of the store ended, on any host.", "upkeep.gc.ended_ns"),
+    Metric(
+        "gc_last_end_timestamp_seconds",
+        "When the last gc of the store ended, on any host, even if a record kept it from deleting anything.",
+        "upkeep.gc.ended_ns",
+    ),
+    Metric(
+        "gc_last_success_timestamp_seconds",
+        "When the last gc that no record kept from deleting ended; 0 if none has.",
+        "upkeep.gc.succeeded_ns",
+    ),
+    Metric("gc_last_duration_seconds", "How long the last gc took.", "upkeep.gc.seconds"),
+    Metric(
+        "missing_chunks",
+        "Chunk objects that files need and that do not exist, by the newest gc or scrub.",
+        "missing_chunks",
+    ),
+    Metric(
+        "vanished_records",
+        "Records that are gone without a tombstone, by the newest gc or scrub.",
+        "vanished_records",
+    ),
+    Metric("lost_bytes", "Bytes that repair moved below .tierfs/lost/.", "lost_bytes"),
     Metric("scrub_damaged_chunks", "Chunk objects that are known to be damaged.", "upkeep.scrub.known_damaged"),
     Metric("scrub_last_bytes", "Bytes that the last scrub verified.", "upkeep.scrub.bytes"),
     Metric(
         "scrub_last_end_timestamp_seconds",
         "When the last scrub of the store ended, on any host.",
         "upkeep.scrub.ended_ns",
+    ),
+    Metric(
+        "scrub_last_success_timestamp_seconds",
+        "When the last scrub ended without an error of the object tier; 0 if none has.",
+        "upkeep.scrub.succeeded_ns",
+    ),
+    Metric("scrub_last_duration_seconds", "How long the last scrub took.", "upkeep.scrub.seconds"),
+    Metric(
+        "scrub_oldest_timestamp_seconds",
+        "When the chunks were verified that were not verified for longest; 0 if some never were.",
+        "upkeep.scrub.oldest_ns",
+    ),
+)
+_BUILD = Metric("build_info", "1; the label says which version of tierfs was queried.")
+_RUN = (
+    Metric("checkpoint_newest_step", "Step of the newest complete checkpoint of a run.", "step"),
+    Metric(
+        "checkpoint_newest_timestamp_seconds", "When the object tier got this checkpoint's metadata.", "published_ns"
     ),
 )
 _INFO = Metric("tier_info", "1; the label says which level the tier gives.")
@@ -106,6 +147,8 @@ _REQUESTS = (
 _FALLBACKS = Metric("tier_fallbacks_total", "How often the tier used a fallback.")
 METRICS: tuple[tuple[tuple[str, ...], tuple[Metric, ...]], ...] = (
     ((), _STORE),
+    (("version",), (_BUILD,)),
+    (("run",), _RUN),
     (("tier", "gives"), (_INFO,)),
     (("tier",), _TIER),
     (("tier", "by", "method"), _REQUESTS),
@@ -135,13 +178,18 @@ def exposition(report: Mapping[str, Any]) -> str:
 
     def add(metric: Metric, value: object, **labels: str) -> None:
         if isinstance(value, (int, float)):
+            if metric.key.endswith("_ns"):
+                value = value / 1e9
             kind = "counter" if metric.name.endswith("_total") else "gauge"
             family = families.setdefault(f"tierfs_{metric.name}", _Family(kind, metric.text))
             family.samples.append(({**store, **labels}, float(value) if isinstance(value, float) else int(value)))
 
     for metric in _STORE:
-        value = _at(report, metric.key)
-        add(metric, value / 1e9 if isinstance(value, int) and metric.key.endswith("_ns") else value)
+        add(metric, _at(report, metric.key))
+    add(_BUILD, 1, version=__version__)
+    for run, newest in report.get("checkpoints", {}).items():
+        for metric in _RUN:
+            add(metric, _at(newest, metric.key), run=run or "/")
     for tier, values in report.get("tiers", {}).items():
         add(_INFO, 1, tier=tier, gives=str(values.get("gives", "")))
         for metric in _TIER:

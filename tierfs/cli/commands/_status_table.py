@@ -65,6 +65,9 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
     if "records" in report:
         facts.append(("record cache", _records(report["records"])))
     facts += _upkeep(report.get("upkeep", {}))
+    for key, what in (("missing_chunks", "chunks that files need"), ("vanished_records", "records")):
+        if report.get(key):
+            facts.append(("missing", f"{report[key]} {what} are MISSING: run `tierfs repair`"))
     return [*align(facts), "", *_tiers(report["tiers"]), *_problems(report), *_requests(report), *_counters(report)]
 
 
@@ -106,7 +109,7 @@ def _records(records: Mapping[str, Mapping[str, int]]) -> str:
 def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Describe the last gc and the last scrub of the store on any host."""
     gc, scrub = upkeep.get("gc"), upkeep.get("scrub")
-    if gc:
+    if gc and "deleted" in gc:
         deleted, waiting = gc["deleted"], gc["waiting"]["bytes"] + gc["condemned"]["bytes"]
         text = f"{format_time(gc['ended_ns'])}, deleted {deleted['count']} chunks, {format_bytes(deleted['bytes'])}; "
         text += f"{format_bytes(waiting)} are condemned"
@@ -114,7 +117,7 @@ def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]
             named = ", ".join(map(printable, gc["unreadable"][:3]))
             text = f"{format_time(gc['ended_ns'])}, BLOCKED: {gc['unreadable_count']} records cannot be read: {named}"
         yield "last gc", text
-    if scrub:
+    if scrub and "chunks" in scrub:
         text = f"{format_time(scrub['ended_ns'])}, verified {scrub['chunks']} chunks, {format_bytes(scrub['bytes'])}"
         if scrub["known_damaged"]:
             text += f"; {scrub['known_damaged']} are DAMAGED: run `tierfs repair`"

@@ -125,6 +125,8 @@ def _print(report: GcReport, grace_s: int) -> None:
     shown = [(what, tally, why) for what, tally, why in rows if tally.count or what == "kept"]
     cells = [(what, str(tally.count), format_bytes(tally.bytes), why) for what, tally, why in shown]
     print("\n".join(align(cells, right=(1, 2))))
+    if report.missing:
+        print(f"{report.missing} chunks that files need are missing: `tierfs repair` restores them or names the files")
     if report.next_s is not None and not report.dry_run:
         print(f"run gc again in {report.next_s} s to delete the condemned objects")
     elif report.young.count and not report.dry_run:

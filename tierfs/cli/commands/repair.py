@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress("repair", wanted=arguments.progress) as progress:
         damaged = []
         if arguments.read_data:
-            options = ScrubOptions(heal=False, concurrency=arguments.concurrency, dry_run=arguments.dry_run)
+            options = ScrubOptions(
+                heal=False, concurrency=arguments.concurrency, dry_run=arguments.dry_run, look_age_s=None
+            )
             damaged = [each.key for each in scrub(store, options, progress=progress.advance).damage]
         report = repair(
             store,

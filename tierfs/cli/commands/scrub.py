@@ -130,8 +130,18 @@ def _print(report: ScrubReport) -> None:
     for key, problem in report.known.items():
         print(f"damaged  {printable(key)}")
         print(f"  problem  {printable(problem)} (found by an earlier run)")
-    left = len(report.known) + sum(1 for each in report.damage if not each.healed)
-    found = f"{left} damaged: `tierfs repair` lists the affected files" if left else "all sound"
+    for each_record in report.unreadable:
+        print(f"unreadable  {printable(each_record.path)}")
+        print(f"  problem  {printable(each_record.problem)}")
+    if report.missing:
+        print(f"missing  {report.missing} chunks that files need")
+    left = (
+        report.missing
+        + len(report.unreadable)
+        + len(report.known)
+        + sum(1 for each in report.damage if not each.healed)
+    )
+    found = f"{left} damaged or missing: `tierfs repair` lists the affected files" if left else "all sound"
     print(
         f"verified {report.chunks} chunks, {format_bytes(report.bytes)}, in {report.seconds:.1f} s: {found}; "
         f"{report.prefixes_done} of 256 prefixes are done"

@@ -17,7 +17,7 @@ from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.errors import StoreError
 from tierfs.store import Store, status
-from tierfs.store.maintenance.last_upkeep import last_upkeep
+from tierfs.store.maintenance.condition import condition
 
 HELP = "show a store's tiers, pending files, conflicts and errors on this host"
 EXAMPLES = """\
@@ -56,9 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             _watch(store, arguments.watch)
         return 0
     report = status(store)
-    upkeep = last_upkeep(store)
-    if upkeep:
-        report["upkeep"] = upkeep
+    report |= condition(store)
     if arguments.json:
         print_json(report)
     elif arguments.prometheus:

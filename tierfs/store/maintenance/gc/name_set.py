@@ -79,6 +79,13 @@ class NameSet:
                 found |= run[places] == wanted
         return found
 
+    def missing_from(self, first: int, data: Buffer) -> int:
+        """Count the names in the set whose digest begins with this byte, and that are not among these names."""
+        low, high = np.uint64(first << 56), np.uint64((first << 56) | int(_LOW))
+        runs = (self._settled(), *self._runs)
+        wanted = [run[np.searchsorted(run, low) : np.searchsorted(run, high, "right")] for run in runs]
+        return len(np.setdiff1d(np.concatenate(wanted), fingerprints(data, self._width)))
+
     def _settled(self) -> npt.NDArray[np.uint64]:
         if self._pending:
             self._sorted = np.unique(np.concatenate([self._sorted, *self._pending]))

@@ -53,6 +53,7 @@ class GcReport:
         by_list: Live records that a reference list covers; the run did not read them.
         made_lists: Reference lists that were rebuilt.
         reached: Chunk objects that a record needs.
+        missing: Chunk objects that a record needs and that do not exist.
         deleted: Chunk objects that were condemned at least a grace ago and are still unreached.
         condemned: Chunk objects that this run found unreached.
         waiting: Condemned chunk objects that wait until a grace has passed.
@@ -69,6 +70,7 @@ class GcReport:
     by_list: int = 0
     made_lists: int = 0
     reached: Tally = field(default_factory=Tally)
+    missing: int = 0
     deleted: Tally = field(default_factory=Tally)
     condemned: Tally = field(default_factory=Tally)
     waiting: Tally = field(default_factory=Tally)

@@ -75,6 +75,7 @@ class _Run:
         self._touched: set[int] = set()  # epochs of the lists whose chunks this run deleted
         self._published: list[int] = []
         self._doomed = bytearray()
+        self._started = store.clock.monotonic()
         self._sent_from = 0.0
         self._sent = 0
 
@@ -178,6 +179,7 @@ class _Run:
         for prefix in list_prefixes(self._store, self._pool):
             found = sort_prefix(prefix, marked.reached, lists, width=self._width, is_old=self._is_old)
             report.reached.add(*found.reached)
+            report.missing += marked.reached.missing_from(prefix.number, prefix.names)
             report.waiting.add(*found.waiting)
             report.young.add(*found.young)
             self._delete(found.dead)
@@ -318,8 +320,13 @@ class _Run:
         report = self._report
         if self._options.dry_run:
             return
+        before = self._turn.record.last
         last = {
             "ended_ns": self._turn.now_ns,
+            "succeeded_ns": before.get("succeeded_ns", 0) if report.is_blocked else self._turn.now_ns,
+            "seconds": round(self._store.clock.monotonic() - self._started, 3),
+            "missing": before.get("missing", 0) if report.is_blocked else report.missing,
+            "vanished": sum(each.kind == "vanished" for each in report.unreadable),
             "files": report.files,
             "unreadable": [each.path for each in report.unreadable[:10]],
             "unreadable_count": len(report.unreadable),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -29,7 +29,9 @@ from tierfs.format import keys
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
 from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, Update
-from tierfs.store.maintenance.gc.sweep import PREFIXES
+from tierfs.store.maintenance.gc.mark import Unreadable, mark
+from tierfs.store.maintenance.gc.sweep import PREFIXES, list_prefixes
+from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.scrub.pieces import PIECE_S, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
 from tierfs.store.store import Store
 
@@ -52,6 +54,8 @@ class ScrubOptions:
         heal: Whether to restore the right bytes.
         min_age_s: Skip prefixes whose last round ended less than this long ago.
         dry_run: Put nothing: heal nothing, and do not save the progress.
+        look_age_s: Compare the records with the listing of chunks at the end, if the last comparison on any host is at
+            least this old. None for no comparison.
     """
 
     max_seconds: float | None = None
@@ -60,6 +64,7 @@ class ScrubOptions:
     heal: bool = True
     min_age_s: float = 0.0
     dry_run: bool = False
+    look_age_s: float | None = 0.0
 
 
 @dataclass(slots=True)
@@ -74,6 +79,8 @@ class ScrubReport:
         damage: Damage that this run found.
         known: Objects that earlier runs found damaged, and that this run did not check again.
         oldest_ns: When the prefix that comes next was verified; 0 if it never was.
+        missing: Chunk objects that a record needs and that do not exist, when the records were last compared.
+        unreadable: Records that this run could not read. The chunks that they need are not compared.
     """
 
     chunks: int = 0
@@ -83,11 +90,13 @@ class ScrubReport:
     damage: list[ScrubDamage] = field(default_factory=list)
     known: dict[str, str] = field(default_factory=dict)
     oldest_ns: int = 0
+    missing: int = 0
+    unreadable: list[Unreadable] = field(default_factory=list)
 
     @property
     def is_sound(self) -> bool:
         """Whether no damage is known to be left."""
-        return not self.known and all(each.healed for each in self.damage)
+        return not (self.known or self.missing or self.unreadable) and all(each.healed for each in self.damage)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "sound": self.is_sound}
@@ -156,6 +165,8 @@ class _Round:
         self._stop = stop or threading.Event()
         self._report = ScrubReport()
         self._begun = self._saved = self._store.clock.monotonic()
+        self._has_succeeded = False
+        self._looked_ns = 0
         self._unsaved: list[Callable[[ScrubRecord], ScrubRecord]] = []
 
     def run(self) -> ScrubReport:
@@ -186,17 +197,38 @@ class _Round:
                     self._note(part)
                     if part.after:
                         again.append(self._piece(part.prefix, part.after))
+            report.missing = record.last.get("missing", 0)
+            if self._looks(record.last):
+                self._look()
+            self._has_succeeded = True
         finally:
             for future in pending:
                 future.cancel()
             report.seconds = clock.monotonic() - self._begun
-            if report.chunks or report.prefixes_done:
-                self._unsaved.append(lambda record: replace(record, last=self._last()))
+            if report.chunks or report.prefixes_done or self._looked_ns:
+                self._unsaved.append(lambda record: replace(record, last=self._last(record.last)))
             record = self._save() if self._unsaved else record
         found = {each.key for each in report.damage}
         report.known = {key: problem for key, problem in record.damaged.items() if key not in found}
         report.oldest_ns = min(record.prefixes.get(prefix, PrefixState()).verified_ns for prefix in PREFIXES)
         return report
+
+    def _looks(self, last: Mapping[str, Any]) -> bool:
+        """Return whether to compare the records with the listing of chunks."""
+        age_s = self._options.look_age_s
+        if age_s is None or self._stop.is_set():
+            return False
+        passed_ns = self._store.clock.now_ns() - int(last.get("looked_ns", 0))
+        return passed_ns >= age_s * 1e9 or passed_ns < -CLOCKS_APART_NS
+
+    def _look(self) -> None:
+        """Count the chunk objects that records need and that do not exist. `repair` names them."""
+        self._looked_ns = self._store.clock.now_ns()
+        with Pool(self._options.concurrency) as pool:
+            marked = mark(self._store, pool)
+            found = list_prefixes(self._store, pool)
+            self._report.missing = sum(marked.reached.missing_from(each.number, each.names) for each in found)
+        self._report.unreadable = marked.unreadable
 
     def _piece(self, prefix: str, after: str) -> ScrubPiece:
         options = self._options
@@ -238,16 +270,25 @@ class _Round:
         if not self._options.dry_run and self._store.clock.monotonic() >= self._saved + SAVE_S:
             self._save()
 
-    def _last(self) -> dict[str, Any]:
-        report = self._report
+    def _last(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        report, now_ns = self._report, self._store.clock.now_ns()
+        looked = {name: before.get(name, 0) for name in ("succeeded_ns", "looked_ns", "missing", "vanished")}
+        if self._has_succeeded:
+            looked["succeeded_ns"] = now_ns
+        if self._looked_ns:
+            vanished = sum(each.kind == "vanished" for each in report.unreadable)
+            looked |= {"looked_ns": self._looked_ns, "missing": report.missing, "vanished": vanished}
+        if not (report.chunks or report.prefixes_done):
+            return {**before, **looked}
         healed = sum(1 for each in report.damage if each.healed)
         return {
-            "ended_ns": self._store.clock.now_ns(),
+            "ended_ns": now_ns,
             "seconds": round(report.seconds, 3),
             "chunks": report.chunks,
             "bytes": report.bytes,
             "damaged": len(report.damage) - healed,
             "healed": healed,
+            **looked,
         }
 
     def _save(self) -> ScrubRecord:
