@@ -73,6 +73,18 @@ def test_ls_and_prune_know_full_and_light_checkpoints(run, capsys):
     assert (shown[500]["kind"], shown[700]["kind"]) == ("full", "light")
 
 
+def test_prune_removes_steps_that_a_run_left_behind_first(run, capsys):
+    root = f"{run}/other"
+    for begin, steps in ((None, (1, 2, 3)), (1, (4,))):
+        with Manager(root, save=(), on_stale="ignore") as manager:
+            if begin is not None:
+                manager.restore({"model": torch.ones(9)}, step=begin)
+            for step in steps:
+                manager.save(step, {"model": torch.ones(9)}).wait(timeout=30)
+    code, shown = prune(capsys, root, "--keep", "latest:3")
+    assert (code, [step for step, each in shown.items() if each["kept"]]) == (0, [1, 4])
+
+
 def test_a_checkpoint_that_is_saved_anew_meanwhile_stays(run, capsys, monkeypatch):
     decide = pruning.decide
 

@@ -201,6 +201,25 @@ def a_step_that_one_rank_lacks_is_passed_over_by_both(root: str, mesh: DeviceMes
     assert same(found, state(mesh, 2))
 
 
+def both_ranks_go_back_to_one_step(root: str, mesh: DeviceMesh) -> None:
+    with manager(root) as run:
+        for step in range(1, 9):
+            run.step(step, state(mesh, step))
+    for begin, end, expected in ((4, 5, 4), (None, 8, 8)):  # the first life ends before its first save
+        dist.barrier()
+        with manager(root) as run:
+            assert run.restore(state(mesh, -1), step=begin).step == 4
+            for step in range(5, end + 1):
+                run.step(step, state(mesh, 100 + step))
+            run.wait(timeout=60)
+            assert run.errors == []
+        dist.barrier()
+        found = state(mesh, -1)
+        with manager(root) as run:
+            assert run.restore(found).step == expected
+    assert same(found, state(mesh, 108))
+
+
 def steps_that_no_rank_has_in_common_are_no_fresh_start(root: str, mesh: DeviceMesh) -> None:
     with manager(root) as run:
         run.save(1, state(mesh, 1)).wait(timeout=30)
@@ -326,6 +345,7 @@ SCENARIOS = {
         a_rank_that_cannot_save_fails_the_save_and_not_the_run,
         what_one_rank_cancels_nobody_saves,
         a_step_that_one_rank_lacks_is_passed_over_by_both,
+        both_ranks_go_back_to_one_step,
         steps_that_no_rank_has_in_common_are_no_fresh_start,
         failures_in_a_row_end_the_run_on_both_at_one_step,
         a_failure_that_one_rank_has_not_heard_of_is_saved_again_by_both,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from tierfs.checkpoint.lines import line_of
 from tierfs.dcp.checkpoint import Checkpoint, metadata_file, open_announced, open_checkpoint, rank_of
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import ROOT, is_save_id
@@ -51,6 +52,7 @@ class Standing:
         step: The step in its metadata, else the one in the directory's name.
         format: ``tierfs``, or ``dcp`` for torch's own writers; ``None`` without readable metadata.
         kind: ``full`` or ``light``; ``None`` if no training manager saved it, or an early one.
+        line: See `line_of`.
         tensors: The number of tensors; ``None`` without readable metadata.
         objects: The number of other values; ``None`` without readable metadata.
         files: The number of files that its metadata names.
@@ -67,6 +69,7 @@ class Standing:
     step: int | None
     format: str | None = None
     kind: str | None = None
+    line: str | None = None
     tensors: int | None = None
     objects: int | None = None
     files: int = 0
@@ -209,6 +212,7 @@ def _describe(found: Standing, parts: list[Checkpoint]) -> None:
     found.step = max(steps) if steps else found.step
     found.format = parts[0].format
     found.kind = parts[0].note.kind if parts[0].note is not None else None
+    found.line = line_of(parts[0])
     found.tensors = len({fqn for part in parts for fqn in part.tensors})
     found.objects = len({fqn for part in parts for fqn in part.objects})
     found.files = len(files)

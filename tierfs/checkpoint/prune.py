@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import Candidate, candidates, standing
+from tierfs.checkpoint.lines import Lines, read_lines
 from tierfs.checkpoint.notes import NOTES, is_pinned, metrics_of
 from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
 from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
@@ -37,9 +38,13 @@ def look(store: Store, path: str, *, pinned: Collection[str] = ()) -> dict[Candi
     """Return the facts about each checkpoint at or below a path.
 
     Raises:
+        FormatError, CorruptionError: The file with a run's lines is invalid or damaged.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    return {candidate: _saved(store, candidate, pinned) for candidate in candidates(store, path)}
+    found = candidates(store, path)
+    above = {candidate.directory.rpartition("/")[0] for candidate in found}
+    lines = {directory: read_lines(store, directory) or Lines() for directory in above}
+    return {candidate: _saved(store, candidate, pinned, lines) for candidate in found}
 
 
 def prune(
@@ -106,9 +111,10 @@ def _check_metrics(store: Store, path: str, keep: Sequence[Rule], found: Collect
             )
 
 
-def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> SavedCheckpoint:
+def _saved(store: Store, candidate: Candidate, pinned: Collection[str], lines: Mapping[str, Lines]) -> SavedCheckpoint:
     found = standing(store, candidate)
     directory = candidate.directory
+    step = -1 if found.step is None else found.step
     return SavedCheckpoint(
         path=directory,
         step=found.step,
@@ -119,6 +125,7 @@ def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> Saved
         is_pinned=directory in pinned or is_pinned(store, directory),
         metrics=metrics_of(store, directory),
         kind=found.kind or "full",
+        is_left=found.line is not None and lines[directory.rpartition("/")[0]].left(found.line, step),
     )
 
 

@@ -33,6 +33,7 @@ class SavedCheckpoint:
         is_pinned: Whether its deletion is forbidden.
         metrics: Its recorded numbers by name.
         kind: ``full``, or ``light`` if only an approximate resume is possible from it.
+        is_left: Whether the run went back to an earlier step, and does not follow from this one. No rule keeps it.
     """
 
     path: str
@@ -43,6 +44,7 @@ class SavedCheckpoint:
     is_pinned: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     kind: str = "full"
+    is_left: bool = False
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -251,7 +253,7 @@ def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) 
         if each.is_pinned:
             reasons[each.path].append("pinned")
     for kind in sorted({each.kind for each in ordered}):
-        complete = [each for each in ordered if each.is_complete and each.kind == kind]
+        complete = [each for each in ordered if each.is_complete and each.kind == kind and not each.is_left]
         for path, reason in _newest(complete).items():
             reasons[path].append(reason)
         for rule in keep:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tierfs.errors import ConflictError
+from tierfs.errors import ConflictError, TierfsError
 
 SHARE_MAX = 0.001
 """The share of a step's time that an agreement may take."""
@@ -80,6 +80,19 @@ class World:
         found = [value]
         dist.broadcast_object_list(found, src=0, group=group)
         return found[0]
+
+    def ask_first(self, call: Callable[[], Any], group: Any) -> Any:
+        """Return what a function returns on rank 0, on every rank. If it raises a `TierfsError`, all ranks raise it."""
+        said: Any = None
+        if self.is_first:
+            try:
+                said = call()
+            except TierfsError as error:
+                said = error
+        said = self.from_first(said, group)
+        if isinstance(said, TierfsError):
+            raise said
+        return said
 
     def close(self) -> None:
         """Destroy both groups."""

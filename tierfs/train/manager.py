@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 import secrets
 import signal
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from tierfs.checkpoint.lines import FIRST, NOTHING, Lines
 from tierfs.checkpoint.retention import Best, Every
 from tierfs.dcp.address import Address
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
@@ -26,7 +30,7 @@ from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
 from tierfs.train.policies import Preemption, as_save_policies
 from tierfs.train.proof import UNKNOWN, PartCheck, Prover, ResumeReport, history_in
-from tierfs.train.restore import ACCEPTED, Restored, Restorer
+from tierfs.train.restore import ACCEPTED, Course, Restored, Restorer
 from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, checked_step
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
@@ -127,7 +131,9 @@ class Manager:
         self._writer = writer
         self._restorer = Restorer(self._run, options, self._world)
         self._on_corrupt = on_corrupt
-        self._run_id = secrets.token_hex(8)
+        # The run's line. Without a restore it begins at nothing, and the first save records it.
+        self._course = Course(self._world.from_first(secrets.token_hex(8), self._world.training), is_new=True)
+        self._is_fresh = True
         self._pid = os.getpid()
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
         self._last: tuple[int, Any, Mapping[str, Any]] | None = None
@@ -175,7 +181,12 @@ class Manager:
         self._check_open()
         step, taken = checked_step(step), checked_metrics(metrics)
         self._last = step, state, taken
-        self._restored = None
+        if self._restored is not None:
+            self._restored = None
+            try:
+                self._begin_line()
+            except TierfsError as error:
+                _logger.warning("%s: the new line is recorded with the next save: %s", self._run.url, error)
         if taken:
             self._history.append((step, taken))
         with self._decider.at_step(step) as agreed:
@@ -280,12 +291,14 @@ class Manager:
         if len(self._handles) == WAITING_MAX:
             self._handles[0].settle(self._timeout_s)
         numbers = {name: float(value) for name, value in taken.items()}
-        order = SaveOrder(step, kind, self._run_id, metrics=numbers, history=tuple(self._history), overwrite=overwrite)
+        order = SaveOrder(
+            step, kind, self._course.run, metrics=numbers, history=tuple(self._history), overwrite=overwrite
+        )
         handle = SaveHandle(self._run, order)
         try:
             values, said = parts.to_save(step, kind)
             timer = self._decider.timer
-            about = About(step, kind, self._world.size, self._run_id, timer.blocked_s, timer.save_s, said)
+            about = About(step, kind, self._world.size, self._course.run, timer.blocked_s, timer.save_s, said)
             staged: Any = self._writer.stage(about.added_to(values))
             order.staged = staged
         except Exception as error:  # noqa: BLE001 - reported to the other ranks
@@ -312,7 +325,32 @@ class Manager:
 
     def _noted(self) -> Mapping[str, Any]:
         """Return the facts that a resumed run needs in addition to the state."""
+        self._begin_line()
         return {"known": self._keep.told()}
+
+    def _begin_line(self) -> None:
+        """Record that training went back to an earlier step, before anything follows from it. Rank 0 does it.
+
+        Raises:
+            TierfsError: It could not be recorded.
+        """
+        course = self._course
+        if course.is_new and not self._is_fresh:
+            if self._world.is_first and course.lines is not None:
+                self._run.write_lines(course.lines)
+                steps = reprlib.repr(sorted(course.newer))
+                _logger.warning("%s: training went back: it leaves the newer steps %s behind", self._run.url, steps)
+            self._course = replace(course, is_new=False)
+
+    def _begin_run(self, step: int) -> None:
+        """Record the line of this run after its first save, so that foreign checkpoints can be told from its own."""
+        course = self._course
+        if course.lines is None and self._world.is_first:
+            lines = self._run.lines()
+            if self._is_fresh and (lines is not None or any(each != step for each in self._run.candidates())):
+                lines = (lines or Lines()).begun(course.run, FIRST, NOTHING)
+            self._run.write_lines(lines or Lines())
+        self._course, self._is_fresh = replace(course, lines=course.lines or Lines(), is_new=False), False
 
     def _ended(self, handle: SaveHandle, order: SaveOrder, error: Exception | None) -> None:
         """Record the outcome of a save. Runs on the save thread."""
@@ -323,11 +361,15 @@ class Manager:
             self._keep.add(handle.step, handle.kind, time.time_ns(), order.metrics)
 
     def _after_save(self, handle: SaveHandle) -> None:
-        """Apply retention. Runs on the save thread."""
+        """Record the line of the run, and apply retention. Runs on the save thread."""
         try:
+            if handle.error is None:
+                self._begin_run(handle.step)
             self._keep.apply(self._decider.context())
         except TierfsError as error:
-            _logger.warning("%s: retention failed, and is tried again after the next save: %s", self._run.url, error)
+            _logger.warning(
+                "%s: the work after a save failed, and is repeated after the next: %s", self._run.url, error
+            )
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until this rank has no save in flight and has applied retention.
@@ -357,14 +399,16 @@ class Manager:
 
         Args:
             state: As for `step`.
-            step: Load this step instead of the newest one.
+            step: Load this step instead of the newest one. If training goes on from there, it leaves newer steps behind:
+                a later restore passes over them, a save replaces them, and no policy keeps them.
             only: Shell patterns of names, such as ``["model.*"]``, or one of them. The rest of the state stays
                 unchanged. ``()`` loads all of it.
             kind: ``"full"`` takes a light checkpoint, with a warning, only if no full one can be loaded. ``"any"``
                 takes the newest of both kinds.
 
         Returns:
-            The outcome; ``None`` only if the root has no complete checkpoint.
+            The outcome; ``None`` only if the root has no complete checkpoint. Newer steps that were passed over are
+            replaced when training reaches them.
 
         Raises:
             NotFoundError: There is no checkpoint of the given ``step``.
@@ -380,11 +424,13 @@ class Manager:
         only = (only,) if isinstance(only, str) else only
         found = self._restorer.restore(state, step=step, only=only, kind=kind, on_corrupt=self._on_corrupt)
         timer = self._decider.timer = StepTimer()
+        if not only:
+            self._course, self._is_fresh = self._restorer.course_after(found, is_choice=step is not None), False
+            self._saves.left = set(self._course.newer)
         if found is not None and found.about is not None:
             timer.blocked_s, timer.save_s = found.about.blocked_s, found.about.save_s
             if not only:
-                self._run_id = found.about.run
-                self._keep.resume(found.step, found.kind)
+                self._keep.resume(found.step, found.kind, self._course.lines, self._course.newer)
                 self._history.clear()
                 record = self._run.record_of(found.step)
                 self._history.extend(history_in(record, self._world.rank))
@@ -455,9 +501,10 @@ class Manager:
             return ResumeReport(restored.step, (), tuple(checks))
         begin, replayed, recorded = prover.plan(metric, steps)
         if replayed:
-            self.restore(state, step=begin)
+            load = partial(self._restorer.restore, state, only=(), kind="full", on_corrupt="raise")
+            load(step=begin)
             checks.append(prover.replay(train, replayed, recorded, tolerance))
-            self.restore(state, step=restored.step)
+            load(step=restored.step)
         else:
             why = f"no earlier checkpoint is followed by steps with a recorded {metric!r}"
             checks.append(PartCheck("losses", UNKNOWN, why))

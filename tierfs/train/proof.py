@@ -115,8 +115,8 @@ class Prover:
         step = self._restored.step
         recorded = {at: values[metric] for at, values in history_in(self._record, self._world.rank) if metric in values}
         begin, steps = -1, tuple[int, ...]()
-        for earlier, _ in self._run.complete():
-            if earlier >= step:
+        for earlier, found in self._run.complete():
+            if earlier >= step or found.kind == "light":
                 continue
             wanted = tuple(range(earlier + 1, min(earlier + count, step) + 1))
             if all(at in recorded for at in wanted):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import fnmatch
 import logging
 import reprlib
+import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -15,17 +17,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from tierfs.checkpoint.lines import ABOUT, FIRST, Lines, line_of
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.train.agree import World
 from tierfs.train.reasons import reason_of
-from tierfs.train.run import ABOUT, OWN, About, RunDirectory
+from tierfs.train.run import OWN, About, RunDirectory
 from tierfs.train.state import DictState, TrainState, Wanted, as_state
 
 _PASSED_OVER = (CorruptionError, FormatError, NotFoundError)
 """Errors of the checkpoint itself. With any other error, an older checkpoint would not help."""
-ACCEPTED = {"full": (("full",), ("light",)), "any": (("full", "light"),)}
-"""The kinds of checkpoints that a restore looks for, one group after another."""
+_OWN, _ALL = ("full", "light"), ("full", "light", "foreign")
+ACCEPTED = {"full": (("full",), _OWN, _ALL), "any": (_OWN, _ALL)}
+"""The kinds of checkpoints that a restore accepts, if it finds nothing more each time: see `RunDirectory.kind_of`."""
+WHY = {
+    "light": "it is a light checkpoint",
+    "foreign": "no training manager saved it",
+    "left": "the run went back to an earlier step and left it behind",
+}
+"""The reasons not to accept a complete checkpoint, by kind."""
 NONE = -1
 TIERS = ("ram", "nvme", "object")
 """The nearest first."""
@@ -58,6 +68,23 @@ class Restored:
     def is_exact(self) -> bool:
         """Whether the state is restored exactly, so that training goes on as if it had never stopped."""
         return not self.notes
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The line in which training goes on after a restore, the same on every rank.
+
+    Attributes:
+        run: The id of the run, which names its line.
+        lines: The lines of the root; ``None`` if none are recorded.
+        is_new: Whether the line begins here and is not recorded yet.
+        newer: Steps after the restored one, which training does not go on from.
+    """
+
+    run: str
+    lines: Lines | None = None
+    is_new: bool = False
+    newer: tuple[int, ...] = ()
 
 
 class _Planner(TierLoadPlanner):
@@ -121,11 +148,14 @@ class Restorer:
             Exception: Loading failed for a reason that another step would not avoid.
         """
         passed_over: dict[int, str] = {}
-        parts = as_state(state)
+        parts, world = as_state(state), self._world
+        lines = world.ask_first(self._run.lines, world.training) if step is None else None
         for accepted in ACCEPTED[kind]:
+            if accepted is _ALL and not {*passed_over.values()} <= {*WHY.values()}:
+                break  # a damaged checkpoint of the run must not make it go on from another one's
             bound: int | None = None
             while True:
-                found, problem = self._newest(bound, accepted, passed_over) if step is None else self._that(step)
+                found, problem = self._newest(bound, accepted, lines, passed_over) if step is None else self._that(step)
                 if found == NONE:
                     break
                 if not problem:
@@ -146,7 +176,9 @@ class Restorer:
             raise self._nothing(passed_over)
         return None
 
-    def _newest(self, bound: int | None, accepted: Collection[str], passed_over: dict[int, str]) -> tuple[int, str]:
+    def _newest(
+        self, bound: int | None, accepted: Collection[str], lines: Lines | None, passed_over: dict[int, str]
+    ) -> tuple[int, str]:
         """Return the newest step up to a bound that every rank finds complete, or `NONE`, and an empty problem.
 
         The newer steps go to ``passed_over``, each with its problem, and so do steps of a kind that is not accepted.
@@ -169,28 +201,43 @@ class Restorer:
                 return NONE, ""
             problems = [text for text in world.gather(self._problem_of(found), world.training) if text]
             if not problems:
-                kind, problem = self._kind_of(found)
+                kind = world.ask_first(partial(self._kind_of, found, lines), world.training)
                 if kind in accepted:
                     return found, ""
-                problems = [problem]
+                problems = [WHY.get(kind, kind)]
             passed_over.setdefault(found, problems[0])
             bound = found - 1
 
-    def _kind_of(self, step: int) -> tuple[str, str]:
-        """Return the kind of a complete step, and why that may not be accepted, both as rank 0 reads them."""
-        said: tuple[str, str] | Exception = "", ""
-        if self._world.is_first:
-            try:
-                kind = self._run.kind_of(step)
-                said = kind, f"it is a {kind} checkpoint"
-            except _PASSED_OVER as error:
-                said = "", str(error)
-            except TierfsError as error:
-                said = error
-        said = self._world.from_first(said, self._world.training)
-        if isinstance(said, Exception):
-            raise said
-        return said
+    def _kind_of(self, step: int, lines: Lines | None) -> str:
+        """Return the kind of a checkpoint, or why that cannot be read."""
+        try:
+            return self._run.kind_of(step, lines)
+        except _PASSED_OVER as error:
+            return str(error)
+
+    def course_after(self, found: Restored | None, *, is_choice: bool) -> Course:
+        """Return the line in which training goes on.
+
+        Args:
+            found: The outcome of the restore.
+            is_choice: Whether the user chose the step. Then newer steps are left behind, and a new line begins.
+        """
+
+        def look() -> Course:
+            run, name = self._run, secrets.token_hex(8)
+            lines = run.lines()
+            if found is not None and is_choice:
+                line = line_of(run.checkpoint(found.step)) or FIRST
+                newer = tuple(step for step in run.candidates() if step > found.step)
+                if newer or (lines is not None and not lines.holds(line, found.step)):
+                    return Course(name, (lines or Lines()).begun(name, line, found.step), is_new=True, newer=newer)
+            current = lines.current if lines is not None else FIRST
+            about = found.about if found is not None else None
+            newer = tuple(step for step, _ in found.passed_over) if found is not None else ()
+            return Course(current or (about.run if about is not None else name), lines, newer=newer)
+
+        course: Course = self._world.ask_first(look, self._world.training)
+        return course
 
     def _that(self, step: int) -> tuple[int, str]:
         problem = self._problem_of(step)
@@ -206,10 +253,11 @@ class Restorer:
             if bound is not None and step > bound:
                 continue
             problem = self._problem_of(step)
+            # The second time, because it may have been published after the first one.
+            if problem and self._run.was_saved(step) and (problem := self._problem_of(step)):
+                damaged[step] = problem
             if not problem:
                 yield step
-            elif self._run.was_saved(step):
-                damaged[step] = problem
 
     def _problem_of(self, step: int) -> str:
         try:
@@ -244,12 +292,20 @@ class Restorer:
         standing = run.standing(step)
         level = standing.level.label if standing.level is not None else "none"
         skipped = tuple(sorted(((each, why) for each, why in passed_over.items() if each > step), reverse=True))
-        if kind == "light" and world.is_first:
-            _logger.warning("%s is a light checkpoint: %s", run.url_of(step), "; ".join(notes))
+        if world.is_first:
+            self._say(step, kind, notes, skipped)
         # A small state is stored inside the records, which are read from the object tier once they are published.
         nearest = "object" if level == "object" else "ram"
         tier = next((each for each in reversed(TIERS) if each in tiers), nearest)
         return Restored(step, kind, level, tier, skipped, tuple(notes), about)
+
+    def _say(self, step: int, kind: str, notes: Sequence[str], skipped: Sequence[tuple[int, str]]) -> None:
+        """Log a warning for a light checkpoint, and for newer ones that do not belong to the run's line."""
+        if kind == "light":
+            _logger.warning("%s is a light checkpoint: %s", self._run.url_of(step), "; ".join(notes))
+        for other in ("left", "foreign"):
+            if steps := [each for each, why in skipped if why == WHY[other]]:
+                _logger.warning("%s: passed over: %s: %s", self._run.url, WHY[other], reprlib.repr(steps))
 
     def _read_bytes(self) -> Mapping[str, int]:
         """Return the bytes of chunks that this process has read so far, by tier."""

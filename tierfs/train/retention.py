@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tierfs.checkpoint.lines import Lines
 from tierfs.checkpoint.retention import Decision, SavedCheckpoint, decide
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
@@ -55,6 +56,7 @@ class Retention:
         self._durable: set[int] = set()  # at the highest level, which they never lose
         self._evicted: dict[str, set[int]] = {tier: set() for tier in LOCAL_TIERS}
         self._protected: set[int] = set()
+        self._lines, self._newer = Lines(), set[int]()
 
     def __repr__(self) -> str:
         return f"Retention({len(self._known)} known)"
@@ -63,29 +65,40 @@ class Retention:
         """Return the checkpoints that were noted last, at most `KNOWN_MAX`, for the record of a save."""
         with self._lock:
             return tuple(
-                {"step": each.step, "created_ns": each.created_ns, "metrics": dict(each.metrics), "kind": each.kind}
+                {name: getattr(each, name) for name in ("step", "created_ns", "metrics", "kind", "is_left")}
                 for each in list(self._known.values())[-KNOWN_MAX:]
             )
 
-    def resume(self, step: int, kind: str) -> None:
-        """Protect a restored checkpoint, and learn the known checkpoints from its record."""
+    def resume(self, step: int, kind: str, lines: Lines | None, newer: Iterable[int]) -> None:
+        """Protect a restored checkpoint, and learn the known checkpoints from its record.
+
+        Args:
+            step: The restored step.
+            kind: The kind of its checkpoint.
+            lines: The lines of the root.
+            newer: Newer steps. No policy keeps those that the run left behind.
+        """
         record = self._run.record_of(step) or {}
         try:
             for each in record.get("known", ()):
-                self.add(
-                    int(each["step"]), str(each.get("kind", "full")), int(each["created_ns"]), dict(each["metrics"])
-                )
+                facts = int(each["created_ns"]), dict(each["metrics"])
+                self.add(int(each["step"]), str(each.get("kind", "full")), *facts, is_left=bool(each.get("is_left")))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             _logger.warning("%s: its record of earlier checkpoints cannot be read: %s", self._run.url_of(step), error)
         self.add(step, kind, self._run.standing(step).created_ns, self._run.metrics_of(step))
         self._protected = {step}
+        self._lines, self._newer = lines or Lines(), set(newer)
 
-    def add(self, step: int, kind: str, created_ns: int, metrics: Mapping[str, float]) -> None:
-        """Note a checkpoint that this run saved."""
+    def add(
+        self, step: int, kind: str, created_ns: int, metrics: Mapping[str, float], *, is_left: bool = False
+    ) -> None:
+        """Note a checkpoint that this run saved, and whether the run left it behind."""
         _, path = self._run.path_of(step)
         with self._lock:
             self._durable.discard(step)
-            self._known[step] = SavedCheckpoint(path, step, created_ns, Level.STAGED, metrics=metrics, kind=kind)
+            self._known[step] = SavedCheckpoint(
+                path, step, created_ns, Level.STAGED, metrics=metrics, kind=kind, is_left=is_left
+            )
 
     def forget(self, step: int) -> None:
         """Note that a checkpoint was removed."""
@@ -122,6 +135,12 @@ class Retention:
 
     def _looked_at(self) -> list[SavedCheckpoint]:
         """Return the known checkpoints with their present level. Durable ones are not looked up again."""
+        for step in sorted(self._newer):
+            newer = self._run.standing(step)
+            is_left = newer.line is not None and self._lines.left(newer.line, step)
+            if newer.line is not None and (is_left or self._lines.holds(newer.line, step)):
+                self.add(step, newer.kind or "full", newer.created_ns, self._run.metrics_of(step), is_left=is_left)
+            self._newer.discard(step)
         with self._lock:
             known = dict(self._known)
         found = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tierfs.checkpoint.catalog import Candidate, Standing, standing
+from tierfs.checkpoint.lines import ABOUT, FIRST, LINES, Lines, line_of, read_lines
 from tierfs.checkpoint.notes import DAMAGED, METRICS, PINNED, RECORD, is_pinned, metrics_of, read_note
 from tierfs.checkpoint.prune import remove, roots_of
 from tierfs.checkpoint.retention import Best, SavedCheckpoint
@@ -22,12 +23,11 @@ from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.format.keys import inside
-from tierfs.store import Store, delete, directories_in, list_directory, open_entry, save, stat_to_read
+from tierfs.host.pending.levels import Level
+from tierfs.store import Store, Writer, delete, directories_in, list_directory, open_entry, save, stat_to_read
 from tierfs.store.commit import Commits
 from tierfs.store.transfers import transfers
 
-ABOUT = "tierfs.about"
-"""The name of the value that holds a checkpoint's own description."""
 OWN = "rank_"
 """Prefix of the names of values that belong to one rank: random generators, the data loader."""
 NOTE_BYTES_MAX = 256 << 20
@@ -230,11 +230,31 @@ class RunDirectory:
         return bool(found.damage) or found.format is not None
 
     def complete(self) -> Iterator[tuple[int, Standing]]:
-        """Yield complete steps without a damage mark, the newest first. Each is looked up only when it is asked for."""
+        """Yield complete steps of the current line without a damage mark, the newest first.
+
+        Each is looked up only when it is asked for. Steps that no manager saved come last if the root has lines.
+        """
+        lines, foreign = self.lines(), list[tuple[int, Standing]]()
         for step in reversed(self.candidates()):
             found = self.standing(step)
-            if found.state == "complete" and not self.damage_of(step):
+            if found.state != "complete" or self.damage_of(step):
+                continue
+            if lines is not None and found.line is None:
+                foreign.append((step, found))
+            elif lines is None or lines.holds(found.line or FIRST, step):
                 yield step, found
+        yield from foreign
+
+    def lines(self) -> Lines | None:
+        """Return the lines of the root's checkpoints; ``None`` if none are recorded. Raises as `read_lines` does."""
+        return read_lines(*self.open())
+
+    def write_lines(self, lines: Lines) -> None:
+        """Record the lines of the root's checkpoints, at the level ``object``. Raises as `Writer` does."""
+        store, path = self.open(write=True)
+        writer = Writer(store, inside(path, LINES), level=Level.OBJECT)
+        writer.write(lines.encode())
+        writer.commit()
 
     def describe(self, step: int) -> SavedStep:
         found = self.standing(step)
@@ -272,9 +292,19 @@ class RunDirectory:
         reader.read_into(place.at, memoryview(data))
         return About.decode(str(unpickle_safely(ABOUT, io.BytesIO(data))), checkpoint.where)
 
-    def kind_of(self, step: int) -> str:
-        """Return ``full`` or ``light``. Raises as `checkpoint` and `about` do."""
+    def kind_of(self, step: int, lines: Lines | None) -> str:
+        """Return the kind of a checkpoint: ``full`` or ``light``.
+
+        If the root has lines, it is ``left`` if the current line does not go through the checkpoint, else ``foreign``
+        if no manager saved it. Raises as `checkpoint` and `about` do.
+        """
         checkpoint = self.checkpoint(step)
+        if lines is not None:
+            line = line_of(checkpoint)
+            if not lines.holds(line or FIRST, step):
+                return "left"
+            if line is None:
+                return "foreign"
         if checkpoint.note is not None and checkpoint.note.kind is not None:
             return checkpoint.note.kind
         about = self.about(checkpoint)  # an early manager wrote the kind only there
@@ -328,11 +358,12 @@ class RunDirectory:
         return dict(zip(steps, transfers().map(self.metrics_of, steps), strict=True))
 
     def best(self, rule: Best) -> int | None:
-        """Return the best complete step by a metric; ``None`` if there is none. No shard file is read."""
+        """Return the best complete step of the current line by a metric; ``None`` if there is none."""
+        lines = self.lines()
         saved = [SavedCheckpoint(str(step), step, step, metrics=metrics) for step, metrics in self.metrics().items()]
         while found := list(rule.select(saved, 0)):
             step = found[0].step
-            if step is not None and not self.problem_of(step):
+            if step is not None and not self.problem_of(step) and self.kind_of(step, lines) != "left":
                 return step
             saved.remove(found[0])
         return None

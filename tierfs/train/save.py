@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tierfs.checkpoint.lines import ABOUT
 from tierfs.checkpoint.notes import RECORD
 from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
@@ -25,7 +26,7 @@ from tierfs.train.digests import TENSOR, digests_of, first_difference, has_other
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.proof import encode_history
 from tierfs.train.reasons import reason_of
-from tierfs.train.run import ABOUT, OWN, RunDirectory
+from tierfs.train.run import OWN, RunDirectory
 
 _logger = logging.getLogger("tierfs.train")
 
@@ -74,6 +75,9 @@ class SaveThread:
         ended: Called when a save ends, with the reason if it failed, before its handle is done.
         after: Called after the handle of a save is done.
         failed: Called with the error if ``ended`` or ``after`` raised, for example in a user's policy.
+
+    Attributes:
+        left: Steps that a restore left behind. A save may replace them unless they are pinned.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class SaveThread:
         self._on_end = ended
         self._after = after
         self._on_failure = failed
+        self.left: set[int] = set()
         self._open = 0
         self._idle = threading.Condition()
         self._before: tuple[int, Mapping[str, str]] = (-1, {})  # step and digests of the last save
@@ -177,7 +182,8 @@ class SaveThread:
             found = ""  # values that nothing compares may differ
         if found == "other":
             raise AlreadyExistsError(
-                f"{handle.url} already exists with other content: save with overwrite=True to replace it",
+                f"{handle.url} already exists with other content: to replace it, restore an earlier step first, or "
+                "save with overwrite=True",
                 path=handle.url,
             )
         if found == "same":
@@ -199,6 +205,7 @@ class SaveThread:
             no_dist=self._world.size == 1,
         )
         meta: Any = metadata.storage_meta
+        self.left.discard(order.step)
         self._verify(handle)
         self._before = order.step, digests
         return SaveMark(meta.sequence, meta.save_id)
@@ -253,6 +260,8 @@ class SaveThread:
         """Compare the step's existing checkpoint: ``same`` or ``other`` content, or empty if the save may write."""
         try:
             if order.overwrite or self._run.problem_of(order.step):
+                return ""
+            if order.step in self.left and not self._run.is_pinned(order.step):
                 return ""
             there = self._run.record_of(order.step)
         except TierfsError as error:
