@@ -42,6 +42,7 @@ PUBLIC = {
         "TrainState",
         "Within",
         "YoungDaly",
+        "outlive_signals",
     ],
 }
 PACKAGES = [*PUBLIC, "tierfs.cli", "tierfs.codec", "tierfs.objects", "tierfs.session", "tierfs.store"]

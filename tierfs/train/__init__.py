@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tierfs.train.policies import Context, Deadline, KeepPolicy, Preemption, SavePolicy, YoungDaly
     from tierfs.train.proof import ResumeReport
     from tierfs.train.restore import Restored
+    from tierfs.train.signals import outlive_signals
     from tierfs.train.state import TrainState
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "TrainState",
     "Within",
     "YoungDaly",
+    "outlive_signals",
 ]
 
 _RETENTION = "tierfs.checkpoint.retention"
@@ -51,6 +53,7 @@ _HOMES = {
     "TrainState": "tierfs.train.state",
     "Within": _RETENTION,
     "YoungDaly": "tierfs.train.policies",
+    "outlive_signals": "tierfs.train.signals",
 }
 
 

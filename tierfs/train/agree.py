@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -14,13 +15,23 @@ import torch
 import torch.distributed as dist
 
 from tierfs.errors import ConflictError, TierfsError
+from tierfs.threads import start_daemon
 
 SHARE_MAX = 0.001
 """The share of a step's time that an agreement may take."""
 APART_S_MAX = 2.0
 """Ranks agree at least this often, whatever the cost, so that a signal is answered within this time."""
+WAITED_S = 0.25
+"""A rank that waits for the others wakes up this often, to handle signals and to note where it waits."""
+SILENT_S = 30.0
+"""A rank that has waited for this long says once for which ranks it waits."""
+LOOKED_S = 0.5
+"""Seconds that the search for late ranks may take. The store may be on a rank that is stuck."""
 MEASURED = 8
 """The fastest of this many agreements is taken as their cost. In slower ones, this rank waited for a late rank."""
+
+
+_logger = logging.getLogger("tierfs.train")
 
 
 class World:
@@ -30,6 +41,10 @@ class World:
 
     Args:
         timeout_s: Seconds that a rank waits for the others.
+
+    Attributes:
+        while_waiting: Called every `WAITED_S` while the training thread waits for the others, with a function that returns
+            in words which ranks are late. It may end the process.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -38,6 +53,8 @@ class World:
         self.size: int = dist.get_world_size() if is_there else 1
         self.training: Any = None
         self.saving: Any = None
+        self.while_waiting: Callable[[Callable[[], str]], None] = lambda _: None
+        self._turn = 0
         if self.size > 1:
             timeout = timedelta(seconds=timeout_s)
             self.training = dist.new_group(backend="gloo", timeout=timeout)
@@ -57,13 +74,46 @@ class World:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
+        self._turn += 1
+        turn = self._turn
 
         def end() -> list[int]:
-            work.wait()
+            self._wait_for(work, turn)
             found: list[int] = tensor.tolist()
             return found
 
         return end
+
+    def _wait_for(self, work: Any, turn: int) -> None:
+        """Wait for a collective. If others are late, note in the group's store that this rank has come to this turn."""
+        begun_s, is_silent = time.monotonic(), True
+        while True:
+            try:
+                work.wait(timedelta(seconds=WAITED_S))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            else:
+                return
+            self.training.get_group_store().set(f"tierfs-{self.rank}", str(turn))
+            self.while_waiting(lambda: self._late(turn))
+            if is_silent and time.monotonic() - begun_s >= SILENT_S:
+                is_silent = False
+                _logger.warning("rank %d has waited for %s for %g s", self.rank, self._late(turn), SILENT_S)
+
+    def _late(self, turn: int) -> str:
+        """Return in words which ranks have not come to a turn."""
+        late: list[str] = []
+
+        def look() -> None:
+            store = self.training.get_group_store()
+            names = {str(rank): f"tierfs-{rank}" for rank in range(self.size)}
+            late.extend(rank for rank, name in names.items() if not store.check([name]) or int(store.get(name)) != turn)
+
+        looking = start_daemon(look, name="late-ranks")
+        if looking is not None:
+            looking.join(LOOKED_S)
+        return f"rank {', '.join(late)}" if late else "another rank"
 
     def gather(self, value: Any, group: Any) -> list[Any]:
         """Return the values of all ranks, in the order of ranks, on every rank."""

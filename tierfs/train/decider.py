@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +17,11 @@ from tierfs.train.policies import Context, Preemption, SavePolicy
 from tierfs.train.signals import Signals
 from tierfs.train.timing import StepTimer
 
+_logger = logging.getLogger("tierfs.train")
 LIGHT, FULL = 1, 2
 """The kinds of saves. If ranks ask for both, they make the full one."""
+RESERVED = 0.2
+"""The share of the grace period that is left for saves in flight if a late rank prevents the last save."""
 DEADLINE_GRACE_S = 120.0
 """Seconds that the last save may take if no `Preemption` policy says how long."""
 
@@ -28,6 +35,7 @@ class SaveDecider:
         full: Policies for full saves. Each of them can ask for one.
         light: Policies for light saves. Each of them can ask for one.
         is_saving: Returns whether a save is in flight.
+        end_saves: Waits for the saves in flight, at most the given seconds.
 
     Attributes:
         timer: Measures how long steps and saves take.
@@ -40,17 +48,20 @@ class SaveDecider:
         full: Sequence[SavePolicy],
         light: Sequence[SavePolicy],
         is_saving: Callable[[], bool],
+        end_saves: Callable[[float], object],
     ) -> None:
         self._world = world
         self._health = health
         self._policies = {FULL: full, LIGHT: light}
         self._is_saving = is_saving
+        self._end_saves = end_saves
         self._steps_saved: list[int] = []
         self._at_steps, self._at_checks = Agreement(world, 0), Agreement(world, 1)
         self.timer, self._check_timer = StepTimer(), StepTimer()
         preemptions = [policy for policy in self._policies[FULL] if isinstance(policy, Preemption)]
         self._grace_s = min((policy.grace_s for policy in preemptions), default=DEADLINE_GRACE_S)
         self._signals = Signals(number for policy in preemptions for number in policy.signals)
+        world.while_waiting = self._give_up_late
 
     def __repr__(self) -> str:
         return f"SaveDecider({self._signals!r}, {self._at_steps!r})"
@@ -127,6 +138,28 @@ class SaveDecider:
         """
         begun_s = self._signals.received_s or time.monotonic()
         return max(0.0, begun_s + self._grace_s - time.monotonic())
+
+    def _give_up_late(self, late: Callable[[], str]) -> None:
+        """End the process if a rank is late and the grace period after a signal is almost over.
+
+        The interpreter could not end by itself: the collective that waits for the late rank would stop it.
+        """
+        if self._signals.received and self.left_s <= self._grace_s * RESERVED:
+            name = signal.Signals(self._signals.received).name
+            _logger.error(
+                "training ends without a last save: %s did not come to this step within %g s of %s",
+                late(), self._grace_s * (1 - RESERVED), name,
+            )  # fmt: skip
+            self._end_saves(self.left_s)
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(128 + (signal.SIGTERM if self.is_terminated else self._signals.received))
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether this rank got SIGTERM."""
+        return self._signals.is_terminated
 
     def close(self) -> None:
         """Restore the previous signal handlers."""

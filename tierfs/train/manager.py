@@ -50,7 +50,8 @@ class Manager:
     """Saves and restores the checkpoints of a training run, ``step_N`` below a root.
 
     The constructor and some methods are collectives: all ranks call them together, in the same order. A manager is a
-    context manager: leaving the block calls `close`. If SIGTERM ended training, it then raises ``SystemExit(143)``.
+    context manager: leaving the block calls `close`. If SIGTERM ended training, or this rank got SIGTERM at any time, it
+    then raises ``SystemExit(143)``.
 
     Args:
         root: The run's directory: any URL that `TierWriter` takes.
@@ -141,7 +142,9 @@ class Manager:
         self._restored: Restored | None = None  # None once a step was made since
         self._is_stopping = self._is_closed = False
         self._signal = 0
-        self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._is_saving)
+        self._decider = SaveDecider(
+            self._world, self._health, full_policies, light_policies, self._is_saving, self._saves.wait
+        )
 
     def __repr__(self) -> str:
         return f"Manager({self._run.url!r}, rank={self._world.rank} of {self._world.size})"
@@ -152,8 +155,12 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-        if kind is None and self._signal == signal.SIGTERM:
+        try:
+            if kind is None and self._world.size == 1 and not self._is_closed:
+                self.check()  # a signal may have come after the last step
+        finally:
+            self.close()
+        if kind is None and (self._signal == signal.SIGTERM or self._decider.is_terminated):
             raise SystemExit(128 + signal.SIGTERM)
 
     # -- saving --------------------------------------------------------------------------------------------------------
@@ -217,6 +224,8 @@ class Manager:
         """Save and stop as the ranks agreed. Raises as `Health.check` and `save` do."""
         self._health.check(agreed)
         assert self._last is not None, "an agreement follows a step"
+        if agreed.stop:
+            self._meet()
         step, state, metrics = self._last
         saved = None
         if agreed.wish or agreed.stop:
@@ -230,6 +239,10 @@ class Manager:
             if saved is not None:
                 self._secure(saved)
         return saved
+
+    def _meet(self) -> None:
+        """Wait until every rank has come here. Waits for a rank that is stuck end with the grace period only here."""
+        self._world.begin_greatest([0], self._world.training)()
 
     def _secure(self, saved: SaveHandle) -> None:
         """Wait until a save has reached the level ``local``, for as long as the grace period allows."""
@@ -289,6 +302,7 @@ class Manager:
             overwrite = True  # the full save contains all of the light one
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
+            self._meet()
             self._handles[0].settle(self._timeout_s)
         numbers = {name: float(value) for name, value in taken.items()}
         order = SaveOrder(
@@ -547,9 +561,9 @@ class Manager:
         self._keep.forget(step)
 
     def close(self) -> None:
-        """Restore the previous signal handlers, and wait for the saves in flight, at most ``timeout``."""
+        """Wait for the saves in flight, at most ``timeout``, and restore the previous signal handlers."""
         self._is_closed = True
-        self._decider.close()
         if not self._saves.close(self._timeout_s):
             _logger.error("%s: a save did not finish within %g s", self._run.url, self._timeout_s)
+        self._decider.close()
         self._world.close()

@@ -1,0 +1,76 @@
+"""A run that is told to end saves its last step, or says in time why it cannot."""
+
+import os
+import signal
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+import torch.distributed as dist
+from support.training_lives import Lives
+
+from tierfs.train import Manager
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+TERMINATED = 128 + signal.SIGTERM
+MANAGER = {"ram": "16MiB", "nvme": "0"}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    return Lives()
+
+
+@pytest.fixture
+def lives(processes):
+    yield processes
+    processes.kill()
+
+
+def ended(lives, root, directory, size, first=signal.SIGTERM, then=None, **settings):
+    """Run a life, end its process groups, and return its exit codes and the facts of each rank."""
+    given = {"manager": MANAGER, "steps": 10_000, "loader": "workers", "pause_s": 0.01, **settings}
+    life = lives.start(size, directory, "life", root, given)
+    life.wait_for_step(6)
+    life.signal(first)
+    if then is not None:
+        time.sleep(0.02)
+        life.signal(then)
+    return life.codes(), life.facts()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"slow_s": 0.05}, {"loader": "none", "validates": True}])
+def test_a_signal_to_the_process_group_saves_the_last_step(lives, root, tmp_path, size, settings):
+    codes, facts = ended(lives, root, tmp_path, size, **settings)
+    assert codes == [TERMINATED] * size
+    last = {each[-1]["ended"] - 1 for each in facts}
+    with Manager(root, save=(), **MANAGER) as run:
+        assert {run.latest()} == last
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_later_sigterm_sets_the_exit_code(lives, root, tmp_path, size):
+    codes, facts = ended(lives, root, tmp_path, size, signal.SIGUSR1, signal.SIGTERM)
+    assert codes == [TERMINATED] * size
+    with Manager(root, save=(), **MANAGER) as run:
+        assert run.latest() == facts[0][-1]["ended"] - 1
+
+
+@pytest.mark.parametrize("stuck", ["the main thread", "the process"])
+def test_a_stuck_rank_is_named_within_the_grace_period(lives, root, tmp_path, stuck):
+    settings = {"manager": MANAGER, "grace": "4s", "steps": 10_000, "loader": "none", "pause_s": 0.01, "reduces": False}
+    life = lives.start(2, tmp_path, "life", root, {**settings, "stuck": 9 if stuck == "the main thread" else None})
+    life.wait_for_step(8)
+    if stuck == "the process":
+        os.kill(life.pids()[1], signal.SIGSTOP)
+    begun_s = time.monotonic()
+    life.signal(signal.SIGTERM)
+    code = life.codes(1)[0]
+    assert (code, time.monotonic() - begun_s < 7) == (TERMINATED, True)
+    assert "rank 1 did not come to this step within 3.2 s of SIGTERM" in (tmp_path / "life-0.err").read_text()
