@@ -207,8 +207,10 @@ class Flusher:
         state = self._state
         with state.changed:
             entry = None
+            state.stalled_s()  # notes that nothing is pending
             while not state.stopping and (entry := self.uploader.next()) is None:
                 state.changed.wait(SWEEP_S)
+                state.stalled_s()
             if entry is not None and not state.stopping:
                 self.uploader.begin(entry)
 
@@ -326,7 +328,9 @@ class Flusher:
                 f"{blocker.error}",
                 path=entry.path,
             )
-        if entry.error is not None and not getattr(entry.error, "transient", False) and entry.failures:
+        # The wait made the next attempt due, so `retry_at` is 0 until that has failed, too.
+        is_tried = entry.failures and entry.retry_at
+        if entry.error is not None and not getattr(entry.error, "transient", False) and is_tried:
             if isinstance(entry.error, CapacityError) and not entry.past_nvme:
                 return
             raise entry.error
@@ -335,7 +339,14 @@ class Flusher:
         size = sum(entry.draft.length for entry in waiting)
         text = f"{len(waiting)} files ({size} bytes) have not reached {level.label!r} yet, {waiting[0].path} among them"
         errors = [entry.error for entry in waiting if entry.error is not None]
-        return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still pending"
+        return (
+            f"{text}; the last error: {errors[0]}" if errors else f"{text}; {self._stall() or 'they are still pending'}"
+        )
+
+    def _stall(self) -> str:
+        """Return the error of pending drafts without one, if nothing has reached the object tier for a while."""
+        seconds = self._state.stalled_s()
+        return f"nothing has reached the object tier for {seconds:.0f} s" if seconds else ""
 
     def report_damage(self, key: str) -> None:
         self._state.access.call(lambda publisher: publisher.report_damage(key))
@@ -386,17 +397,19 @@ class Flusher:
         with state.changed:
             moving = [entry for entry in state.entries if not entry.conflict]
             kept = [entry for entry in state.entries if entry.conflict]
+            stall = self._stall()
+            failing = [entry for entry in moving if stall or entry.error is not None]
             return {
                 "queue_files": len(moving),
                 "queue_bytes": sum(entry.draft.length for entry in moving),
                 "conflict_files": len(kept),
                 "conflicts": [{"path": entry.path, "message": str(entry.error)} for entry in kept[:NAMED_MAX]],
-                "failing_files": sum(entry.error is not None for entry in moving),
+                "failing_files": len(failing),
                 "errors": [
-                    {"path": entry.path, "message": str(entry.error), "attempts": entry.failures}
-                    for entry in moving
-                    if entry.error is not None
-                ][:NAMED_MAX],
+                    {"path": entry.path, "message": str(entry.error or stall), "attempts": entry.failures}
+                    for entry in failing[:NAMED_MAX]
+                ],
+                "stalled_s": state.stalled_s(),
                 "rate_bytes_per_s": self.uploader.rate(),
                 "unreadable_drafts": self.scan.unreadable,
                 "unread_segments": unread,

@@ -318,6 +318,11 @@ class FlushQueue:
         return min((one for one in self._kept.values() if self._is_before(one, entry)), key=_turn, default=None)
 
     @property
+    def moving(self) -> int:
+        """Number of drafts that are not in conflict."""
+        return len(self._sorted) - len(self._kept)
+
+    @property
     def has_conflicts(self) -> bool:
         """Whether a draft is in conflict."""
         return bool(self._kept)

@@ -28,6 +28,8 @@ RETRY_S_MAX = 30.0
 # How long writing drafts to the nvme tier defers the upload of others. A client may wait for the nvme tier, which is
 # reached soon, while an upload may take long.
 PERSISTING_FIRST_S = 10.0
+# How long nothing may reach the object tier before this is reported.
+STALL_S = 60.0
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -55,6 +57,7 @@ class FlushState:
         nudged: Whether a slab may have a new draft, or a draft that waited for room may fit now.
         persisting_since: When the present pass of writing drafts to the nvme tier began, monotonic seconds; None if no
             pass runs.
+        moved_at: When a chunk or record last reached the object tier, or nothing was pending, monotonic seconds.
         local_waits: Number of requests that wait for drafts to reach the nvme tier.
         holders: Holders in ``nvme.db``: unfinished files that have chunks in the nvme tier.
         counters: Counts of events, by name.
@@ -85,12 +88,24 @@ class FlushState:
         self.stopping = False
         self.nudged = True
         self.persisting_since: float | None = None
+        self.moved_at = clock.monotonic()
         self.local_waits = 0
         self.holders: set[str] = set()
         self.counters: Counter[str] = Counter()
         usage = nvme.usage() if nvme is not None else None
         self.local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
         self.nvme_bytes = usage.budget_bytes if usage is not None else 0
+
+    def stalled_s(self) -> float:
+        """Return for how many seconds nothing has reached the object tier, although drafts are pending.
+
+        It is 0 below `STALL_S`. The caller holds the lock.
+        """
+        now = self.clock.monotonic()
+        if not self.entries.moving:
+            self.moved_at = now
+        seconds = now - self.moved_at
+        return seconds if seconds >= STALL_S else 0.0
 
     def persists_first(self) -> bool:
         """Return whether the upload of drafts past the nvme tier is deferred, in favour of drafts that go there."""

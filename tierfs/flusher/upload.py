@@ -292,6 +292,7 @@ class Uploader:
         if failures:
             raise failures.pop()
         if stored is not None:
+            state.moved_at = state.clock.monotonic()
             state.fault("after upload.chunk")
             if sent:  # the object tier did not have the chunk
                 self._count(length)
@@ -331,6 +332,7 @@ class Uploader:
             publisher.publish(entry.draft, rows, read=self._reader(entry))
         finally:
             publisher.tell_host()
+        state.moved_at = state.clock.monotonic()
         state.fault("after publish.record")
         with state.changed:
             state.entries.pass_on(entry)

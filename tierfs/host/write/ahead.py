@@ -1,15 +1,19 @@
 """Threads of a process that writes, which work ahead of need.
 
 One writes chunks of a large file to the nvme tier while the rest of the file is being sealed (docs/decisions/0039). The
-other makes room in the ram tier, and releases claimed memory.
+other makes room in the ram tier, releases claimed memory, and warns if nothing reaches the object tier.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 
+from tierfs.errors import TierfsError
+from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
 from tierfs.threads import start_daemon
@@ -17,6 +21,12 @@ from tierfs.threads import start_daemon
 AHEAD_BYTES_MIN = 64 << 20
 """Minimum bytes for one request. Fewer are not worth one: they arrive with the draft about as soon."""
 HOUSEKEEPING_S = 1.0
+# Rounds between two questions to the flusher whether anything reaches the object tier, and how long to wait for the
+# answer. The warning is repeated when the time has doubled, but at least once an hour.
+STALL_ROUNDS = 30
+ASK_S = 2.0
+WARN_S_MAX = 3600.0
+_logger = logging.getLogger("tierfs.flush")
 
 
 class Ahead:
@@ -73,8 +83,9 @@ class Ahead:
 class Housekeeping:
     """Maintains the ram tier until ``ended`` is set or the tier is garbage-collected."""
 
-    def __init__(self, ram: RamTier, ended: threading.Event) -> None:
+    def __init__(self, ram: RamTier, flusher: FlusherClient, ended: threading.Event) -> None:
         self._ram = weakref.ref(ram)
+        self._flusher = flusher
         self._ended = ended
         self._is_running = False
         self._lock = threading.Lock()
@@ -87,11 +98,18 @@ class Housekeeping:
         with self._lock:
             if self._is_running:
                 return
-            self._is_running = start_daemon(_run, self._ram, self._ended, name="housekeeping") is not None
+            self._is_running = (
+                start_daemon(_run, self._ram, self._flusher, self._ended, name="housekeeping") is not None
+            )
 
 
-def _run(ram: weakref.ref[RamTier], ended: threading.Event) -> None:
-    while not ended.wait(HOUSEKEEPING_S):
+def _run(ram: weakref.ref[RamTier], flusher: FlusherClient, ended: threading.Event) -> None:
+    warn_at_s = 0.0
+    for number in itertools.count(1):
+        if ended.wait(HOUSEKEEPING_S):
+            return
+        if number % STALL_ROUNDS == 0:
+            warn_at_s = _warn_of_stall(flusher, warn_at_s)
         tier = ram()
         if tier is None:
             return
@@ -99,3 +117,22 @@ def _run(ram: weakref.ref[RamTier], ended: threading.Event) -> None:
         tier.evict_ahead()
         tier.give_back_claimed()
         del tier
+
+
+def _warn_of_stall(flusher: FlusherClient, warn_at_s: float) -> float:
+    """Warn if nothing has reached the object tier for ``warn_at_s``. Return after how many seconds to warn next."""
+    if not flusher.is_running():
+        return 0.0
+    try:
+        report = flusher.request("status", {}, timeout_s=ASK_S)
+    except (TierfsError, TimeoutError) as error:
+        _logger.debug("the flusher does not say whether files reach the object tier: %s", error)
+        return warn_at_s
+    seconds = float(report.get("stalled_s", 0.0))
+    if not seconds or seconds < warn_at_s:
+        return warn_at_s if seconds else 0.0
+    first = report["errors"][0]
+    why = f": {first['message']}" if first["attempts"] else ""
+    words = "nothing has reached the object tier for %.0f s, and %d files wait on this host, the first is %s%s"
+    _logger.warning(words, seconds, report["queue_files"], first["path"], why)
+    return seconds + min(seconds, WARN_S_MAX)

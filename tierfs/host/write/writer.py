@@ -70,7 +70,7 @@ class SlabWriter:
         self._ended = ended
         self._fault = no_faults  # tests fail there
         self._boot = boot_id()
-        self._housekeeping = Housekeeping(ram, ended)
+        self._housekeeping = Housekeeping(ram, flusher, ended)
         self._sealing = NameLocks(ram.host.store_directory(ram.store) / "seal.lock")
         self._lock = threading.Lock()
         self._is_news = False
