@@ -13,6 +13,7 @@ from support.flipping import flip_shard
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError, TierfsError
+from tierfs.store import evict
 from tierfs.store.request_metrics import request_metrics
 from tierfs.train import Every, Manager
 
@@ -128,6 +129,22 @@ def test_a_damaged_step_is_marked_and_passed_over(root, caplog):
     assert [step for step, _ in restored.passed_over] == [3]
     assert "step_3 is skipped" in caplog.text
     assert same(found, state(2))
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_host_loads_its_own_copy_of_a_marked_step(root, tmp_path, caplog, is_sound):
+    own = {"ram": "64MiB", "state_dir": str(tmp_path / "own")}
+    with manager(root, **own) as run:
+        for step in (1, 2):
+            run.save(step, state(step)).wait("object", timeout=30)
+        flip_shard(root, 2)
+        with manager(root, state_dir=str(tmp_path / "other")) as other:
+            assert other.restore(blank()).step == 1
+        if not is_sound:
+            evict(*run._run.open(), tier="ram")
+        found = blank()
+        assert run.restore(found).step == (2 if is_sound else 1)
+    assert same(found, state(2 if is_sound else 1))
 
 
 def test_a_marked_step_may_be_saved_anew(root):

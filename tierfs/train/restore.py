@@ -261,7 +261,7 @@ class Restorer:
 
     def _problem_of(self, step: int) -> str:
         try:
-            return self._run.problem_of(step)
+            return self._run.problem_of(step, to_load=True)
         except _PASSED_OVER as error:
             return str(error)
 

@@ -26,6 +26,7 @@ from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, Writer, delete, directories_in, list_directory, open_entry, save, stat_to_read
 from tierfs.store.commit import Commits
+from tierfs.store.read.prefetch import is_held
 from tierfs.store.transfers import transfers
 
 OWN = "rank_"
@@ -217,12 +218,22 @@ class RunDirectory:
                 found = standing(store, candidate)
         return found
 
-    def problem_of(self, step: int) -> str:
-        """Return why a step cannot be loaded; empty if no reason is known. No shard file is read."""
+    def problem_of(self, step: int, *, to_load: bool = False) -> str:
+        """Return why a step cannot be loaded; empty if no reason is known. No shard file is read.
+
+        With ``to_load``, a mark of damage does not count if this host holds all chunks of the step: another host's
+        copies may have been damaged, and each chunk is verified when it is read.
+        """
         found = self.standing(step)
         if found.state != "complete":
             return "; ".join(found.damage + found.missing)
-        return self.damage_of(step)
+        damage = self.damage_of(step)
+        if damage and to_load and is_held(*self.path_of(step)):
+            _logger.warning(
+                "%s was marked as damaged, and this host's own copy is tried: %s", self.url_of(step), damage
+            )
+            return ""
+        return damage
 
     def was_saved(self, step: int) -> bool:
         """Return whether a step was ever published, even if it is damaged or incomplete now."""

@@ -90,6 +90,14 @@ def evict(store: Store, path: str, tier: str = "nvme") -> int:
     return _tiers(store, tier).cache.evict([piece.name for piece in _pieces(store, path)] if path else None, tier)
 
 
+def is_held(store: Store, path: str) -> bool:
+    """Return whether the local tiers of this host seem to hold every chunk at or below ``path``. Raises as `find`."""
+    tiers = store.tiers
+    return tiers is not None and all(
+        any(tiers.reader.holds(piece.name, tier) for tier in TIERS) for piece in _pieces(store, path)
+    )
+
+
 def _bring_all(tiers: Tiers, batch: Sequence[_Copy], tier: str) -> None:
     """Copy pieces into a tier. If the ram tier has no room for all at once, copy as many at a time as fit."""
     missing = _missing(tiers, batch, tier)
