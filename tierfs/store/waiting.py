@@ -55,9 +55,8 @@ def tiers_below(store: Store, path: str) -> Tiers | None:
     if names:
         saved_at = next(iter(places_in(directory / PLACE_FILE)), store.url).removeprefix("file:")
         raise StoreError(
-            f"{store.where(names[0])} is one of {len(names)} files that this host saved at {saved_at} and has not put "
-            "there yet, and the local tiers of that place are not in use here: wait with the endpoint, ram= and nvme= "
-            "of the process that saved them",
+            f"files that this host saved at {saved_at} are pending ({len(names)}, {names[0]} among them), and the local "
+            "tiers that hold them are not in use here: repeat this with the endpoint, ram= and nvme= of their writer",
             path=names[0],
         )
     return None
