@@ -9,7 +9,7 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
-from tierfs.store import copy, save
+from tierfs.store import Damage, VerifyReport, copy, save
 
 BIG = random.Random(3).randbytes(300_000)
 
@@ -44,7 +44,23 @@ def test_a_sound_store_passes(root, capsys):
         "chunks": 2,
         "raw_bytes": 2 * len(BIG),
         "damage": [],
+        "unread": [],
     }
+
+
+def test_a_sample_by_other_processes_at_a_bandwidth(root, capsys):
+    words = ["--sample", "99.9999%", "--bandwidth", "1GB", "--executor", "processes:1"]
+    assert main(["verify", str(root), *words]) == 0
+    assert "a sample of" in capsys.readouterr().out
+    for bad in (["--sample", "0%"], ["--sample", "0.5"], ["--bandwidth", "0"]):
+        assert main(["verify", str(root), *bad]) == 2
+
+
+def test_a_store_that_does_not_answer_is_not_called_damaged(root, capsys, monkeypatch):
+    unread = Damage("run/a", "key", "store", "the request failed")
+    monkeypatch.setattr("tierfs.cli.commands.verify.verify", lambda *_, **__: VerifyReport(unread=[unread]))
+    assert main(["verify", str(root)]) == 8
+    assert "0 damaged, 1 could not be read" in capsys.readouterr().out
 
 
 def test_damage_is_named_for_each_file_that_shares_the_chunk(root, capsys):

@@ -1,34 +1,38 @@
-"""A bounded number of concurrent requests, for tasks that go through a whole store."""
+"""A bounded number of concurrent requests and of bytes per second, for tasks that go through a whole store."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from tierfs.clock import Clock
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 class Pool:
-    """A thread pool for requests.
+    """A thread pool for requests, or another executor.
 
     Args:
         concurrency: Most requests in flight. With 1, there are no threads and the caller's thread runs every task.
+        executor: Runs the tasks instead of threads. The caller shuts it down.
     """
 
-    def __init__(self, concurrency: int) -> None:
+    def __init__(self, concurrency: int, executor: Executor | None = None) -> None:
         self.concurrency = concurrency
-        self._executor = (
-            ThreadPoolExecutor(concurrency, thread_name_prefix="tierfs-upkeep") if concurrency > 1 else None
-        )
+        self._executor, self._is_own = executor, executor is None
+        if executor is None and concurrency > 1:
+            self._executor = ThreadPoolExecutor(concurrency, thread_name_prefix="tierfs-upkeep")
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._executor is not None:
+        if self._executor is not None and self._is_own:
             self._executor.shutdown(cancel_futures=True)
 
     def map(self, task: Callable[[_In], _Out], arguments: Iterable[_In]) -> Iterator[_Out]:
@@ -46,3 +50,22 @@ class Pool:
                 yield begun.popleft().result()
         while begun:
             yield begun.popleft().result()
+
+
+class Pace:
+    """Limits the bytes per second. Safe for use by many threads."""
+
+    def __init__(self, clock: Clock, bandwidth: float | None) -> None:
+        self._clock, self._bandwidth = clock, bandwidth
+        self._lock = threading.Lock()
+        self._next = clock.monotonic()
+
+    def take(self, count: int) -> None:
+        """Wait as long as this many bytes take."""
+        if self._bandwidth is None:
+            return
+        with self._lock:
+            now = self._clock.monotonic()
+            self._next = max(now, self._next) + count / self._bandwidth
+            wait_s = self._next - now
+        self._clock.sleep(wait_s)

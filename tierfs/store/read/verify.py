@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.collector import Collector
 from tierfs.format.descriptor import Descriptor
@@ -19,7 +21,8 @@ from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Manifest, Row
 from tierfs.format.references import ReferenceList
 from tierfs.objects.checksums import read_decoded
-from tierfs.objects.protocol import ObjectInfo
+from tierfs.objects.protocol import ObjectInfo, objects_below
+from tierfs.store.maintenance.pool import Pace, Pool
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
@@ -56,16 +59,52 @@ class VerifyReport:
         files: Number of files whose manifest could be read. Directories and tombstones are read, and not counted.
         chunks: Number of chunk objects read, each once.
         raw_bytes: Decoded bytes that were checked.
-        damage: All problems. Empty if there are none.
+        damage: All damage. Empty if there is none.
+        unread: Objects that could not be read because the object tier failed.
     """
 
     files: int = 0
     chunks: int = 0
     raw_bytes: int = 0
     damage: list[Damage] = field(default_factory=list)
+    unread: list[Damage] = field(default_factory=list)
+
+    def note(self, *problems: Damage) -> None:
+        """Add problems. Objects that the tier did not give are not damaged, as far as anybody knows."""
+        for problem in problems:
+            is_unread = problem.kind in (StoreError.kind, ReadOnlyError.kind)
+            (self.unread if is_unread else self.damage).append(problem)
 
 
-def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | None = None) -> VerifyReport:
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """How to verify.
+
+    Attributes:
+        sample: Share of the chunks to read, drawn at random, over 0 and at most 1. All records are read.
+        bandwidth: Bytes of chunks per second at most, for all workers together; None for no limit.
+        workers: How many batches of chunks the executor runs at once.
+    """
+
+    sample: float = 1.0
+    bandwidth: float | None = None
+    workers: int = 1
+
+
+ChunkJob: TypeAlias = tuple[str, Row]
+"""A chunk to check, and the path of a file that names it."""
+RunBatch: TypeAlias = Callable[[Sequence[ChunkJob]], "list[Damage]"]
+
+
+def verify(
+    store: Store,
+    path: str = "",
+    options: VerifyOptions | None = None,
+    *,
+    executor: Executor | None = None,
+    run_batch: RunBatch | None = None,
+    progress: Callable[[int], object] = lambda _: None,
+) -> VerifyReport:
     """Read and check every byte of a file, of all files below a directory, or of the whole store.
 
     The object tier's own bytes are read, even if this host has copies.
@@ -73,47 +112,83 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
     Args:
         store: The store.
         path: The file or directory. Empty for the whole store, where stray objects are found, too.
-        progress: Called from several threads with the raw bytes of each chunk that was checked.
+        options: How to verify.
+        executor: Runs batches of chunks. By default threads of this process do.
+        run_batch: The function that the executor runs, with the result of `verify_chunks`. In another process it has to
+            open the store itself.
+        progress: Called from several threads with the raw bytes of each chunk that was checked, or of each batch.
 
     Raises:
         NotFoundError: Nothing is at ``path``.
         StoreError, ReadOnlyError: The object tier cannot be listed.
     """
+    options = options or VerifyOptions()
     report = VerifyReport()
     bare = store.without_local_tiers()
     seen: set[ChunkName] = set()
-    lock = threading.Lock()
+    pace = Pace(store.clock, options.bandwidth)
+    draw = random.Random(int.from_bytes(store.random_bytes(8), "little"))
 
-    def check_chunk(job: tuple[str, Row]) -> None:
-        where, row = job
-        key = keys.chunk_key(row.name)
-        try:
-            with buffers().lend(row.raw_length) as out:
-                fetch(bare, row, [(0, out)], store.where(where))
-        except (CorruptionError, FormatError, StoreError) as error:
-            with lock:
-                report.damage.append(Damage(where, key, error.kind, str(error)))
-        with lock:
-            report.chunks += 1
-            report.raw_bytes += row.raw_length
-        if progress is not None:
-            progress(row.raw_length)
+    def is_drawn() -> bool:
+        return options.sample >= 1 or draw.random() < options.sample
 
-    jobs: list[tuple[str, Row]] = []
-    for where, rows in _files(store, bare, path, report):
-        for row in rows:
-            if row.name not in seen:
-                seen.add(row.name)
-                jobs.append((where, row))
-        if len(jobs) >= BATCH:
-            transfers().map(check_chunk, jobs)
-            jobs = []
-    transfers().map(check_chunk, jobs)
+    def batches() -> Iterator[list[ChunkJob]]:
+        jobs: list[ChunkJob] = []
+        for where, rows in _files(store, bare, path, report):
+            for row in rows:
+                if row.name not in seen:
+                    seen.add(row.name)
+                    if is_drawn():
+                        jobs.append((where, row))
+            if len(jobs) >= BATCH:
+                yield jobs
+                jobs = []
+        yield jobs
+
+    def run(jobs: Sequence[ChunkJob]) -> list[Damage]:
+        return verify_chunks(bare, jobs, pace=pace, progress=progress)
+
+    def counted() -> Iterator[list[ChunkJob]]:
+        for jobs in batches():
+            report.chunks += len(jobs)
+            size = sum(row.raw_length for _, row in jobs)
+            report.raw_bytes += size
+            if executor is not None:
+                progress(size)
+            yield jobs
+
+    with Pool(options.workers, executor) as pool:
+        for found in pool.map(run_batch or run, counted()):
+            report.note(*found)
     _name_others(store, bare, path, report)
     if not path:
-        _check_rest(bare, seen, report)
+        _check_rest(bare, seen, report, pace, is_drawn)
     report.damage.sort(key=lambda damage: (damage.path, damage.key))
     return report
+
+
+def verify_chunks(
+    store: Store,
+    jobs: Sequence[ChunkJob],
+    *,
+    pace: Pace,
+    progress: Callable[[int], object] = lambda _: None,
+) -> list[Damage]:
+    """Read and check chunks of a store without local tiers. Return the problems of those that cannot be read."""
+
+    def check(job: ChunkJob) -> Damage | None:
+        where, row = job
+        pace.take(row.stored_length)
+        try:
+            with buffers().lend(row.raw_length) as out:
+                fetch(store, row, [(0, out)], store.where(where))
+        except (CorruptionError, FormatError, StoreError, ReadOnlyError) as error:
+            return Damage(where, keys.chunk_key(row.name), error.kind, str(error))
+        finally:
+            progress(row.raw_length)
+        return None
+
+    return [found for found in transfers().map(check, jobs) if found is not None]
 
 
 def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, tuple[Row, ...]]]:
@@ -128,8 +203,8 @@ def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterat
             _check_sizes(rows, record, store.where(key))
         except NotFoundError:
             continue  # deleted since the listing
-        except (CorruptionError, FormatError, StoreError) as error:
-            report.damage.append(Damage(where, key, error.kind, str(error)))
+        except (CorruptionError, FormatError, StoreError, ReadOnlyError) as error:
+            report.note(Damage(where, key, error.kind, str(error)))
         else:
             yield where, (*(record.rows if record.indirect else ()), *rows)
 
@@ -184,42 +259,38 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
         stat(store, path)  # raises NotFoundError, unless it is a file that tierfs did not write
 
 
-def _check_rest(store: Store, seen: set[ChunkName], report: VerifyReport) -> None:
+def _check_rest(
+    store: Store, seen: set[ChunkName], report: VerifyReport, pace: Pace, is_drawn: Callable[[], bool]
+) -> None:
     """Check the objects that belong to no file.
 
     These are the descriptor, leases, condemned and reference lists, chunks that no file names, and stray objects.
     """
 
-    def check(key: str) -> None:
+    def check(item: tuple[str, int]) -> None:
+        key, size = item
         try:
-            _check_object(store, key, seen)
+            if not key.startswith(keys.CHUNKS):
+                read_decoded(store.objects, key, OBJECT_BYTES_MAX, _check_content, key)
+            elif keys.parse_chunk_key(key, store.descriptor.digest_kind) not in seen and is_drawn():
+                pace.take(size)
+                _check_chunk(store, key)
         except NotFoundError:
             return  # deleted since the listing
         except TierfsError as error:
-            report.damage.append(Damage(key, key, error.kind, f"{store.where(key)}: {error}"))
+            report.note(Damage(key, key, error.kind, f"{store.where(key)}: {error}"))
 
     prefixes = (keys.CHUNKS, keys.LEASES, keys.GC, keys.REFERENCES)
-    listed = [item.key for prefix in prefixes for item in store.objects.list(prefix) if isinstance(item, ObjectInfo)]
-    transfers().map(check, [keys.DESCRIPTOR, *listed])
+    listed = [(item.key, item.size) for prefix in prefixes for item in objects_below(store.objects, prefix)]
+    transfers().map(check, [(keys.DESCRIPTOR, 0), *listed])
 
 
-def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
-    """Read and check one object that is not a record.
-
-    Raises:
-        CorruptionError, FormatError, StoreError, ReadOnlyError: The object is damaged, is stray, or cannot be read.
-    """
-    kind = store.descriptor.digest_kind
-    if key.startswith(keys.CHUNKS):
-        name = keys.parse_chunk_key(key, kind)
-        if name not in seen:
-            limit = CHUNK_BYTES + ENVELOPE_BYTES_MAX
-            envelope, info, _ = read_decoded(store.objects, key, limit, _envelope, key)
-            row = Row(name, envelope.raw_length, info.size)
-            with buffers().lend(envelope.raw_length) as out:
-                fetch(store, row, [(0, out)], store.where(key))
-    else:
-        read_decoded(store.objects, key, OBJECT_BYTES_MAX, _check_content, key)
+def _check_chunk(store: Store, key: str) -> None:
+    """Read and check a chunk object that no file names."""
+    name = keys.parse_chunk_key(key, store.descriptor.digest_kind)
+    envelope, info, _ = read_decoded(store.objects, key, CHUNK_BYTES + ENVELOPE_BYTES_MAX, _envelope, key)
+    with buffers().lend(envelope.raw_length) as out:
+        fetch(store, Row(name, envelope.raw_length, info.size), [(0, out)], store.where(key))
 
 
 def _envelope(data: bytes, where: str) -> Envelope:

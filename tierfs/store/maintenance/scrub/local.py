@@ -20,7 +20,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.slab.table.table import DATA_STATES, SlotKind
 from tierfs.host.tiers import Tiers
-from tierfs.store.maintenance.scrub.pieces import Pace
+from tierfs.store.maintenance.pool import Pace
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import find_chunk
 from tierfs.store.store import Store

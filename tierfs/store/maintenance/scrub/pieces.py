@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tierfs.clock import Clock
 from tierfs.errors import CapacityError, FormatError, ReadOnlyError, StoreError
 from tierfs.format import keys
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import examine
-from tierfs.store.maintenance.pool import Pool
+from tierfs.store.maintenance.pool import Pace, Pool
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.store import Store
 
@@ -126,22 +124,3 @@ def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage
         except (StoreError, ReadOnlyError, CapacityError) as error:
             _logger.warning("%s cannot be healed now: %s", store.where(item.key), error)
     return ScrubDamage(item.key, found.kind, found.problem, healed)
-
-
-class Pace:
-    """Limits the bytes per second. Safe for use by many threads."""
-
-    def __init__(self, clock: Clock, bandwidth: float | None) -> None:
-        self._clock, self._bandwidth = clock, bandwidth
-        self._lock = threading.Lock()
-        self._next = clock.monotonic()
-
-    def take(self, count: int) -> None:
-        """Wait as long as this many bytes take."""
-        if self._bandwidth is None:
-            return
-        with self._lock:
-            now = self._clock.monotonic()
-            self._next = max(now, self._next) + count / self._bandwidth
-            wait_s = self._next - now
-        self._clock.sleep(wait_s)
