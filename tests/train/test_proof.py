@@ -115,7 +115,7 @@ def test_what_was_not_noted_is_not_said_to_be_the_same(root):
         run.save(1, first.state)
         report = run.verify_resume(first.state, again(first))
         assert outcomes(report)["losses"] == "not recorded"
-        assert report.is_proven
+        assert not report.is_proven
         run._run.remove_note(1, ".record")
         report = run.verify_resume(first.state, again(first))
         assert outcomes(report)["model"] == "not recorded"
@@ -128,7 +128,52 @@ def test_a_dict_can_be_proven_too(root):
         run.save(1, state)
         other = {"weight": torch.zeros(3), "count": 0}
         assert run.restore(other).step == 1
-        assert outcomes(run.verify_resume(other)) == {"weight": "same", "count": "same"}
+        report = run.verify_resume(other)
+        assert outcomes(report) == {"weight": "same", "count": "same", "losses": "not recorded"}
+        assert not report.is_proven
+
+
+@pytest.mark.parametrize("apart", [300, 40])
+def test_checkpoints_far_apart_are_replayed(root, apart):
+    first, second = Training(1), Training(2)
+    with Manager(root, **OPTIONS) as run:
+        train(run, first, range(2 * apart + 1), save_at=(0, apart, 2 * apart))
+    with Manager(root, **OPTIONS) as run:
+        report = run.verify_resume(second.state, again(second), steps=100)
+    assert report.replayed == tuple(range(apart + 1, apart + 1 + min(apart, 32 if apart > 256 else 40)))
+    assert report.is_proven, str(report)
+
+
+def test_a_replay_begins_at_a_full_checkpoint(root):
+    first, second = Training(1), Training(2)
+    with Manager(root, **OPTIONS) as run:
+        train(run, first, range(5), save_at=(2,))
+        run.save(4, first.state, kind="light")
+        train(run, first, range(5, 9), save_at=(8,))
+    with Manager(root, **OPTIONS) as run:
+        report = run.verify_resume(second.state, again(second))
+    assert report.replayed == tuple(range(3, 9))
+    assert report.is_proven, str(report)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "part"),
+    [
+        (lambda first: first.state.extra.update(seen={1, 2}), "extra"),
+        (lambda first: first.model(torch.ones(1, 4)).sum().backward(), "restore"),
+    ],
+)
+def test_a_state_that_is_not_all_compared_is_not_proven(root, spoil, part):
+    first, second = Training(1), Training(2)
+    first.state.extra["seen"] = second.state.extra["seen"] = 0
+    with Manager(root, **OPTIONS) as run:
+        train(run, first, range(4), save_at=(1,))
+        spoil(first)
+        run.save(3, first.state)
+    with Manager(root, **OPTIONS) as run:
+        report = run.verify_resume(second.state, again(second))
+    assert not report.is_proven
+    assert part in [check.part for check in report.checks if check.outcome != "same"]
 
 
 def test_without_a_checkpoint_there_is_nothing_to_prove(root):

@@ -168,7 +168,9 @@ def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> 
         tell("start", parameters=parameters, step=begin)
         if restored is not None:
             report = manager.verify_resume(run.state, lambda step: _one_step(run, place, step), steps=_REPLAYED_STEPS)
-            tell("proof", step=report.step, proven=report.is_proven, replayed=len(report.replayed), text=str(report))
+            # The first checkpoint of a run has none before it from which to replay.
+            is_same = all(each.outcome == "same" for each in report.checks if each.part != "losses" or report.replayed)
+            tell("proof", step=report.step, proven=is_same, replayed=len(report.replayed), text=str(report))
         for step in range(begin + 1, arguments.steps + 1):
             began = time.perf_counter()
             loss = _one_step(run, place, step)

@@ -63,9 +63,9 @@ def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mappin
     return ""
 
 
-def has_others(state: Mapping[str, Any]) -> bool:
-    """Return whether this rank saves values of types without a digest. Nothing tells whether they have changed."""
-    return any(not _has_digest(value) and not isinstance(value, RemoteReplica) for _, value in leaves(state))
+def without_digest(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of values that this rank saves without a digest. Nothing tells whether they have changed."""
+    return [name for name, value in leaves(state) if not _has_digest(value) and not isinstance(value, RemoteReplica)]
 
 
 def _has_digest(value: Any) -> bool:

@@ -25,7 +25,6 @@ from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.train.agree import Agreed, World
 from tierfs.train.decider import LIGHT, SaveDecider
-from tierfs.train.digests import digests_of
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
 from tierfs.train.policies import Preemption, as_save_policies
@@ -43,6 +42,8 @@ WAITING_MAX = 2
 """Saves that may be in flight: one that is being written, and one whose state is already copied."""
 HISTORY_STEPS = 256
 """Each save records the metrics of this many steps up to it, for a proof of resume."""
+REPLAY_STEPS, REPLAY_SAVES = 32, 8
+"""It also records those of this many steps after each of this many full saves before it, from which a proof replays."""
 _logger = logging.getLogger("tierfs.train")
 
 
@@ -138,7 +139,8 @@ class Manager:
         self._pid = os.getpid()
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
         self._last: tuple[int, Any, Mapping[str, Any]] | None = None
-        self._history: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=HISTORY_STEPS)
+        self._history: list[tuple[int, Mapping[str, Any]]] = []
+        self._full_steps: deque[int] = deque(maxlen=REPLAY_SAVES)
         self._restored: Restored | None = None  # None once a step was made since
         self._is_stopping = self._is_closed = False
         self._signal = 0
@@ -196,6 +198,8 @@ class Manager:
                 _logger.warning("%s: the new line is recorded with the next save: %s", self._run.url, error)
         if taken:
             self._history.append((step, taken))
+            if len(self._history) > 2 * (HISTORY_STEPS + REPLAY_SAVES * REPLAY_STEPS):
+                self._history = self._replayable()
         with self._decider.at_step(step) as agreed:
             return self._act(agreed)
 
@@ -306,7 +310,7 @@ class Manager:
             self._handles[0].settle(self._timeout_s)
         numbers = {name: float(value) for name, value in taken.items()}
         order = SaveOrder(
-            step, kind, self._course.run, metrics=numbers, history=tuple(self._history), overwrite=overwrite
+            step, kind, self._course.run, metrics=numbers, history=self._replayable(), overwrite=overwrite
         )
         handle = SaveHandle(self._run, order)
         try:
@@ -321,9 +325,20 @@ class Manager:
         self._saves.submit(handle, order)
         if isinstance(order.problem, InvalidInputError):
             raise order.problem
+        if kind == "full":
+            self._full_steps.append(step)
         handle.blocked_s = time.perf_counter() - begun
         self._decider.made_save(step, handle.blocked_s)
         return handle
+
+    def _replayable(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """Return the metrics of the last steps, and those of the first steps after each full save."""
+        last = len(self._history) - HISTORY_STEPS
+        return [
+            (step, metrics)
+            for at, (step, metrics) in enumerate(self._history)
+            if at >= last or any(0 < step - saved <= REPLAY_STEPS for saved in self._full_steps)
+        ]
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -445,9 +460,8 @@ class Manager:
             timer.blocked_s, timer.save_s = found.about.blocked_s, found.about.save_s
             if not only:
                 self._keep.resume(found.step, found.kind, self._course.lines, self._course.newer)
-                self._history.clear()
-                record = self._run.record_of(found.step)
-                self._history.extend(history_in(record, self._world.rank))
+                self._full_steps.append(found.step)
+                self._history = list(history_in(self._run.record_of(found.step), self._world.rank))
         self._restored = found if not only else None
         return found
 
@@ -490,9 +504,10 @@ class Manager:
         Args:
             state: As for `step`.
             train: Makes the given training step without calling `step`, and returns the loss as `step` got it. ``None``
-                skips the replay.
+                skips the replay. Then nothing is proven, and the report only compares the state.
             steps: The most steps to replay.
-            metric: The name of the loss among the metrics. Each save records the metrics of the last 256 steps.
+            metric: The name of the loss among the metrics. Each save records the metrics of the last 256 steps, and of
+                the 32 steps after each of the last 8 full saves.
             tolerance: The relative difference that losses may have; 0 compares bit for bit. Kernels of a GPU may not be
                 deterministic.
 
@@ -510,9 +525,11 @@ class Manager:
         has_step = trained.step  # `to_save` sets it
         values, _ = trained.to_save(restored.step, restored.kind)
         prover = Prover(self._run, self._world, restored)
-        checks = prover.compare(digests_of(values), has_step, trained.learning_rates)
+        checks = prover.compare(values, has_step, trained.learning_rates)
         if train is None:
-            return ResumeReport(restored.step, (), tuple(checks))
+            return ResumeReport(
+                restored.step, (), (*checks, PartCheck("losses", UNKNOWN, "no step was to be replayed"))
+            )
         begin, replayed, recorded = prover.plan(metric, steps)
         if replayed:
             load = partial(self._restorer.restore, state, only=(), kind="full", on_corrupt="raise")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from tierfs.train.agree import World
-from tierfs.train.digests import first_difference
+from tierfs.train.digests import digests_of, first_difference, without_digest
 from tierfs.train.restore import Restored
 from tierfs.train.run import RunDirectory
 
@@ -22,8 +23,8 @@ class PartCheck:
     """The outcome of the comparison of one part.
 
     Attributes:
-        part: ``step``, ``learning rate``, a part of the state such as ``model``, or ``losses``.
-        outcome: ``same``, ``different`` or ``not recorded``.
+        part: ``restore``, ``step``, ``learning rate``, a part of the state such as ``model``, or ``losses``.
+        outcome: ``same``, ``different``, or ``not recorded`` for a part that could not be compared.
         detail: The first difference, or the reason why the part could not be compared; empty for ``same``.
     """
 
@@ -56,13 +57,12 @@ class ResumeReport:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no part differs, and at least one recorded part of the state is the same."""
-        known = {check.part for check in self.checks if check.outcome == SAME} - {"step", "learning rate", "losses"}
-        return bool(known) and self.first_difference is None
+        """Whether every part was compared and is the same, and replayed steps have the recorded losses."""
+        return bool(self.replayed) and all(check.outcome == SAME for check in self.checks)
 
     def __str__(self) -> str:
         head = f"step {self.step}: {'PROVEN' if self.is_proven else 'NOT PROVEN'}"
-        replayed = f", {len(self.replayed)} steps were replayed" if self.replayed else ""
+        replayed = f", {len(self.replayed)} steps were replayed"
         return "\n".join([head + replayed, *(f"  {check}" for check in self.checks)])
 
 
@@ -76,32 +76,38 @@ class Prover:
         self._record: Mapping[str, Any] = run.record_of(restored.step) or {}
 
     def compare(
-        self, digests: Mapping[str, str], step: int | None, learning_rates: Sequence[float] | None
+        self, state: Mapping[str, Any], step: int | None, learning_rates: Sequence[float] | None
     ) -> list[PartCheck]:
         """Compare the restored state, part by part.
 
         Args:
-            digests: The digests of this rank's state.
+            state: This rank's state, as it would be saved.
             step: The step that the state has; ``None`` if it is unknown.
             learning_rates: The learning rates that the state has; ``None`` if they are unknown.
         """
         expected, about = self._restored.step, self._restored.about
         rates = None if learning_rates is None else list(learning_rates)
-        all_told = self._world.gather((dict(digests), step, rates), self._world.training)
-        checks = _equal("step", expected, [each for _, each, _ in all_told])
+        mine = (digests_of(state), without_digest(state), step, rates, self._restored.notes)
+        all_told = self._world.gather(mine, self._world.training)
+        checks = [
+            PartCheck("restore", DIFFERENT, note) for note in dict.fromkeys(n for *_, notes in all_told for n in notes)
+        ]
+        checks += _equal("step", expected, [each for _, _, each, _, _ in all_told])
         if about is not None and "lr" in about.state:
-            checks += _equal("learning rate", about.state["lr"], [each for _, _, each in all_told])
+            checks += _equal("learning rate", about.state["lr"], [each for _, _, _, each, _ in all_told])
+        for name in sorted({name for _, names, *_ in all_told for name in names}):
+            checks.append(PartCheck(_part_of(name), UNKNOWN, f"{name!r} has a type that cannot be compared"))
         saved: Sequence[Mapping[str, str]] = self._record.get("ranks") or []
-        told: list[dict[str, str]] = [each for each, _, _ in all_told]
+        told: list[dict[str, str]] = [each for each, *_ in all_told]
         if len(saved) != len(told):
             why = f"{len(saved)} ranks saved it, but {len(told)} restored it" if saved else "the save has no record"
             return [*checks, PartCheck("model", UNKNOWN, why)]
         for part in sorted({_part_of(name) for each in saved for name in each}, key=_place):
-            mine = [_of_part(each, part) for each in saved]
+            then = [_of_part(each, part) for each in saved]
             # Ignore values that a rank has but did not save because another rank did.
-            names = {name for each in mine for name in each}
-            theirs = [{name: digest for name, digest in _of_part(each, part).items() if name in names} for each in told]
-            difference = first_difference(mine, theirs)
+            names = {name for each in then for name in each}
+            now = [{name: digest for name, digest in _of_part(each, part).items() if name in names} for each in told]
+            difference = first_difference(then, now)
             checks.append(PartCheck(part, DIFFERENT if difference else SAME, difference))
         return checks
 
@@ -118,15 +124,23 @@ class Prover:
         for earlier, found in self._run.complete():
             if earlier >= step or found.kind == "light":
                 continue
-            wanted = tuple(range(earlier + 1, min(earlier + count, step) + 1))
-            if all(at in recorded for at in wanted):
-                begin, steps = earlier, wanted
-            if steps or earlier < min(recorded, default=step) - 1:
+            wanted = range(earlier + 1, min(earlier + count, step) + 1)
+            steps = tuple(takewhile(recorded.__contains__, wanted))
+            if steps and self._fits(earlier):
+                begin = earlier
+                break
+            steps = ()
+            if earlier < min(recorded, default=step) - 1:
                 break
         # Ranks may see different checkpoints, so rank 0 chooses. All ranks need the losses.
         begin, steps = self._world.from_first((begin, steps), self._world.training)
         is_known = all(self._world.gather(all(at in recorded for at in steps), self._world.training))
         return (begin, steps, recorded) if is_known else (-1, (), {})
+
+    def _fits(self, step: int) -> bool:
+        """Return whether as many ranks saved a checkpoint as there are now. Others cannot restore it exactly."""
+        about = self._run.about(self._run.checkpoint(step))
+        return about is None or about.world_size == self._world.size
 
     def replay(
         self, train: Callable[[int], float], steps: Sequence[int], recorded: Mapping[int, float], tolerance: float

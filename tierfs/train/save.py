@@ -22,7 +22,7 @@ from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World
-from tierfs.train.digests import TENSOR, digests_of, first_difference, has_others
+from tierfs.train.digests import TENSOR, digests_of, first_difference, without_digest
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.proof import encode_history
 from tierfs.train.reasons import reason_of
@@ -167,7 +167,7 @@ class SaveThread:
         world, group = self._world, self._world.saving
         problem = None if order.problem is None else str(order.problem)
         history = encode_history(order.history)
-        stale, others = self._is_stale(order, digests), has_others(order.staged)
+        stale, others = self._is_stale(order, digests), bool(without_digest(order.staged))
         told = world.gather((digests, problem, handle.begin(), stale, history, others), group)
         problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _, _, _) in enumerate(told) if problem]
         if problems:
