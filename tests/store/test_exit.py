@@ -175,3 +175,31 @@ def test_a_change_outlives_a_flusher_whose_thread_cannot_start(tmp_path, monkeyp
     assert "no thread can be started to flush it" in caplog.text
     fs.pipe_file(f"{root}/b", b"second")
     fs.wait(root, "object", 20)
+
+
+def test_a_lease_ends_with_the_process_that_took_it(tmp_path):
+    script = """
+    import os
+    save()
+    child = os.fork()
+    if not child:
+        sys.exit()
+    os.waitpid(child, 0)
+    print(len(os.listdir(root + "/.tierfs/leases")))
+    """
+    assert run(tmp_path, "object", script) == "1\n", "the child leaves it"
+    assert not list((tmp_path / "store" / ".tierfs" / "leases").iterdir())
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_the_lease_of_a_child_ends_with_the_child(tmp_path, method):
+    script = f"""
+    import multiprocessing
+
+    if __name__ == "__main__":
+        child = multiprocessing.get_context({method!r}).Process(target=save)
+        child.start()
+        child.join()
+    """
+    run(tmp_path, "object", script)
+    assert not list((tmp_path / "store" / ".tierfs" / "leases").iterdir())

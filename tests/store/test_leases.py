@@ -246,6 +246,21 @@ def test_a_lease_that_was_swept_is_taken_anew_and_teaches_nothing(store, tier, c
     assert load(store, "b") == CONTENT
 
 
+def test_a_lease_is_released_unless_a_put_may_still_take_effect(store, tier, clock):
+    save(store, "run/a", CONTENT)
+    store.lease_cache.release()
+    assert not list(tier.list(keys.LEASES))
+    save(store, "run/b", CONTENT)  # goes on in a lease of its own
+    (lease,) = tier.list(keys.LEASES)
+    objects = FaultyObjects(tier)
+    other = open_on(objects, clock)
+    objects.inject(Fault.LATE, method="put", key_part="tree/run/c")
+    with pytest.raises(StoreError):
+        save(other, "run/c", CONTENT)
+    other.lease_cache.release()
+    assert {item.key for item in tier.list(keys.LEASES)} > {lease.key}
+
+
 def test_a_list_that_gc_has_finished_with_is_forgotten(store, tier, clock):
     save(store, "a", CONTENT)
     name = rows_of(store, "a")[0].name

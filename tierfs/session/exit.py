@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierfs.errors import TierfsError
 from tierfs.host.pending.levels import Level
+from tierfs.store.leases import release_leases
 
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
@@ -115,6 +116,7 @@ def _close_in_child() -> None:
     known = (threading.current_thread(), threading.main_thread())
     if all(thread.daemon or thread in known or thread.name.startswith("tierfs-") for thread in threading.enumerate()):
         _close_all()
+        release_leases()
 
 
 def _close_all() -> None:

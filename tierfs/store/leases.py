@@ -11,8 +11,11 @@ have been lost. A writer that holds the bytes of such a chunk therefore checks f
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeVar
@@ -26,12 +29,15 @@ from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
 from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version, objects_below
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store.offline import within
 
 KNOWN_MAX = 200_000
 LOOKS_AT_FIRST = 2
 LOOKS_EARNED = 3
 LOOKS_MAX = 64
 LIST_BYTES_MAX = 64 << 20
+RELEASE_S = 2.0
 _logger = logging.getLogger("tierfs.store")
 
 _Key = TypeVar("_Key")
@@ -85,6 +91,9 @@ class LeaseCache:
         self._own: dict[ChunkName, None] = {}  # put by this writer
         self._checks: dict[ChunkName, ChunkCheck] = {}
         self._looks = LOOKS_AT_FIRST
+        self._process = 0  # that took the lease, not a child
+        self._is_in_doubt = False
+        _opened.add(self)
 
     def __repr__(self) -> str:
         return f"LeaseCache({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned lists)"
@@ -119,6 +128,31 @@ class LeaseCache:
             self._valid_until = start + duration
             self._renew_at = start + duration / 2
             return self._term
+
+    def keep(self) -> None:
+        """Note that a put may take effect late: then the lease runs out by itself, whenever the process ends."""
+        self._is_in_doubt = True
+
+    def release(self) -> None:
+        """Delete the lease at the end of the process, when nothing is written any more, so that nobody waits for it."""
+        if not self._lock.acquire(blocking=False):
+            return  # another thread waits for the object tier
+        try:
+            version, self._version = self._version, None
+            is_live = self._clock.monotonic() < self._valid_until and self._process == os.getpid()
+            self._valid_until = self._renew_at = float("-inf")
+        finally:
+            self._lock.release()
+        if version is None or self._is_in_doubt or not is_live:
+            return
+        objects = self._objects
+        while isinstance(objects, WrappedObjects):  # without retries: the process is to end
+            objects = objects.inner
+        key = keys.lease_key(self._holder)
+        try:
+            within(RELEASE_S, lambda: objects.delete_version(key, version))
+        except TierfsError as error:
+            _logger.debug("%s runs out by itself: %s", key, error)
 
     def is_valid(self, term: int) -> bool:
         """Return whether knowledge gained in a term still counts. Call it right before putting a manifest."""
@@ -316,7 +350,7 @@ class LeaseCache:
                 self._begin_term(now)
             else:
                 return
-        self._holder, self._sequence = self._random_bytes(16), 0
+        self._holder, self._sequence, self._process = self._random_bytes(16), 0, os.getpid()
         self._sweep(self._put_lease(CREATE))
 
     def _sweep(self, mine: ObjectInfo) -> None:
@@ -382,6 +416,19 @@ class LeaseCache:
         for name in names:
             self._named.pop(name, None)
             self._seen.pop(name, None)
+
+
+_opened: weakref.WeakSet[LeaseCache] = weakref.WeakSet()
+
+
+def release_leases() -> None:
+    """Release the leases that this process took. Called when it ends."""
+    for cache in list(_opened):
+        cache.release()
+
+
+# Registered before any store is opened, so that it runs after stores are closed.
+atexit.register(release_leases)
 
 
 def _trim(known: dict[_Key, _Value]) -> None:

@@ -264,6 +264,7 @@ def publish(
                 path=observed.path,
             ) from error
     except StoreError as error:
+        store.lease_cache.keep()
         found = _find_own(store, observed, record) if error.transient else None
         if found is None:
             raise
