@@ -45,6 +45,31 @@ print("loaded", flush=True)
 sys.stdin.readline()
 """
 
+SAVE = """
+import json, sys
+import torch
+import torch.distributed.checkpoint as dcp
+from tierfs.dcp import TierWriter
+from tierfs.errors import ConflictError
+
+url, options, ack, overwrite, number = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], sys.argv[4] == "over", int(sys.argv[5])
+
+class Stopping(TierWriter):
+    def finish(self, metadata, results):
+        print("stored", flush=True)
+        sys.stdin.readline()
+        super().finish(metadata, results)
+
+writer = Stopping(url, ack=ack, overwrite=overwrite, ram="64MiB", nvme="0", s3=options)
+try:
+    dcp.save({"w": torch.full((100_000,), float(number))}, storage_writer=writer, no_dist=True)
+    writer.wait("object", 60)
+    print("saved", writer.ack(), flush=True)
+except BaseException as error:  # torch raises a CheckpointException, which is none of `Exception`
+    [(cause, _)] = getattr(error, "failures", {0: (error, None)}).values()
+    print(type(cause).__name__, flush=True)
+"""
+
 
 def whole(number):
     return torch.arange(ROWS * 1024, dtype=torch.float32).view(ROWS, 1024) + number
@@ -133,6 +158,33 @@ def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch
                 assert chunks.count("PUT") + chunks.count("GET") == len(chunks)
                 others = [method for method, path in proxy.requests.elements() if "/chunks/" not in path]
                 assert Counter(others) == Counter(PUT=3, GET=3, HEAD=1), proxy.requests
+
+
+@pytest.mark.parametrize(
+    ("ack", "hosts", "overwrite"),
+    [("staged", 1, "new"), ("staged", 2, "over"), ("object", 1, "over"), ("object", 2, "new")],
+)
+def test_one_of_two_concurrent_saves_of_a_step_wins(port, tmp_path, monkeypatch, ack, hosts, overwrite):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "reader"))
+    options = s3server.options(port)
+    url = f"tierfs::s3://{s3server.new_bucket(port)}/run/step_1"
+    tierfs.init(url.removesuffix("/step_1"), options=options)
+    savers = []
+    for number in (0, 1):
+        environment = {**os.environ, "TIERFS_STATE_DIR": str(tmp_path / f"writer{number % hosts}")}
+        command = [sys.executable, "-c", SAVE, url, json.dumps(options), ack, overwrite, str(number)]
+        pipe = subprocess.PIPE
+        savers.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+    for saver in savers:
+        assert saver.stdout.readline() == "stored\n"
+    for saver in savers:
+        saver.stdin.write("go\n")
+        saver.stdin.flush()
+    said = [saver.communicate(timeout=100)[0] for saver in savers]
+    assert sorted(said) == ["ConflictError\n", "saved object\n"]
+    state = {"w": torch.zeros(100_000)}
+    dcp.load(state, storage_reader=TierReader(url, ram="0", nvme="0", s3=options), no_dist=True)
+    assert torch.equal(state["w"], torch.full((100_000,), float(said.index("saved object\n"))))
 
 
 @pytest.mark.parametrize("part", range(0, 8, 3))

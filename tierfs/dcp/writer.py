@@ -288,7 +288,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 (index for plan in plans for index in delegated_by(plan)),
             )
         save_id, self._save.save_id = self._save.save_id or secrets.token_hex(16), ""
-        self._save.mark, self._save.is_new = Commits(store).begin(metadata_path, save_id)
+        self._save.mark, self._save.is_new = Commits(store).begin(metadata_path, save_id, overwrite=self._overwrite)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -340,7 +340,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         Raises:
             StoreError, CapacityError, TimeoutError: The checkpoint could not be published.
             InvalidInputError: No rank saved a tensor that ranks left to each other.
-            ConflictError: A save to the same directory that began later is published, so this one is not.
+            ConflictError: Another save to the same directory is published, which this one did not see when it began.
         """
         store, path = self._here.open(write=True)
         metadata.version = filesystem.CURRENT_DCP_VERSION  # written and, as with torch's writers, returned
@@ -386,13 +386,13 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         Raises:
             TimeoutError: The level was not reached in time. The message names the missing parts.
             NotFoundError: The last save has not finished on this rank, it failed on some rank, or it was removed.
-            ConflictError: A save that began later superseded the last one.
+            ConflictError: Another save to the same directory is published instead of the last one.
             TierfsError: The save cannot reach the level, for this reason.
         """
         publish.wait_for(*self._asked(), Level.parse(level), timeout)
 
     def ack(self) -> str:
-        """Return the level that the checkpoint of the last save has reached, as seen from this host.
+        """Return the level that the last save has reached, as seen from this host; ``none`` if it was superseded.
 
         Raises:
             NotFoundError: No checkpoint is there, or the last save has not finished on this rank.

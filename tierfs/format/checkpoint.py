@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierfs.errors import FormatError
 from tierfs.format.manifest import Manifest
@@ -27,14 +27,24 @@ class SaveMark:
     Attributes:
         sequence: Grows with each save to the same path.
         save_id: Random hexadecimal digits.
+        replaces: The saves that this one saw when it began, and may replace; ``None`` if it may replace any save that
+            began before.
     """
 
     sequence: int
     save_id: str
+    replaces: frozenset[SaveMark] | None = field(default=None, compare=False)
+
+    def may_replace(self, other: SaveMark | None) -> bool:
+        """Return whether this save may be published where ``other`` is; ``None`` stands for no save."""
+        return other is None or (other < self and (self.replaces is None or other in self.replaces))
 
     def as_metadata(self) -> dict[str, object]:
         """Return the entry for the metadata of the file's manifest."""
-        return {_KEY: {"save_id": self.save_id, "sequence": self.sequence}}
+        said: dict[str, object] = {"save_id": self.save_id, "sequence": self.sequence}
+        if self.replaces is not None:
+            said["replaces"] = [[other.sequence, other.save_id] for other in sorted(self.replaces)]
+        return {_KEY: said}
 
     @classmethod
     def of(cls, metadata: Mapping[str, object]) -> SaveMark | None:
@@ -47,7 +57,11 @@ class SaveMark:
             return None
         if not isinstance(save_id, str) or not is_save_id(save_id):
             return None
-        return cls(sequence, save_id)
+        replaces = said.get("replaces")
+        if not isinstance(replaces, list):
+            return cls(sequence, save_id)
+        seen = (other for other in replaces if isinstance(other, list) and [type(each) for each in other] == [int, str])
+        return cls(sequence, save_id, frozenset(cls(*other) for other in seen))
 
 
 def is_save_id(name: str) -> bool:

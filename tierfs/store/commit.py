@@ -44,6 +44,7 @@ PART_IN_PLACE: Mapping[str, object] = {"checkpoint_part": "in place"}
 ATTEMPTS_MAX = 8
 POLL_S = 0.25
 LISTED_MAX = 1000  # the size of a page of an S3 listing
+REPLACES_MAX = 64  # most saves that a mark names, 60 bytes each; more are announced only if saves keep failing
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -57,7 +58,7 @@ class Commits:
     def __repr__(self) -> str:
         return f"Commits({self._store.url!r})"
 
-    def begin(self, path: str, save_id: str) -> tuple[SaveMark, bool]:
+    def begin(self, path: str, save_id: str, *, overwrite: bool = True) -> tuple[SaveMark, bool]:
         """Look once at the target of a new save, and choose the save's mark.
 
         While the object tier is unreachable, the checkpoint that this host saw last counts.
@@ -65,6 +66,8 @@ class Commits:
         Args:
             path: Path of the checkpoint's metadata.
             save_id: Hexadecimal digits, drawn at random.
+            overwrite: Whether the save may replace the saves that can be seen now. It may never replace another one,
+                except those that this process began before.
 
         Returns:
             The save's mark, greater than the mark of every earlier save that can be seen, and whether no
@@ -75,13 +78,17 @@ class Commits:
             StoreError, CorruptionError, FormatError: The path cannot be read, or no greater mark exists.
         """
         before, is_new = self._seen(path)
+        # This process may have begun others that nothing shows yet.
+        before += [mark for there, mark in list(self._store.saves_begun) if there == path]
         sequence = max([self._store.clock.now_ns(), *(mark.sequence + 1 for mark in before)])
         if sequence > SEQUENCE_MAX:
             raise FormatError(
                 f"{self._store.where(path)}: no save can follow one of sequence {sequence - 1}: remove that save",
                 path=path,
             )
-        return SaveMark(sequence, save_id), is_new
+        mark = SaveMark(sequence, save_id, frozenset(sorted(before)[-REPLACES_MAX:] if overwrite else ()))
+        self._store.saves_begun.append((path, mark))
+        return mark, is_new
 
     def _seen(self, path: str) -> tuple[list[SaveMark], bool]:
         """Return the result of `_look`. If the object tier does not answer, use the state this host saw last."""
@@ -93,8 +100,7 @@ class Commits:
         except StoreError as error:
             if not error.transient:
                 raise
-            there = (observe_draft(store, path) or blindly(store, path, error)).manifest
-            return _turns(there), False
+            return _turns(observe_draft(store, path) or blindly(store, path, error)), False
 
     def _look(self, path: str) -> tuple[list[SaveMark], bool]:
         """Return the marks of the saves published or announced at a path, and whether no record is there."""
@@ -109,7 +115,7 @@ class Commits:
             is_new = there.version is None
         if there.manifest is None:
             refuse_foreign(store, path)
-        before = _turns(there.manifest)
+        before = _turns(there)
         if name == ROOT and (listed is None or directory_prefix(inside(directory, PENDING)) in listed):
             before += [mark for mark, _ in self._announced.find(directory)]
         return before, is_new
@@ -132,7 +138,7 @@ class Commits:
                 flusher publishes the metadata, because a conflict of a pending file is permanent.
 
         Raises:
-            ConflictError: A save that began later is published already.
+            ConflictError: A save is published that this one may not replace.
             StoreError, CapacityError, ReadOnlyError, TimeoutError: See `Writer.commit`.
         """
         for attempt in range(ATTEMPTS_MAX):
@@ -148,6 +154,8 @@ class Commits:
                 if not isinstance(error, ConflictError) or writer.is_done or attempt + 1 == ATTEMPTS_MAX:
                     raise
             else:
+                if writer.is_staged and self._store.ack is Level.OBJECT:
+                    self.check_stands(path, mark)  # the flusher drops a save that it may not publish: see `overtake`
                 return
 
     def announce(self, directory: str, document: bytes, mark: SaveMark) -> None:
@@ -156,10 +164,11 @@ class Commits:
         Once announced, the save is committed when its last file arrives, even if this host cannot check for that now.
 
         Raises:
-            ConflictError: A save that began later is published already.
+            ConflictError: A save is published that this one may not replace.
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
         """
-        self.check_turn(inside(directory, ROOT), mark)
+        root = inside(directory, ROOT)
+        self._check_turn(root, observe(self._store, root).manifest, mark)
         path = inside(directory, f"{PENDING}/{mark.save_id}")
         writer = Writer(self._store, path, mode=WriteMode.CREATE, metadata=mark.as_metadata(), level=Level.OBJECT)
         writer.write(document)
@@ -171,45 +180,40 @@ class Commits:
                 "%s: cannot check now whether the save is complete: %s", self._store.where(directory), error
             )
 
-    def check_turn(self, path: str, mark: SaveMark) -> None:
-        """Check that no save that began later than this one is published.
-
-        Raises:
-            ConflictError: A later save is published.
-            StoreError, CorruptionError, FormatError, ReadOnlyError: The published record cannot be read.
-        """
-        self._check_turn(path, observe(self._store, path).manifest, mark)
-
     def check_stands(self, path: str, mark: SaveMark) -> None:
         """Check that a save that is no longer announced is the published one.
 
         Raises:
-            ConflictError: A save that began later is published.
+            ConflictError: Another save is published.
             NotFoundError: The save was removed.
             StoreError, CorruptionError, FormatError, ReadOnlyError: The published record cannot be read.
         """
-        there = observe(self._store, path).manifest
-        self._check_turn(path, there, mark)
-        if turn_of(there) != mark:
+        there = turn_of(observe(self._store, path).manifest)
+        if there is None:
             raise NotFoundError(
                 f"{self._store.where(path)} does not belong to save {mark.save_id}, which is no longer announced: that "
                 "save was removed",
                 path=path,
             )
+        if there != mark:
+            raise self._conflict(path, there, mark)
 
     def _check_turn(self, path: str, there: Manifest | None, mark: SaveMark) -> None:
         other = turn_of(there)
-        if other is not None and other > mark:
-            whose = (
-                f"belongs to save {other.save_id}, which began"
-                if other.save_id
-                else "belongs to no save, and was written"
-            )
-            raise ConflictError(
-                f"{self._store.where(path)} {whose} later than save {mark.save_id}: the later one is kept, "
-                "this one is superseded",
-                path=path,
-            )
+        if other is not None and other != mark and not mark.may_replace(other):
+            raise self._conflict(path, other, mark)
+
+    def _conflict(self, path: str, other: SaveMark, mark: SaveMark) -> ConflictError:
+        is_later = other > mark
+        whose = "no save, and was written"
+        if other.save_id:
+            whose = f"save {other.save_id}, which {'began' if is_later else 'was published'}"
+        when = f"later than save {mark.save_id}" if is_later else f"after save {mark.save_id} began"
+        return ConflictError(
+            f"{self._store.where(path)} belongs to {whose} {when}: that one is kept, this one is superseded; save again "
+            "if this one is right",
+            path=path,
+        )
 
     def is_any(self, directory: str) -> bool:
         """Return whether a save to this directory is announced. Takes one request.
@@ -239,6 +243,8 @@ class Commits:
             if _is_over(mark, root):
                 # Superseded for certain only by a save in the object tier: a draft may be lost with this host.
                 if root.draft is None:
+                    if (turn := turn_of(root.manifest)) is not None and turn != mark:
+                        _logger.warning("an announced save is not published: %s", self._conflict(root.path, turn, mark))
                     self._announced.forget(found)
                 continue
             try:
@@ -279,30 +285,26 @@ class Commits:
         write_references(self._store, directory)
 
     def overtake(self, path: str, record: Manifest, rows: Sequence[Row]) -> bool:
-        """Make the later of two saves the published one, after another write of the metadata was published first.
+        """Decide between two saves, after another write of the metadata was published first.
 
         Returns:
-            Whether the later save is published now. False if ``record`` is of no save, nothing is at the path, or the
-            metadata there was written later and is of no save. Also False if this host has a pending draft of the path.
+            Whether that is decided: the save that may replace the other one is published now. False if ``record`` is of
+            no save, nothing is at the path, or the metadata there is of no save and may not be replaced. Also False if
+            this host has a pending draft of the path.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: The state cannot be read,
                 or the publication failed.
         """
-        mark, there = SaveMark.of(record.metadata), observe(self._store, path)
-        turn = turn_of(there.manifest)
+        mark, turn = SaveMark.of(record.metadata), turn_of(observe(self._store, path).manifest)
         if mark is None or turn is None:
             return False
-        if turn > mark and turn.save_id:
+        if mark == turn or mark.may_replace(turn):
+            return self._replace(path, mark, record, rows)
+        if turn.save_id:
             # Not kept as a conflict: that would block every later save of this host to the directory.
-            _logger.warning(
-                "%s belongs to save %s, which began later: save %s of this host is superseded and is not published",
-                self._store.where(path),
-                turn.save_id,
-                mark.save_id,
-            )
-            return True
-        return turn == mark or (turn < mark and self._replace(path, mark, record, rows))
+            _logger.error("a save of this host is not published: %s", self._conflict(path, turn, mark))
+        return bool(turn.save_id)
 
     def wait(self, directory: str, timeout_s: float | None, mark: SaveMark | None = None) -> None:
         """Wait until an announced save is published or superseded; by default until all saves of the directory are.
@@ -339,10 +341,7 @@ class Commits:
         store, manifest = self._store, found.manifest
         assert manifest is not None
         record = replace(manifest, write_id=store.random_bytes(16))
-        is_done = self._replace(inside(directory, ROOT), mark, record, listed_rows(store, found))
-        if is_done:
-            _logger.info("%s is complete: save %s", store.where(directory), mark.save_id)
-        return is_done
+        return self._replace(inside(directory, ROOT), mark, record, listed_rows(store, found))
 
     def _replace(self, path: str, mark: SaveMark, record: Manifest, rows: Sequence[Row]) -> bool:
         for attempt in range(ATTEMPTS_MAX):
@@ -359,6 +358,7 @@ class Commits:
                 if attempt + 1 == ATTEMPTS_MAX:
                     raise
             else:
+                _logger.info("%s is complete: save %s", self._store.where(path), mark.save_id)
                 return True
         return False
 
@@ -368,12 +368,14 @@ def part_of(store: Store) -> Mapping[str, object]:
     return PART_IN_PLACE if store.ack is Level.OBJECT else PART
 
 
-def _turns(manifest: Manifest | None) -> list[SaveMark]:
-    turn = turn_of(manifest)
-    return [] if turn is None else [turn]
+def _turns(there: Observed) -> list[SaveMark]:
+    turn = turn_of(there.manifest)
+    if turn is None:
+        return []
+    # A draft may be lost with this host. Then the saves that it would have replaced are still there.
+    return [turn, *(turn.replaces or ())] if there.draft is not None else [turn]
 
 
 def _is_over(mark: SaveMark, root: Observed) -> bool:
-    """Return whether this save, or one that began later, is the published one."""
-    there = turn_of(root.manifest)
-    return there is not None and there >= mark
+    """Return whether this save is the published one, or one that it may not replace."""
+    return not mark.may_replace(turn_of(root.manifest))

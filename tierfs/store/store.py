@@ -6,7 +6,7 @@ import copy
 import os
 import socket
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
+from tierfs.format.checkpoint import SaveMark
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Record
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 RECORDS_SHARE = 32
 RECORDS_BYTES_MIN = 128 << 20
 RECORDS_BYTES_MAX = 4 << 30
+SAVES_BEGUN_MAX = 1000
 # Estimated memory of a record, from measurements: OVERHEAD_BYTES for the fixed fields, which take FIXED_BYTES when
 # encoded, plus the inline bytes, plus OBJECT_FACTOR times the encoded length of rows and metadata.
 OVERHEAD_BYTES = 800
@@ -112,6 +114,8 @@ class Store:
         # `tierfs.store.replaced`.
         self.replaced_lock = threading.Lock()
         self.replaced_since: dict[str, dict[str, float]] = {}
+        # The saves of checkpoints that this process began, by the path of their metadata. See `Commits.begin`.
+        self.saves_begun: deque[tuple[str, SaveMark]] = deque(maxlen=SAVES_BEGUN_MAX)
         # If the object tier is a directory of this host, a record is read there as fast as from this cache.
         local = descriptor.endpoint.host_local
         self.host_records = None if local else HostRecords(descriptor.uuid, state_dir or state_directory())

@@ -12,10 +12,11 @@ from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.metadata import CheckpointNote, encode
 from tierfs.dcp.torch_format.layout import encode_pickle
 from tierfs.errors import InvalidInputError
-from tierfs.format.checkpoint import ROOT, SaveMark
+from tierfs.format.checkpoint import ROOT, SaveMark, turn_of
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of, wait
 from tierfs.store.commit import Commits
+from tierfs.store.tree.records import observe
 from tierfs.store.tree.references import is_root
 from tierfs.store.write.staging import is_staged
 
@@ -81,7 +82,7 @@ def publish_shards(checkpoint: Publication, metadata: Metadata, parts: Parts) ->
 
     Raises:
         StoreError, CapacityError, TimeoutError: The checkpoint could not be published.
-        ConflictError: A save to the same directory that began later is published.
+        ConflictError: A save to the same directory is published that this one may not replace.
     """
     store, mark = checkpoint.store, checkpoint.mark
     meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=mark.save_id)
@@ -137,12 +138,17 @@ def wait_for(
 
 
 def level_reached(store: Store, path: str, metadata_path: str, mark: SaveMark | None) -> Level:
-    """Return the level that a checkpoint has reached: see `TierWriter.ack`."""
+    """Return the level that a checkpoint has reached: see `TierWriter.ack`.
+
+    With ``mark``, return `Level.NONE` if another save is published instead.
+    """
     # A pending change is known on this host alone, so the object tier need not be asked.
     pending = store.tiers.drafts.pending(metadata_path) if store.tiers is not None else None
     if pending is None and any(mark in {None, save.mark} for save in Commits(store).advance(path)):
         return Level.STAGED
-    return level_of(store, metadata_path)
+    level = level_of(store, metadata_path)
+    is_ours = mark is None or level is not Level.OBJECT or turn_of(observe(store, metadata_path).manifest) == mark
+    return level if is_ours else Level.NONE
 
 
 def host_of(store: Store) -> str:

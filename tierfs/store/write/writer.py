@@ -158,6 +158,11 @@ class Writer:
         return self._state is _WriterState.DONE
 
     @property
+    def is_staged(self) -> bool:
+        """Whether the file is left to the flusher."""
+        return self._staged
+
+    @property
     def path(self) -> str:
         """The path being written, relative to the store's root."""
         return self._observed.path
