@@ -197,7 +197,26 @@ def test_every_keeps_the_first_in_so_many_minutes():
     assert str(Every(steps=5, minutes=10)) == "the first one in 5 steps or 10 minutes"
 
 
-@pytest.mark.parametrize("wrong", [{}, {"minutes": 0}, {"minutes": math.nan}, {"steps": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"minutes": 0}, {"minutes": math.nan}, {"minutes": "20"}, {"steps": 0}, {"steps": 1.5}, {"steps": "5"}],
+)
 def test_every_needs_a_distance(wrong):
     with pytest.raises(InvalidInputError, match="Every"):
         Every(**wrong)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda: Latest(2.0),
+        lambda: Latest(True),
+        lambda: Best("2", "loss"),
+        lambda: Best(2, 3),
+        lambda: Geometric("2"),
+        lambda: Within(2),
+    ],
+)
+def test_a_rule_refuses_values_of_another_type(rule):
+    with pytest.raises(InvalidInputError):
+        rule()

@@ -193,7 +193,7 @@ def a_step_that_one_rank_lacks_is_passed_over_by_both(root: str, mesh: DeviceMes
     with manager(root) as run:
         if dist.get_rank() == 1:
             found_by_all = run._run.problem_of
-            run._run.problem_of = lambda step: "lost" if step == 3 else found_by_all(step)
+            run._run.problem_of = lambda step, **known: "lost" if step == 3 else found_by_all(step, **known)
         found = state(mesh, -1)
         restored = run.restore(found)
         assert restored.step == 2
@@ -226,7 +226,7 @@ def steps_that_no_rank_has_in_common_are_no_fresh_start(root: str, mesh: DeviceM
     dist.barrier()
     with manager(root) as run:
         if dist.get_rank() == 1:
-            run._run.problem_of = lambda _: "lost"
+            run._run.problem_of = lambda *_, **__: "lost"
         with pytest.raises(CorruptionError, match="step 1"):
             run.restore(state(mesh, -1))
 

@@ -179,13 +179,15 @@ def test_saved_values_without_a_place_are_named(root):
     assert not restored.is_exact
     assert "2 saved values have no place in the state" in restored.notes[0]
     assert "'average', 'note'" in restored.notes[0]
+    assert restored.not_loaded == ("average", "note")
 
 
 def test_of_patterns_only_values_that_match_are_named(root):
     with Manager(root, **OPTIONS) as run:
         run.save(1, {"model": torch.ones(3), "average": torch.ones(3), "note": "seen"})
-        assert run.restore({"model": torch.zeros(3)}, only="model").is_exact
-        assert "['note']" in run.restore({"model": torch.zeros(3)}, only=["model", "n*"]).notes[0]
+        restored = run.restore({"model": torch.zeros(3)}, only=["model", "n*"])
+    assert [note.rpartition(": ")[2] for note in restored.notes] == ["['average']", "['note']"]
+    assert restored.not_loaded == ("average", "note")
 
 
 def lbfgs(model):

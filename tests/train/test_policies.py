@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tierfs.checkpoint.retention import Every, Latest, SavedCheckpoint, decide
 from tierfs.errors import InvalidInputError
+from tierfs.train import Manager
 from tierfs.train.policies import (
     DEADLINES_S,
     Context,
@@ -186,7 +187,16 @@ def test_what_is_no_policy_is_refused(wrong):
         as_rules([wrong if wrong is not Every else Preemption()], context())
 
 
-@pytest.mark.parametrize("make", [lambda: YoungDaly(mtbf="soon"), lambda: Preemption(grace="30")])
+@pytest.mark.parametrize("argument", ["save", "light", "keep"])
+@pytest.mark.parametrize("wrong", [Every(steps=5), None, "latest"])
+def test_an_argument_that_is_no_list_of_policies_is_refused(root, argument, wrong):
+    with pytest.raises(InvalidInputError, match=f"{argument}=.*: give a list"):
+        Manager(root, **{"save": (), argument: wrong})
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: YoungDaly(mtbf="soon"), lambda: Preemption(grace="30"), lambda: Preemption(grace=30)]
+)
 def test_a_time_needs_a_unit(make):
     with pytest.raises(InvalidInputError, match="like 2d"):
         make()

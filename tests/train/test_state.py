@@ -66,10 +66,61 @@ def test_weights_alone_can_be_restored(root):
         first.step()
         run.save(0, first.state)
         before = [torch.get_rng_state(), second.loader.state_dict()]
-        run.restore(second.state, only=["model.*"])
+        second.state.step, second.state.epoch, first.state.epoch = 40, 4, 1
+        restored = run.restore(second.state, only=["model.*"])
     assert torch.equal(second.model[0].weight, first.model[0].weight)
+    assert (restored.is_exact, second.state.step, second.state.epoch) == (False, 40, 4)
+    assert restored.notes[0].startswith(f"{len(restored.not_loaded)} saved values do not match only=['model.*']")
+    assert {name.partition(".")[0] for name in restored.not_loaded} == {
+        "optimizer", "scheduler", "scaler", "extra", "rank_0"
+    }  # fmt: skip
     assert torch.equal(torch.get_rng_state(), before[0])
     assert second.loader.state_dict() == before[1]
+
+
+class Watched:
+    """A value that counts how often it is loaded."""
+
+    loads = 0
+
+    def state_dict(self):
+        return {"x": torch.ones(2)}
+
+    def load_state_dict(self, state):
+        self.loads += 1
+
+
+@pytest.mark.parametrize("make", [
+    lambda watched: {"model": torch.ones(3), "watched": watched},
+    lambda watched: TrainState(model=torch.nn.Linear(1, 1), extra={"watched": watched}, **NOTHING),
+])  # fmt: skip
+def test_the_rest_of_the_state_is_not_loaded(root, make):
+    watched = Watched()
+    state = make(watched)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, state).wait(timeout=30)
+        run.restore(state, only="model*")
+        assert watched.loads == 0
+        assert run.restore(state).is_exact
+        assert watched.loads == 1
+
+
+def test_a_restore_into_another_dtype_is_not_exact(root):
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, {"model": {"w": torch.ones(3), "b": torch.ones(2)}}).wait(timeout=30)
+        live = {"model": {"w": torch.zeros(3, dtype=torch.bfloat16), "b": torch.zeros(2)}}
+        restored = run.restore(live)
+    assert live["model"]["w"].tolist() == [1.0] * 3
+    assert restored.notes == ("1 saved values have another dtype than in the state, and are converted: ['model.w']",)
+    assert not restored.is_exact
+
+
+def test_a_parameter_outside_the_model_is_named(root):
+    model = torch.nn.Linear(4, 8)
+    optimizer = torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(5, 3))])
+    state = TrainState(**{**NOTHING, "model": model, "optimizer": optimizer})
+    with Manager(root, **OPTIONS) as run, pytest.raises(InvalidInputError, match=r"AdamW, has 1 .* shape \[5, 3\]"):
+        run.save(1, state)
 
 
 @pytest.mark.parametrize("missing", ["optimizer", "scheduler", "dataloader"])

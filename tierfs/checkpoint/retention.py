@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Protocol
 
 from tierfs.errors import InvalidInputError
@@ -106,8 +107,8 @@ class Every:
             raise InvalidInputError("Every(): give steps, minutes or both")
         if self.steps is not None:
             _at_least(self.steps, 1, "Every")
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise InvalidInputError(f"Every(minutes={self.minutes}): must be more than 0")
+        if self.minutes is not None and not (_is_number(self.minutes) and 0 < self.minutes < math.inf):
+            raise InvalidInputError(f"Every(minutes={self.minutes!r}): must be a number above 0")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """Return the first checkpoint of each interval."""
@@ -138,8 +139,8 @@ class Geometric:
     base: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 1 < self.base < math.inf:
-            raise InvalidInputError(f"Geometric({self.base}): the base must be more than 1")
+        if not (_is_number(self.base) and 1 < self.base < math.inf):
+            raise InvalidInputError(f"Geometric({self.base!r}): the base must be a number above 1")
 
     def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """Return the newest checkpoint, and the oldest one in each range of distances."""
@@ -178,8 +179,8 @@ class Best:
 
     def __post_init__(self) -> None:
         _at_least(self.count, 1, "Best")
-        if not self.metric:
-            raise InvalidInputError(f"Best({self.count}, {self.metric!r}): the name of the metric is empty")
+        if not self.metric or not isinstance(self.metric, str):
+            raise InvalidInputError(f"Best({self.count}, {self.metric!r}): the metric must be a name")
         if self.mode not in {"min", "max"}:
             raise InvalidInputError(f"Best(mode={self.mode!r}): must be min or max")
 
@@ -317,12 +318,16 @@ def parse_time(text: str, name: str) -> float:
     Raises:
         InvalidInputError: The text is not a time.
     """
-    match = _TIME.fullmatch(text)
+    match = _TIME.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise InvalidInputError(f"{name}({text!r}): must be a number and a unit (s, m, h, d or w), like 2d")
     return float(match[1]) * _UNITS[match[2]]
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _at_least(value: int, least: int, name: str) -> None:
-    if value < least:
-        raise InvalidInputError(f"{name}({value}): must be at least {least}")
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise InvalidInputError(f"{name}({value!r}): must be a whole number of at least {least}")

@@ -103,7 +103,7 @@ class Manager:
             raise InvalidInputError(f"on_stale must be 'warn', 'raise' or 'ignore', not {on_stale!r}")
         Level.parse(ack)
         self._health = Health(on_error, max_failures, max_age)
-        full_policies, light_policies = as_save_policies(save), as_save_policies(light)
+        full_policies, light_policies = as_save_policies(save), as_save_policies(light, "light")
         placing = {name: options.pop(name) for name in ("stage", "device") if name in options}
         options["ack"] = ack  # for the notes beside a checkpoint, too
         address = Address.of(root, options)
@@ -541,7 +541,7 @@ class Manager:
             checks.append(PartCheck("losses", UNKNOWN, why))
         return ResumeReport(restored.step, replayed, tuple(checks))
 
-    def best(self, metric: str, *, mode: str = "min") -> int | None:
+    def best(self, metric: str, mode: str = "min") -> int | None:
         """Return the complete step with the best value of a metric; ``None`` if no such step has it.
 
         Args:

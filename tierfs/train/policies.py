@@ -236,21 +236,36 @@ def _ray_deadline_s() -> list[float]:
     return [] if deadline_ms is None else [deadline_ms / 1000]
 
 
-def as_save_policies(policies: Iterable[Any]) -> list[SavePolicy]:
-    """Check a user's save policies, and wrap each `Every`.
+def listed(policies: Iterable[Any], name: str) -> list[Any]:
+    """Return policies as a list.
+
+    Args:
+        policies: The value of an argument.
+        name: The name of the argument.
 
     Raises:
-        InvalidInputError: An item is not a save policy.
+        InvalidInputError: The value is not a list of policies.
+    """
+    if not isinstance(policies, Iterable) or isinstance(policies, (str, Mapping)):
+        raise InvalidInputError(f"{name}={policies!r}: give a list of policies")
+    return list(policies)
+
+
+def as_save_policies(policies: Iterable[Any], name: str = "save") -> list[SavePolicy]:
+    """Check the save policies that a user gave as an argument, and wrap each `Every`.
+
+    Raises:
+        InvalidInputError: The value is not a list, or an item is not a save policy.
     """
     found: list[SavePolicy] = []
-    for policy in policies:
+    for policy in listed(policies, name):
         if isinstance(policy, Every):
             found.append(Due(policy))
         elif isinstance(policy, SavePolicy):
             found.append(policy)
         else:
             raise InvalidInputError(
-                f"save=[{policy!r}]: a save policy must have should_save(step, previous, *, context)"
+                f"{name}=[{policy!r}]: a save policy must have should_save(step, previous, *, context)"
             )
     return found
 

@@ -7,11 +7,11 @@ import logging
 import reprlib
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -53,6 +53,8 @@ class Restored:
         tier: The farthest tier that any rank read chunks from: ``ram``, ``nvme`` or ``object``.
         passed_over: Newer steps that were not loaded, each with the reason, the newest first.
         notes: The parts that are restored only approximately or not at all, in words; empty for an exact restore.
+        not_loaded: The names of saved values that were not loaded: ``only`` leaves them out, or the state has no place
+            for them. A value of the state that was not saved is an error.
         about: The checkpoint's own description; ``None`` if no manager saved it.
     """
 
@@ -62,6 +64,7 @@ class Restored:
     tier: str
     passed_over: tuple[tuple[int, str], ...] = ()
     notes: tuple[str, ...] = ()
+    not_loaded: tuple[str, ...] = ()
     about: About | None = field(default=None, repr=False)
 
     @property
@@ -92,16 +95,24 @@ class _Planner(TierLoadPlanner):
 
     Attributes:
         not_loaded: The names of saved values to load that the state has no place for.
+        converted: The names of those that have another dtype in the state.
     """
 
     def __init__(self, only: Sequence[str]) -> None:
         super().__init__()
         self._only = only
-        self.not_loaded: AbstractSet[str] = frozenset()
+        self.not_loaded = self.converted = frozenset[str]()
 
     def create_local_plan(self) -> LoadPlan:
         saved = self.metadata.state_dict_metadata
-        self.not_loaded = {name for name in saved if self.is_wanted(name)} - self.state_dict.keys()
+        wanted = {name: item for name, item in saved.items() if self.is_wanted(name) and name != ABOUT}
+        self.not_loaded = frozenset(wanted.keys() - self.state_dict.keys())
+        both = ((name, item, self.state_dict.get(name)) for name, item in wanted.items())
+        self.converted = frozenset(
+            name
+            for name, item, value in both
+            if isinstance(value, torch.Tensor) and hasattr(item, "properties") and value.dtype != item.properties.dtype
+        )
         if not self._only:
             return super().create_local_plan()
         flat: dict[str, Any] = {name: value for name, value in self.state_dict.items() if self.is_wanted(name)}
@@ -272,10 +283,12 @@ class Restorer:
         about, names = self._description(step)
         kind = about.kind if about is not None else "full"
         planner = _Planner(only)
-        wanted = [name for name in names if planner.is_wanted(name)]
-        if only and not wanted:
+        names = [name for name in names if name != ABOUT]
+        matching = [name for name in names if planner.is_wanted(name)]
+        if only and not matching:
             raise InvalidInputError(f"{run.url_of(step)} has no value that matches only={list(only)}")
-        values = parts.to_load(Wanted(kind, about, names, wanted))
+        wanted = Wanted(kind, about, names, matching)
+        values = parts.to_load(wanted)
         before = self._read_bytes()
         dcp.load(
             values,
@@ -284,11 +297,23 @@ class Restorer:
             process_group=world.training,
             no_dist=world.size == 1,
         )
-        notes = parts.loaded(values, about)
+        notes = parts.loaded(values, wanted)
         read = {tier for tier, count in self._read_bytes().items() if count > before[tier]}
-        told = world.gather((read, planner.not_loaded), world.training)
-        tiers = set().union(*(each for each, _ in told))
-        notes += _not_loaded(frozenset.intersection(*(frozenset(each) for _, each in told)))
+        told = world.gather((read, planner.not_loaded, planner.converted), world.training)
+        tiers = set().union(*(each for each, _, _ in told))
+        converted = sorted(set().union(*(each for _, _, each in told)))
+        left_out = sorted(set(names) - set(matching))
+        # Values of single ranks, and of the manager, have no place on others.
+        nowhere = sorted(
+            name for name in frozenset.intersection(*(each for _, each, _ in told)) if not name.startswith(OWN)
+        )
+        for found, why in (
+            (left_out, f"do not match only={list(only)}, and are not loaded"),
+            (nowhere, "have no place in the state, and are not loaded"),
+            (converted, "have another dtype than in the state, and are converted"),
+        ):
+            if found:
+                notes.append(f"{len(found)} saved values {why}: {reprlib.repr(found)}")
         standing = run.standing(step)
         level = standing.level.label if standing.level is not None else "none"
         skipped = tuple(sorted(((each, why) for each, why in passed_over.items() if each > step), reverse=True))
@@ -297,7 +322,7 @@ class Restorer:
         # A small state is stored inside the records, which are read from the object tier once they are published.
         nearest = "object" if level == "object" else "ram"
         tier = next((each for each in reversed(TIERS) if each in tiers), nearest)
-        return Restored(step, kind, level, tier, skipped, tuple(notes), about)
+        return Restored(step, kind, level, tier, skipped, tuple(notes), (*left_out, *nowhere), about)
 
     def _say(self, step: int, kind: str, notes: Sequence[str], skipped: Sequence[tuple[int, str]]) -> None:
         """Log a warning for a light checkpoint, and for newer ones that do not belong to the run's line."""
@@ -341,14 +366,6 @@ class Restorer:
             f"{self._run.url}: checkpoints exist, but none can be loaded: {listed}; `tierfs checkpoint verify` "
             "says more, and `tierfs repair` may help. Training does not start from scratch by itself"
         )
-
-
-def _not_loaded(names: AbstractSet[str]) -> list[str]:
-    """Say which saved values no rank has a place for. Values of single ranks, and of the manager, do not count."""
-    found = sorted(name for name in names if not name.startswith(OWN) and name != ABOUT)
-    if not found:
-        return []
-    return [f"{len(found)} saved values have no place in the state, and are not loaded: {reprlib.repr(found)}"]
 
 
 def _damage_in(error: CheckpointException) -> str:

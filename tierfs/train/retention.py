@@ -13,7 +13,7 @@ from tierfs.checkpoint.retention import Decision, SavedCheckpoint, decide
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import evict
-from tierfs.train.policies import Context, as_rules
+from tierfs.train.policies import Context, as_rules, listed
 from tierfs.train.run import RunDirectory
 
 KNOWN_MAX = 1000
@@ -45,7 +45,7 @@ class Retention:
         by_tier = keep if isinstance(keep, Mapping) else {OBJECT: keep}
         if unknown := set(by_tier) - {OBJECT, *LOCAL_TIERS}:
             raise InvalidInputError(f"keep={{{min(unknown)!r}: ...}}: the tiers are 'object', 'nvme' and 'ram'")
-        self._policies = {tier: list(policies) for tier, policies in by_tier.items()}
+        self._policies = {tier: listed(policies, "keep") for tier, policies in by_tier.items()}
         for policies in self._policies.values():
             as_rules(policies, Context(now_s=0.0, since_s=0.0))
         self._run = run

@@ -63,7 +63,7 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
         is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
         try:
             found[name] = value.detach().clone() if is_tensor else float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InvalidInputError(f"metrics: {name!r} is not a number: {error}") from error
     return found
 

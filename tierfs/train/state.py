@@ -59,9 +59,9 @@ class Wanted:
         """Return whether something of a section of the state is loaded; always if everything is."""
         return not self._left_out or any(name == section or name.startswith(f"{section}.") for name in self._only)
 
-    def has_all(self, section: str) -> bool:
-        """Return whether everything that was saved of a section of the state is loaded."""
-        return not any(name.startswith(f"{section}.") for name in self._left_out)
+    def has_all(self, section: str = "") -> bool:
+        """Return whether everything that was saved of a section of the state is loaded; by default, of all of it."""
+        return not any(not section or name.startswith(f"{section}.") for name in self._left_out)
 
     def saved_in(self, section: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return those values of a section for which something was saved."""
@@ -148,6 +148,14 @@ class TrainState:
                     raise InvalidInputError(
                         f"the {name}, a {type(each).__name__}, lacks state_dict() or load_state_dict(){hint}"
                     )
+        parameters = {id(each) for each in self.model.parameters()}
+        for each in self._optimizers:
+            outside = [p for group in each.param_groups for p in group["params"] if id(p) not in parameters]
+            if outside:
+                raise InvalidInputError(
+                    f"the optimizer, a {type(each).__name__}, has {len(outside)} parameters that are not the model's, the "
+                    f"first of shape {list(outside[0].shape)}: make them part of the model, or pass a dict as the state"
+                )
         is_scheduled = any("initial_lr" in group for each in self._optimizers for group in each.param_groups)
         if is_scheduled and self.scheduler is None:
             raise InvalidInputError(
@@ -196,16 +204,17 @@ class TrainState:
             values[f"rank_{_rank()}"] = own
         return values
 
-    def loaded(self, values: Mapping[str, Any], about: About | None) -> list[str]:
+    def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
         """Apply loaded values to the parts of the state.
 
         Args:
             values: The values of `to_load`, loaded.
-            about: The description of the checkpoint; ``None`` if it has none.
+            wanted: As for `to_load`. If not everything is loaded, the step and the epoch stay as they are.
 
         Returns:
             The parts that are only approximately restored, in words.
         """
+        about = wanted.about
         set_model_state_dict(self.model, values["model"])
         if "optimizer" in values:
             self._set_optimizers(values["optimizer"])
@@ -217,18 +226,21 @@ class TrainState:
             if state:
                 self.scaler.load_state_dict(state)
         for name, value in values.get("extra", {}).items():
-            _load_entry(self.extra, name, value)
-        if about is not None:
+            if wanted.has(f"extra.{name}"):
+                _load_entry(self.extra, name, value)
+        if about is not None and wanted.has_all():
             self.step, self.epoch = about.step, int(about.state.get("epoch", self.epoch))
         light = about is not None and about.kind == "light"
         notes = [f"a light checkpoint: {', '.join(LEFT_OUT)} are not restored"] if light else []
-        return notes + _not_saved(about) + self._take_own(values, about)
+        return notes + _not_saved(about) + self._take_own(values, wanted)
 
-    def _take_own(self, values: Mapping[str, Any], about: About | None) -> list[str]:
+    def _take_own(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
         """Apply the values that each rank has for itself, or reseed if another number of ranks saved them."""
-        own = values.get(f"rank_{_rank()}")
+        own, about = values.get(f"rank_{_rank()}"), wanted.about
         if own is None:
             assert about is not None, "only a description with another world size omits them"
+            if not wanted.has_all():
+                return []
             seed = reseed(about.run, about.step, _rank())
             ranks = f"{about.world_size} ranks saved it, but {_world_size()} restored it"
             seeded = f"seeded from the run, the step and the rank ({seed} on this one)"
@@ -315,12 +327,13 @@ class DictState:
     def _of_kind(self, kind: str) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in self._entries.items() if kind == "full" or name != FULL_ONLY)
 
-    def loaded(self, values: Mapping[str, Any], about: About | None) -> list[str]:
+    def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
         for name, value in values.items():
-            _load_entry(self._entries, name, value)
+            if wanted.has(name):
+                _load_entry(self._entries, name, value)
         missing = sorted(self._entries.keys() - values.keys())
         notes = [f"a light checkpoint: {', '.join(missing)} is not restored"] if missing else []
-        return notes + _not_saved(about)
+        return notes + _not_saved(wanted.about)
 
 
 def as_state(state: Any) -> TrainState | DictState:
