@@ -28,6 +28,6 @@ class Ram:
 def test_slabs_and_room_in_them_are_made_ahead_and_others_get_theirs(monkeypatch):
     monkeypatch.setattr(ahead, "HOUSEKEEPING_S", 0.01)
     ram = Ram()
-    Housekeeping(ram, None, ram.ended).begin()  # the flusher is asked in a later round
+    Housekeeping(ram, ram, ram.ended).begin()  # the flusher is asked in a later round
     assert ram.ended.wait(10)
     assert ram.asked == ["grow_ahead", "evict_ahead", "give_back_claimed"] * 2

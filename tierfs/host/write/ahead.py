@@ -85,7 +85,7 @@ class Housekeeping:
 
     def __init__(self, ram: RamTier, flusher: FlusherClient, ended: threading.Event) -> None:
         self._ram = weakref.ref(ram)
-        self._flusher = flusher
+        self._flusher = weakref.ref(flusher)  # as the ram tier, which a client may drop without closing it
         self._ended = ended
         self._is_running = False
         self._lock = threading.Lock()
@@ -103,20 +103,20 @@ class Housekeeping:
             )
 
 
-def _run(ram: weakref.ref[RamTier], flusher: FlusherClient, ended: threading.Event) -> None:
+def _run(ram: weakref.ref[RamTier], flusher: weakref.ref[FlusherClient], ended: threading.Event) -> None:
     warn_at_s = 0.0
     for number in itertools.count(1):
         if ended.wait(HOUSEKEEPING_S):
             return
-        if number % STALL_ROUNDS == 0:
-            warn_at_s = _warn_of_stall(flusher, warn_at_s)
-        tier = ram()
-        if tier is None:
+        tier, client = ram(), flusher()
+        if tier is None or client is None:
             return
+        if number % STALL_ROUNDS == 0:
+            warn_at_s = _warn_of_stall(client, warn_at_s)
         tier.grow_ahead()
         tier.evict_ahead()
         tier.give_back_claimed()
-        del tier
+        del tier, client
 
 
 def _warn_of_stall(flusher: FlusherClient, warn_at_s: float) -> float:
