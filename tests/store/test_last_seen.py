@@ -87,6 +87,21 @@ def test_the_newest_version_of_any_process_is_the_base(make_far, change, content
     assert load(here.plain(), ROOT) == b"mine"
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_another_version_found_replaces_the_version_known_before(make_far, is_restarted):
+    here, there = make_far("here"), make_far("there")
+    save(here.store, ROOT, b"old")
+    wait(here.store, "", Level.OBJECT, 20)
+    save(there.store, ROOT, b"theirs")
+    wait(there.store, "", Level.OBJECT, 20)
+    assert load(here.plain() if is_restarted else here.store, ROOT) == b"theirs"
+    if is_restarted:
+        here.close()
+        here.open()
+    save_while_away(here, put(b"mine"))
+    assert load(there.store, ROOT) == b"mine"
+
+
 def test_a_change_by_another_host_after_the_look_is_kept(make_far):
     here, there = make_far("here"), make_far("there")
     look(here.store)

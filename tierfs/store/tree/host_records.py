@@ -83,10 +83,21 @@ class HostRecords:
             self.flush()
 
     def forget(self, key: str) -> None:
-        """Note that nothing is at a key. If a record was known, this is written to disk at once."""
+        """Note that nothing is at a key, and `share` that."""
         kept = self.newest(key)
         if kept is not None and kept[0] != NOT_THERE:
             self.add(key, NOT_THERE, kept[1])
+            self.share(key)
+
+    def share(self, key: str) -> None:
+        """Write what was added at a key to disk at once if the disk has another version.
+
+        The next save may be based on it, also in another process, and this one may be killed before.
+        """
+        with self._lock:
+            noted = self._pending.get(key)
+        stored = None if noted is None else self._stored(key)
+        if noted is not None and stored is not None and stored[1] != noted[1]:
             self.flush()
 
     def find(self, infos: Iterable[ObjectInfo]) -> dict[str, bytes]:
@@ -116,7 +127,11 @@ class HostRecords:
         """
         with self._lock:
             noted = self._pending.get(key)
-        found: list[tuple[int, Version, bytes]] = [] if noted is None else [noted]
+        found = [each for each in (noted, self._stored(key)) if each is not None]
+        return max(found)[1:] if found else None
+
+    def _stored(self, key: str) -> tuple[int, Version, bytes] | None:
+        found: list[tuple[int, Version, bytes]] = []
 
         def look_up(connection: sqlite3.Connection) -> None:
             query = "SELECT seen, version, data FROM records WHERE store = ? AND key = ?"
@@ -124,7 +139,7 @@ class HostRecords:
 
         if not self.failures and self._path.exists():
             self._use(look_up)
-        return max(found)[1:] if found else None
+        return found[0] if found else None
 
     def below(self, prefix: str) -> dict[str, bytes]:
         """Return, by key, records that the host saw last below a prefix, which ends with a slash. At most BELOW_MAX.

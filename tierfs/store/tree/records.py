@@ -183,11 +183,13 @@ def observe_marker(store: Store, path: str) -> Observed:
 def _observe(store: Store, path: str, key: str) -> Observed:
     seen_s = store.clock.monotonic()
     try:
-        if store.records.get(key) is not None:
-            return replace(observe_listed(store, path, store.objects.head(key)), seen_s=seen_s)
-        return replace(_read(store, path, key), seen_s=seen_s)
+        is_known = store.records.get(key) is not None
+        found = observe_listed(store, path, store.objects.head(key)) if is_known else _read(store, path, key)
     except NotFoundError:
         return found_nothing(store, path, key)
+    if store.host_records is not None:
+        store.host_records.share(key)
+    return replace(found, seen_s=seen_s)
 
 
 def observe_listed(store: Store, path: str, info: ObjectInfo) -> Observed:
