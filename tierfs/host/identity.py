@@ -21,12 +21,11 @@ class DamagedPlaceError(StoreError):
     """The file that says which store the local tiers belong to cannot be read."""
 
 
-def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool = False) -> Path:
+def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
     """Return the directory of a store's local tiers, if they belong to the store at these places.
 
     Pending changes must reach the store that they were saved to. The first store of an id that is opened on a host gets
-    the local tiers. With ``anew``, the recorded places are replaced; nothing may be pending in the tiers then. For the
-    places see `ObjectTier.places`.
+    the local tiers. For the places see `ObjectTier.places`.
 
     Raises:
         InvalidInputError: They belong to another store.
@@ -35,10 +34,6 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool 
     """
     directory = host.store_directory(uuid)
     path, names = directory / PLACE_FILE, list(places)
-    if anew:
-        with host.locked("places"):
-            _write(path, names)
-        return directory
     if places_in(path) == names:
         return directory
     with host.locked("places"):

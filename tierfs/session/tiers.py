@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from tierfs import __version__
 from tierfs.clock import Clock, SystemClock
 from tierfs.digest import DigestKind
-from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
+from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.host import Host
-from tierfs.host.identity import PLACE_FILE, DamagedPlaceError, check, claim
+from tierfs.host.identity import PLACE_FILE, check, claim
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.launch import LOG_NAME, Launched, spawn
@@ -31,7 +31,6 @@ from tierfs.host.slab.growth import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.tiers import Tiers
 from tierfs.session.exit import finish_at_exit
-from tierfs.session.left_behind import is_pending
 from tierfs.session.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
 from tierfs.threads import start_daemon
@@ -73,25 +72,11 @@ def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path]:
     Raises:
         InvalidInputError: The directory belongs to another store of this id, or the state directory is in a place that
             cannot hold local tiers.
-        DamagedPlaceError: The directory has pending changes, and its file that names their store is damaged.
+        DamagedPlaceError: The directory's file that names its store is damaged.
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     host = Host(settings.directory)
-    try:
-        return host, claim(host, target.uuid, target.places, target.url)
-    except DamagedPlaceError as error:
-        if is_pending(settings.directory, host.store_directory(target.uuid)):
-            raise
-        try:
-            directory = claim(host, target.uuid, target.places, target.url, anew=True)
-        except (StoreError, CapacityError, ReadOnlyError) as refusal:
-            raise error from refusal
-        _logger.warning(
-            "%s was damaged (%s) and is recreated: nothing is pending there",
-            directory / PLACE_FILE,
-            error.__cause__,
-        )
-        return host, directory
+    return host, claim(host, target.uuid, target.places, target.url)
 
 
 def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:

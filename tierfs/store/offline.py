@@ -31,15 +31,10 @@ _Answer = TypeVar("_Answer")
 _logger = logging.getLogger("tierfs.store")
 
 
-def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
-    """Return the result of ``look``, which asks the object tier, or fail after this many seconds.
+def begin(look: Callable[[], _Answer]) -> concurrent.futures.Future[_Answer]:
+    """Call ``look``, which asks the object tier, on a daemon thread of its own.
 
-    ``look`` runs on a thread of its own, which continues after a timeout. On a thread that transfers chunks
-    it would block saves and delay the exit of this process.
-
-    Raises:
-        StoreError: There was no answer in time. The error is transient.
-        TierfsError: Raised by ``look``.
+    On a thread that transfers chunks it would block saves and delay the exit of this process.
     """
     future: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
 
@@ -51,8 +46,20 @@ def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
 
     if start_daemon(ask, name="look") is None:
         ask()
+    return future
+
+
+def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
+    """Return the result of ``look``, which asks the object tier, or fail after this many seconds.
+
+    ``look`` continues after a timeout.
+
+    Raises:
+        StoreError: There was no answer in time. The error is transient.
+        TierfsError: Raised by ``look``.
+    """
     try:
-        return future.result(seconds)
+        return begin(look).result(seconds)
     except concurrent.futures.TimeoutError:
         raise StoreError(
             f"the object tier did not answer within {seconds:g} s", transient=True, tier="object"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import threading
+import concurrent.futures
 
 from tierfs.cli.arguments import LEVELS, add_url_argument, require_seconds
 from tierfs.cli.files.places import StorePlace, store_place
@@ -11,6 +11,7 @@ from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.host.pending.levels import Level
 from tierfs.store import wait
+from tierfs.store.offline import begin
 from tierfs.store.waiting import tiers_below
 from tierfs.units import format_bytes
 
@@ -51,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress("wait", total_bytes=total, wanted=arguments.progress)
     _show(progress, total, pending)
     with progress:
-        waiting = _WaitThread(place, level, timeout_s)
-        waiting.start()
-        while not waiting.ended.wait(LOOK_S):
+        # On a daemon thread, so that Ctrl-C ends the command.
+        waiting = begin(lambda: wait(place.store, place.path, level, timeout_s))
+        while not concurrent.futures.wait([waiting], LOOK_S).done:
             # Count only files that were pending at the start: the command does not wait for later writes.
             left = _pending(place, level)
             still = {name: size for name, size in pending.items() if name in left}
@@ -63,31 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"url": place.url, "level": level.label, "files": len(pending), "bytes": total})
     return 0
-
-
-class _WaitThread(threading.Thread):
-    """The wait itself. A daemon thread: Ctrl-C ends the command without waiting for it."""
-
-    def __init__(self, place: StorePlace, level: Level, timeout_s: float | None) -> None:
-        super().__init__(name="tierfs-wait", daemon=True)
-        self.ended = threading.Event()
-        self._place = place
-        self._level = level
-        self._timeout_s = timeout_s
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Wait, and record the error, if any."""
-        try:
-            wait(self._place.store, self._place.path, self._level, self._timeout_s)
-        except BaseException as error:  # noqa: BLE001 - raised again by `result`
-            self._error = error
-        self.ended.set()
-
-    def result(self) -> None:
-        """Raise the error of the wait, if any."""
-        if self._error is not None:
-            raise self._error
 
 
 def _pending(place: StorePlace, level: Level) -> dict[bytes, int]:

@@ -162,7 +162,7 @@ class FlusherClient:
                 crashes += is_fresh and not isinstance(error, _EndedError)
                 if crashes > REPEATS_MAX or attempts >= ATTEMPTS_MAX:
                     problem = f"the flusher ended {attempts} times while it was asked to {do}"
-                    raise self._failed(problem, transient=True) from error
+                    raise self._failed(problem) from error
             except TimeoutError as error:
                 self._discard(connection)
                 raise self._unanswered(do, timeout_s) from error
@@ -252,7 +252,7 @@ class FlusherClient:
                 if ends == request_ends:
                     raise self._unanswered(do)
                 problem = f"no flusher answered in {self._directory} within {self._start_timeout_s:g} s"
-                raise self._failed(problem, transient=True)
+                raise self._failed(problem)
             if successor is None:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
@@ -342,12 +342,12 @@ class FlusherClient:
             f"{self._directory / LOG_NAME}; once its process has ended, the next one continues with the pending changes"
         )
 
-    def _failed(self, problem: str, *, transient: bool) -> StoreError:
+    def _failed(self, problem: str) -> StoreError:
         log = self._directory / LOG_NAME
         words = tail(log)
         return StoreError(
             f"{problem}. The end of its log, {log}:\n{words}" if words else f"{problem}. It has no log, {log}",
-            transient=transient,
+            transient=True,
             path=str(log),
         )
 
