@@ -36,7 +36,7 @@ ALLOWED = {
     "_fork": set(),
     "threads": set(),
     "localfile": set(),
-    "misplaced": set(),
+    "misplaced": {"errors"},
     "repeats": set(),
     "kernels": {"_kernels"},
     "digest": {"errors"},

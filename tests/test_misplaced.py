@@ -1,15 +1,17 @@
-"""A process reports at its end the folders that path code made of a URL. So does ``tierfs status``."""
+"""Python refuses a tierfs URL as a local path, and ``tierfs status`` names folders that were made of one."""
 
+import glob  # noqa: F401 - for `CALLS`, as tempfile
 import os
 import pathlib
-import subprocess
-import sys
+import shutil
+import tempfile  # noqa: F401
 
 import pytest
 
 import tierfs
 from tierfs import misplaced as module
 from tierfs.cli import main
+from tierfs.errors import InvalidInputError
 from tierfs.misplaced import misplaced
 
 URLS = {
@@ -21,61 +23,79 @@ URLS = {
 }
 
 
-def ended(directory, code, **environment):
-    """Return the stderr of a process that runs this code in a directory."""
-    root = str(pathlib.Path(tierfs.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": root, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stderr
+CALLS = {
+    "makedirs": "os.makedirs(url, exist_ok=True)",
+    "Path.mkdir": "pathlib.Path(url).mkdir(parents=True, exist_ok=True)",
+    "absolute": "os.makedirs(os.path.abspath(url))",
+    "joined": "os.makedirs(os.path.join('runs', url))",
+    "open": "open(f'{url}/a', 'w')",
+    "open to read": "open(f'{url}/a')",
+    "os.open": "os.open(f'{url}/a', os.O_WRONLY | os.O_CREAT)",
+    "copytree": "shutil.copytree('made', url)",
+    "mkdtemp": "tempfile.mkdtemp(dir=url)",
+    "glob": "glob.glob(f'{url}/*')",
+    "walk": "list(os.walk(url))",
+}
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_folder_made_of_a_url_is_found(tmp_path, monkeypatch, url):
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_python_refuses_a_url_as_a_path(tmp_path, monkeypatch, url, call):
     monkeypatch.chdir(tmp_path)
-    assert misplaced() == []
-    os.makedirs(url)
-    (tmp_path / "other").mkdir()
-    assert misplaced() == [f"{tmp_path}/{URLS[url]}"]
+    for name in ("made", "runs"):
+        os.mkdir(name)
+    with pytest.raises(InvalidInputError, match=r"use fsspec.open\(URL, mode\)"):
+        exec(call, {**globals(), "url": url})
+    assert sorted(os.listdir()) == ["made", "runs"]
+    assert os.listdir("runs") == []
 
 
-def test_it_is_named_when_the_process_ends(tmp_path):
-    code = "import tierfs, pathlib; pathlib.Path('tierfs::file:///data/store/run').mkdir(parents=True)"
-    said = ended(tmp_path, code)
-    assert said.startswith(f"{tmp_path}/tierfs::file: was created by code that took a tierfs URL for a local path")
-    assert len(said.splitlines()) == 1
+FRAMEWORKS = {
+    "transformers": "fs.put",
+    "accelerate": "fs.put",
+    "lightning": "ModelCheckpoint(dirpath=URL)",
+    "pytorch_lightning": "ModelCheckpoint(dirpath=URL)",
+    "wandb": "wandb.init(dir=...)",
+    "tensorboardX": "torch.utils.tensorboard.SummaryWriter(URL)",
+    "safetensors": "safetensors.torch.save(",
+    "torch.distributed.checkpoint": "TierWriter(URL)",
+    "unknown": "fsspec.open(URL, mode)",
+}
 
 
-def test_it_is_named_once_and_wherever_the_process_went(tmp_path):
-    (tmp_path / "away").mkdir()
-    said = ended(
-        tmp_path, "import tierfs, os; os.makedirs('tierfs://prod/run'); os.chdir('away'); os.mkdir('tierfs::')"
-    )
-    assert [line.partition(" was created")[0] for line in said.splitlines()] == [
-        f"{tmp_path}/away/tierfs::",
-        f"{tmp_path}/tierfs:",
-    ]
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("inner", ["", "safetensors.torch", "torch.serialization"])
+def test_the_refusal_names_the_way_of_the_framework(tmp_path, monkeypatch, framework, inner):
+    monkeypatch.chdir(tmp_path)
+    below = {"__name__": inner or f"{framework}.inside"}
+    exec("import os\ndef save(url): os.makedirs(url)", below)
+    called = {"__name__": f"{framework}.saving", "below": below["save"]}
+    exec("def save(url): below(url)", called)
+    advice = FRAMEWORKS[framework]
+    if inner and framework == "unknown":  # a program that calls the inner one
+        advice = "safetensors.torch.save(" if inner.startswith("safetensors") else "torch.save("
+    with pytest.raises(InvalidInputError) as raised:
+        called["save"]("tierfs::s3://bucket/run")
+    assert f"use {advice}" in str(raised.value) or advice in str(raised.value).partition("use ")[2]
+    assert os.listdir() == []
 
 
-@pytest.mark.parametrize(
-    ("code", "environment"),
-    [
-        ("import tierfs", {}),
-        ("import tierfs, os; os.mkdir('tierfs:')", {"LOCAL_RANK": "3"}),
-        ("import tierfs, os\nos.mkdir('tierfs:')\nif os.fork():\n os.wait()\n os.rmdir('tierfs:')", {}),
-        ("import tierfs, os; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')", {}),
-        ("import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); import tierfs", {}),
-        ("import tierfs, tierfs.cli, os; os.mkdir('tierfs:'); tierfs.cli.main(['version'])", {}),
-    ],
-    ids=["nothing", "another rank", "a fork", "removed since", "removed before", "a command"],
-)
-def test_nothing_is_said(tmp_path, code, environment):
-    assert ended(tmp_path, code, **environment) == ""
+def test_a_folder_from_before_can_be_read_and_removed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("made")
+    pathlib.Path("made/a").write_text("one")
+    os.rename("made", "tierfs::file:")
+    assert misplaced() == [f"{tmp_path}/tierfs::file:"]
+    assert pathlib.Path("tierfs::file:/a").read_text() == "one"
+    with pytest.raises(InvalidInputError):
+        pathlib.Path("tierfs::file:/a").write_text("two")
+    shutil.rmtree(tmp_path)
+
+
+def test_paths_that_are_no_urls_are_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tierfs", "my-tierfs:", "tierfs:x", "tierfs.d/a", b"b"):
+        os.makedirs(name)
 
 
 def test_a_directory_that_cannot_be_read_holds_none(tmp_path, monkeypatch):
@@ -90,9 +110,10 @@ def test_status_names_it(tmp_path, monkeypatch, capsys):
     url = f"file://{tmp_path}/store"
     tierfs.init(url)
     monkeypatch.chdir(tmp_path)
+    os.mkdir("made")
     assert main(["status", url]) == 0
     assert "used a tierfs URL as a local path" not in capsys.readouterr().out
-    os.makedirs("tierfs::file:/data")
+    os.rename(tmp_path / "made", "tierfs::file:")
     assert main(["status", url]) == 0
     assert f"{tmp_path}/tierfs::file:" in capsys.readouterr().out
     fs = tierfs.TierFileSystem(target_protocol="file", skip_instance_cache=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs.dcp.guard import guard
 from tierfs.errors import TierfsError
-from tierfs.misplaced import warn_at_exit
+from tierfs.misplaced import refuse_urls_as_paths
 
 if TYPE_CHECKING:
     from tierfs.fs import TierFileSystem
@@ -23,7 +23,7 @@ __all__ = ["TierFileSystem", "TierfsError", "__version__", "init", "mount"]
 __version__ = "0.1.0"
 
 guard()
-warn_at_exit()
+refuse_urls_as_paths()
 
 _HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.session"}
 

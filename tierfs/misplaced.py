@@ -1,21 +1,44 @@
-"""Find directories that code made by taking a tierfs URL for a local path: ``./tierfs::file:`` and the like.
+"""Refuse a tierfs URL where a local path is expected, and find folders that code made of one: ``./tierfs::file:``.
 
-``pathlib.Path(url)`` and ``os.makedirs(url)`` succeed. Files saved there are in no store, and no error is
-raised. So tierfs warns about such directories when the process ends, and ``tierfs status`` lists them.
+``os.makedirs(url)`` and ``pathlib.Path(url).mkdir()`` would succeed, and files saved there would be in no store. So an
+audit hook of Python raises before a call takes such a path, and no folder is made. Native code raises no audit event:
+`tierfs.dcp.guard` covers that of torch and safetensors, and ``tierfs status`` lists the folders that other code made.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
+import re
+import sys
+from types import FrameType
+from typing import Any, NoReturn
 
 ENTRIES_MAX = 100_000
 _PREFIX = "tierfs:"
+# A URL at the beginning of a path, or behind a directory: `os.path.abspath(url)`, `os.path.join(directory, url)`.
+_URL = re.compile(r"(?:\A|/)(tierfs:(?::[a-z0-9+._-]*:?)?(?:/.*)?)\Z", re.IGNORECASE | re.DOTALL)
+_EVENTS = frozenset({"open", "os.mkdir", "os.listdir", "os.scandir"})
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+_COPY = "a local directory, then `fs, path = fsspec.url_to_fs(URL)` and fs.put(directory, path, recursive=True)"
+_LIGHTNING = "ModelCheckpoint(dirpath=URL) with a strategy that saves one file, or dcp.save(state, checkpoint_id=URL)"
+_DCP = "torch.distributed.checkpoint"
+# What to use instead, by the package that was called. Its innermost part that is named here counts.
+_WAYS = {
+    "torch": "`with fsspec.open(URL, 'wb') as file: torch.save(value, file)`, or torch.load(file) with 'rb'",
+    _DCP: "dcp.save(state, storage_writer=tierfs.dcp.TierWriter(URL)), dcp.load(state, storage_reader=tierfs.dcp.TierReader(URL))",
+    f"{_DCP}._consolidate_hf_safetensors": "a copy in a local directory (`tierfs cp -r`)",
+    "safetensors": "`with fsspec.open(URL, 'wb') as file: file.write(safetensors.torch.save(tensors))`, or a mount",
+    "tensorboardX": "torch.utils.tensorboard.SummaryWriter(URL), with the package tensorboard installed",
+    "wandb": "a local directory for wandb.init(dir=...) and WANDB_DIR: wandb itself sends its files from there",
+    **dict.fromkeys(("lightning", "lightning_fabric", "pytorch_lightning"), _LIGHTNING),
+    **dict.fromkeys(("accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "trl"), _COPY),
+}
 
 
 def misplaced(directory: str | None = None) -> list[str]:
-    """Return the paths of such entries in a directory, by default the working directory; none if it is unreadable."""
+    """Return the paths of such folders in a directory, by default the working directory; none if it is unreadable."""
     try:
         where = os.getcwd() if directory is None else directory
         with os.scandir(where) as entries:
@@ -25,32 +48,65 @@ def misplaced(directory: str | None = None) -> list[str]:
         return []
 
 
-def warn_at_exit() -> None:
-    """Warn at exit about such directories in the current working directory and in the one at exit."""
-    try:
-        begun_in = [os.getcwd()]
-    except OSError:
-        begun_in = []
-    atexit.register(_warn, os.getpid(), begun_in)
+def refuse_urls_as_paths() -> None:
+    """Refuse tierfs URLs as local paths from now on, in this process and those that it forks."""
+    sys.addaudithook(_audit)
 
 
-def do_not_warn() -> None:
-    """Disable the warning at exit, for commands: ``tierfs status`` lists the directories."""
-    atexit.unregister(_warn)
+def url_in(path: Any) -> str | None:
+    """Return the tierfs URL that a local path is made of, as the path has it; ``None`` for other paths and values."""
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
+    found = _URL.search(path) if isinstance(path, str) and _PREFIX in path else None
+    return None if found is None else found[1]
 
 
-def _warn(process: int, begun_in: list[str]) -> None:
-    # One rank per host is enough. A forked process has a parent that warns.
-    if process != os.getpid() or os.environ.get("LOCAL_RANK", "0") != "0":
+def refuse(url: str, call: str, instead: str = "") -> NoReturn:
+    """Raise `InvalidInputError` for a URL that was given as a local path. It names what to use instead.
+
+    Args:
+        url: The URL.
+        call: What was called, for a program that called no framework.
+        instead: What to use instead, if no framework but torch was called.
+    """
+    from tierfs.errors import InvalidInputError  # noqa: PLC0415 - `import tierfs` may find a broken path
+
+    caller = _caller(sys._getframe(1))
+    way = _WAYS.get(caller, f"fsspec.open(URL, mode), or {_COPY}")
+    if instead and caller.partition(".")[0] in {"", "torch"}:
+        way = instead
+    raise InvalidInputError(
+        f"{caller or call}: only local paths are supported here, and {url!r} is a tierfs URL: use {way}"
+    )
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if event not in _EVENTS or not isinstance(args[0], str) or _PREFIX not in args[0]:
         return
-    found = {*misplaced(), *(path for directory in begun_in for path in misplaced(directory))}
-    if found:
-        import logging  # noqa: PLC0415 - `import tierfs` is cheap
+    url = url_in(args[0])
+    if url is None:
+        return
+    # The files of a folder from before can be read, moved and deleted. `shutil.rmtree` calls `os.open` with names that
+    # are relative to a descriptor; that event has no mode.
+    is_read_only = event != "os.mkdir" and not (event == "open" and args[2] & _WRITES)
+    if is_read_only and ((event == "open" and args[1] is None) or os.path.lexists(args[0])):
+        return
+    refuse(url, event)
 
-        for path in sorted(found):
-            logging.getLogger("tierfs").warning(
-                "%s was created by code that took a tierfs URL for a local path: its files are in no store. Move "
-                "them into one with `tierfs cp -r` or fs.put, and remove it. Give such code a local directory, or "
-                "open the URL with fsspec",
-                path,
-            )
+
+def _caller(frame: FrameType | None) -> str:
+    """Return the framework that a program called, as `_WAYS` names it; an empty text if it called Python itself.
+
+    A framework may call another one: accelerate calls safetensors. The outermost one counts.
+    """
+    found = ""
+    while frame is not None:
+        module = name = str(frame.f_globals.get("__name__", ""))
+        while name and name not in _WAYS:
+            name = name.rpartition(".")[0]
+        if name:
+            found = name
+        elif module.partition(".")[0] not in {"tierfs", *sys.stdlib_module_names}:
+            break
+        frame = frame.f_back
+    return found

@@ -13,6 +13,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed.checkpoint as dcp
+from safetensors.numpy import save_file as numpy_save_file
+from safetensors.torch import save_file, save_model
 from torch.distributed.checkpoint import _consolidate_hf_safetensors, filesystem, format_utils
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -66,6 +68,9 @@ CALLS = {
     "torch.save": (lambda url: torch.save(STATE, url), "fsspec.open"),
     "torch.save of old": (lambda url: torch.save(STATE, url, _use_new_zipfile_serialization=False), "fsspec.open"),
     "torch.load": (torch.load, "fsspec.open"),
+    "save_file": (lambda url: save_file(STATE, url), "safetensors.torch.save("),
+    "save_file of numpy": (lambda url: numpy_save_file({"w": STATE["w"].numpy()}, url), "safetensors.torch.save("),
+    "save_model": (lambda url: save_model(torch.nn.Linear(2, 2), os.fspath(url)), "safetensors.torch.save("),
     "torch.load mapped": (lambda url: torch.load(url, mmap=True), "fsspec.open"),
     "torch.load of safetensors": (lambda url: torch.load(f"{os.fspath(url)}/x.safetensors"), "fsspec.open"),
     "dcp_to_torch_save": (lambda url: format_utils.dcp_to_torch_save(url, "out"), "TierReader"),
@@ -83,7 +88,8 @@ CALLS = {
 
 def refused(call):
     """Return the message with which a call is refused."""
-    with pytest.raises((InvalidInputError, CheckpointException)) as raised:
+    # `save_model` of safetensors raises a plain ValueError with the text of the error.
+    with pytest.raises((ValueError, CheckpointException)) as raised:
         call()
     error = raised.value
     if isinstance(error, CheckpointException):
@@ -126,11 +132,11 @@ def test_a_writer_that_is_sent_to_a_url_later_refuses_it(root, tmp_path):
 
 
 def test_the_experimental_writer_refuses_a_url(root):
-    from torch.distributed.checkpoint._experimental.checkpoint_writer import CheckpointWriter
+    from torch.distributed.checkpoint._experimental.checkpoint_writer import CheckpointWriter, CheckpointWriterConfig
+    from torch.distributed.checkpoint._experimental.types import RankInfo
 
-    assert "TierWriter" in refused(
-        lambda: CheckpointWriter.write(object.__new__(CheckpointWriter), f"{root}/step_1", STATE)
-    )
+    writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1))
+    assert "TierWriter" in refused(lambda: writer.write(f"{root}/step_1", STATE))
 
 
 def test_what_takes_urls_and_local_paths_goes_on(root, tmp_path):
@@ -173,10 +179,10 @@ def test_doing_it_again_changes_nothing():
 
 
 ORDERS = {
-    "tierfs first": "import tierfs, torch, torch.distributed.checkpoint as dcp",
-    "torch first": "import torch, torch.distributed.checkpoint as dcp, tierfs",
-    "between": "import torch, tierfs, torch.distributed.checkpoint as dcp",
-    "torch alone": "import torch, torch.distributed.checkpoint as dcp",
+    "tierfs first": "import tierfs, torch, torch.distributed.checkpoint as dcp; from safetensors.torch import save_file",
+    "torch first": "import torch, torch.distributed.checkpoint as dcp; from safetensors.torch import save_file; import tierfs",
+    "between": "import torch, safetensors, tierfs, torch.distributed.checkpoint as dcp; from safetensors.torch import save_file",
+    "torch alone": "import torch, torch.distributed.checkpoint as dcp; from safetensors.torch import save_file",
 }
 
 
@@ -192,7 +198,8 @@ def test_the_order_of_imports_does_not_matter(order, tmp_path):
 import inspect
 from torch.distributed.checkpoint import filesystem
 assert filesystem.__loader__ is filesystem.__spec__.loader and inspect.getsource(filesystem.FileSystem)
-for call in (lambda: torch.save(1, "tierfs::file:///x"), lambda: dcp.FileSystemWriter("tierfs::file:///x")):
+url = "tierfs::file:///x"
+for call in (lambda: torch.save(1, url), lambda: dcp.FileSystemWriter(url), lambda: save_file({{}}, url)):
     try:
         call()
     except ValueError as error:
@@ -200,7 +207,7 @@ for call in (lambda: torch.save(1, "tierfs::file:///x"), lambda: dcp.FileSystemW
 """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert run.stdout.split() == ["InvalidInputError"] * 2, run.stderr
+    assert run.stdout.split() == ["InvalidInputError"] * 3, run.stderr
     assert os.listdir(tmp_path) == []
 
 

@@ -4,6 +4,7 @@ import collections
 import importlib
 import os
 import re
+import subprocess
 import threading
 import uuid
 
@@ -116,9 +117,24 @@ def test_a_hostile_value_runs_nothing(save_object, tmp_path):
         dcp.DefaultLoadPlanner(flatten_state_dict=False),
     ):
         assert "system" in str(failure(reader, planner))
+        assert "allow=[" not in str(failure(reader, planner))
     assert not touched.exists()
     load(reader, Trusting())
     assert touched.exists(), "the test would show nothing"
+
+
+@pytest.mark.parametrize(
+    "call", [(eval, "1"), (subprocess.getoutput, "true"), (__import__, "os"), (importlib.import_module, "os")]
+)
+def test_no_advice_to_allow_a_call_that_runs_code(save_object, call):
+    class Calls:
+        def __reduce__(self):
+            return call[0], call[1:]
+
+    message = str(failure(save_object(Calls()), TierLoadPlanner()))
+    assert call[0].__name__ in message
+    assert "never allow" in message
+    assert "allow=[" not in message
 
 
 def test_a_hostile_value_runs_nothing_where_torch_hands_over_a_planner_of_its_own(save_object, tmp_path):

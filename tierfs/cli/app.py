@@ -23,7 +23,6 @@ from tierfs.cli.terminal.failures import Failure, describe
 from tierfs.cli.terminal.log import logging_to_stderr
 from tierfs.cli.terminal.output import colored, print_json, printable
 from tierfs.errors import InvalidInputError, TierfsError
-from tierfs.misplaced import do_not_warn
 
 GROUPS = {
     "files": {
@@ -249,7 +248,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         The command's exit code, or that of the error's category.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    do_not_warn()
     if sys.stderr is None:
         # The file takes stderr's descriptor, so that no other file gets it, and the messages of libraries.
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - it stays open as long as the process

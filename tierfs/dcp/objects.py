@@ -48,6 +48,10 @@ _OPCODES = (
 )  # fmt: skip
 _BASE: Any = pickle._Unpickler.dispatch
 _GETATTR = "builtins.getattr"
+_RUNNERS = frozenset({*_blocklisted_modules, "ctypes", "importlib", "pickle", "pty", "runpy", "shutil", "subprocess"})
+_RUNNERS_BUILT_IN = frozenset(
+    f"builtins.{name}" for name in ("__import__", "compile", "eval", "exec", "getattr", "open")
+)
 _WITH_SLOTS = 2  # a state of two parts is the attributes and the slots
 _MAY_NEED = re.compile(rb"\n[^\n]{1,256}\n")
 """Matches every pickle that looks up a global: the names of module and global each end in a newline."""
@@ -217,6 +221,11 @@ Unpickler = ObjectUnpickler
 def load(file: Any, **options: Any) -> Any:
     """Load a pickle as `pickle.load` does. ``torch.load`` requires this function of a ``pickle_module``."""
     return Unpickler(file, **options).load()
+
+
+def runs_code(name: str) -> bool:
+    """Return whether a pickle that may call this global can run any code or program: nobody should allow it."""
+    return name.partition(".")[0] in _RUNNERS or name in _RUNNERS_BUILT_IN
 
 
 def globals_in(data: bytes) -> dict[str, str]:

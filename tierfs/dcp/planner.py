@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from tierfs._fork import PerProcess
 from tierfs.dcp import objects
-from tierfs.dcp.objects import ALLOWED, aliases, globals_in
+from tierfs.dcp.objects import ALLOWED, aliases, globals_in, runs_code
 from tierfs.errors import InvalidInputError
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
@@ -155,6 +155,11 @@ def unpickle_safely(
         first = refused[1] or refused[2]
         names = _names_in(source, allow) or {first: first.rpartition(".")[0]}
         listed, modules = ", ".join(names), ", ".join(dict.fromkeys(names.values()))
+        if any(map(runs_code, names)):
+            instead = "load the other values without it" if "if you trust" in hint else hint
+            raise InvalidInputError(
+                f"{where} is built with {listed}, which can run any program, so it was not run: never allow that; {instead}"
+            ) from error
         raise InvalidInputError(
             f"{where} is built with {listed}, which loading does not allow by default, so it was not run: "
             f"{hint.format(name=listed, modules=modules)}"
