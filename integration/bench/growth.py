@@ -69,8 +69,9 @@ import tierfs
 from tierfs.clock import ManualClock
 from tierfs.dcp import TierWriter
 from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.load.coverage import mark_absent
-from tierfs.dcp.metadata import CheckpointNote, decode, encode
+from tierfs.dcp.metadata import decode, encode
 from tierfs.digest import DigestKind
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.format import keys

@@ -1,6 +1,7 @@
 """List the checkpoints below a path, with the state of each one."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -32,8 +33,10 @@ def make(store, directory, name=".metadata", file=FILE, shape=(3, 2)):
     made.save(name)
 
 
-def look(store, path=""):
-    return {candidate.directory: standing(store, candidate) for candidate in candidates(store, path)}
+def look(store, path="", *, is_listed=True):
+    """Return the state of each checkpoint. If it is not listed, each file is asked for."""
+    found = candidates(store, path)
+    return {each.directory: standing(store, each if is_listed else replace(each, listed={})) for each in found}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,10 @@ def test_a_missing_and_a_shorter_file_make_a_checkpoint_incomplete(store):
     save(store, f"short/{FILE}", load(store, f"short/{FILE}")[:-1])
     make(store, "long")
     save(store, f"long/{FILE}", load(store, f"long/{FILE}") + b"x")
-    found = look(store)
+    listed = look(store)
+    assert listed["gone"].missing == [f"{FILE} is not there"]
+    assert (listed["gone"].state, listed["gone"].level) == ("incomplete", None)
+    found = look(store, is_listed=False)
     assert {standing.state for standing in found.values()} == {"incomplete"}
     assert {standing.level for standing in found.values()} == {None}
     assert found["gone"].missing == [f"{FILE} is not there"]
@@ -118,7 +124,7 @@ def test_a_missing_and_a_shorter_file_make_a_checkpoint_incomplete(store):
 def test_a_shorter_file_of_torchs_own_writer_makes_it_incomplete(url, store):
     dcp.save({"w": torch.ones(1000)}, checkpoint_id=f"tierfs::{url}/s", no_dist=True)
     save(store, "s/__0_0.distcp", load(store, "s/__0_0.distcp")[:-1])
-    assert look(store)["s"].state == "incomplete"
+    assert look(store, is_listed=False)["s"].state == "incomplete"
 
 
 class _Calls:
@@ -143,11 +149,13 @@ def test_a_damaged_record_of_a_file_is_damage_of_its_checkpoint_alone(store):
     make(store, "run/step_1")
     make(store, "run/step_2")
     flip_bit(store.objects, record_key(f"run/step_1/{FILE}"), 100)
-    found = look(store)
+    assert {standing.state for standing in look(store).values()} == {"complete"}, "a list does not read it"
+    found = look(store, is_listed=False)
     assert (found["run/step_1"].state, found["run/step_2"].state) == ("damaged", "complete")
     assert FILE in found["run/step_1"].damage[0]
     flip_bit(store.objects, record_key("run/step_2/.metadata"), 100)
-    assert {standing.state for standing in look(store).values()} == {"damaged"}
+    assert {standing.state for standing in look(store, is_listed=False).values()} == {"damaged"}
+    assert look(store)["run/step_2"].state == "damaged"
 
 
 def test_shards_that_do_not_make_up_their_tensor_are_damage(store):

@@ -118,7 +118,6 @@ def test_checkpoints_are_listed_in_the_order_of_their_steps(url, step_10, store,
         "state",
         "level",
         "size",
-        "stored",
         "tensors",
         "files",
         "format",
@@ -142,11 +141,12 @@ def test_what_checkpoints_cost_and_share_is_told(url, store, capsys):
     save_state(f"{url}/run/step_2", {**frozen, "extra": torch.randn(100_000)})
     save_state(f"{url}/elsewhere/step_1", frozen)
     first, second = told(capsys, "ls", f"{url}/run")["checkpoints"]
-    assert 50_000 < first["stored"] < first["size"] + 20_000
-    assert (first["shared"], first["freed"]) == (second["shared"], second["freed"]) == (None, None)
+    costs = ("stored", "shared", "freed")
+    assert [item[name] for item in (first, second) for name in costs] == [None] * 6
     document = told(capsys, "ls", f"{url}/run", "--usage")
     assert document["requests"]["list"] >= 2
     first, second = document["checkpoints"]
+    assert 50_000 < first["stored"] < first["size"] + 20_000
     assert first["stored"] == first["shared"] + first["freed"]
     # The other run has all of these tensors, too.
     assert first["freed"] < 20_000 < first["shared"]
@@ -592,9 +592,35 @@ def test_wrong_usage_says_what_is_wrong(words, text, capsys):
     assert text in told(capsys, *words, code=2)["error"]["message"]
 
 
-def test_without_torch_the_error_says_how_to_get_it(url, capsys, monkeypatch):
+def test_without_torch_the_error_says_how_to_get_it(url, step_10, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "pip install 'tierfs[torch]'" in told(capsys, "ls", url, code=2)["error"]["message"]
+    assert "pip install 'tierfs[torch]'" in told(capsys, "show", step_10, code=2)["error"]["message"]
+
+
+LISTS = {
+    "checkpoint ls": ("main(['checkpoint', 'ls', url])", 0),
+    "prune": ("main(['prune', url, '--keep', 'latest:1', '--dry-run'])", 1),  # the file with the run's lines
+}
+
+
+@pytest.mark.parametrize(("call", "more"), LISTS.values(), ids=LISTS)
+def test_a_list_costs_a_request_a_checkpoint_and_no_torch(url, call, more):
+    for step in range(3):
+        save_state(f"{url}/run/step_{step}", state())
+    code = f"""
+import sys
+from tierfs.cli import main
+from tierfs.session import open_store, parse_url
+url = "{url}/run"
+store, _ = open_store(parse_url(url))
+before = store.objects.snapshot()
+assert {call} == 0
+sent = {{name: int(each["requests"] - before[name]["requests"]) for name, each in store.objects.snapshot().items()}}
+assert "torch" not in sys.modules
+print(sent["read"], sent["head"], sum(sent.values()) - sent["list"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{3 + more} 0 {3 + more}"
 
 
 def test_commit_publishes_what_is_complete_and_names_what_is_not(url, store, capsys):

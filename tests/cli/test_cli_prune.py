@@ -1,6 +1,7 @@
 """``tierfs prune`` on checkpoints that `TierWriter` saved."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -97,10 +98,18 @@ def test_a_checkpoint_that_is_saved_anew_meanwhile_stays(run, capsys, monkeypatc
     assert (code, shown[100]["removed"], shown[200]["removed"]) == (5, False, True)
 
 
-def test_without_torch_prune_names_the_extra(run, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    assert main(["prune", run, "--keep", "latest:1"]) == 2
-    assert "pip install 'tierfs[torch]'" in capsys.readouterr().err
+def test_a_pickle_of_torchs_own_writers_needs_torch(tmp_path):
+    url = f"tierfs::file://{tmp_path}/store/run"
+    tierfs.init(f"file://{tmp_path}/store")
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=f"{url}/step_1", no_dist=True)
+    code = f"""
+import sys
+from tierfs.cli import main
+sys.modules["torch"] = None
+assert main(["checkpoint", "ls", "{url}"]) == main(["prune", "{url}", "--keep", "latest:1"]) != 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("pip install 'tierfs[torch]'") == 2
 
 
 @pytest.mark.parametrize("metrics", [b'{"loss": 0.5}', None])

@@ -24,7 +24,8 @@ from tierfs import digest
 from tierfs.dcp import columns
 from tierfs.dcp import metadata as metadata_module
 from tierfs.dcp.columns import BytesPlace
-from tierfs.dcp.metadata import CheckpointNote, decode, encode
+from tierfs.dcp.document import CheckpointNote
+from tierfs.dcp.metadata import decode, encode
 from tierfs.dcp.torch_format.names import DTYPES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
@@ -89,7 +90,7 @@ def outcome(read, data):
 
 
 def as_any_json(data):
-    return metadata_module._interpret(metadata_module._parse(data, "x"), "x")
+    return metadata_module._interpret(metadata_module.parse(data, "x"), "x")
 
 
 def test_what_was_encoded_comes_back():
@@ -257,7 +258,7 @@ def test_no_object_is_made_of_a_chunk_that_torch_does_not_need(monkeypatch):
     boxes = [((row, 0), (1, 6)) for row in range(64)]
     items = {f"t{number}": tensor_of(torch.float32, (64, 6), boxes, places, f"t{number}") for number in range(5)}
     data = encode(Metadata(items, None, places), replace(NOTE, files={FILE: 1 << 40}))
-    monkeypatch.setattr(metadata_module, "_parse", None)  # so the general JSON parser cannot be used
+    monkeypatch.setattr(metadata_module, "parse", None)  # so the general JSON parser cannot be used
     made = []
     monkeypatch.setattr(columns, "BytesPlace", lambda *values: made.append(values) or BytesPlace(*values))
     found, _ = decode(data, "x")

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierfs.dcp.columns import BytesPlace
-from tierfs.dcp.metadata import CheckpointNote, encode
+from tierfs.dcp.document import CheckpointNote
+from tierfs.dcp.metadata import encode
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
 from tierfs.store import Store, save
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tierfs.checkpoint.lines import line_of
-from tierfs.dcp.checkpoint import Checkpoint, metadata_file, open_announced, open_checkpoint, rank_of
+from tierfs.dcp.facts import Facts, read_announced_facts, read_facts
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
-from tierfs.format.checkpoint import ROOT, is_save_id
+from tierfs.format.checkpoint import ROOT, is_save_id, metadata_file, rank_of
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
-from tierfs.store import Store, find, stat
+from tierfs.store import Entry, Store, find, stat
 from tierfs.store.announced import PENDING
 from tierfs.store.transfers import transfers
 
@@ -30,12 +31,14 @@ class Candidate:
             there are only shard files or announced saves.
         announced: Paths of the files that announce saves which are not published yet.
         unsaid: Ranks that have shard files and no metadata, in a checkpoint whose ranks saved on their own.
+        listed: The files in the directory, by name, if it was listed.
     """
 
     directory: str
     ranks: tuple[int | None, ...]
     announced: tuple[str, ...] = ()
     unsaid: tuple[int, ...] = ()
+    listed: Mapping[str, Entry] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def step(self) -> int | None:
@@ -63,6 +66,7 @@ class Standing:
         missing: The reasons why it is incomplete, in words.
         damage: Its damage, in words.
         waiting: Saves to the same directory that are announced and not published yet, in words.
+        roots: The write id of each of its metadata files, by path. They identify the save.
     """
 
     directory: str
@@ -79,6 +83,7 @@ class Standing:
     missing: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
+    roots: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -108,10 +113,12 @@ def candidates(store: Store, path: str) -> list[Candidate]:
     ranks: dict[str, set[int | None]] = {}
     announced: dict[str, list[str]] = {}
     shards: dict[str, set[int]] = {}
+    listed: dict[str, dict[str, Entry]] = {}
     for entry in find(store, path, detail=False):
         directory, _, name = entry.path.rpartition("/")
         if entry.is_directory:
             continue
+        listed.setdefault(directory, {})[name] = entry
         if directory.rpartition("/")[2] == PENDING and is_save_id(name):
             directory = directory[: -len(PENDING)].rstrip("/")
             announced.setdefault(directory, []).append(entry.path)
@@ -131,15 +138,18 @@ def candidates(store: Store, path: str) -> list[Candidate]:
             (None,) if None in found else tuple(sorted(rank for rank in found if rank is not None)),
             tuple(announced.get(directory, ())),
             tuple(sorted(shards.get(directory, set()) - found)) if found and None not in found else (),
+            listed.get(directory, {}),
         )
         for directory, found in sorted(ranks.items(), key=lambda item: natural_key(item[0]))
     ]
 
 
 def standing(store: Store, candidate: Candidate) -> Standing:
-    """Return the state of one checkpoint: read its metadata, and check that each named file exists in full length.
+    """Return the state of one checkpoint: read its metadata, and check that each named file exists.
 
-    No shard file is read. `tierfs.checkpoint.verify` finds damage inside of them.
+    This takes one request if the directory was listed, and the metadata is small. The length of a file is checked if the
+    listing has it, or if the directory was not listed, by one more request for each file. No shard file is read:
+    `tierfs.checkpoint.verify` finds damage inside of them.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -150,27 +160,26 @@ def standing(store: Store, candidate: Candidate) -> Standing:
     if not candidate.ranks:
         parts = sorted(saves, key=lambda save: save.note.sequence if save.note is not None else -1)[-1:]
         found.missing.append(f"{ROOT} is not there: the save has not finished, or another save replaced it")
+    found.roots = {inside(part.directory, metadata_file(part.rank)): part.write_id for part in parts if part.write_id}
     found.missing += [
         f"{metadata_file(rank)} is not there: rank {rank} did not finish its save" for rank in candidate.unsaid
     ]
     if parts and not found.damage:
-        _describe(found, parts)
+        _describe(store, candidate, found, parts)
     return found
 
 
-def _open_announced(store: Store, path: str, found: Standing) -> Checkpoint | None:
+def _open_announced(store: Store, path: str, found: Standing) -> Facts | None:
     """Read an announced save and describe it in ``found.waiting``. Its problems do not count as the checkpoint's."""
     try:
-        save = open_announced(store, path)
+        save = read_announced_facts(store, path)
     except NotFoundError:
         return None  # published since the listing, or superseded
     except (CorruptionError, FormatError, InvalidInputError) as error:
         found.waiting.append(f"an announced save cannot be read: {error}")
         return None
-    missing = [name for name in sorted(save.files()) if not _is_published(store, inside(save.directory, name))]
-    waits = (
-        f"waits for {len(missing)} of {len(save.files())} files" if missing else "is complete, but not published yet"
-    )
+    missing = [name for name in sorted(save.files) if not _is_published(store, inside(save.directory, name))]
+    waits = f"waits for {len(missing)} of {len(save.files)} files" if missing else "is complete, but not published yet"
     found.waiting.append(
         f"save {path.rpartition('/')[2]} {waits}{': ' if missing else ''}{', '.join(missing[:NAMED_MAX])}"
     )
@@ -186,9 +195,9 @@ def _is_published(store: Store, path: str) -> bool:
         return False
 
 
-def _open(store: Store, rank: int | None, found: Standing) -> Checkpoint | None:
+def _open(store: Store, rank: int | None, found: Standing) -> Facts | None:
     try:
-        return open_checkpoint(store, found.directory, rank=rank)
+        return read_facts(store, found.directory, rank=rank)
     except NotFoundError:
         found.missing.append(f"{metadata_file(rank)} was removed in the meantime")
     except (CorruptionError, FormatError, InvalidInputError) as error:
@@ -196,54 +205,52 @@ def _open(store: Store, rank: int | None, found: Standing) -> Checkpoint | None:
     return None
 
 
-def _describe(found: Standing, parts: list[Checkpoint]) -> None:
-    try:
-        files: dict[str, tuple[int, bool]] = {}
-        for part in parts:
-            for name, length in part.files().items():
-                files[name] = (max(length, files.get(name, (0, False))[0]), part.note is not None)
-        found.length = sum(part.length for part in parts)
-        if parts[0].rank is None:
-            parts[0].check_whole()
-    except CorruptionError as error:
-        found.damage.append(str(error))
+def _describe(store: Store, candidate: Candidate, found: Standing, parts: list[Facts]) -> None:
+    found.length = sum(part.length for part in parts)
+    if parts[0].problem:
+        found.damage.append(parts[0].problem)
         return
+    files: dict[str, tuple[int, bool]] = {}
+    for part in parts:
+        for name, length in part.files.items():
+            files[name] = (max(length, files.get(name, (0, False))[0]), part.note is not None)
     steps = {part.note.step for part in parts if part.note is not None and part.note.step is not None}
     found.step = max(steps) if steps else found.step
     found.format = parts[0].format
     found.kind = parts[0].note.kind if parts[0].note is not None else None
     found.line = line_of(parts[0])
-    found.tensors = len({fqn for part in parts for fqn in part.tensors})
-    found.objects = len({fqn for part in parts for fqn in part.objects})
+    found.tensors = len(frozenset().union(*(part.tensors for part in parts)))
+    found.objects = len(frozenset().union(*(part.objects for part in parts)))
     found.files = len(files)
     found.created_ns = max(part.created_ns for part in parts)
-    store, directory = parts[0].store, parts[0].directory
 
     def look(item: tuple[str, tuple[int, bool]]) -> tuple[Level, str, str]:
         name, (length, is_exact) = item
-        return _look(store, inside(directory, name), length, is_exact=is_exact)
+        return _look(store, inside(candidate.directory, name), length, candidate.listed.get(name), is_exact=is_exact)
 
     looked = transfers().map(look, sorted(files.items()))
     levels = [level for level, _, _ in looked]
-    levels += [_level(store, inside(directory, metadata_file(part.rank))) for part in parts]
+    levels += [_level(store, inside(candidate.directory, metadata_file(part.rank))) for part in parts]
     found.missing += [missing for _, missing, _ in looked if missing]
     found.damage += [damage for _, _, damage in looked if damage]
     # A missing part has no level.
     found.level = None if found.missing else min(levels)
 
 
-def _look(store: Store, path: str, length: int, *, is_exact: bool) -> tuple[Level, str, str]:
+def _look(store: Store, path: str, length: int, listed: Entry | None, *, is_exact: bool) -> tuple[Level, str, str]:
     """Return a file's level and two texts: why it counts as missing, and why as damaged; empty if it does not."""
     level = _level(store, path)
     name = path.rpartition("/")[2]
     try:
-        entry = stat(store, path)
+        entry = listed or stat(store, path)
     except NotFoundError:
         return level, f"{name} is not there", ""
     except (CorruptionError, FormatError) as error:
         return level, "", f"{name}: {error}"
     if entry.is_directory:
         return level, f"{name} is a directory", ""
+    if entry.manifest is None and entry.foreign is None:  # in the listing, whose records were not read
+        return level, "", ""
     if entry.length < length or (is_exact and entry.length != length):
         return level, f"{name} has {entry.length} bytes, not {length}", ""
     return level, "", ""

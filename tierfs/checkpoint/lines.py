@@ -9,12 +9,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tierfs.checkpoint.notes import read_note
-from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.errors import FormatError
 from tierfs.format.keys import inside
 from tierfs.store import Store
+
+if TYPE_CHECKING:
+    from tierfs.dcp.checkpoint import Checkpoint  # it loads torch
+    from tierfs.dcp.facts import Facts
 
 LINES = ".run/lines"
 """The file in a run's directory that holds its lines. Without it, all checkpoints there count as one line.
@@ -90,8 +94,8 @@ def read_lines(store: Store, directory: str) -> Lines | None:
         raise FormatError(f"{where} is invalid: remove it, then restore the step to go on from", path=where) from error
 
 
-def line_of(checkpoint: Checkpoint) -> str | None:
+def line_of(checkpoint: Checkpoint | Facts) -> str | None:
     """Return the line of a checkpoint; `FIRST` if an early training manager saved it, ``None`` if none did."""
     if checkpoint.note is not None and checkpoint.note.run is not None:
         return checkpoint.note.run
-    return FIRST if ABOUT in checkpoint.metadata.state_dict_metadata else None
+    return FIRST if ABOUT in checkpoint.objects else None

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import candidates, step_of
-from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
+from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.format.checkpoint import metadata_file
 from tierfs.format.keys import inside
 from tierfs.store import Store
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierfs.checkpoint.catalog import Candidate, candidates, standing
+from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing
 from tierfs.checkpoint.lines import Lines, read_lines
-from tierfs.checkpoint.notes import NOTES, is_pinned, metrics_of
+from tierfs.checkpoint.notes import METRICS, NOTES, PINNED, metrics_of
 from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
-from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
+from tierfs.dcp.facts import read_facts
 from tierfs.errors import ConflictError, NotFoundError
+from tierfs.format.checkpoint import metadata_file
 from tierfs.format.keys import inside
 from tierfs.store import Store, delete
 from tierfs.store.tree.delete import bury
@@ -34,19 +35,6 @@ class Pruned:
     problem: str = ""
 
 
-def look(store: Store, path: str, *, pinned: Collection[str] = ()) -> dict[Candidate, SavedCheckpoint]:
-    """Return the facts about each checkpoint at or below a path.
-
-    Raises:
-        FormatError, CorruptionError: The file with a run's lines is invalid or damaged.
-        StoreError, ReadOnlyError: The object tier failed.
-    """
-    found = candidates(store, path)
-    above = {candidate.directory.rpartition("/")[0] for candidate in found}
-    lines = {directory: read_lines(store, directory) or Lines() for directory in above}
-    return {candidate: _saved(store, candidate, pinned, lines) for candidate in found}
-
-
 def prune(
     store: Store, path: str, keep: Sequence[Rule], *, pinned: Collection[str] = (), dry_run: bool = False
 ) -> list[Pruned]:
@@ -66,21 +54,22 @@ def prune(
         InvalidInputError: There is no rule.
         NotFoundError: A path in ``pinned`` holds no checkpoint, or no checkpoint has the metric of a rule. Nothing was
             removed.
+        FormatError, CorruptionError: The file with a run's lines is invalid or damaged. Nothing was removed.
         StoreError, ReadOnlyError: The object tier failed. Some checkpoints may be removed already.
     """
-    found = look(store, path, pinned=pinned)
-    by_path = {candidate.directory: candidate for candidate in found}
-    _check_pins(store, path, pinned, list(by_path))
-    _check_metrics(store, path, keep, found.values())
-    seen = {candidate.directory: roots_of(store, candidate) for candidate in found}
+    found = {candidate.directory: (candidate, standing(store, candidate)) for candidate in candidates(store, path)}
+    _check_pins(store, path, pinned, list(found))
+    lines = {above: read_lines(store, above) or Lines() for above in {path.rpartition("/")[0] for path in found}}
+    saved = [_saved(store, *each, pinned, lines) for each in found.values()]
+    _check_metrics(store, path, keep, saved)
     pruned = []
-    for decision in decide(found.values(), keep, store.clock.now_ns()):
+    for decision in decide(saved, keep, store.clock.now_ns()):
         if decision.is_kept or dry_run:
             pruned.append(Pruned(decision, removed=False))
             continue
-        candidate = by_path[decision.saved.path]
+        candidate, seen = found[decision.saved.path]
         try:
-            remove(store, candidate, seen[candidate.directory])
+            remove(store, candidate, seen.roots)
         except (ConflictError, NotFoundError) as error:
             pruned.append(Pruned(decision, removed=False, problem=f"another writer changed it: {error}"))
         else:
@@ -111,8 +100,9 @@ def _check_metrics(store: Store, path: str, keep: Sequence[Rule], found: Collect
             )
 
 
-def _saved(store: Store, candidate: Candidate, pinned: Collection[str], lines: Mapping[str, Lines]) -> SavedCheckpoint:
-    found = standing(store, candidate)
+def _saved(
+    store: Store, candidate: Candidate, found: Standing, pinned: Collection[str], lines: Mapping[str, Lines]
+) -> SavedCheckpoint:
     directory = candidate.directory
     step = -1 if found.step is None else found.step
     return SavedCheckpoint(
@@ -122,8 +112,8 @@ def _saved(store: Store, candidate: Candidate, pinned: Collection[str], lines: M
         level=found.level,
         # An announced save to the same directory is still in flight.
         is_complete=found.state == "complete" and not found.waiting and bool(candidate.ranks),
-        is_pinned=directory in pinned or is_pinned(store, directory),
-        metrics=metrics_of(store, directory),
+        is_pinned=directory in pinned or PINNED in candidate.listed,
+        metrics=metrics_of(store, directory) if METRICS in candidate.listed else {},
         kind=found.kind or "full",
         is_left=found.line is not None and lines[directory.rpartition("/")[0]].left(found.line, step),
     )
@@ -142,7 +132,7 @@ def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
     Args:
         store: The store.
         candidate: The checkpoint to remove.
-        seen: The result of `roots_of` at the time of the decision.
+        seen: `Standing.roots`, or the result of `roots_of`, at the time of the decision.
 
     Raises:
         ConflictError: The checkpoint was saved again in the meantime.
@@ -150,7 +140,7 @@ def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
     """
     names: set[str] = set()
     for rank in candidate.ranks:
-        names |= set(open_checkpoint(store, candidate.directory, rank=rank).files())
+        names |= set(read_facts(store, candidate.directory, rank=rank).files)
     roots = []
     for path, write_id in seen.items():
         observed = observe(store, path)

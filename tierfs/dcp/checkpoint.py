@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +10,15 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.document import CheckpointNote
+from tierfs.dcp.facts import is_pickle, read_metadata
 from tierfs.dcp.load.coverage import boxes_in, problem_of
-from tierfs.dcp.metadata import CheckpointNote, decode
+from tierfs.dcp.metadata import decode
 from tierfs.dcp.torch_format.metadata import decode_pickle
-from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
-from tierfs.format.checkpoint import ROOT
+from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
+from tierfs.format.checkpoint import metadata_file, rank_of
 from tierfs.format.keys import inside
-from tierfs.store import Store, list_directory, open_entry, stat
-from tierfs.store.announced import PENDING
-
-METADATA_BYTES_MAX = 1 << 30
-_PICKLE = b"\x80"
-_RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
+from tierfs.store import Entry, Store, list_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +156,6 @@ class Checkpoint:
         return place
 
 
-def metadata_file(rank: int | None = None) -> str:
-    """Return the name of a checkpoint's metadata file: of all ranks, or of one that saved without collectives."""
-    return ROOT if rank is None else f"__{rank}{ROOT}"
-
-
-def rank_of(name: str) -> int | None:
-    """Return the rank that saved a metadata file of this name without collectives; ``None`` for any other name."""
-    match = _RANK_FILE.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
 def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) -> Checkpoint:
     """Read the metadata of a checkpoint.
 
@@ -193,37 +178,21 @@ def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) ->
         raise _missing(store, directory, rank) from error
 
 
-def open_announced(store: Store, path: str) -> Checkpoint:
-    """Read the metadata of a save that has been announced and is not published yet.
-
-    Args:
-        store: The store that holds the save.
-        path: The path of the announcing file.
-
-    Raises:
-        NotFoundError: The announcement is gone: the save was published, or superseded.
-        CorruptionError, FormatError, InvalidInputError, TierfsError: As for `open_checkpoint`.
-    """
-    return read_checkpoint(store, path, path.rpartition(f"{PENDING}/")[0].rstrip("/"), None)
-
-
 def read_checkpoint(store: Store, path: str, directory: str, rank: int | None) -> Checkpoint:
     """Read the metadata of a checkpoint from a file of any name. Raises as `open_checkpoint` does."""
+    entry, data = read_metadata(store, path)
+    return checkpoint_in(store, directory, rank, path, entry, data)
+
+
+def checkpoint_in(store: Store, directory: str, rank: int | None, path: str, entry: Entry, data: bytes) -> Checkpoint:
+    """Return the checkpoint that the metadata in ``data`` describes. Raises as `open_checkpoint` does."""
     where = store.where(path)
-    entry = stat(store, path)
-    if entry.is_directory:
-        raise CorruptionError(f"{where} is a directory, not a checkpoint's metadata: move it away", path=path)
-    reader = open_entry(store, entry)
-    if reader.length > METADATA_BYTES_MAX:
-        raise FormatError(f"{where}: {reader.length} bytes are too many for a checkpoint's metadata", path=path)
-    data = bytearray(reader.length)
-    reader.read_into(0, memoryview(data))
-    if data.startswith(_PICKLE):
+    if is_pickle(data):
         modified_ns = (
             entry.manifest.modified_ns if entry.manifest else entry.foreign.modified_ns if entry.foreign else 0
         )
-        return Checkpoint(store, directory, rank, decode_pickle(bytes(data), where), None, modified_ns)
-    metadata, note = decode(bytes(data), where)
+        return Checkpoint(store, directory, rank, decode_pickle(data, where), None, modified_ns)
+    metadata, note = decode(data, where)
     return Checkpoint(store, directory, rank, metadata, note, note.created_ns)
 
 

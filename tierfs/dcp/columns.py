@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierfs.dcp.checked import INTEGER_MAX
+from tierfs.dcp.document import DIMENSIONS_MAX
 from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS
 
-DIMENSIONS_MAX = 64
 _INTEGER = rb"(0|[1-9][0-9]{0,18})"
 _NAME = re.compile(rb'"((?:[^"\\]|\\.)*)":\{"chunks":\[')
 _CHUNK = re.compile(

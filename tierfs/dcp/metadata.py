@@ -7,11 +7,8 @@ Format: docs/reference/checkpoint-format.md, "The metadata document".
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -26,43 +23,29 @@ from torch.distributed.checkpoint.metadata import (
 
 from tierfs import digest
 from tierfs.dcp.checked import INTEGER_MAX, Checked, refuse_names
-from tierfs.dcp.columns import DIMENSIONS_MAX, BytesPlace, PlaceColumns, read_tensors
+from tierfs.dcp.columns import BytesPlace, PlaceColumns, read_tensors
+from tierfs.dcp.document import (
+    DIMENSIONS_MAX,
+    FORMAT,
+    VERSION,
+    CheckpointNote,
+    canonical,
+    load,
+    parse,
+    read_boxes,
+    read_note,
+    read_place,
+)
 from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS, name_of
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 from tierfs.gc_pause import Uncollected
 
-FORMAT = "tierfs-checkpoint"
-VERSION = 1
 PATH_PARTS_MAX = 256
 _WHERE = "the checkpoint's metadata"
-_HEX = re.compile(r"[0-9a-f]{1,64}")
 # The beginning and end of a document, and the text that precedes its tensors: see `encode`.
 _BEGIN, _TENSORS, _END = b'{"checksum":"', b',"tensors":{', b'},"version":%d}' % VERSION
 # A member called "tensors" may occur this often before the document's own; then the general JSON reader takes over.
 SPLITS_MAX = 8
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointNote:
-    """tierfs's note on a checkpoint, beside torch's metadata.
-
-    Attributes:
-        save_id: The id of the save; hexadecimal digits, drawn at random.
-        sequence: Grows with each save to the same directory.
-        created_ns: When the metadata was written, in nanoseconds since the epoch.
-        step: The training step; ``None`` if it was not given.
-        files: The length in bytes of every file of the checkpoint.
-        kind: ``full`` or ``light``; ``None`` if no training manager saved it.
-        run: The id of the training run's line; ``None`` if no training manager saved it.
-    """
-
-    save_id: str
-    sequence: int
-    created_ns: int
-    step: int | None = None
-    files: Mapping[str, int] = field(default_factory=dict)
-    kind: str | None = None
-    run: str | None = None
 
 
 def encode(metadata: Any, extra: CheckpointNote) -> bytes:
@@ -111,9 +94,9 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
         _interpret(document, _WHERE)
         # One tensor at a time, as text: as many objects they would make Python collect garbage at each save.
         texts = [_tensor_text(fqn, tensors[fqn], places, extra.files) for fqn in sorted(tensors)]
-        before = _canonical({name: value for name, value in document.items() if name < "tensors"})
-        after = _canonical({name: value for name, value in document.items() if name > "tensors"})
-        canonical = before[:-1] + b',"tensors":{' + b",".join(texts) + b"}," + after[1:]
+        before = canonical({name: value for name, value in document.items() if name < "tensors"})
+        after = canonical({name: value for name, value in document.items() if name > "tensors"})
+        content = before[:-1] + b',"tensors":{' + b",".join(texts) + b"}," + after[1:]
     except InvalidInputError:
         raise
     except (CorruptionError, FormatError) as error:
@@ -121,7 +104,7 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"the checkpoint's metadata cannot be written as JSON: {error}") from error
     # "checksum" sorts before all other members.
-    return f'{{"checksum":"{digest.checksum(canonical).hex()}",'.encode() + canonical[1:]
+    return f'{{"checksum":"{digest.checksum(content).hex()}",'.encode() + content[1:]
 
 
 def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
@@ -140,7 +123,7 @@ def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
     """
     try:
         with Uncollected():
-            return _read_columns(data, where) or _interpret(_parse(data, where), where)
+            return _read_columns(data, where) or _interpret(parse(data, where), where)
     except RecursionError as error:  # it could be read, but not written again or printed
         raise CorruptionError(
             f"{where}: the checkpoint's metadata is damaged: it is nested too deeply", path=where
@@ -161,15 +144,15 @@ def _read_columns(data: bytes, where: str) -> tuple[Any, CheckpointNote] | None:
             return None
         before = b"{%b}" % rest[:at]
         try:
-            document = _load(before)
-            is_usual = document.get("format") == FORMAT and _canonical(document) == before
+            document = load(before)
+            is_usual = document.get("format") == FORMAT and canonical(document) == before
         except (ValueError, RecursionError):
             continue
         if not is_usual:
             return None
         try:
             root = Checked(document, where)
-            note = _read_note(root)
+            note = read_note(root)
             found = read_tensors(rest[at + len(_TENSORS) : -len(_END)], note.files)
             if found is None:
                 return None
@@ -183,24 +166,12 @@ def _read_columns(data: bytes, where: str) -> tuple[Any, CheckpointNote] | None:
 
 def _interpret(document: Mapping[str, Any], where: str) -> tuple[Any, CheckpointNote]:
     root = Checked(document, where)
-    note = _read_note(root)
+    note = read_note(root)
     items: dict[str, Any] = {}
     places: dict[Any, BytesPlace] = {}
     for fqn, tensor in root.members("tensors"):
         items[fqn] = _decode_tensor(fqn, tensor, note.files, places)
     return _complete(root, note, items, places, places), note
-
-
-def _read_note(root: Checked) -> CheckpointNote:
-    return CheckpointNote(
-        save_id=root.text("save_id", _HEX),
-        sequence=root.integer("sequence"),
-        created_ns=root.integer("created_ns"),
-        step=None if root.document.get("step") is None else root.integer("step"),
-        files={name: item.integer("length") for name, item in root.members("files", is_file=True)},
-        kind=root.optional_text("kind"),
-        run=root.optional_text("run"),
-    )
 
 
 def _complete(
@@ -223,7 +194,7 @@ def _complete(
         if fqn in items:
             raise item.wrong("it is both a tensor and an object")
         items[fqn] = BytesStorageMetadata()
-        objects[MetadataIndex(fqn)] = _decode_place(item, note.files)
+        objects[MetadataIndex(fqn)] = BytesPlace(*read_place(item, note.files))
     meta = root.inner("storage_meta")
     modules = meta.items("modules")
     if not all(isinstance(name, str) for name in modules):
@@ -238,33 +209,6 @@ def _complete(
     return metadata
 
 
-def _parse(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        document = _load(data)
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CorruptionError(f"{where} is not a checkpoint's metadata: damaged, or not written by tierfs", path=where)
-    if type(document.get("version")) is not int or document["version"] != VERSION:
-        raise FormatError(
-            f"{where}: the checkpoint's format is {document.get('version')!r}, but this tierfs reads {VERSION}: use a "
-            "newer tierfs",
-            path=where,
-        )
-    stated = document.pop("checksum", None)
-    try:
-        actual = digest.checksum(_canonical(document)).hex()
-    except UnicodeEncodeError:
-        actual = ""
-    if stated != actual or not actual:
-        raise CorruptionError(f"{where}: checksum mismatch: the checkpoint's metadata is damaged", path=where)
-    return document
-
-
-def _load(data: bytes) -> Any:
-    return json.loads(data.decode(), parse_constant=_refuse, parse_float=_refuse, object_pairs_hook=_unique)
-
-
 def _tensor_text(fqn: str, item: Any, places: Mapping[Any, BytesPlace], files: Mapping[str, int]) -> bytes:
     """Return a tensor's member of the document, after reading it once as a check."""
     if len(item.size) > DIMENSIONS_MAX:
@@ -273,7 +217,7 @@ def _tensor_text(fqn: str, item: Any, places: Mapping[Any, BytesPlace], files: M
         )
     encoded = _encode_tensor(fqn, item, places)
     _decode_tensor(fqn, Checked(encoded, f"{_WHERE}: tensors: {fqn!r}"), files, {})
-    return _canonical({fqn: encoded})[1:-1]
+    return canonical({fqn: encoded})[1:-1]
 
 
 def _encode_tensor(fqn: str, item: Any, places: Mapping[Any, BytesPlace]) -> dict[str, object]:
@@ -313,18 +257,11 @@ def _decode_tensor(fqn: str, tensor: Checked, files: Mapping[str, int], places: 
     dtype = tensor.known("dtype", DTYPES)
     shape = tensor.integers("shape", DIMENSIONS_MAX)
     chunks = []
-    for number, chunk in enumerate(tensor.each("chunks")):
-        offsets, sizes = chunk.integers("offsets", DIMENSIONS_MAX), chunk.integers("shape", DIMENSIONS_MAX)
-        if not len(offsets) == len(sizes) == len(shape) or any(
-            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
-        ):
-            raise chunk.wrong(f"offsets {list(offsets)} and shape {list(sizes)} are not inside {list(shape)}")
-        place = _decode_place(chunk, files)
+    for number, (chunk, offsets, sizes, at) in enumerate(read_boxes(tensor, shape, files)):
+        place = BytesPlace(*at)
         if place.length != math.prod(sizes) * dtype.itemsize:
             raise chunk.wrong(f"{place.length} bytes do not hold {list(sizes)} elements of {dtype}")
         index = MetadataIndex(fqn, offsets, number)
-        if index in places:
-            raise chunk.wrong(f"there are two chunks at {list(offsets)}")
         places[index] = place
         chunks.append(ChunkStorageMetadata(index.offset, type(index.offset)(sizes)))
     properties = TensorProperties(
@@ -335,13 +272,6 @@ def _decode_tensor(fqn: str, tensor: Checked, files: Mapping[str, int], places: 
         pin_memory=tensor.flag("pin_memory"),
     )
     return TensorStorageMetadata(properties, MetadataIndex(fqn, shape).offset, chunks)
-
-
-def _decode_place(item: Checked, files: Mapping[str, int]) -> BytesPlace:
-    place = BytesPlace(item.text("file"), item.integer("at"), item.integer("length"))
-    if place.file not in files or place.at + place.length > files[place.file]:
-        raise item.wrong(f"{place} is not inside a file of the checkpoint")
-    return place
 
 
 def _encode_paths(planner_data: Any) -> dict[str, list[object]] | None:
@@ -378,18 +308,3 @@ def _decode_paths(root: Checked) -> dict[str, tuple[object, ...]] | None:
             raise root.wrong(f"the path of {fqn!r} is {path!r}")
         paths[fqn] = tuple(path)
     return paths
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
-
-
-def _refuse(text: str) -> object:
-    raise ValueError(f"{text} is not an integer")
-
-
-def _canonical(document: Mapping[str, object]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tierfs.dcp.address import Address, full_url
-from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
+from tierfs.dcp.checkpoint import read_checkpoint
 from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.load.coverage import Absent, mark_absent
 from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.load.rollback import roll_back
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.dcp.metadata import CheckpointNote
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.torch_format.data import read_items
 from tierfs.errors import (
@@ -32,7 +32,7 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
-from tierfs.format.checkpoint import ROOT
+from tierfs.format.checkpoint import ROOT, metadata_file
 from tierfs.format.keys import inside
 from tierfs.session import parse_url
 from tierfs.store import Store, stat

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfs.dcp.address import Address
-from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.save import checks, publish
@@ -34,7 +33,7 @@ from tierfs.dcp.stager import stage
 from tierfs.dcp.torch_format.layout import SUFFIX, write_archives
 from tierfs.device.drain import Gate
 from tierfs.errors import CapacityError, InvalidInputError
-from tierfs.format.checkpoint import SaveMark
+from tierfs.format.checkpoint import SaveMark, metadata_file
 from tierfs.format.keys import inside
 from tierfs.gc_pause import Uncollected
 from tierfs.host.pending.levels import Level

@@ -17,6 +17,7 @@ ROOT = ".metadata"
 """The file in a checkpoint's directory that holds its metadata. It is published last."""
 SEQUENCE_MAX = (1 << 63) - 1
 _KEY = "checkpoint"
+_RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
 _SAVE_ID = re.compile(r"[0-9a-f]{1,64}")
 
 
@@ -96,3 +97,14 @@ def named_files(document: bytes, where: str) -> frozenset[str]:
     if not isinstance(files, dict):
         raise FormatError(f"{where}: not the metadata of a checkpoint", path=where)
     return frozenset(files)
+
+
+def metadata_file(rank: int | None = None) -> str:
+    """Return the name of a checkpoint's metadata file: of all ranks, or of one that saved without collectives."""
+    return ROOT if rank is None else f"__{rank}{ROOT}"
+
+
+def rank_of(name: str) -> int | None:
+    """Return the rank that saved a metadata file of this name without collectives; ``None`` for any other name."""
+    match = _RANK_FILE.fullmatch(name)
+    return None if match is None else int(match[1])

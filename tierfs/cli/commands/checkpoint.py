@@ -59,7 +59,11 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("other", metavar=metavar, nargs="?", help=described)
     if action == "ls":
         parser.add_argument("--limit", type=int, metavar="N", help="list only the N highest steps")
-        parser.add_argument("--usage", action="store_true", help="show shared bytes, and the bytes that deleting frees")
+        parser.add_argument(
+            "--usage",
+            action="store_true",
+            help="show stored and shared bytes, and the bytes that deleting frees; reads the record of every file of the store",
+        )
     if action == "show":
         parser.add_argument(
             "--shards",
@@ -106,12 +110,16 @@ def run(arguments: argparse.Namespace) -> int:
         from tierfs.cli.commands._checkpoint_commit import commit  # noqa: PLC0415 - --help does not need it
 
         return commit(arguments)
+    if arguments.action == "ls":
+        from tierfs.cli.commands._checkpoint_list import ls  # noqa: PLC0415
+
+        return ls(arguments)
     require_torch("checkpoints are read")
     # Each of these modules loads torch, which takes seconds, so it is imported after all checks.
-    if arguments.action in {"ls", "show"}:
-        from tierfs.cli.commands import _checkpoint_look as look  # noqa: PLC0415
+    if arguments.action == "show":
+        from tierfs.cli.commands._checkpoint_show import show  # noqa: PLC0415
 
-        return look.ls(arguments) if arguments.action == "ls" else look.show(arguments)
+        return show(arguments)
     if arguments.action in {"verify", "diff"}:
         from tierfs.cli.commands import _checkpoint_check as check  # noqa: PLC0415
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import add_url_argument, require_torch
+from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.files.places import named_path, store_place
 from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
 from tierfs.cli.terminal.progress import Progress
@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Remove the checkpoints that no rule keeps. Return the exit code of a conflict if one of them was saved again."""
-    require_torch("checkpoints are read")
-    from tierfs.checkpoint.prune import prune  # noqa: PLC0415 - it loads torch
+    from tierfs.checkpoint.prune import prune  # noqa: PLC0415 - --help does not need it
     from tierfs.checkpoint.retention import parse_rule  # noqa: PLC0415
 
     if not arguments.keep:

@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-
 Region = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, in elements."""
 
@@ -51,6 +48,13 @@ def mark_absent(metadata: Any) -> Any:
     Returns:
         The same object if every tensor is whole, else a copy.
     """
+    import torch  # noqa: PLC0415 - lists of checkpoints need `problem_of` without torch
+    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
+
     items: dict[str, Any] = {}
     places: dict[Any, Any] = {}
     problems: dict[tuple[Any, ...], str] = {}  # by shape and chunks, which tensors that are cut alike share

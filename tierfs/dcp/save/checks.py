@@ -8,12 +8,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.objects import check_object
 from tierfs.dcp.save.replicas import RemoteReplica
 from tierfs.dcp.save.shard_file import check_is_held
 from tierfs.dcp.tensorbytes import Refused, has_size_in_plans, is_quantized, lacks_quantizer, refuse_unusual
 from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.format.checkpoint import metadata_file
 from tierfs.format.keys import inside
 from tierfs.store import Store, kind_of
 

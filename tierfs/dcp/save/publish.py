@@ -9,7 +9,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tierfs.dcp.columns import BytesPlace
-from tierfs.dcp.metadata import CheckpointNote, encode
+from tierfs.dcp.document import CheckpointNote
+from tierfs.dcp.metadata import encode
 from tierfs.dcp.torch_format.layout import encode_pickle
 from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import ROOT, SaveMark, turn_of

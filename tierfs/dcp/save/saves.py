@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from tierfs._fork import PerProcess
 from tierfs.dcp.address import Address
-from tierfs.dcp.checkpoint import metadata_file
 from tierfs.errors import NotFoundError
-from tierfs.format.checkpoint import SaveMark
+from tierfs.format.checkpoint import SaveMark, metadata_file
 
 
 class Saver(Protocol):

@@ -1,117 +1,23 @@
-"""``tierfs checkpoint ls`` and ``show``: list checkpoints, and show the content of one."""
+"""``tierfs checkpoint show``: show the content of one checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from tierfs.checkpoint.catalog import Candidate, Standing, candidates, natural_key, standing, step_of
+from tierfs.checkpoint.catalog import step_of
 from tierfs.checkpoint.placement import Codings, Placement
+from tierfs.cli.commands._checkpoint_list import or_dash
 from tierfs.cli.commands._checkpoint_places import source_of
-from tierfs.cli.files.parallel import run_in_parallel
-from tierfs.cli.files.places import StorePlace, requests_of, store_place
+from tierfs.cli.files.places import StorePlace
 from tierfs.cli.terminal.output import align, format_time, print_json, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, Shard, open_checkpoint
-from tierfs.errors import CorruptionError
-from tierfs.store import Usage, usages
 from tierfs.units import format_bytes
-
-
-def ls(arguments: argparse.Namespace) -> int:
-    """List checkpoints, and return the exit code of damage if one of them is damaged."""
-    place = store_place(arguments.url)
-    found = candidates(place.store, place.path)
-    if not found:
-        place.entry()
-    if arguments.limit is not None:
-        newest = sorted(found, key=lambda candidate: -1 if candidate.step is None else candidate.step)
-        kept = {candidate.directory for candidate in newest[len(newest) - min(len(newest), arguments.limit) :]}
-        found = [candidate for candidate in found if candidate.directory in kept]
-    listed: dict[str, Standing] = {}
-
-    def look(candidate: Candidate, _stop: threading.Event) -> None:
-        listed[candidate.directory] = standing(place.store, candidate)
-
-    with Progress("ls") as progress:
-        run_in_parallel(look, found, progress)
-        checkpoints = sorted((listed[candidate.directory] for candidate in found), key=_order)
-        # Last, because the loop above caches the checkpoints' records.
-        held = usages(place.store, [candidate.directory for candidate in found], shared=arguments.usage)
-    if arguments.json:
-        documents = [_document(place, checkpoint, held[checkpoint.directory]) for checkpoint in checkpoints]
-        print_json({"url": place.url, "checkpoints": documents, "requests": requests_of(place.store)})
-    elif checkpoints:
-        _print_list(place, checkpoints, held, usage=arguments.usage)
-    return CorruptionError.exit_code if any(checkpoint.damage for checkpoint in checkpoints) else 0
-
-
-def _order(checkpoint: Standing) -> tuple[object, ...]:
-    """Return a sort key: by the directory above, then by step, then by name. Unknown steps come first."""
-    above = checkpoint.directory.rpartition("/")[0]
-    step = -1 if checkpoint.step is None else checkpoint.step
-    return natural_key(above), step, natural_key(checkpoint.directory)
-
-
-def _name(place: StorePlace, checkpoint: Standing) -> str:
-    return place.relative(checkpoint.directory) or place.name
-
-
-def _document(place: StorePlace, checkpoint: Standing, held: Usage) -> dict[str, object]:
-    return {
-        "name": _name(place, checkpoint),
-        "step": checkpoint.step,
-        "state": checkpoint.state,
-        "level": None if checkpoint.level is None else checkpoint.level.label,
-        "size": checkpoint.length,
-        "stored": held.stored_bytes + held.foreign_bytes,
-        "shared": held.shared_bytes,
-        "freed": held.freed_bytes,
-        "tensors": checkpoint.tensors,
-        "objects": checkpoint.objects,
-        "files": checkpoint.files,
-        "format": checkpoint.format,
-        "kind": checkpoint.kind,
-        "created": format_time(checkpoint.created_ns, precise=True) if checkpoint.created_ns else None,
-        "problems": [*checkpoint.missing, *checkpoint.damage],
-        "waiting": checkpoint.waiting,
-    }
-
-
-def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[str, Usage], *, usage: bool) -> None:
-    sizes = ("size", "stored", "shared", "freed") if usage else ("size", "stored")
-    rows = [("step", "state", "level", *sizes, "tensors", "files", "format", "kind", "created", "name")]
-    for checkpoint in checkpoints:
-        document = _document(place, checkpoint, held[checkpoint.directory])
-        rows.append(
-            (
-                _or_dash(checkpoint.step),
-                checkpoint.state,
-                "-" if checkpoint.level is None else checkpoint.level.label,
-                *("-" if document[name] is None else format_bytes(cast("int", document[name])) for name in sizes),
-                _or_dash(checkpoint.tensors),
-                _or_dash(checkpoint.files),
-                _or_dash(checkpoint.format),
-                _or_dash(checkpoint.kind),
-                format_time(checkpoint.created_ns) if checkpoint.created_ns else "-",
-                printable(_name(place, checkpoint)),
-            )
-        )
-    head, *lines = align(rows, right=(0, *range(3, 5 + len(sizes))), has_head=True, states=(1, 2))
-    print(head)
-    for line, checkpoint in zip(lines, checkpoints, strict=True):
-        print(line)
-        for problem in (*checkpoint.missing, *checkpoint.damage, *checkpoint.waiting):
-            print(f"  {printable(problem)}")
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -137,7 +43,7 @@ def show(arguments: argparse.Namespace) -> int:
             }
         )
         return 0
-    print("\n".join(align([(name, printable(_or_dash(value))) for name, value in _shown(source, checkpoint)])))
+    print("\n".join(align([(name, printable(or_dash(value))) for name, value in _shown(source, checkpoint)])))
     coding = ("stored", "codecs", "why") if arguments.codecs else ()
     rows = [("size", "shards", "dtype", "shape", *coding, "name")]
     for fqn, tensor in tensors.items():
