@@ -193,7 +193,8 @@ class Manager:
         if self._restored is not None:
             self._restored = None
             try:
-                self._begin_line()
+                if not self._is_saving():  # otherwise that save records it
+                    self._begin_line()
             except TierfsError as error:
                 _logger.warning("%s: the new line is recorded with the next save: %s", self._run.url, error)
         if taken:

@@ -237,15 +237,7 @@ def _ray_deadline_s() -> list[float]:
 
 
 def listed(policies: Iterable[Any], name: str) -> list[Any]:
-    """Return policies as a list.
-
-    Args:
-        policies: The value of an argument.
-        name: The name of the argument.
-
-    Raises:
-        InvalidInputError: The value is not a list of policies.
-    """
+    """Return the value of the named argument as a list. Raises `InvalidInputError` if it is none."""
     if not isinstance(policies, Iterable) or isinstance(policies, (str, Mapping)):
         raise InvalidInputError(f"{name}={policies!r}: give a list of policies")
     return list(policies)

@@ -8,7 +8,6 @@ import reprlib
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -196,12 +195,12 @@ class Restorer:
         """
         world = self._world
         while True:
-            damaged: dict[int, str] = {}
-            mine = next(self._complete(bound, damaged), NONE)
-            told = world.gather((mine, damaged), world.training)
+            skipped: dict[int, str] = {}
+            mine = next(self._accepted(bound, accepted, lines, skipped), NONE)
+            told = world.gather((mine, skipped), world.training)
             for _, others in told:
                 for step, problem in others.items():
-                    if step not in passed_over:
+                    if step not in passed_over and problem not in WHY.values():
                         _logger.error("%s is skipped: %s", self._run.url_of(step), problem)
                     passed_over.setdefault(step, problem)
             # One rank may not see the newest step of another rank. All go down until they find a common step.
@@ -212,10 +211,7 @@ class Restorer:
                 return NONE, ""
             problems = [text for text in world.gather(self._problem_of(found), world.training) if text]
             if not problems:
-                kind = world.ask_first(partial(self._kind_of, found, lines), world.training)
-                if kind in accepted:
-                    return found, ""
-                problems = [WHY.get(kind, kind)]
+                return found, ""
             passed_over.setdefault(found, problems[0])
             bound = found - 1
 
@@ -258,17 +254,21 @@ class Restorer:
         problems = [text for text, _ in told if text]
         return step, problems[0] if problems else ""
 
-    def _complete(self, bound: int | None, damaged: dict[int, str]) -> Iterator[int]:
-        """Yield the steps that this rank finds complete, newest first; add published, unusable ones to ``damaged``."""
+    def _accepted(
+        self, bound: int | None, accepted: Collection[str], lines: Lines | None, skipped: dict[int, str]
+    ) -> Iterator[int]:
+        """Yield the accepted steps that this rank finds complete, newest first; add other published ones to ``skipped``."""
         for step in reversed(self._run.candidates()):
             if bound is not None and step > bound:
                 continue
             problem = self._problem_of(step)
             # The second time, because it may have been published after the first one.
             if problem and self._run.was_saved(step) and (problem := self._problem_of(step)):
-                damaged[step] = problem
-            if not problem:
+                skipped[step] = problem
+            if not problem and (kind := self._kind_of(step, lines)) in accepted:
                 yield step
+            elif not problem:
+                skipped[step] = WHY.get(kind, kind)
 
     def _problem_of(self, step: int) -> str:
         try:
