@@ -123,3 +123,30 @@ def test_data_without_the_saved_position_is_an_error(root, changed):
         second.state.dataloader = None
         restored = run.restore(second.state)
     assert "1 data loaders were saved, but the state has 0" in restored.notes[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [2, 11, 16])
+def test_a_shuffling_loader_with_a_generator_goes_on_with_its_data(root, workers, stop):
+    def new(seed):
+        generator = torch.Generator().manual_seed(seed)
+        loader = StatefulDataLoader(Items(), batch_size=4, shuffle=True, generator=generator, num_workers=workers)
+        return TrainState(model=torch.nn.Linear(1, 1), optimizer=None, scheduler=None, dataloader=loader)
+
+    def batches(state, until=None):
+        found, step = [], state.step + 1
+        for epoch in range(state.epoch, EPOCHS):
+            state.epoch = epoch
+            for batch in state.dataloader:
+                found.append(batch.tolist())
+                if step == until:
+                    return found
+                step += 1
+        return found
+
+    expected, first, second = batches(new(1)), new(1), new(2)
+    with Manager(root, **OPTIONS) as run:
+        found = batches(first, stop)
+        run.save(stop, first)
+        assert run.restore(second).is_exact
+    assert found + batches(second) == expected

@@ -19,7 +19,13 @@ def positions(loaders: Sequence[Any]) -> dict[str, Any]:
     """Return the positions of data loaders, each with its epoch and the facts that the position depends on."""
     return {
         "loaders": [
-            {"state": each.state_dict(), "epoch": _epoch_of(each), "facts": _facts_of(each)} for each in loaders
+            {
+                "state": each.state_dict(),
+                "epoch": _epoch_of(each),
+                "facts": _facts_of(each),
+                "generators": [generator.get_state() for generator in _generators_of(each)],
+            }
+            for each in loaders
         ]
     }
 
@@ -59,6 +65,9 @@ def set_positions(loaders: Sequence[Any], saved: Any, epoch: int) -> list[str]:
                 f"the data loader, a {type(loader).__name__}, does not take its saved position: {changed or repr(error)}. "
                 "Give it the data and the settings of the save, or TrainState(dataloader=None) to begin the data anew"
             ) from error
+        # torchdata's loader without workers leaves its generator where its next epoch gets another order.
+        for generator, drawn in zip(_generators_of(loader), each.get("generators", ()), strict=False):
+            generator.set_state(drawn)
         if changed:
             notes.append(f"the data loader goes on with other data: {changed}")
     return notes
@@ -79,11 +88,21 @@ def _epoch_of(loader: Any) -> int | None:
 
 def _samplers_of(loader: Any) -> list[Any]:
     """Return the parts of a loader that take an epoch, which decides the order of the data."""
+    return [part for part in _parts_of(loader) if hasattr(part, "set_epoch")]
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the random generators of a loader and its samplers, each once."""
+    found = {id(each): each for part in _parts_of(loader) if (each := getattr(part, "generator", None)) is not None}
+    return [each for each in found.values() if isinstance(each, torch.Generator)]
+
+
+def _parts_of(loader: Any) -> list[Any]:
     found: dict[int, Any] = {}
     for each in _torch_loaders(loader):
         inner = getattr(each.batch_sampler, "sampler", None)
-        found |= {id(part): part for part in (each.sampler, each.batch_sampler, inner, each.dataset)}
-    return [part for part in found.values() if hasattr(part, "set_epoch")]
+        found |= {id(part): part for part in (each, each.sampler, each.batch_sampler, inner, each.dataset)}
+    return list(found.values())
 
 
 def _torch_loaders(loader: Any) -> list[Any]:
