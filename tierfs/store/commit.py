@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -107,11 +108,13 @@ class Commits:
         store = self._store
         directory, _, name = path.rpartition("/")
         there = observe_draft(store, path)  # read before the object tier, because drafts move down
+        seen_ns = time.time_ns()
         listed = self._names(directory) if name == ROOT else None
         is_new = False
         if there is None:
-            is_listed = listed is None or record_key(path) in listed
-            there = observe_published(store, path) if is_listed else found_nothing(store, path, record_key(path))
+            key = record_key(path)
+            is_listed = listed is None or key in listed
+            there = observe_published(store, path) if is_listed else found_nothing(store, path, key, seen_ns)
             is_new = there.version is None
         if there.manifest is None:
             refuse_foreign(store, path)

@@ -182,3 +182,17 @@ def test_a_store_on_this_host_keeps_no_records_beside_it(state):
     tier = MemoryObjects(f"/host-{uuid.uuid4().hex}")
     descriptor, _ = create_store(tier, "store", random_bytes=os.urandom(16))
     assert Store(tier, descriptor, url="store").host_records is None
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_late_answer_replaces_no_version_that_was_seen_later(state, is_written):
+    records = HostRecords("0" * 32, state)
+    before = time.time_ns()
+    records.add("key", "2", b"published")
+    if is_written:
+        records.flush()
+    records.forget("key", before)
+    records.add("key", "1", b"read before", before)
+    assert records.newest("key") == ("2", b"published")
+    records.flush()
+    assert HostRecords("0" * 32, state).newest("key") == ("2", b"published")

@@ -71,22 +71,26 @@ class HostRecords:
     def __repr__(self) -> str:
         return f"HostRecords({str(self._path)!r}, failures={self.failures})"
 
-    def add(self, key: str, version: Version, data: bytes) -> None:
+    def add(self, key: str, version: Version, data: bytes, seen_ns: int | None = None) -> None:
         """Keep the record of this version of a key. Of one longer than RECORD_BYTES_MAX, keep the version only.
 
-        Records are written to disk in batches, and at process exit.
+        Records are written to disk in batches, and at process exit. ``seen_ns`` is the time before the request that
+        found it, by default now. A version that was seen later stays: a lookup may be answered after a publication.
         """
+        seen_ns = time.time_ns() if seen_ns is None else seen_ns
         with self._lock:
-            self._pending[key] = (time.time_ns(), version, data if len(data) <= RECORD_BYTES_MAX else b"")
+            if key in self._pending and self._pending[key][0] > seen_ns:
+                return
+            self._pending[key] = (seen_ns, version, data if len(data) <= RECORD_BYTES_MAX else b"")
             full = len(self._pending) >= PENDING_MAX
         if full:
             self.flush()
 
-    def forget(self, key: str) -> None:
-        """Note that nothing is at a key, and `share` that."""
+    def forget(self, key: str, seen_ns: int) -> None:
+        """Note that nothing is at a key, and `share` that. For ``seen_ns`` see `add`."""
         kept = self.newest(key)
         if kept is not None and kept[0] != NOT_THERE:
-            self.add(key, NOT_THERE, kept[1])
+            self.add(key, NOT_THERE, kept[1], seen_ns)
             self.share(key)
 
     def share(self, key: str) -> None:

@@ -8,6 +8,7 @@ here replaces a record that was not observed.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -72,11 +73,14 @@ def nothing_at(path: str) -> Observed:
     return Observed(path, keys.record_key(path), None, None)
 
 
-def found_nothing(store: Store, path: str, key: str) -> Observed:
-    """Return the observation that no record is at a key, where a look found none. Forget the record known there."""
+def found_nothing(store: Store, path: str, key: str, seen_ns: int) -> Observed:
+    """Return the observation that no record is at a key, where a look found none. Forget the record known there.
+
+    ``seen_ns`` is the time before the look, of `time.time_ns`.
+    """
     store.records.forget(key)
     if store.host_records is not None:
-        store.host_records.forget(key)
+        store.host_records.forget(key, seen_ns)
     return Observed(path, key, None, None)
 
 
@@ -181,12 +185,12 @@ def observe_marker(store: Store, path: str) -> Observed:
 
 
 def _observe(store: Store, path: str, key: str) -> Observed:
-    seen_s = store.clock.monotonic()
+    seen_s, seen_ns = store.clock.monotonic(), time.time_ns()
     try:
         is_known = store.records.get(key) is not None
         found = observe_listed(store, path, store.objects.head(key)) if is_known else _read(store, path, key)
     except NotFoundError:
-        return found_nothing(store, path, key)
+        return found_nothing(store, path, key, seen_ns)
     if store.host_records is not None:
         store.host_records.share(key)
     return replace(found, seen_s=seen_s)
@@ -298,10 +302,11 @@ def _find_own(store: Store, observed: Observed, record: Record) -> Observed | No
     A record in the replaced version is not ours, even with our write id: repair keeps the write id of a record when it
     names other chunks with the same bytes. For the same reason the record that is found may differ from ours.
     """
+    seen_ns = time.time_ns()
     try:
         current = _read(store, observed.path, observed.key)
     except NotFoundError:
-        found_nothing(store, observed.path, observed.key)
+        found_nothing(store, observed.path, observed.key, seen_ns)
         return None
     except CorruptionError:
         return None
@@ -328,8 +333,9 @@ def read_record(store: Store, path: str, key: str) -> tuple[Record, ObjectInfo, 
 
 
 def _read(store: Store, path: str, key: str) -> Observed:
+    seen_ns = time.time_ns()
     record, info, data = read_record(store, path, key)
-    _remember(store, key, info.version, record, data)
+    _remember(store, key, info.version, record, data, seen_ns)
     return Observed(path, key, record, info.version)
 
 
@@ -341,7 +347,9 @@ def _decode(store: Store, data: bytes, path: str, key: str) -> Record:
     return record
 
 
-def _remember(store: Store, key: str, version: Version, record: Record, data: bytes) -> None:
+def _remember(
+    store: Store, key: str, version: Version, record: Record, data: bytes, seen_ns: int | None = None
+) -> None:
     store.records.remember(key, version, record, len(data))
     if store.host_records is not None:
-        store.host_records.add(key, version, data)
+        store.host_records.add(key, version, data, seen_ns)
