@@ -623,3 +623,29 @@ def test_a_deletion_of_another_file_while_a_write_fails_deletes(kept):
         write()
     assert not fs.exists(f"{path}-2")
     assert fs.cat_file(path) == b"before"
+
+
+@pytest.mark.parametrize("ack", ["staged", "local"])
+@pytest.mark.parametrize("world", [("2", "1"), ("16", "8"), ("2", None)])
+def test_stock_dcp_over_hosts_is_refused_below_object(root, monkeypatch, ack, world):
+    step, state = f"{root}/step_1", {"w": torch.arange(9.0)}
+    for name, value in zip(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world, strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, storage_writer=FsspecWriter(step, ack=ack, ram="64MiB"), no_dist=True)
+    [(error, _)] = caught.value.failures.values()
+    assert isinstance(error, InvalidInputError)
+    assert "TIERFS_DCP=1" in str(error)
+    assert "ack='object'" in str(error)
+    fs, path = fsspec.url_to_fs(step, ack=ack, ram="64MiB")
+    assert fs.find(path) == []
+    for name in (".metadata", ".metadata.tmp", "__1.metadata.tmp", "__1_0.distcp"):
+        with pytest.raises(InvalidInputError, match="torch's own checkpoint writer"):
+            fs.pipe_file(f"{path}/{name}", b"x")
+        fs.pipe_file(f"{path}/{name}", b"x", ack="object")
+    fs.pipe_file(f"{path}/rank_1.pt", b"torch.save is not covered")
+    dcp.save(state, storage_writer=FsspecWriter(step, ack="object", ram="64MiB"), no_dist=True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", world[0])
+    dcp.save(state, storage_writer=FsspecWriter(step, ack=ack, ram="64MiB"), no_dist=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -29,10 +30,13 @@ from tierfs.fs.tiering import Tiering
 from tierfs.fs.wrapped import CompressedFile, TextFile
 from tierfs.fs.writefile import WriteFile
 from tierfs.host.pending.levels import Level
+from tierfs.session.settings import spans_hosts
 from tierfs.session.url import TRUE
-from tierfs.store import WriteMode, Writer
+from tierfs.store import Store, WriteMode, Writer
 
 _TEXT = ("encoding", "errors", "newline")
+_STOCK_DCP = re.compile(r".*\.distcp|(__[0-9]+)?\.metadata(\.tmp)?")
+"""Names of the files that torch's `FsspecWriter` writes."""
 
 
 class TierFileSystem(Tiering):
@@ -171,6 +175,7 @@ class TierFileSystem(Tiering):
         store, relative = self._locate(path, write=True)
         if not relative:
             raise IsADirectoryError(f"{path} is the root of a store")
+        _check_stock_dcp(store, relative, store.ack if level is None else level)
         writer = Writer(store, relative, mode=write_mode, metadata=metadata, level=level)
         if not writer.is_replacing and verbs.is_directory_nearby(store, relative):
             writer.abort()
@@ -180,6 +185,24 @@ class TierFileSystem(Tiering):
         handle = WriteFile(self, path, writer, mode, autocommit=autocommit)
         self._opened.handles.add(handle)
         return handle
+
+
+def _check_stock_dcp(store: Store, path: str, level: Level) -> None:
+    """Check that a file is not one that torch's own writer saves from several hosts below the object tier.
+
+    That writer uses the same names for each save. If a host is lost before it has flushed its files, those of an
+    earlier save complete the checkpoint.
+
+    Raises:
+        InvalidInputError: It is such a file.
+    """
+    name = path.rpartition("/")[2]
+    if level < Level.OBJECT and store.tiers is not None and _STOCK_DCP.fullmatch(name) and spans_hosts():
+        raise InvalidInputError(
+            f"{store.where(path)}: torch's own checkpoint writer, on several hosts at ack={level.label!r}, can leave a "
+            "mix of two saves if a host is lost. Set TIERFS_DCP=1 to use tierfs' writer, or give ack='object'",
+            path=path,
+        )
 
 
 def _known(mode: str) -> str:

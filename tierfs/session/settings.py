@@ -251,8 +251,13 @@ def ranks_here() -> int:
 
 def _default_ack() -> Level:
     """Return ``local`` on one host. A job that spans hosts commits in the object tier, which all of them see."""
+    return Level.OBJECT if spans_hosts() else Level.LOCAL
+
+
+def spans_hosts() -> bool:
+    """Return whether this process's torch job may run on several hosts, according to torchrun."""
     world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    return Level.OBJECT if world is not None and world != (here or "1") else Level.LOCAL
+    return world is not None and world != (here or "1")
 
 
 def _default_nvme(directory: Path) -> str | int:
