@@ -47,11 +47,14 @@ SMALL = (0, 1, 17, 64 * KIB, 64 * KIB + 1)
 LARGE = (MIB - 1, MIB, MIB + 1, 16 * MIB - 1, 16 * MIB, 16 * MIB + 1)
 NOISE = random.Random(1).randbytes(16 * MIB + 256)
 TEXT = b"".join(b"%d bottles of beer on the wall\n" % number for number in range(3000))
-PATTERN = TEXT * (len(NOISE) // len(TEXT) + 1)
 
 
 def content(size: int, seed: int, noisy: bool) -> bytes:
-    return (NOISE if noisy else PATTERN)[seed : seed + size]
+    return (NOISE if noisy else pattern(seed + size))[seed : seed + size]
+
+
+def pattern(size: int) -> bytes:
+    return (TEXT * (size // len(TEXT) + 1))[:size]
 
 
 def open_store(root: Path | str, digest: str = "xxh3-128") -> fsspec.AbstractFileSystem:
@@ -163,8 +166,10 @@ class Model:
         path = f"{path}/below" if place % 3 else path
         if path not in self.files:
             self.fs.makedirs(self.at(path), exist_ok=True)
+        while path and path not in self.files and path not in self.directories:
             self.tombstones.discard(f"{path}/")
             self.directories.add(path)
+            path = path.rpartition("/")[0]
 
     def rmdir(self, _path: str, place: int) -> None:
         empty = sorted(path for path in self.directories - self.files.keys() if not self.has_below(path))
@@ -286,7 +291,7 @@ def elements(count: int, width: int, kind: str, draw: np.random.Generator) -> np
     if kind == "noise":
         return np.frombuffer(draw.bytes(width * count), f"<u{width}")
     if kind == "text":
-        return np.frombuffer(PATTERN[: width * count], f"<u{width}")
+        return np.frombuffer(pattern(width * count), f"<u{width}")
     # "alike": the numbers are close to each other, so that their upper bytes are equal.
     spread = 1 << max(3, 4 * width) if kind == "alike" else 1
     start = int(draw.integers(0, 1 << 8 * width - 2))

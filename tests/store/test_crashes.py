@@ -17,7 +17,7 @@ from tierfs.store import Store, WriteMode, Writer, copy, delete, find, load, mak
 from tierfs.store.create import create_store, read_descriptor
 
 OLD = b"old" * 40000
-NEW = b"new" * 7_000_000  # two chunks
+NEW = b"new" * 5_600_000  # two chunks
 OTHER = b"other" * 30000
 
 

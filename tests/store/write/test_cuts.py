@@ -21,7 +21,6 @@ from tierfs.store.write import cuts
 from tierfs.store.write.cuts import LARGE_BYTES, Cutter
 
 MIB = 1 << 20
-WORDS = torch.arange(40 * MIB // 4, dtype=torch.int32)
 SMALL_CHUNK, SMALL_LARGE = 4096, 512
 
 
@@ -42,7 +41,9 @@ def ends_of(data, pieces=None, **options):
 
 
 def tensor(length, seed=0):
-    return WORDS[seed : seed + length // 4].clone() if length % 4 == 0 else torch.zeros(length, dtype=torch.uint8)
+    if length % 4:
+        return torch.zeros(length, dtype=torch.uint8)
+    return torch.arange(seed, seed + length // 4, dtype=torch.int32)
 
 
 def saved(value):
@@ -198,16 +199,20 @@ def test_an_archive_that_is_none_behind_a_storage_is_cut_each_16_mib_from_there_
 # -- through the sinks -------------------------------------------------------------------------------------------------
 
 MODELS = {
-    "safetensors": safetensors.torch.save({"a": tensor(18 * MIB), "b": tensor(9000, 7), "c": tensor(MIB, 9)}),
-    "torch.save": saved({"a": tensor(18 * MIB), "b": tensor(9000, 7), "c": tensor(MIB, 9)}),
-    "bytes": bytes(17 * MIB),
+    "safetensors": lambda: safetensors.torch.save(model()),
+    "torch.save": lambda: saved(model()),
+    "bytes": lambda: bytes(17 * MIB),
 }
+
+
+def model():
+    return {"a": tensor(18 * MIB), "b": tensor(9000, 7), "c": tensor(MIB, 9)}
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", [4099, MIB, 17 * MIB + 1, 1 << 40])
 def test_a_file_has_the_same_chunks_in_every_tier(make_host, name, length):
-    data = memoryview(MODELS[name])
+    data = memoryview(MODELS[name]())
     host = make_host(ram=64 * MIB)
     begins = [0, *ends_of(data)]
     wanted = [end - begin for begin, end in itertools.pairwise([*begins, len(data)]) if end > begin]
@@ -222,7 +227,7 @@ def test_a_file_has_the_same_chunks_in_every_tier(make_host, name, length):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_larger_than_the_ram_tier_is_cut_the_same(make_host, name):
-    data = MODELS[name]
+    data = MODELS[name]()
     host = make_host(ram=17 * MIB)
     writer = Writer(host.store, "model")
     writer.write(data)
