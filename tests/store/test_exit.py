@@ -10,6 +10,7 @@ import fsspec
 import pytest
 
 import tierfs
+from tierfs.cli import main
 
 BEGIN = """
 import logging, sys, threading, time
@@ -203,3 +204,11 @@ def test_the_lease_of_a_child_ends_with_the_child(tmp_path, method):
     """
     run(tmp_path, "object", script)
     assert not list((tmp_path / "store" / ".tierfs" / "leases").iterdir())
+
+
+def test_the_lease_of_a_flusher_ends_with_the_flusher(tmp_path):
+    run(tmp_path, "staged", "save()\nfs.wait(root + '/late', 'object')")
+    leases = tmp_path / "store" / ".tierfs" / "leases"
+    assert len(list(leases.iterdir())) == 1
+    assert main(["flusher", "stop", f"{tmp_path}/store", "--state-dir", f"{tmp_path}/store-state"]) == 0
+    assert not list(leases.iterdir())

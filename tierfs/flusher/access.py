@@ -73,6 +73,11 @@ class Access:
         with self._lock:
             self._publisher, self._is_refused = publisher, False
 
+    def close(self) -> None:
+        """Close the publisher, if one was made."""
+        if self._publisher is not None:
+            self._publisher.close()
+
     def hand_over(self, way: Way) -> bool:
         """Note a client's way. Return whether the way in use has changed."""
         if self._connect is None:

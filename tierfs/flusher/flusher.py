@@ -126,6 +126,7 @@ class Flusher:
         """Release the tiers. Call this after `stop`, when no request is running."""
         self.uploader.stop()
         self.persister.stop()
+        self._state.access.close()
         self.ram.close()
         if self.nvme is not None:
             self.nvme.close()

@@ -65,6 +65,11 @@ class StorePublisher:
         """Load the client of the object tier and open the store, so that the first request need not."""
         self._open()
 
+    def close(self) -> None:
+        """Release the lease of the store. Nothing is published afterwards."""
+        if self._opened is not None:
+            self._opened.store.lease_cache.release()
+
     def plan(self, draft: Draft, read: ReadRow) -> Sequence[ChunkContext]:
         """Return the encoding context of each chunk of a file, or an empty sequence if nothing is known."""
         store, _, keyframes = self._open()
