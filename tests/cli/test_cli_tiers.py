@@ -9,11 +9,14 @@ import re
 import select
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import fsspec
@@ -227,6 +230,33 @@ def test_a_sidecar_collects_and_scrubs_and_status_says_so(host, url, tell):
         assert re.search(r"^last gc +20.*Z, deleted 0 chunks", shown, flags=re.MULTILINE)
         assert re.search(r"^last scrub +20.*Z, verified 0 chunks", shown, flags=re.MULTILINE)
         assert "tierfs_flusher_gc_runs_total{" in tell("status", url, "--prometheus")
+
+
+def test_a_sidecar_serves_its_metrics_on_request(host, url, tell):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def fetch(path="/metrics"):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S) as answer:
+                return answer.headers["Content-Type"], answer.read().decode()
+        except urllib.error.URLError as error:
+            return getattr(error, "code", None), ""
+
+    with sidecar(host, url, "--metrics", str(port)) as process:
+        stage(url, files=1)
+        tell("wait", url)
+        kind, text = fetch()
+        assert kind.startswith("text/plain; version=0.0.4")
+        for name in ("flusher_running", "flusher_published_files_total", "lost_bytes"):
+            assert f'tierfs_{name}{{store="{url.removeprefix("tierfs::")}"}} ' in text
+        assert fetch("/other")[0] == 404
+        with socket.socket() as outside, pytest.raises(OSError):
+            outside.connect(("127.0.0.2", port))
+        tell("flusher", "stop", url)
+        assert ended(process)[0] == 0
+    assert main(["flusher", "run", url, "--metrics", "0", "--linger", "1"]) == 2
 
 
 def test_status_of_a_store_without_local_tiers_shows_the_object_tier_alone(url, tell, monkeypatch):

@@ -9,12 +9,16 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from tierfs import __version__
+from tierfs.errors import TierfsError
+from tierfs.threads import start_daemon
 
+LOOPBACK = "127.0.0.1"
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _SECONDS = re.compile(r"_s$")
 
@@ -162,6 +166,41 @@ class _Family:
     kind: str
     text: str
     samples: list[tuple[dict[str, str], float]] = field(default_factory=list)
+
+
+def serve_metrics(port: int, report: Callable[[], Mapping[str, Any]]) -> None:
+    """Answer ``GET /metrics`` on this host's own address with a store's metrics, on daemon threads.
+
+    Args:
+        port: The TCP port.
+        report: Returns the store's status. Called on a thread of its own for each request.
+
+    Raises:
+        OSError: The port cannot be used.
+    """
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # noqa: PLC0415 - only where it is asked for
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(HTTPStatus.NOT_FOUND, "see /metrics")
+                return
+            try:
+                body = exposition(report()).encode()
+            except TierfsError as error:
+                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+                return
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Log no requests."""
+
+    server = ThreadingHTTPServer((LOOPBACK, port), Answer)
+    start_daemon(server.serve_forever, name="metrics")
 
 
 def exposition(report: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierfs import __version__
 from tierfs.cli.arguments import add_url_argument, require_seconds, require_url
@@ -53,6 +53,7 @@ tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
+CONDITION_S = 60.0
 # Code that visits every possible descriptor is slow if the limit is over a million. 256 clients need no more than this.
 DESCRIPTORS_ENOUGH = 65_536
 _MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
@@ -109,6 +110,12 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
         help="the store's id, 32 hex digits: the flusher opens the store when a client sends its options. Clients start flushers with this option",
     )
     process.add_argument(
+        "--metrics",
+        type=int,
+        metavar="PORT",
+        help="serve the metrics of `tierfs status --prometheus` at http://127.0.0.1:PORT/metrics",
+    )
+    process.add_argument(
         "--log-format", choices=list(FORMATS), help="format of the log on stderr (default: by TIERFS_LOG, else logfmt)"
     )
 
@@ -147,6 +154,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError(
             "--gc-every and --scrub-bandwidth are for a flusher that you run yourself, without --uuid"
         )
+    if arguments.metrics is not None and (spawned or arguments.linger is not None):
+        raise InvalidInputError("--metrics is for a flusher that stays: give it without --linger and --uuid")
     if spawned and not re.fullmatch("[0-9a-f]{32}", arguments.uuid):
         raise InvalidInputError(f"--uuid {arguments.uuid!r}: give the 32 hex digits that `tierfs status --json` shows")
     linger_s = arguments.linger
@@ -294,11 +303,33 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     policy = _policy(arguments)
     if not policy.is_off:
         engine.keep_up(lambda: open_bare(location)[0], policy)
+    if arguments.metrics is not None:
+        _serve_metrics(arguments.metrics, location)
     words = "budgets: ram %s, nvme %s"
     _logger.info(
         words, format_bytes(ram), format_bytes(nvme), extra={"uuid": uuid, "ram_bytes": ram, "nvme_bytes": nvme}
     )
     return engine, directory
+
+
+def _serve_metrics(port: int, location: Location) -> None:
+    """Serve the metrics of the store. Each request reads the tiers; the object tier is asked once in `CONDITION_S`."""
+    from tierfs.cli.commands._status_prometheus import serve_metrics  # noqa: PLC0415 - only where it is asked for
+    from tierfs.session import open_store  # noqa: PLC0415
+    from tierfs.store import status  # noqa: PLC0415
+    from tierfs.store.maintenance.condition import condition  # noqa: PLC0415
+
+    known: dict[str, Any] = {}
+    asked_s = -math.inf
+
+    def report() -> dict[str, Any]:
+        nonlocal known, asked_s
+        store = open_store(replace(location, resumes=False))[0]
+        if store.clock.monotonic() - asked_s >= CONDITION_S:
+            known, asked_s = condition(store), store.clock.monotonic()
+        return status(store) | known
+
+    serve_metrics(port, report)
 
 
 def _policy(arguments: argparse.Namespace) -> UpkeepPolicy:
