@@ -150,7 +150,9 @@ class Client:
     def head(self, key: str) -> ObjectInfo:
         return self.cloud.at(key)[1]
 
-    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+    def list_page(
+        self, prefix: str, delimiter: bool, after: str | None, start: str = ""
+    ) -> tuple[list[Listed], str | None]:
         if not self.cloud.has_bucket:
             raise AnswerError(404)
         with self.cloud.lock:
@@ -161,7 +163,7 @@ class Client:
                     folded = delimiter and deeper[1]
                     name = f"{prefix}{deeper[0]}/" if folded else key
                     listed[name] = Prefix(name) if folded else info
-        names = sorted(name for name in listed if after is None or name > after)
+        names = sorted(name for name in listed if name >= start and (after is None or name > after))
         page = names[: self.cloud.page]
         return [listed[name] for name in page], page[-1] if len(names) > len(page) else None
 

@@ -197,6 +197,19 @@ class ObjectTier(Protocol):
             StoreError, ReadOnlyError: A request failed, perhaps after some objects were listed.
         """
 
+    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
+        """Return the first objects whose key starts with ``prefix`` and sorts after ``after``; none if there are none.
+
+        It tells whether the endpoint ended a listing early. It takes one request, or a few on a tier of directories.
+
+        Args:
+            prefix: As for `list`.
+            after: A key that starts with ``prefix``, or ``prefix`` itself.
+
+        Raises:
+            StoreError, ReadOnlyError: The request failed.
+        """
+
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, whatever their version. Keys without an object are ignored.
 
@@ -217,3 +230,15 @@ class ObjectTier(Protocol):
 def objects_below(objects: ObjectTier, prefix: str) -> Iterator[ObjectInfo]:
     """List every object whose key starts with ``prefix``, without a delimiter. Raises as `ObjectTier.list`."""
     return (item for item in objects.list(prefix) if isinstance(item, ObjectInfo))
+
+
+def walk_after(objects: ObjectTier, prefix: str, after: str) -> list[ObjectInfo]:
+    """Implement `ObjectTier.list_after` for a tier of directories: list those that may hold later keys."""
+    found: list[ObjectInfo] = []
+    for item in objects.list(prefix, delimiter=True):
+        if isinstance(item, Prefix):
+            if item.key > after or after.startswith(item.key):
+                found += walk_after(objects, item.key, after)
+        elif item.key > after:
+            found.append(item)
+    return found

@@ -238,6 +238,10 @@ class FaultyObjects(WrappedObjects):
             raise StoreError(f"{prefix}: injected: the listing broke off", transient=True, path=prefix)
         yield from self._send(fault, prefix, lambda: self.inner.list(prefix, delimiter=delimiter))
 
+    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
+        """See `ObjectTier.list_after`."""
+        return self._send(self._strike("list", [prefix]), prefix, lambda: self.inner.list_after(prefix, after))
+
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`."""
         several = list(keys)

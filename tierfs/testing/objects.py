@@ -435,6 +435,21 @@ class ObjectTierTests:
         objects.delete(iter(keys))
         assert list(objects.list("chunks/")) == []
 
+    @pytest.mark.parametrize(
+        ("after", "found"),
+        [
+            ("x/", ["x/a/b!", "x/a/d!", "x/a!", "x/c/e!", "x/f!"]),
+            ("x/a/d!", ["x/c/e!", "x/f!"]),
+            ("x/a!", ["x/a/b!", "x/a/d!", "x/c/e!", "x/f!"]),
+            ("x/b!", ["x/c/e!", "x/f!"]),
+            ("x/f!", []),
+        ],
+    )
+    def test_the_objects_after_a_key_are_listed(self, objects: ObjectTier, after: str, found: list[str]) -> None:
+        for key in ("w/z", "x/a!", "x/a/b!", "x/a/d!", "x/c/e!", "x/f!", "y/a"):
+            objects.put(key, [b"1"])
+        assert sorted(item.key for item in objects.list_after("x/", after)) == sorted(found)
+
     def test_a_listing_shows_everything_acknowledged_before(self, objects: ObjectTier) -> None:
         for number in range(20):
             list(objects.list("run/"))  # so that a tier that caches listings has an old one

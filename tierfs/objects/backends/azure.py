@@ -159,7 +159,9 @@ class _AzureClient:
             raise NotFoundError(f"{key} is a directory", path=key)
         return _info(key, blob)
 
-    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+    def list_page(
+        self, prefix: str, delimiter: bool, after: str | None, start: str = ""
+    ) -> tuple[list[Listed], str | None]:
         from azure.storage.blob.aio import BlobPrefix  # noqa: PLC0415 - an extra
 
         container = self._session.client.get_container_client(self._container)
@@ -167,6 +169,7 @@ class _AzureClient:
             name_starts_with=self._base + prefix,
             include=["metadata"],  # marks directories
             results_per_page=PAGE_MAX,
+            params={"startFrom": self._base + start} if start else {},  # an endpoint before 2025 passes over it
             **self._session.options,
         ).by_page(after)
         listed: list[Listed] = []

@@ -77,8 +77,17 @@ class CloudClient(Protocol):
     def head(self, key: str) -> ObjectInfo:
         """Describe an object."""
 
-    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
-        """Return one page of a listing, and the token that requests the next page; None on the last page."""
+    def list_page(
+        self, prefix: str, delimiter: bool, after: str | None, start: str = ""
+    ) -> tuple[list[Listed], str | None]:
+        """Return one page of a listing, and the token that requests the next page; None on the last page.
+
+        Args:
+            prefix: See `ObjectTier.list`.
+            delimiter: See `ObjectTier.list`.
+            after: The token of the previous page; None for the first page.
+            start: The first page begins at this key or behind it, unless the endpoint cannot do that.
+        """
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete at most ``deletes_max`` objects. Keys without an object are ignored."""
@@ -219,6 +228,12 @@ class CloudObjects:
             yield from page
             if after is None:
                 return
+
+    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
+        """See `ObjectTier.list_after`."""
+        with self._translated(prefix):
+            page, _ = self._client().list_page(prefix, delimiter=False, after=None, start=after)
+        return [item for item in page if isinstance(item, ObjectInfo) and item.key > after]
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`."""

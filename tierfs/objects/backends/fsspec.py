@@ -50,6 +50,7 @@ from tierfs.objects.protocol import (
     Update,
     Use,
     Version,
+    walk_after,
 )
 
 # Filesystems that are a flat set of keys: they need no directories, a put is atomic, and `find` is one listing. On all
@@ -223,6 +224,10 @@ class FsspecObjects:
                     yield Prefix(f"{key}/")
                 else:
                     waiting.append(f"{key}/")
+
+    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
+        """See `ObjectTier.list_after`."""
+        return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`."""

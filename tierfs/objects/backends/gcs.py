@@ -219,7 +219,9 @@ class _GCSClient:
     def head(self, key: str) -> ObjectInfo:
         return self._info(self._ask("GET", *self._path(key), params={"fields": _FIELDS}))
 
-    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+    def list_page(
+        self, prefix: str, delimiter: bool, after: str | None, start: str = ""
+    ) -> tuple[list[Listed], str | None]:
         params = {
             "prefix": self._base + prefix,
             "maxResults": "1000",
@@ -229,6 +231,8 @@ class _GCSClient:
             params["delimiter"] = "/"
         if after is not None:
             params["pageToken"] = after
+        if start:
+            params["startOffset"] = self._base + start
         page = self._ask("GET", "b/{}/o", self._bucket, params=params)
         listed: list[Listed] = [
             self._info(each)

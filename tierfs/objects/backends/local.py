@@ -45,6 +45,7 @@ from tierfs.objects.protocol import (
     Update,
     Use,
     Version,
+    walk_after,
 )
 
 DIRECTORY = "directory:"
@@ -225,6 +226,10 @@ class LocalObjects:
                 raise
             # Not a directory of tierfs, for example lost+found at the root of a disk.
             _logger.warning("%s cannot be listed and is skipped: permission denied", self._name(directory))
+
+    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
+        """See `ObjectTier.list_after`."""
+        return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`. Each directory is flushed once, after all its objects are deleted."""

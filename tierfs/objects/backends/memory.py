@@ -32,6 +32,7 @@ from tierfs.objects.protocol import (
     Update,
     Use,
     Version,
+    walk_after,
 )
 
 _CAPABILITIES = Capabilities(
@@ -143,6 +144,10 @@ class MemoryObjects:
                     found.append(_info(prefix + rest, file))
         found.extend(Prefix(key) for key in folded)
         return iter(found)
+
+    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
+        """See `ObjectTier.list_after`."""
+        return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`."""

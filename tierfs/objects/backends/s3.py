@@ -196,10 +196,14 @@ class _S3Client:
         answer = self._call("head_object", key)
         return _info(key, int(answer["ContentLength"]), answer)
 
-    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+    def list_page(
+        self, prefix: str, delimiter: bool, after: str | None, start: str = ""
+    ) -> tuple[list[Listed], str | None]:
         arguments: dict[str, object] = {"Delimiter": "/"} if delimiter else {}
         if after is not None:
             arguments["ContinuationToken"] = after
+        if start:
+            arguments["StartAfter"] = self._base + start
         answer = self._session.call("list_objects_v2", Bucket=self._bucket, Prefix=self._base + prefix, **arguments)
         skip = len(self._base)
         listed: list[Listed] = [

@@ -101,6 +101,10 @@ class WrappedObjects:
         """See `ObjectTier.list`."""
         return self._around_list(Request("list", prefix), lambda: self.inner.list(prefix, delimiter=delimiter))
 
+    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
+        """See `ObjectTier.list_after`."""
+        return self._around(Request("list", prefix), lambda: self.inner.list_after(prefix, after))
+
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`."""
         several = list(keys)
