@@ -89,7 +89,7 @@ def test_a_blocked_gc_is_counted_and_shown(store, caplog):
     assert (counts["gc_runs"], counts["gc_blocked"]) == (1, 1)
     assert "gc deletes nothing" in caplog.text
     report = status(store) | condition(store)
-    assert any("BLOCKED: 1 records cannot be read: a" in line for line in table(report, None))
+    assert any("BLOCKED: 1 records cannot be read or have vanished: a" in line for line in table(report, None))
     assert 'tierfs_gc_unreadable_records{store="store"} 1\n' in exposition(report)
 
 

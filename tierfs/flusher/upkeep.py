@@ -126,7 +126,9 @@ class Upkeep:
             self._count("gc_blocked", 1)
             first = report.unreadable[0]
             _logger.error(
-                "gc deletes nothing, because %d records cannot be read: %s", len(report.unreadable), first.problem
+                "gc deletes nothing, because %d records cannot be read or have vanished: %s",
+                len(report.unreadable),
+                first.problem,
             )
 
     def _note_end(self, store: Store, ended_ns: int) -> None:

@@ -40,6 +40,11 @@ class SaveMark:
         """Return whether this save may be published where ``other`` is; ``None`` stands for no save."""
         return other is None or (other < self and (self.replaces is None or other in self.replaces))
 
+    @staticmethod
+    def without(metadata: Mapping[str, object]) -> dict[str, object]:
+        """Return the metadata of a manifest for another path: the file there is not the save's own."""
+        return {name: value for name, value in metadata.items() if name != _KEY}
+
     def as_metadata(self) -> dict[str, object]:
         """Return the entry for the metadata of the file's manifest."""
         said: dict[str, object] = {"save_id": self.save_id, "sequence": self.sequence}
@@ -63,6 +68,11 @@ class SaveMark:
             return cls(sequence, save_id)
         seen = (other for other in replaces if isinstance(other, list) and [type(each) for each in other] == [int, str])
         return cls(sequence, save_id, frozenset(cls(*other) for other in seen))
+
+
+def is_part(metadata: Mapping[str, object]) -> bool:
+    """Return whether this is the metadata of a shard file's manifest."""
+    return "checkpoint_part" in metadata
 
 
 def is_save_id(name: str) -> bool:

@@ -45,7 +45,8 @@ class Collector:
         sequence: Counts puts.
         duration_s: How long the holder's turn lasts, from the object tier's time of this put.
         epochs: The condemned lists, by epoch.
-        last: The result of the last gc, for people; JSON values.
+        last: The result of the last gc: JSON values for people, and ``records``, how many records are left at least.
+        unnamed: When a gc first saw each shard file that no save names, by the hex digits of its `record_check`.
     """
 
     holder: bytes = NOBODY
@@ -54,6 +55,7 @@ class Collector:
     duration_s: int = 0
     epochs: Mapping[int, EpochState] = field(default_factory=dict)
     last: Mapping[str, Any] = field(default_factory=dict)
+    unnamed: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the bytes of the record.
@@ -65,7 +67,11 @@ class Collector:
             f"{epoch:016x}": {"seen_ns": state.seen_ns, "swept_ns": state.swept_ns}
             for epoch, state in sorted(self.epochs.items())
         }
-        document = {"epochs": epochs, "last": dict(self.last)}
+        document = {
+            "epochs": epochs,
+            "last": dict(self.last),
+            **({"unnamed": {**self.unnamed}} if self.unnamed else {}),
+        }
         notes = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
         check_writable(len(notes), NOTES_BYTES_MAX, "length of the collector's notes")
         check_writable(self.fence, FENCE_MAX, "number of the gc")
@@ -91,10 +97,10 @@ class Collector:
         try:
             document = json.loads(notes)
             epochs = {int(epoch, 16): _state(state) for epoch, state in document["epochs"].items()}
-            last = dict(document["last"])
+            last, unnamed = dict(document["last"]), dict(document.get("unnamed", {}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise FormatError(f"{where}: the notes of the collector's record are invalid", path=where) from None
-        return cls(holder, fence, sequence, duration_s, epochs, last)
+        return cls(holder, fence, sequence, duration_s, epochs, last, unnamed)
 
 
 def _state(value: Mapping[str, Any]) -> EpochState:

@@ -159,12 +159,12 @@ def content_digest(kind: DigestKind, length: int, chunk_digests: list[bytes]) ->
     return digest.combine(kind, length, chunk_digests)
 
 
-def decode_record(data: Buffer, path: str, where: str) -> Record:
+def decode_record(data: Buffer, path: str | None, where: str) -> Record:
     """Decode the record of ``path``.
 
     Args:
         data: The whole object.
-        path: The path that the record was looked up under.
+        path: The path that the record was looked up under. None accepts a record of any path.
         where: The name of the object in errors.
 
     Raises:
@@ -176,9 +176,10 @@ def decode_record(data: Buffer, path: str, where: str) -> Record:
         raise CorruptionError(f"{where}: expected a record of the tree, found a {kind.name.lower()}", path=where)
     cursor = open_sealed(data, where)
     write_id = cursor.bytes(16)
-    if cursor.bytes(16) != path_check(path):
+    check = cursor.bytes(16)
+    if path is not None and check != path_check(path):
         raise CorruptionError(f"{where}: this record was written for another path: it was moved or swapped", path=where)
-    if kind is not Kind.TOMBSTONE and (kind is Kind.DIRECTORY) != path.endswith("/"):
+    if path is not None and kind is not Kind.TOMBSTONE and (kind is Kind.DIRECTORY) != path.endswith("/"):
         raise cursor.malformed(f"a {kind.name.lower()} at the key of the other kind of record")
     if kind is Kind.TOMBSTONE:
         if flags:

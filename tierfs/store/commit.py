@@ -20,7 +20,6 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.store.announced import PENDING, AnnouncedSaves, Waiting
 from tierfs.store.offline import ask_briefly
-from tierfs.store.replaced import remove_replaced
 from tierfs.store.store import Store
 from tierfs.store.tree.records import (
     Observed,
@@ -265,27 +264,21 @@ class Commits:
         return waiting
 
     def note_published(self, directory: str, names: Iterable[str] | None = None) -> None:
-        """Delete replaced files and write the reference list, once a checkpoint's metadata is in the object tier.
+        """Write the reference list of a checkpoint whose metadata is in the object tier now.
 
         ``names`` are all files in the directory, if this process wrote them into a new one. Then nothing is
-        looked up or deleted.
+        looked up.
         """
-        if names is not None:
-            write_references(self._store, directory, names)
-            return
+        named = None
         try:
-            root = observe(self._store, inside(directory, ROOT))
-            if root.manifest is not None and root.manifest.previous and SaveMark.of(root.manifest.metadata) is not None:
-                remove_replaced(
-                    self._store,
-                    directory,
-                    self._announced.files(root) | {ROOT},
-                    PART,
-                    lambda: self._announced.waited_for(directory),
-                )
-        except TierfsError as error:
-            _logger.info("%s: replaced files stay until the next save: %s", self._store.where(directory), error)
-        write_references(self._store, directory)
+            root = None if names is not None else observe(self._store, inside(directory, ROOT))
+            if root is not None and root.manifest is not None:
+                named = self._announced.files(root) | {ROOT}
+        except TierfsError as error:  # torch's own metadata
+            _logger.debug(
+                "%s: the names of the checkpoint's files are unknown: %s", self._store.where(directory), error
+            )
+        write_references(self._store, directory, names, named=named)
 
     def overtake(self, path: str, record: Manifest, rows: Sequence[Row]) -> bool:
         """Decide between two saves, after another write of the metadata was published first.

@@ -110,10 +110,6 @@ class Store:
         self._descriptor_version: Version | None = None
         self.state_dir = state_dir
         self.records = RecordCache()
-        # By directory: keys of files that its checkpoint does not name, and when each was first seen unnamed. See
-        # `tierfs.store.replaced`.
-        self.replaced_lock = threading.Lock()
-        self.replaced_since: dict[str, dict[str, float]] = {}
         # The saves of checkpoints that this process began, by the path of their metadata. See `Commits.begin`.
         self.saves_begun: deque[tuple[str, SaveMark]] = deque(maxlen=SAVES_BEGUN_MAX)
         # If the object tier is a directory of this host, a record is read there as fast as from this cache.

@@ -13,7 +13,10 @@ from tierfs.cli.files.places import StorePlace, requests_of, store_place
 from tierfs.cli.terminal.output import align, format_time, print_json, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError
+from tierfs.format.checkpoint import ROOT
+from tierfs.format.keys import is_at_or_below
 from tierfs.store import Usage, usages
+from tierfs.store.tree.references import vanished_roots
 from tierfs.units import format_bytes
 
 
@@ -21,6 +24,8 @@ def ls(arguments: argparse.Namespace) -> int:
     """List checkpoints, and return the exit code of damage if one of them is damaged."""
     place = store_place(arguments.url)
     found = candidates(place.store, place.path)
+    vanished = {path for path in vanished_roots(place.store) if is_at_or_below(path, place.path)}
+    found += [Candidate(path, ()) for path in sorted(vanished - {candidate.directory for candidate in found})]
     if not found:
         place.entry()
     if arguments.limit is not None:
@@ -34,6 +39,8 @@ def ls(arguments: argparse.Namespace) -> int:
 
     with Progress("ls") as progress:
         run_in_parallel(look, found, progress)
+        for path in vanished & listed.keys():
+            listed[path].damage.append(f"{ROOT} has vanished without a tombstone: copy its record back")
         checkpoints = sorted((listed[candidate.directory] for candidate in found), key=_order)
         # Last, because the loop above caches the checkpoints' records.
         held = usages(place.store, [candidate.directory for candidate in found]) if arguments.usage else {}

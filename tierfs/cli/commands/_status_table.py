@@ -115,7 +115,7 @@ def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]
         text += f"{format_bytes(waiting)} are condemned"
         if gc["unreadable_count"]:
             named = ", ".join(map(printable, gc["unreadable"][:3]))
-            text = f"{format_time(gc['ended_ns'])}, BLOCKED: {gc['unreadable_count']} records cannot be read: {named}"
+            text = f"{format_time(gc['ended_ns'])}, BLOCKED: {gc['unreadable_count']} records cannot be read or have vanished: {named}"
         yield "last gc", text
     if scrub and "chunks" in scrub:
         text = f"{format_time(scrub['ended_ns'])}, verified {scrub['chunks']} chunks, {format_bytes(scrub['bytes'])}"

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ROOT",
-        help="a path in the store, or its URL, below which unreadable records are ignored; needs --yes; may be given several times",
+        help="a path in the store, or its URL, below which unreadable and vanished records are ignored; needs --yes; may be given several times",
     )
     parser.add_argument(
         "--yes", action="store_true", help="confirm --without: chunks that those files need may be deleted"
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Collect garbage, and return the exit code of a blocked gc if a record cannot be read."""
+    """Collect garbage, and return the exit code of a blocked gc if a record cannot be read or has vanished."""
     from tierfs.store.maintenance.gc import GcOptions, collect  # noqa: PLC0415 - it loads NumPy
 
     if arguments.without and not arguments.yes:
         raise InvalidInputError(
-            "--without may delete data that unreadable files need: check these files first, then add --yes"
+            "--without may delete data that unreadable or vanished files need: check these files first, then add --yes"
         )
     if arguments.concurrency < 1 or not arguments.rate > 0:
         raise InvalidInputError("--concurrency must be at least 1 and --rate more than 0")
@@ -100,14 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(report: GcReport, grace_s: int) -> None:
+    from tierfs.store.maintenance.gc.mark import VANISHED  # noqa: PLC0415 - it loads NumPy
+
     for each in report.unreadable:
-        print(f"unreadable  {printable(each.path)}")
+        print(f"{'vanished' if each.kind == VANISHED else 'unreadable'}  {printable(each.path or each.key)}")
         print(f"  key      {printable(each.key)}")
         print(f"  problem  {printable(each.problem)}")
     if report.is_blocked:
         print(
-            f"nothing was condemned or deleted: {len(report.unreadable)} records cannot be read, so gc does not know what they need. "
-            "Restore or delete them, or let gc ignore them: tierfs gc --without PATH --yes"
+            f"nothing was condemned or deleted: {len(report.unreadable)} records cannot be read or have vanished, so gc does not know "
+            "what they need. Restore or delete them, or let gc ignore them: tierfs gc --without PATH --yes"
         )
         return
     would = "would be " if report.dry_run else ""
@@ -117,12 +119,18 @@ def _print(report: GcReport, grace_s: int) -> None:
         ("waiting", report.waiting, "condemned, until a grace has passed"),
         ("young", report.young, "needed by nothing, and younger than a grace"),
         ("kept", report.reached, f"needed by {report.files} files"),
+        (f"{would}deleted", report.replaced, "shard files that no save has named for a grace"),
+        (
+            "kept",
+            report.unfinished,
+            "shard files that no checkpoint names: of saves under way, unfinished or just replaced",
+        ),
         (f"{would}tidied", report.tombstones, "tombstones"),
         (f"{would}tidied", report.leases, "expired leases"),
         (f"{would}tidied", report.probes, "probes"),
         (f"{would}tidied", report.references, "reference lists of deleted checkpoints"),
     ]
-    shown = [(what, tally, why) for what, tally, why in rows if tally.count or what == "kept"]
+    shown = [(what, tally, why) for what, tally, why in rows if tally.count or tally is report.reached]
     cells = [(what, str(tally.count), format_bytes(tally.bytes), why) for what, tally, why in shown]
     print("\n".join(align(cells, right=(1, 2))))
     if report.missing:

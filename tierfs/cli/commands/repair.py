@@ -115,6 +115,8 @@ def _print(report: RepairReport, losses: Sequence[CheckpointLoss]) -> None:
         print(f"rewritten  {printable(path)}")
     for path in report.lost_files:
         print(f"lost  {printable(path)}: its record")
+    for path in report.vanished:
+        print(f"lost  {printable(path)}: its record vanished without a tombstone; restore it, or run gc --without")
     for loss in report.lost:
         count = sum(length for _, length in loss.ranges)
         print(f"lost  {printable(loss.path)}: {count} bytes in {len(loss.ranges)} places")
@@ -125,9 +127,8 @@ def _print(report: RepairReport, losses: Sequence[CheckpointLoss]) -> None:
         names = ", ".join(map(printable, each_loss.names[:NAMES_MAX]))
         more = f" and {len(each_loss.names) - NAMES_MAX} more" if len(each_loss.names) > NAMES_MAX else ""
         print(f"checkpoint {printable(each_loss.path)} lost {len(each_loss.names)} tensors: {names}{more}")
-    state = (
-        "nothing is lost" if report.is_whole else f"{len(report.lost) + len(report.lost_files)} files lost something"
-    )
+    count = len(report.lost) + len(report.lost_files) + len(report.vanished)
+    state = "nothing is lost" if report.is_whole else f"{count} files lost something"
     print(
         f"checked {report.records} records and {report.chunks} chunks: {len(report.mended)} {would}mended, "
         f"{len(report.moved)} {would}moved aside, {len(report.left)} left; {state}"

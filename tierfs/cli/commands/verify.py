@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"url": place.url, **asdict(report)})
     else:
         _print(report, place.url, is_sample=share < 1)
-    return CorruptionError.exit_code if report.damage else StoreError.exit_code if report.unread else 0
+    return (
+        CorruptionError.exit_code if report.damage or report.vanished else StoreError.exit_code if report.unread else 0
+    )
 
 
 def run_verify_batch(url: str, bandwidth: float | None, jobs: Sequence[ChunkJob]) -> list[Damage]:
@@ -77,6 +79,7 @@ def run_verify_batch(url: str, bandwidth: float | None, jobs: Sequence[ChunkJob]
 def _print(report: VerifyReport, url: str, *, is_sample: bool) -> None:
     for what, damage in [
         *(("damaged", each) for each in report.damage),
+        *(("vanished", each) for each in report.vanished),
         *(("unread", each) for each in report.unread),
     ]:
         print(f"{what}  {printable(damage.path)}")
@@ -85,7 +88,9 @@ def _print(report: VerifyReport, url: str, *, is_sample: bool) -> None:
         print(f"  problem  {printable(damage.problem)}")
     drawn = "a sample of " if is_sample else ""
     checked = f"{report.files} records, {drawn}{report.chunks} chunks, {format_bytes(report.raw_bytes)} below {printable(url)}"
-    found = f"{len(report.damage)} damaged" if report.damage else "all sound"
+    found = f"{len(report.damage)} damaged" if report.damage or report.vanished else "all sound"
+    if report.vanished:
+        found += f", {len(report.vanished)} vanished"
     if report.unread:
         found = f"{len(report.damage)} damaged, {len(report.unread)} could not be read: try again"
     print(f"checked {checked}: {found}")

@@ -57,7 +57,14 @@ class Turn:
         floor = found.fence if version is not None and found.sequence else store.clock.now_ns() // SECOND_NS
         fence = max([floor, *(epoch >> PART_BITS for epoch in epochs)]) + 1
         known = {epoch: state for epoch, state in found.epochs.items() if epoch in set(epochs)}
-        self.record = Collector(store.random_bytes(16), fence, 0, store.descriptor.lease_s, known, found.last)
+        self.record = replace(
+            found,
+            holder=store.random_bytes(16),
+            fence=fence,
+            sequence=0,
+            duration_s=store.descriptor.lease_s,
+            epochs=known,
+        )
         self._version = version
         self._put()
         self._check_is_fresh()
@@ -81,9 +88,9 @@ class Turn:
         self._put()
         return self.now_ns
 
-    def note(self, epochs: Mapping[int, EpochState], last: Mapping[str, Any]) -> None:
+    def note(self, epochs: Mapping[int, EpochState], last: Mapping[str, Any], **others: Any) -> None:
         """Change the record's notes; the next renewal puts them."""
-        self.record = replace(self.record, epochs=dict(epochs), last=dict(last))
+        self.record = replace(self.record, epochs=dict(epochs), last=dict(last), **others)
 
     def epoch(self, part: int) -> int:
         """Return the epoch of a condemned list of this gc."""

@@ -61,6 +61,7 @@ class VerifyReport:
         raw_bytes: Decoded bytes that were checked.
         damage: All damage. Empty if there is none.
         unread: Objects that could not be read because the object tier failed.
+        vanished: What shows that records vanished without a tombstone. Looked for in the whole store only.
     """
 
     files: int = 0
@@ -68,6 +69,7 @@ class VerifyReport:
     raw_bytes: int = 0
     damage: list[Damage] = field(default_factory=list)
     unread: list[Damage] = field(default_factory=list)
+    vanished: list[Damage] = field(default_factory=list)
 
     def note(self, *problems: Damage) -> None:
         """Add problems. Objects that the tier did not give are not damaged, as far as anybody knows."""
@@ -163,6 +165,7 @@ def verify(
     _name_others(store, bare, path, report)
     if not path:
         _check_rest(bare, seen, report, pace, is_drawn)
+        report.vanished = _vanished(bare)
     report.damage.sort(key=lambda damage: (damage.path, damage.key))
     return report
 
@@ -257,6 +260,12 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
         yield where, item.key
     if not found:
         stat(store, path)  # raises NotFoundError, unless it is a file that tierfs did not write
+
+
+def _vanished(store: Store) -> list[Damage]:
+    from tierfs.store.maintenance.gc.mark import vanished_records  # noqa: PLC0415 - it loads NumPy
+
+    return [Damage(each.path or each.key, each.key, each.kind, each.problem) for each in vanished_records(store)]
 
 
 def _check_rest(

@@ -7,6 +7,7 @@ from typing import Any
 
 from tierfs.buffers import buffers
 from tierfs.errors import AlreadyExistsError, NotFoundError
+from tierfs.format.checkpoint import SaveMark
 from tierfs.format.manifest import Manifest
 from tierfs.host.pending.levels import Level
 from tierfs.store.read.reader import expand_rows, open_entry
@@ -98,6 +99,7 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
         rows, indirect, term = ensure_chunks_durable(store, source.path, listed_rows(store, source))
     placed = replace(
         manifest,
+        metadata=manifest.metadata if source.path == target.path else SaveMark.without(manifest.metadata),
         write_id=store.random_bytes(16),
         previous=target.previous,
         rows=rows,
@@ -128,7 +130,7 @@ def transfer(source: Store, source_path: str, target: Store, target_path: str, *
 
 def _copy_bytes(source: Store, entry: Entry, target: Store, target_path: str) -> None:
     reader = open_entry(source, entry)
-    metadata = None if entry.manifest is None else entry.manifest.metadata
+    metadata = None if entry.manifest is None else SaveMark.without(entry.manifest.metadata)
     writer = Writer(target, target_path, metadata=metadata)
     try:
         with buffers().lend(min(COPY_BYTES, reader.length)) as buffer:

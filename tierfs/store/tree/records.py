@@ -323,13 +323,15 @@ def _is_absent(store: Store, key: str) -> bool:
     return False
 
 
-def read_record(store: Store, path: str, key: str) -> tuple[Record, ObjectInfo, bytes]:
-    """Read the record of a path, or of a directory's marker, past all caches. It is not kept.
+def read_record(store: Store, path: str | None, key: str) -> tuple[Record, ObjectInfo, bytes]:
+    """Read the record of a path, or of a directory's marker, past all caches. It is not kept. None is any path.
 
     Raises:
         NotFoundError, CorruptionError, FormatError, StoreError, ReadOnlyError: As `read_decoded`.
     """
-    return read_decoded(store.objects, key, RECORD_BYTES_MAX, lambda data, _: _decode(store, data, path, key), path)
+    return read_decoded(
+        store.objects, key, RECORD_BYTES_MAX, lambda data, _: _decode(store, data, path, key), path or key
+    )
 
 
 def _read(store: Store, path: str, key: str) -> Observed:
@@ -339,11 +341,13 @@ def _read(store: Store, path: str, key: str) -> Observed:
     return Observed(path, key, record, info.version)
 
 
-def _decode(store: Store, data: bytes, path: str, key: str) -> Record:
+def _decode(store: Store, data: bytes, path: str | None, key: str) -> Record:
     where = store.where(key)
     record = decode_record(data, path, where)
     if isinstance(record, Manifest) and record.digest_kind is not store.descriptor.digest_kind:
-        raise FormatError(f"{where}: the record has {record.digest_kind.label} digests, unlike the store", path=path)
+        raise FormatError(
+            f"{where}: the record has {record.digest_kind.label} digests, unlike the store", path=path or key
+        )
     return record
 
 

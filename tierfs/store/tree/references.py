@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 
-from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.format import keys
-from tierfs.format.checkpoint import ROOT
+from tierfs.format.checkpoint import ROOT, is_part
 from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest
-from tierfs.format.references import ReferenceList, record_check
+from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.checksums import put_checked
-from tierfs.objects.protocol import ObjectInfo
+from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.walk import live_records, read_manifests
@@ -60,11 +60,16 @@ def parents_of(path: str, top: str) -> Iterator[str]:
         parent = parent.rpartition("/")[0]
 
 
-def write_references(store: Store, directory: str, names: Iterable[str] | None = None) -> bool:
+def write_references(
+    store: Store, directory: str, names: Iterable[str] | None = None, *, named: Iterable[str] | None = None
+) -> bool:
     """Write the reference list of a checkpoint that was just published. An error is logged, not raised.
 
     This takes one put if ``names`` are all files in the directory, and this process knows their records because it
     wrote them. Otherwise it also takes a listing, and a request for each record that this host does not know.
+
+    If ``named`` are the names of the checkpoint's files, and the directory holds another shard file, no list is written:
+    gc has to read the directory's records to find that file, and writes the list when the file is gone.
 
     Returns:
         Whether the list was written.
@@ -74,8 +79,11 @@ def write_references(store: Store, directory: str, names: Iterable[str] | None =
         if found is None:
             listed = owned_records(store, directory)
             found = [(path, info.key, info.version, manifest) for path, info, manifest in read_manifests(store, listed)]
-            if len(found) != len(listed):
-                return False  # the checkpoint is changing: the client that changes it writes the list
+            if len(found) != len(listed) or keys.inside(directory, ROOT) not in {path for path, _, _, _ in found}:
+                return False  # the checkpoint is changing, or was deleted. A list of none would look like a loss to gc
+            parts = {path for path, _, _, manifest in found if is_part(manifest.metadata)}
+            if named is not None and not parts <= {keys.inside(directory, name) for name in named}:
+                return False
         checks = [record_check(key, version) for _, key, version, _ in found]
         needed = {name for path, _, _, manifest in found for name in names_of(store, path, manifest)}
         return put_references(store, directory, checks, needed)
@@ -110,3 +118,38 @@ def put_references(store: Store, directory: str, checks: Iterable[bytes], names:
         return False
     put_checked(store.objects, keys.references_key(directory), data)
     return True
+
+
+def vanished_checkpoints(store: Store, lists: Iterable[ObjectInfo]) -> Iterator[str]:
+    """Yield the directories that these reference lists name; for an unreadable list its key."""
+    for item in lists:
+        try:
+            data, _ = store.objects.read(item.key, REFERENCES_BYTES_MAX)
+            yield ReferenceList.decode(data, store.where(item.key)).path
+        except NotFoundError:  # noqa: PERF203 - removed meanwhile
+            continue
+        except (CorruptionError, FormatError):
+            yield item.key
+
+
+def vanished_roots(store: Store) -> list[str]:
+    """Return the checkpoints whose metadata has vanished without a tombstone, as far as readable reference lists name them.
+
+    Takes a listing of all records, one of all lists, and a request for each checkpoint that vanished.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    lists = list(objects_below(store.objects, keys.REFERENCES))  # before the records: a list follows its metadata
+    seen = {root_list(item.key) for item in objects_below(store.objects, keys.TREE)} if lists else set()
+    found = vanished_checkpoints(store, (item for item in lists if item.key not in seen))
+    return sorted(path for path in found if not keys.is_at_or_below(path, keys.PRIVATE))
+
+
+def root_list(key: str) -> str:
+    """Return the key of the reference list of the checkpoint whose metadata has its record at this key, else ""."""
+    try:
+        path = keys.parse_record_key(key)
+    except FormatError:
+        return ""
+    return keys.references_key(path.rpartition("/")[0]) if is_root(path) else ""

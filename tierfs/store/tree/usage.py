@@ -10,19 +10,23 @@ import contextlib
 import itertools
 import logging
 import posixpath
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.format import keys
+from tierfs.format.checkpoint import ROOT, is_part
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest
 from tierfs.objects.protocol import ObjectInfo, objects_below
+from tierfs.store.announced import AnnouncedSaves
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import stat
+from tierfs.store.tree.records import observe_published
 from tierfs.store.tree.references import is_root
 from tierfs.store.tree.walk import foreign_objects, live_records, read_manifests
 
@@ -47,6 +51,9 @@ class Usage:
             ``foreign_bytes``. None if not asked for.
         deduplicated_bytes: Raw bytes that were not stored because an identical chunk was.
         chunks: Number of chunk objects that these files need.
+        unnamed_files: Number of shard files that neither a checkpoint nor an announced save names. A save that another one
+            replaced, that was killed, or that is under way wrote them. 0 if not asked for.
+        unnamed_bytes: Sum of the lengths of these files.
         foreign_files: Number of files that tierfs did not write.
         foreign_bytes: Sum of the lengths of the foreign files.
     """
@@ -58,6 +65,8 @@ class Usage:
     freed_bytes: int | None = None
     deduplicated_bytes: int = 0
     chunks: int = 0
+    unnamed_files: int = 0
+    unnamed_bytes: int = 0
     foreign_files: int = 0
     foreign_bytes: int = 0
 
@@ -71,6 +80,7 @@ class _Group:
         logical_bytes: Sum of the lengths of these files.
         raw_bytes: Sum of the raw lengths of their chunks.
         record_bytes: Bytes of their manifests and reference lists.
+        parts: Lengths of the shard files among them, by directory and name.
         chunks: The chunk objects that they need, with raw lengths. The length is 0 for an object that is only a base.
         foreign: Sizes of the files that tierfs did not write.
         damage: Errors of the records that could not be read.
@@ -80,6 +90,7 @@ class _Group:
     logical_bytes: int = 0
     raw_bytes: int = 0
     record_bytes: int = 0
+    parts: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     chunks: dict[ChunkName, int] = field(default_factory=dict)
     foreign: list[int] = field(default_factory=list)
     damage: list[TierfsError] = field(default_factory=list)
@@ -100,7 +111,27 @@ def usage(store: Store, path: str = "", *, shared: bool = True) -> Usage:
     counts.warn()
     if top.foreign is not None:
         counts.groups[path].foreign.append(top.foreign.size)
-    return counts.usage(path)
+    unnamed = _unnamed(store, counts.groups[path].parts)
+    return replace(counts.usage(path), unnamed_files=len(unnamed), unnamed_bytes=sum(unnamed))
+
+
+def _unnamed(store: Store, parts: Mapping[str, Mapping[str, int]]) -> list[int]:
+    """Return the lengths of the shard files that neither a checkpoint nor an announced save names."""
+    saves = AnnouncedSaves(store)
+
+    def lengths(directory: str) -> list[int]:
+        try:
+            named: AbstractSet[str] = saves.waited_for(directory)
+            root = observe_published(store, keys.inside(directory, ROOT))
+            named = named | saves.files(root) if root.manifest is not None else named
+        except FormatError:
+            return []  # torch's own metadata
+        except CorruptionError as error:
+            _logger.warning("unnamed shard files are not counted: %s", error)
+            return []
+        return [length for name, length in parts[directory].items() if name not in named]
+
+    return list(itertools.chain.from_iterable(transfers().map(lengths, list(parts))))
 
 
 def usages(store: Store, paths: Sequence[str], *, shared: bool = True) -> dict[str, Usage]:
@@ -207,6 +238,9 @@ class _Counts:
         group = self._group(path)
         group.paths.add(path)
         group.logical_bytes += manifest.length
+        if is_part(manifest.metadata):
+            directory, _, name = path.rpartition("/")
+            group.parts[directory][name] = manifest.length
         group.record_bytes += info.size
         for row in rows:
             group.raw_bytes += row.raw_length

@@ -1,7 +1,8 @@
 """Find the chunk objects that the records of a store reach.
 
 A mark lists all records. It reads a checkpoint's reference list if that covers exactly the current versions, and
-otherwise every live record. Other hosts keep writing meanwhile, so the result is not the state of any single moment.
+otherwise every live record. A deletion leaves a tombstone, so a record that vanished without one was lost: the mark
+finds that in reference lists, in the metadata of checkpoints, and in the number of records. Other hosts keep writing meanwhile, so the result is not the state of any single moment.
 docs/decisions/0056 says why that is safe: no new record names a chunk that the second mark is asked about.
 """
 
@@ -11,35 +12,42 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.format import keys
+from tierfs.format.checkpoint import ROOT, SaveMark, is_part
 from tierfs.format.header import Kind
+from tierfs.format.keys import inside
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
 from tierfs.format.references import CHECK_BYTES, REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
+from tierfs.store.announced import AnnouncedSaves
 from tierfs.store.maintenance.gc.name_set import NameSet
+from tierfs.store.maintenance.gc_turn import SECOND_NS, read_collector
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
-from tierfs.store.tree.records import read_record
-from tierfs.store.tree.references import is_root, names_of, parents_of, put_references
+from tierfs.store.tree.records import observe_listed, read_record
+from tierfs.store.tree.references import is_root, names_of, parents_of, put_references, root_list, vanished_checkpoints
 from tierfs.store.tree.walk import live_records
 
 BATCH = 256
 ATTEMPTS = 3
 # Reference lists in flight together take at most this much memory; a larger list is read alone.
 LIST_BYTES_AT_ONCE = 64 << 20
+VANISHED = "vanished"
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """An unreadable record: the chunks that it reaches are unknown.
+    """A record that is unreadable or has vanished: the chunks that it reaches are unknown.
 
     Attributes:
-        path: Path of the file.
-        key: Key of the record.
-        kind: Category of the error.
+        path: Path of the file, or of the directory whose records have vanished. Empty if all that is known is that some
+            are missing.
+        key: Key of the record, or of the object that shows that records are missing.
+        kind: Category of the error, or `VANISHED`.
         problem: The error in words.
     """
 
@@ -47,6 +55,10 @@ class Unreadable:
     key: str
     kind: str
     problem: str
+
+
+Part: TypeAlias = tuple[str, ObjectInfo, int]
+"""A shard file: its path, its record, and its length in bytes."""
 
 
 @dataclass(slots=True)
@@ -57,21 +69,29 @@ class Marked:
         reached: The chunk objects that a record needs.
         files: Live records that were read, or that a reference list covers.
         by_list: Live records that a reference list covers.
-        tombstones: Records of deleted paths.
-        unreadable: Unreadable records. If there are any, nothing may be condemned or deleted.
-        passed_over: Unreadable records that the user excused.
-        stale_lists: Reference lists of directories that are no longer checkpoints.
+        records: Records that were listed, tombstones included.
+        tombstones: Records of deleted paths, except those that a checkpoint's metadata names.
+        unreadable: Unreadable and vanished records. If there are any, nothing may be condemned or deleted.
+        passed_over: Unreadable and vanished records that the user excused.
+        stale_lists: Reference lists of directories that are no longer checkpoints, or that cover other records and
+            could not be rebuilt.
         made_lists: Reference lists that were missing or stale, and were rebuilt.
+        replaced: Shard files older than their checkpoint that neither it nor an announced save names: path, record,
+            and length.
+        unfinished: Other shard files that no checkpoint names.
     """
 
     reached: NameSet
     files: int = 0
     by_list: int = 0
+    records: int = 0
     tombstones: list[ObjectInfo] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
     passed_over: list[Unreadable] = field(default_factory=list)
     stale_lists: list[ObjectInfo] = field(default_factory=list)
     made_lists: int = 0
+    replaced: list[Part] = field(default_factory=list)
+    unfinished: list[Part] = field(default_factory=list)
 
 
 def mark(
@@ -80,6 +100,8 @@ def mark(
     *,
     without: Sequence[str] = (),
     remake: bool = False,
+    records_min: int = 0,
+    is_old: Callable[[int], bool] = lambda _: True,
     alive: Callable[[], object] = lambda: None,
     progress: Callable[[str, int], object] = lambda *_: None,
 ) -> Marked:
@@ -88,15 +110,33 @@ def mark(
     Args:
         store: The store.
         pool: Sends the requests.
-        without: Paths. An unreadable record at or below one of them reaches nothing.
+        without: Paths. An unreadable or vanished record at or below one of them reaches nothing.
         remake: Whether to rebuild missing or stale reference lists.
+        records_min: How many records there are at least, unless some have vanished.
+        is_old: Returns whether an object that was put at this time is older than a grace.
         alive: Called regularly.
         progress: Called with the name of a counter and its increase.
 
     Raises:
         StoreError: The object tier failed.
     """
-    return _Mark(store.without_local_tiers(), pool, without, remake, alive, progress).run()
+    return _Mark(store.without_local_tiers(), pool, without, remake, records_min, is_old, alive, progress).run()
+
+
+def vanished_records(store: Store, *, concurrency: int = 16) -> list[Unreadable]:
+    """Return what shows that records of a store have vanished. Takes the requests of a mark; changes nothing.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    now_ns, grace_ns = store.clock.now_ns(), store.descriptor.grace_s * SECOND_NS
+    try:
+        records_min = read_collector(store)[0].last.get("records", 0)
+    except FormatError:  # verify and repair tell of this record themselves
+        records_min = 0
+    with Pool(concurrency) as pool:
+        found = mark(store, pool, records_min=records_min, is_old=lambda put_ns: now_ns - put_ns > grace_ns)
+    return [each for each in found.unreadable if each.kind == VANISHED]
 
 
 def is_below(path: str, root: str) -> bool:
@@ -112,10 +152,12 @@ class _Read:
     Attributes:
         names: Encoded names of chunk objects, laid end to end.
         check: See `tierfs.format.references.record_check`.
+        part_bytes: Length of a shard file; None for any other file.
     """
 
     names: bytes
     check: bytes
+    part_bytes: int | None = None
 
 
 class _Mark:
@@ -127,6 +169,8 @@ class _Mark:
         pool: Pool,
         without: Sequence[str],
         remake: bool,
+        records_min: int,
+        is_old: Callable[[int], bool],
         alive: Callable[[], object],
         progress: Callable[[str, int], object],
     ) -> None:
@@ -134,11 +178,17 @@ class _Mark:
         self._pool = pool
         self._without = without
         self._remake = remake
+        self._records_min = records_min
+        self._is_old = is_old
         self._alive = alive
         self._progress = progress
         self._found = Marked(NameSet(keys.name_bytes(store.descriptor.digest_kind)))
         self._lists = {item.key: item for item in objects_below(store.objects, keys.REFERENCES)}
+        self._announced = AnnouncedSaves(store)
         self._checkpoints: set[str] = set()  # directories whose metadata file was seen
+        self._covered: dict[str, int] = {}  # number of records in lists that cover more than was listed, by directory
+        self._unsettled: set[str] = set()  # keys of lists that cover other records and were not rebuilt
+        self._kept_tombstones: set[str] = set()  # keys
         self._owners: dict[str, str | None] = {}  # see `_owner`, by directory
         self._owned: dict[str, bytearray] = defaultdict(
             bytearray
@@ -147,24 +197,76 @@ class _Mark:
     def run(self) -> Marked:
         for batch in _batches(self._unowned(), BATCH):
             self._alive()
-            for _ in self._add(batch):
-                pass
+            for (path, info), outcome in zip(batch, self._add(batch), strict=True):
+                if outcome is not None and outcome.part_bytes is not None:
+                    self._found.unfinished.append((path, info, outcome.part_bytes))
             self._progress("records", len(batch))
         left = self._read_lists()
         for directory in left:
             self._alive()
             self._read_directory(directory)
-        kept = {keys.references_key(directory) for directory in self._checkpoints}
-        self._found.stale_lists = [item for key, item in self._lists.items() if key not in kept]
+        self._read_lost()
+        self._settle()
         return self._found
+
+    def _settle(self) -> None:
+        """Find the lists and tombstones that may go, and the checkpoints and records that vanished."""
+        found = self._found
+        kept = {keys.references_key(directory) for directory in self._checkpoints} - self._unsettled
+        found.stale_lists = [item for key, item in self._lists.items() if key not in kept]
+        explained = {root_list(item.key) for item in found.tombstones} | self._unsettled
+        unexplained = [item for item in found.stale_lists if item.key not in explained]
+        for directory in vanished_checkpoints(self._store, unexplained):
+            key = keys.record_key(inside(directory, ROOT))
+            self._note_vanished(inside(directory, ROOT), key, "a reference list names its checkpoint")
+        found.tombstones = [item for item in found.tombstones if item.key not in self._kept_tombstones]
+        if found.records < self._records_min:
+            missing = self._records_min - found.records
+            problem = f"{self._store.where(keys.TREE)}: {missing} fewer records are listed than the last gc left"
+            self._note(Unreadable("", keys.TREE, VANISHED, problem), excused=bool(self._without))
+
+    def _note_vanished(self, path: str, key: str, why: str) -> bool:
+        problem = f"{self._store.where(path)} has vanished without a tombstone: {why}"
+        return self._note(Unreadable(path, key, VANISHED, problem))
+
+    def _note(self, each: Unreadable, *, excused: bool = False) -> bool:
+        """Note a record that cannot be read. Return whether the user excused it."""
+        excused = excused or any(is_below(each.path, root) for root in self._without)
+        (self._found.passed_over if excused else self._found.unreadable).append(each)
+        return excused
+
+    def _records(self) -> Iterator[ObjectInfo]:
+        """List all records. If the endpoint ends the listing early, that is noted, because it may omit others, too."""
+        objects, last = self._store.objects, keys.TREE
+        for item in objects_below(objects, keys.TREE):
+            last = max(last, item.key)
+            yield item
+        while more := objects.list_after(keys.TREE, last):
+            omitted = [item.key for item in more if self._is_old(item.modified_ns)]  # the others may be new
+            if omitted:
+                problem = f"{self._store.where(keys.TREE)}: the endpoint ended a listing before {omitted[0]}"
+                self._note(Unreadable("", keys.TREE, StoreError.kind, problem))
+            yield from more
+            last = max(item.key for item in more)
+
+    def _read_lost(self) -> None:
+        """Add the chunks of the sound records that a repair moved aside, until the user deletes them."""
+        for item in objects_below(self._store.objects, keys.LOST):
+            if item.key.split("/")[3:4] != ["tree"]:
+                continue
+            outcome = _read_record(self._store, None, item)
+            if isinstance(outcome, _Read):  # the repair told of all others
+                self._found.files += 1
+                self._found.reached.add(outcome.names)
 
     def _unowned(self) -> Iterator[tuple[str, ObjectInfo]]:
         """Yield the live records that no reference list can cover. Collect the checks of all others in `_owned`."""
-        for item in objects_below(self._store.objects, keys.TREE):
+        for item in self._records():
             try:
                 path = keys.parse_record_key(item.key)
             except FormatError:
                 continue  # not the key of a record: FORMAT.md says to ignore it
+            self._found.records += 1
             if item.size == TOMBSTONE_BYTES:
                 self._found.tombstones.append(item)
                 continue
@@ -215,10 +317,23 @@ class _Mark:
             found, _, _ = read_decoded(store.objects, key, REFERENCES_BYTES_MAX, ReferenceList.decode, store.where(key))
         except (NotFoundError, CorruptionError, FormatError):
             return None
+        if (found.path, found.digest_kind) != (directory, store.descriptor.digest_kind):
+            return None
         owned = self._owned[directory]
         there = b"".join(sorted(bytes(owned[at : at + CHECK_BYTES]) for at in range(0, len(owned), CHECK_BYTES)))
-        is_it = (found.path, found.digest_kind, found.records) == (directory, store.descriptor.digest_kind, there)
-        return found.names if is_it else None
+        if found.records == there:
+            return found.names
+        if len(found.records) > len(owned):
+            self._covered[directory] = len(found.records) // CHECK_BYTES
+        return None
+
+    def _count_vanished(self, directory: str) -> int:
+        """Return how many records that a directory's list covers have vanished, at least: the others left a record."""
+        if directory not in self._covered:
+            return 0
+        # Listed later than the list was read: a save may have rewritten the list since the first listing.
+        found = sum(1 for _ in objects_below(self._store.objects, keys.directory_prefix(directory)))
+        return self._covered[directory] - found
 
     def _read_directory(self, directory: str) -> None:
         """Read the records of a directory one by one, and rebuild its list."""
@@ -226,6 +341,8 @@ class _Mark:
         names: set[bytes] = set()
         width = keys.name_bytes(self._store.descriptor.digest_kind)
         is_whole = directory in self._checkpoints
+        files: dict[str, ObjectInfo] = {}  # the files in the directory itself, by name
+        parts: list[Part] = []
 
         def own() -> Iterator[tuple[str, ObjectInfo]]:
             nonlocal is_whole
@@ -238,15 +355,68 @@ class _Mark:
                 yield path, info
 
         for batch in _batches(own(), BATCH):
-            for outcome in self._add(batch):
+            for (path, info), outcome in zip(batch, self._add(batch), strict=True):
+                parent, _, name = path.rpartition("/")
+                if parent == directory:
+                    files[name] = info
                 if outcome is None:
                     is_whole = False
                     continue
+                if parent == directory and outcome.part_bytes is not None:
+                    parts.append((path, info, outcome.part_bytes))
                 checks.append(outcome.check)
                 names.update(outcome.names[at : at + width] for at in range(0, len(outcome.names), width))
             self._progress("records", len(batch))
+        if directory not in self._checkpoints:
+            return
+        is_whole = self._compare(directory, files, parts) and is_whole
         if self._remake and is_whole:
-            self._found.made_lists += put_references(self._store, directory, checks, names)
+            is_whole = put_references(self._store, directory, checks, names)
+            self._found.made_lists += is_whole
+        if not is_whole:
+            self._unsettled.add(keys.references_key(directory))
+
+    def _compare(self, directory: str, files: dict[str, ObjectInfo], parts: list[Part]) -> bool:
+        """Compare a checkpoint's files with those that its metadata and its list name.
+
+        Return whether a new list may cover what is there.
+        """
+        root, gone = inside(directory, ROOT), 0
+        announced = self._announced.waited_for(directory) if parts else set()  # before the metadata that follows
+        named = self._named(root, files.get(ROOT))
+        unnamed = [part for part in parts if named and part[0].rpartition("/")[2] not in named | announced]
+        for part in unnamed:
+            # A file older than the metadata is of a save that another one replaced. Others may be of a save under way.
+            is_over = part[1].modified_ns < files[ROOT].modified_ns
+            (self._found.replaced if is_over else self._found.unfinished).append(part)
+        missing = named - files.keys()
+        for path in sorted(inside(directory, name) for name in missing):
+            key = keys.record_key(path)
+            try:
+                self._store.objects.head(key)
+                self._kept_tombstones.add(key)
+            except NotFoundError:
+                gone += 1
+                self._note_vanished(path, key, f"{root} names it")
+        if (count := self._count_vanished(directory)) <= gone:
+            return not missing and not unnamed
+        why = f"its reference list covers {count} more records than are left"
+        return self._note_vanished(directory or root, keys.references_key(directory), why) and not missing
+
+    def _named(self, path: str, root: ObjectInfo | None) -> frozenset[str]:
+        """Return the names of the files in a checkpoint's metadata; none if no save of tierfs put it there.
+
+        A copy of the metadata may be there without the files that it names, while a directory is being copied.
+        """
+        if root is None:
+            return frozenset()  # removed meanwhile
+        try:
+            found = observe_listed(self._store, path, root)
+            if found.manifest is None or found.version != root.version:
+                return frozenset()
+            return self._announced.files(found) if SaveMark.of(found.manifest.metadata) else frozenset()
+        except (NotFoundError, CorruptionError, FormatError):
+            return frozenset()  # replaced meanwhile, or torch's own; `checkpoint ls` shows it if it is damaged
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -255,8 +425,7 @@ class _Mark:
         found = self._found
         for outcome in self._pool.map(lambda item: _read_record(self._store, *item), batch):
             if isinstance(outcome, Unreadable):
-                excused = any(is_below(outcome.path, root) for root in self._without)
-                (found.passed_over if excused else found.unreadable).append(outcome)
+                self._note(outcome)
                 yield None
             elif outcome is not None:
                 found.files += 1
@@ -285,8 +454,12 @@ def _by_size(ordered: Iterable[str], sizes: dict[str, int], limit: int) -> Itera
         yield group
 
 
-def _read_record(store: Store, path: str, info: ObjectInfo) -> _Read | Unreadable | None:
-    """Read the names of the chunks that a record needs; ``None`` if the record is gone."""
+def _read_record(store: Store, path: str | None, info: ObjectInfo) -> _Read | Unreadable | None:
+    """Read the names of the chunks that a record needs; ``None`` if the record is gone.
+
+    ``path`` is None for a record that a repair moved aside: it may be of any path.
+    """
+    named = info.key if path is None else path
     for attempt in range(ATTEMPTS):
         version = info.version
         try:
@@ -299,14 +472,15 @@ def _read_record(store: Store, path: str, info: ObjectInfo) -> _Read | Unreadabl
             check = record_check(info.key, version)
             if not isinstance(record, Manifest) or record.kind is not Kind.FILE:
                 return _Read(b"", check)
-            return _Read(b"".join(names_of(store, path, record)), check)
+            part_bytes = record.length if is_part(record.metadata) else None
+            return _Read(b"".join(names_of(store, named, record)), check, part_bytes)
         except NotFoundError:
             return None
         except (CorruptionError, FormatError, ReadOnlyError) as error:
             # The record may have been replaced meanwhile, and the chunks of its table collected.
             if attempt + 1 < ATTEMPTS and _was_replaced(store, info.key, version):
                 continue
-            return _unreadable(path, info.key, error)
+            return _unreadable(named, info.key, error)
     raise AssertionError("every attempt returns")
 
 

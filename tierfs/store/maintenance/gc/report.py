@@ -29,7 +29,7 @@ class GcOptions:
     Attributes:
         dry_run: Change nothing, and report what a run would do, by this host's clock.
         exclusive: The user guarantees that no other process writes to the store: delete unreached chunks at once.
-        without: Paths. An unreadable record at or below one of them counts as reaching nothing.
+        without: Paths. An unreadable or vanished record at or below one of them counts as reaching nothing.
         concurrency: Most requests in flight.
         deletes_per_s: Most chunk objects deleted per second.
         batch: Chunk objects deleted per request.
@@ -60,8 +60,11 @@ class GcReport:
         young: Unreached chunk objects younger than a grace.
         tombstones, leases, probes, lists, references: Expired objects of each kind that were removed.
             ``lists`` are condemned lists, ``references`` are reference lists.
-        unreadable: Unreadable records. If there are any, nothing was condemned or deleted.
-        passed_over: Unreadable records that `GcOptions.without` excused.
+        replaced: Shard files that no save has named for a grace, which were deleted. Bytes are their lengths.
+        unfinished: Other shard files that no checkpoint names: their save is under way, did not finish, or was replaced
+            less than a grace ago.
+        unreadable: Unreadable and vanished records. If there are any, nothing was condemned or deleted.
+        passed_over: Unreadable and vanished records that `GcOptions.without` excused.
         next_s: Seconds until another run can delete the chunks that are condemned now; ``None`` if there are none.
     """
 
@@ -80,13 +83,15 @@ class GcReport:
     probes: Tally = field(default_factory=Tally)
     lists: Tally = field(default_factory=Tally)
     references: Tally = field(default_factory=Tally)
+    replaced: Tally = field(default_factory=Tally)
+    unfinished: Tally = field(default_factory=Tally)
     unreadable: list[Unreadable] = field(default_factory=list)
     passed_over: list[Unreadable] = field(default_factory=list)
     next_s: int | None = None
 
     @property
     def is_blocked(self) -> bool:
-        """Whether an unreadable record kept the run from collecting anything."""
+        """Whether an unreadable or vanished record kept the run from collecting anything."""
         return bool(self.unreadable)
 
     def as_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ docs/decisions/0056 has the protocol and its proof. FORMAT.md, "Leases and conde
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -13,9 +14,10 @@ from tierfs.errors import ConflictError, CorruptionError, FormatError, InvalidIn
 from tierfs.format import keys
 from tierfs.format.collector import EpochState
 from tierfs.format.lease import CONDEMNED_MAX, Condemned, Lease, NameTable
+from tierfs.format.references import record_check
 from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, objects_below
-from tierfs.store.maintenance.gc.mark import Marked, mark
+from tierfs.store.maintenance.gc.mark import Marked, Part, mark
 from tierfs.store.maintenance.gc.report import GcOptions, GcReport, Tally
 from tierfs.store.maintenance.gc.sweep import (
     CondemnedLists,
@@ -27,8 +29,12 @@ from tierfs.store.maintenance.gc.sweep import (
 from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, Turn, epoch_of, read_collector
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
+from tierfs.store.tree.delete import bury
+from tierfs.store.tree.records import Observed
+from tierfs.store.tree.references import root_list
 
 LISTS_MAX = 1000
+UNNAMED_MAX = 5000  # so that they take a third of the collector's record
 PROBE_AGE_S = 3600
 _logger = logging.getLogger("tierfs.gc")
 
@@ -76,6 +82,7 @@ class _Run:
         self._published: list[int] = []
         self._doomed = bytearray()
         self._started = store.clock.monotonic()
+        self._records = 0  # how many records the next gc lists at least
         self._sent_from = 0.0
         self._sent = 0
 
@@ -87,6 +94,7 @@ class _Run:
             turn.begin()
         try:
             self._begun_ns = turn.now_ns  # the mark reads no state that is older
+            self._records = turn.record.last.get("records", 0)  # a blocked run leaves it
             interval_ns = self._check_leases()
             epochs = dict(turn.record.epochs)
             # With `exclusive`, no writer has a live lease. A writer that begins now reads these lists first.
@@ -100,6 +108,8 @@ class _Run:
                 self._pool,
                 without=self._options.without,
                 remake=not self._options.dry_run,
+                records_min=self._records,
+                is_old=self._is_old,
                 alive=self._hold,
                 progress=self._progress,
             )
@@ -125,7 +135,7 @@ class _Run:
         record, _ = read_collector(store)
         listed = [item.key for item in objects_below(store.objects, keys.GC) if keys.is_condemned_key(item.key)]
         epochs = {epoch: record.epochs.get(epoch, EpochState(turn.now_ns)) for epoch in map(epoch_of, listed)}
-        turn.note(epochs, record.last)
+        turn.note(epochs, record.last, unnamed=record.unnamed)
 
     def _hold(self) -> None:
         if not self._options.dry_run:
@@ -291,22 +301,54 @@ class _Run:
     def _tidy(self, marked: Marked) -> None:
         """Remove expired tombstones, leases, probes and reference lists, each on condition that it has not changed."""
         grace_ns, lease_ns = self._grace_ns, self._store.descriptor.lease_s * SECOND_NS
-        old = [item for item in marked.tombstones if self._is_over(item.modified_ns, grace_ns)]
+        # A checkpoint's list goes before the tombstone of its metadata: otherwise it would seem to have vanished.
+        kept = self._remove(marked.stale_lists, self._report.references)
+        over = (item for item in marked.tombstones if self._is_over(item.modified_ns, grace_ns))
+        old = [item for item in over if root_list(item.key) not in kept]
+        self._records = marked.records - len(old)
+        if old and not self._options.dry_run:
+            # If this gc is killed while it removes them, the next one does not take them for lost.
+            self._turn.note(self._turn.record.epochs, {**self._turn.record.last, "records": self._records})
+            self._turn.renew()
         self._remove(old, self._report.tombstones)
         leases = [item for item in self._leases() if self._is_over(item.modified_ns, lease_ns + grace_ns)]
         self._remove(leases, self._report.leases)
         listed = objects_below(self._store.objects, keys.PROBE)
         probes = [item for item in listed if self._is_over(item.modified_ns, PROBE_AGE_S * SECOND_NS)]
         self._remove(probes, self._report.probes)
-        self._remove(marked.stale_lists, self._report.references)
+        self._bury(marked.replaced)
+        for _, _, length in marked.unfinished:
+            self._report.unfinished.add(1, length)
 
-    def _remove(self, items: Sequence[ObjectInfo], tally: Tally) -> None:
+    def _bury(self, parts: Sequence[Part]) -> None:
+        """Delete the shard files that a gc saw unnamed a grace ago. Their chunks are unreached from the next gc on."""
+        turn, seen = self._turn, {}
+        for path, info, length in parts[:UNNAMED_MAX]:
+            check = record_check(info.key, info.version).hex()
+            seen[check] = turn.record.unnamed.get(check, self._begun_ns)
+            if not self._is_over(seen[check], self._grace_ns):
+                self._report.unfinished.add(1, length)
+                continue
+            self._hold()
+            with contextlib.suppress(ConflictError):  # another process changed or removed it
+                if not self._options.dry_run:
+                    bury(self._store, Observed(path, info.key, None, info.version))
+                self._report.replaced.add(1, length)
+        turn.note(turn.record.epochs, turn.record.last, unnamed=seen)
+
+    def _remove(self, items: Sequence[ObjectInfo], tally: Tally) -> set[str]:
+        """Remove objects that have not changed. Return the keys of the others."""
+        changed = set()
+
         def remove(item: ObjectInfo) -> int | None:
             try:
                 if not self._options.dry_run:
                     self._store.objects.delete_version(item.key, item.version)
-            except (ConflictError, NotFoundError):
-                return None  # another process changed or removed it
+            except NotFoundError:
+                return None
+            except ConflictError:
+                changed.add(item.key)
+                return None
             return item.size
 
         for start in range(0, len(items), self._options.batch):
@@ -314,6 +356,7 @@ class _Run:
             for size in self._pool.map(remove, items[start : start + self._options.batch]):
                 if size is not None:
                     tally.add(1, size)
+        return changed
 
     def _note_last(self) -> None:
         """Note the result that `status` shows until the next run."""
@@ -328,7 +371,8 @@ class _Run:
             "missing": before.get("missing", 0) if report.is_blocked else report.missing,
             "vanished": sum(each.kind == "vanished" for each in report.unreadable),
             "files": report.files,
-            "unreadable": [each.path for each in report.unreadable[:10]],
+            "records": self._records,
+            "unreadable": [each.path or each.key for each in report.unreadable[:10]],
             "unreadable_count": len(report.unreadable),
             "without": list(self._options.without),
             **{name: asdict(getattr(report, name)) for name in ("reached", "deleted", "condemned", "waiting", "young")},

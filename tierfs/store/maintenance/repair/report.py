@@ -51,6 +51,8 @@ class RepairReport:
         rewritten: Files whose record now names another object with the same content.
         moved: Objects that could not be saved, and where they are kept.
         left: Objects that were left unchanged, and why.
+        vanished: Files whose record vanished without a tombstone, or the directory or key that shows that some have:
+            see `tierfs.store.maintenance.gc.mark.Unreadable`.
         lost: Files of which a part cannot be read. A file whose record was moved is in ``moved`` instead.
     """
 
@@ -61,6 +63,7 @@ class RepairReport:
     rewritten: list[str] = field(default_factory=list)
     moved: list[RepairItem] = field(default_factory=list)
     left: list[RepairItem] = field(default_factory=list)
+    vanished: list[str] = field(default_factory=list)
     lost: list[FileLoss] = field(default_factory=list)
 
     @property
@@ -78,7 +81,7 @@ class RepairReport:
     @property
     def is_whole(self) -> bool:
         """Whether no file has lost data."""
-        return not self.lost and not self.lost_files
+        return not (self.lost or self.lost_files or self.vanished)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""

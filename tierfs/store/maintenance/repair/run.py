@@ -22,6 +22,7 @@ from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.chunks import store_chunk
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
+from tierfs.store.maintenance.gc.mark import vanished_records
 from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair.aside import Aside
@@ -110,6 +111,7 @@ class _Repair:
 
     def run(self) -> RepairReport:
         self._mender.others()
+        self._report.vanished = [each.path or each.key for each in vanished_records(self._store)]
         self._read_records()
         self._report.chunks = len(self._needs)
         self._check_chunks()
@@ -188,6 +190,8 @@ class _Repair:
         """Rebuild missing or damaged reference lists. gc replaces stale ones."""
         there = {item.key for item in objects_below(self._store.objects, keys.REFERENCES)}
         for directory in sorted(self._checkpoints):
+            if any(keys.is_at_or_below(path, directory) for path in self._report.vanished):
+                continue  # a list of what is left would hide the loss from gc
             key = keys.references_key(directory)
             problem = "" if key in there else "it is missing"
             if not problem:

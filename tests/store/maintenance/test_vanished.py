@@ -1,0 +1,383 @@
+"""Records that vanished without a tombstone stop gc, and repair, verify and the listings of checkpoints name them."""
+
+import itertools
+import json
+import random
+import uuid
+
+import pytest
+from support.served import KilledError, ServedObjects, StepLink
+
+from tierfs.clock import ManualClock
+from tierfs.digest import DigestKind
+from tierfs.format import keys
+from tierfs.format.checkpoint import ROOT, SaveMark
+from tierfs.format.descriptor import Descriptor
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store import Store, delete, load, rename, save, usage, verify
+from tierfs.store.commit import PART, Commits
+from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store.maintenance.repair import repair
+from tierfs.store.tree.references import write_references
+from tierfs.store.write.writer import Writer
+
+GRACE_S = 60
+
+
+def make_store():
+    clock = ManualClock()
+    tier = ServedObjects(f"/vanished-{uuid.uuid4().hex}", clock)
+    descriptor = Descriptor(
+        "0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=20, grace_s=GRACE_S
+    )
+    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
+    return Store(tier, descriptor, url="store", clock=clock)
+
+
+def open_on(store, objects=None):
+    return Store(objects or store.objects, store.descriptor, url="store", clock=store.clock)
+
+
+def gc(store, objects=None, **how):
+    return collect(open_on(store, objects), GcOptions(concurrency=1, **how))
+
+
+def pass_grace(store):
+    store.clock.sleep(GRACE_S + 5)
+
+
+def content(number):
+    return random.Random(number).randbytes(2000 + number)
+
+
+def lists(store):
+    return {item.key for item in store.objects.list(keys.REFERENCES)}
+
+
+def part(store, path, seed):
+    writer = Writer(store, path, metadata=PART)
+    writer.write(content(seed))
+    writer.commit()
+
+
+def checkpoint(store, directory, *shards, sequence=1):
+    """Save a checkpoint with these shard files as `TierWriter` does."""
+    for number in shards:
+        part(store, f"{directory}/shard-{number}", number)
+    document = json.dumps({"files": {f"shard-{number}": {"length": 1} for number in shards}}).encode()
+    Commits(store).publish(f"{directory}/{ROOT}", document, SaveMark(sequence, "ab"))
+    Commits(store).note_published(directory)
+
+
+@pytest.fixture
+def store():
+    store = make_store()
+    for step in (1, 2, 3):
+        checkpoint(store, f"run/{step}", *range(step * 10, step * 10 + 4))
+    save(store, "loose", content(50))
+    pass_grace(store)
+    return store
+
+
+def chunks(store):
+    return {item.key for item in store.objects.list(keys.CHUNKS)}
+
+
+def collect_all(store, objects=None, **how):
+    for _ in range(4):
+        report = gc(store, objects, **how)
+        pass_grace(store)
+    return report
+
+
+def vanish(store, *paths):
+    store.objects.delete([keys.record_key(path) for path in paths])
+
+
+def a_tree(store):
+    below = [item.key for item in store.objects.list(keys.directory_prefix("run"))]
+    store.objects.delete(below)
+    return [f"run/{step}/{ROOT}" for step in (1, 2, 3)]
+
+
+def a_root(store):
+    vanish(store, f"run/2/{ROOT}")
+    return [f"run/2/{ROOT}"]
+
+
+def every_second_record(store):
+    below = sorted(item.key for item in store.objects.list(keys.directory_prefix("run")))
+    store.objects.delete(below[1::2])
+    return []
+
+
+def a_shard(store):
+    vanish(store, "run/2/shard-21")
+    return ["run/2/shard-21"]
+
+
+def a_shard_without_a_list(store):
+    store.objects.delete([keys.references_key("run/2")])
+    return a_shard(store)
+
+
+def a_file_that_only_the_list_covers(store):
+    save(store, "run/2/notes", content(70))
+    write_references(store, "run/2")
+    pass_grace(store)
+    vanish(store, "run/2/notes")
+    return ["run/2"]
+
+
+def a_file_of_torchs_own_checkpoint(store):
+    for name in ("__0_0.distcp", "__1_0.distcp", ROOT):
+        save(store, f"run/4/{name}", content(len(name)))
+    write_references(store, "run/4")
+    pass_grace(store)
+    vanish(store, "run/4/__1_0.distcp")
+    return ["run/4"]
+
+
+VANISHED = [
+    a_tree,
+    a_root,
+    every_second_record,
+    a_shard,
+    a_shard_without_a_list,
+    a_file_that_only_the_list_covers,
+    a_file_of_torchs_own_checkpoint,
+]
+
+
+@pytest.mark.parametrize("how", [{}, {"exclusive": True}])
+@pytest.mark.parametrize("lose", VANISHED)
+def test_records_that_vanished_stop_gc(store, lose, how):
+    named = lose(store)
+    before = chunks(store), lists(store)
+    for _ in range(3):
+        report = gc(store, **how)
+        assert report.is_blocked
+        assert report.deleted.count + report.condemned.count + report.references.count == 0
+        assert {each.path for each in report.unreadable} >= set(named)
+        pass_grace(store)
+    assert (chunks(store), lists(store)) == before
+
+
+@pytest.mark.parametrize("lose", VANISHED)
+def test_a_person_can_give_vanished_records_up(store, lose):
+    lose(store)
+    assert gc(store).is_blocked
+    assert not gc(store, without=["run"]).is_blocked
+    pass_grace(store)
+    for path in [path for path in paths(store) if path.startswith("run/2/")]:
+        delete(store, path)  # a checkpoint without one of its files goes on blocking
+    if lose is every_second_record:
+        return
+    assert not collect_all(store).is_blocked
+    assert load(open_on(store), "loose") == content(50)
+
+
+def paths(store):
+    return [keys.parse_record_key(item.key) for item in store.objects.list(keys.TREE) if item.size > 80]
+
+
+@pytest.mark.parametrize("lose", VANISHED)
+def test_verify_and_repair_name_what_vanished(store, lose):
+    named = lose(store)
+    damage = {each.path for each in verify(open_on(store)).vanished}
+    report = repair(open_on(store), concurrency=1)
+    assert damage
+    assert not report.is_whole
+    assert damage >= set(named)
+    assert set(report.vanished) >= set(named)
+    assert gc(store).is_blocked
+
+
+def deleted(store):
+    for path in paths(store):
+        if path.startswith("run/2"):
+            delete(store, path)
+
+
+def deleted_shards(store):
+    delete(store, "run/2/shard-20")
+    delete(store, "run/2/shard-22")
+
+
+def renamed(store):
+    for path in sorted(paths(store)):
+        if path.startswith("run/2"):
+            rename(store, path, f"other/{path}")
+
+
+def saved_again(store):
+    for _ in range(2):
+        checkpoint(store, "run/2", store.clock.now_ns() % 10**9, sequence=store.clock.now_ns())
+        store.clock.sleep(1)
+
+
+def an_inner_checkpoint(store):
+    save(store, "run/2/inner/data", content(80))
+    write_references(store, "run/2")
+    save(store, f"run/2/inner/{ROOT}", content(81))
+    write_references(store, "run/2/inner")
+
+
+def overwritten(store):
+    save(store, "run/2/shard-20", content(90))
+    save(store, "run/2/more", content(91))
+
+
+LEGAL = [deleted, deleted_shards, renamed, saved_again, an_inner_checkpoint, overwritten]
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(LEGAL, LEGAL)))
+def test_changes_through_tierfs_never_look_like_a_loss(store, first, second):
+    for change in (first, second):
+        if change in (renamed, deleted) or f"run/2/{ROOT}" in paths(store):
+            try:
+                change(store)
+            except FileNotFoundError:
+                continue
+        before = {path: load(open_on(store), path) for path in paths(store)}
+        for _ in range(4):
+            assert not gc(store).unreadable
+            pass_grace(store)
+        assert {path: load(open_on(store), path) for path in before if path in paths(store)}.items() <= before.items()
+        save(open_on(store), f"run/2/late-{change.__name__}", content(1))
+    assert not gc(store).unreadable
+    report = verify(open_on(store))
+    assert report.damage + report.vanished == []
+
+
+def test_a_killed_gc_never_makes_a_deletion_look_like_a_loss():
+    for kill_at in range(1, 400):
+        store = make_store()
+        checkpoint(store, "run/1", 1, 2)
+        checkpoint(store, "run/2", 3)
+        deleted(store)
+        delete(store, "run/1/shard-1")
+        gc(store)
+        pass_grace(store)
+        link = StepLink(store.objects, kill_at=kill_at)
+        try:
+            gc(store, link)
+        except KilledError:
+            pass_grace(store)
+            assert not gc(store).unreadable
+        else:
+            return
+    raise AssertionError("the gc never ended")
+
+
+class Cut(WrappedObjects):
+    """An endpoint that ends every listing after some objects, and says that it is whole."""
+
+    def list(self, prefix, *, delimiter=False):
+        return itertools.islice(super().list(prefix, delimiter=delimiter), 50)
+
+
+@pytest.mark.parametrize("how", [{}, {"exclusive": True}])
+def test_a_listing_that_ends_early_stops_gc(how):
+    store = make_store()
+    for number in range(150):
+        save(store, f"run/{number:03}", content(number))
+    pass_grace(store)
+    before = chunks(store)
+    for _ in range(3):
+        report = gc(store, Cut(store.objects), **how)
+        assert report.is_blocked
+        assert "ended" in report.unreadable[0].problem
+        pass_grace(store)
+    assert gc(store, Cut(store.objects), without=["run"]).is_blocked
+    assert chunks(store) == before
+    assert not gc(store).is_blocked
+
+
+def test_records_put_behind_the_end_of_a_listing_do_not_stop_gc(store):
+    class Busy(WrappedObjects):
+        def list(self, prefix, *, delimiter=False):
+            yield from super().list(prefix, delimiter=delimiter)
+            if prefix == keys.TREE:
+                save(open_on(store), "zz", content(99))
+
+    for _ in range(3):
+        assert not gc(store, Busy(store.objects)).is_blocked
+        pass_grace(store)
+    assert load(open_on(store), "zz") == content(99)
+
+
+def test_fewer_records_than_the_last_gc_left_stop_gc(store):
+    for number in range(10):
+        save(store, f"plain/{number}", content(number + 200))
+    delete(store, "plain/0")
+    assert not collect_all(store).is_blocked
+    before = chunks(store)
+    vanish(store, "plain/3", "plain/4")
+    save(store, "plain/new", content(300))
+    for _ in range(3):
+        report = collect_all(store)
+        assert report.is_blocked
+        assert "1 fewer" in report.unreadable[0].problem
+    assert chunks(store) >= before
+    assert not gc(store, without=["plain"]).is_blocked
+    assert not gc(store).is_blocked
+
+
+def test_sound_records_below_lost_keep_their_chunks(store):
+    a, b = keys.record_key("run/1/shard-10"), keys.record_key("loose")
+    for key, other in ((a, b), (b, a)):
+        data = store.objects.read(key, 1 << 20)[0]
+        store.objects.put(f"aside/{other}", [data])
+    for key in (a, b):
+        store.objects.put(key, [store.objects.read(f"aside/{key}", 1 << 20)[0]])
+        store.objects.delete([f"aside/{key}"])
+    before = chunks(store)
+    assert len(repair(open_on(store), concurrency=1).lost_files) == 2
+    collect_all(store)
+    assert chunks(store) == before
+    store.objects.delete([item.key for item in store.objects.list(keys.LOST)])
+    collect_all(store)
+    assert len(chunks(store)) == len(before) - 2
+
+
+def names(store, directory="last"):
+    return {path.removeprefix(f"{directory}/") for path in paths(store) if path.startswith(f"{directory}/")}
+
+
+def test_gc_removes_shard_files_that_no_save_names():
+    store = make_store()
+    for number in range(1, 21):
+        part(store, f"last/killed-{number}", number + 500)
+        store.clock.sleep(1)
+        checkpoint(store, "last", number, sequence=number)
+        store.clock.sleep(1)
+    part(store, "last/under-way", 700)
+    part(store, "last/waits", 701)
+    save(store, "last/config.json", content(702))
+    part(store, "step/unfinished", 703)
+    Commits(store).announce("last", json.dumps({"files": {"waits": {}, "missing": {}}}).encode(), SaveMark(99, "cd"))
+    gc(store)
+    assert len(names(store)) > 40, "readers of the replaced checkpoints have a grace"
+    pass_grace(store)
+    counted = usage(store, "last")
+    assert (counted.unnamed_files, counted.files) == (40, 45)
+    would, did = gc(store, dry_run=True), gc(store)
+    assert would.replaced == did.replaced
+    assert (did.replaced.count, did.unfinished.count) == (39, 2)
+    assert usage(store, "last").unnamed_files == 1
+    assert usage(store, "step").unnamed_bytes == len(content(703))
+    kept = {"config.json", ROOT, "shard-20", "under-way", "waits", ".pending/cd"}
+    assert names(store) == kept
+    collect_all(store)
+    assert names(store) == kept
+    assert len(chunks(store)) == len(paths(store)), "each file has one chunk"
+    report = gc(store)
+    assert (report.replaced.count, report.unreadable) == (0, [])
+
+
+def test_a_shard_file_of_a_renamed_checkpoint_stays(store):
+    renamed(store)
+    before = set(paths(store))
+    collect_all(store)
+    assert set(paths(store)) == before
