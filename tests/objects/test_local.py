@@ -338,3 +338,17 @@ def test_a_batch_of_deletions_flushes_each_directory_once(
     objects.delete([*names, "d0/none", "none/none"])
     assert sorted(flushed) == [root / "d0", root / "d1"]
     assert list(objects.list("")) == []
+
+
+@pytest.mark.parametrize("how", ["refused", "ignored"])
+def test_a_directory_without_file_locks_is_refused_at_init(tmp_path, monkeypatch, how):
+    def flock(*_):
+        if how == "refused":
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_module.fcntl, "flock", flock)  # as on a mount of Lustre without locks
+        with pytest.raises(StoreError, match="no working file locks"):
+            LocalObjects(tmp_path).put("store.json", [b"x"], mode=CREATE)
+    assert not (tmp_path / "store.json").exists()
+    LocalObjects(tmp_path).put("store.json", [b"x"], mode=CREATE)

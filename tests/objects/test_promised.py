@@ -19,6 +19,7 @@ from tierfs.errors import (
     NotFoundError,
     StoreError,
 )
+from tierfs.format import keys
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects import (
     CREATE,
@@ -34,7 +35,7 @@ from tierfs.objects import (
     as_promised,
 )
 from tierfs.objects.checksums import compute, verify_checksum
-from tierfs.objects.protocol import PutMode, Version
+from tierfs.objects.protocol import Create, PutMode, Version
 from tierfs.objects.wrappers import verify as module
 from tierfs.objects.wrappers.verify import STORED_WRONG_MAX
 from tierfs.testing import Fault, FaultyObjects, ObjectTierTests
@@ -381,3 +382,46 @@ def test_the_checksum_is_handed_on(memory: MemoryObjects) -> None:
 
 def test_it_shows_what_it_does(verified: PromisedObjects) -> None:
     assert repr(verified).endswith(", reads_back=True)")
+
+
+class Lax(WrappedObjects):
+    """An endpoint that ignores some conditions, which it heeded when it was probed."""
+
+    ignored: tuple[type, ...] = ()
+
+    def __init__(self, inner: ObjectTier) -> None:
+        super().__init__(inner)
+        self.puts: list[str] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return ALL
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        self.puts.append(key)
+        return super().put(key, data, mode=OVERWRITE if isinstance(mode, self.ignored) else mode)
+
+
+@pytest.mark.parametrize("ignored", [Create, Update])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_conditions_that_are_ignored_after_the_probe(ignored: type, is_there: bool) -> None:
+    lax = Lax(MemoryObjects(f"lax-{uuid.uuid4().hex}"))
+    lax.put(keys.DESCRIPTOR, [b"a descriptor"])
+
+    def connected() -> ObjectTier:
+        return as_promised(lax, replace(ALL, checksums=()), "never", checks_conditions=True)
+
+    objects = connected()
+    objects.put("any", [b"1"])  # without a condition, nothing is checked
+    if is_there:
+        first = objects.put("a", [b"1"], mode=CREATE)
+        objects.put("a", [b"2"], mode=Update(first.version))
+        assert len(lax.puts) == 4 + 3  # the check was made once
+    lax.ignored = (ignored,)
+    objects, before = connected(), list(lax.puts)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="two writers could replace each other's files"):
+            objects.put("b", [b"3"], mode=CREATE)
+    assert set(lax.puts[len(before) :]) == {f"{keys.PROBE}conditions"}

@@ -48,7 +48,9 @@ def compose(
     Raises:
         TierfsError: The user asked for local tiers, and they cannot be used.
     """
-    objects = as_promised(objects, descriptor.endpoint, verify_writes(location))
+    objects = as_promised(
+        objects, descriptor.endpoint, verify_writes(location), checks_conditions=not location.is_process_local
+    )
     options, settings, host_local = tier_settings(location, descriptor, url.partition("://")[2])
     plain = partial(Store, objects, descriptor, url=url, codecs=settings.codecs, state_dir=settings.directory)
     opened = partial(

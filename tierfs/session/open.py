@@ -397,7 +397,9 @@ def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, 
             if kept is None:
                 raise
             descriptor = kept[0]
-        promised = as_promised(objects, descriptor.endpoint, verify_writes(location))
+        promised = as_promised(
+            objects, descriptor.endpoint, verify_writes(location), checks_conditions=not location.is_process_local
+        )
         settings = tier_settings(location, descriptor, root)[1]
         return Store(promised, descriptor, url=url, codecs=settings.codecs, state_dir=settings.directory), settings
     raise StoreNotFoundError(f"no store holds {location.url}", path=location.url)

@@ -13,6 +13,7 @@ within a second may have its old version. Code that relies on versions never doe
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import logging
@@ -77,6 +78,7 @@ class LocalObjects:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
         self._flushed: set[Path] = set()  # directories whose entry in their parent this process has flushed
+        self._locks_hold = False
 
     def __repr__(self) -> str:
         return f"LocalObjects({str(self.root)!r})"
@@ -285,6 +287,7 @@ class LocalObjects:
         directory = self.root / _TEMPORARY
         self._make_directory(directory)
         self._sweep(directory)
+        self._check_locks(directory)
         temporary = directory / f"put-{secrets.token_hex(16)}"
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
@@ -330,6 +333,25 @@ class LocalObjects:
             with contextlib.suppress(FileNotFoundError):
                 if entry.name.startswith("put-") and entry.stat(follow_symlinks=False).st_mtime < oldest:
                     os.unlink(entry.path)
+
+    def _check_locks(self, directory: Path) -> None:
+        """Check before the first put, which makes a store, that the filesystem's locks exclude each other."""
+        if self._locks_hold:
+            return
+        path = directory / "lock-probe"
+        try:
+            with open(path, "wb") as one, open(path, "wb") as other:
+                fcntl.flock(one, fcntl.LOCK_SH)  # shared: other processes may be checking too
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    raise OSError(errno.ENOLCK, "two processes get the same lock")
+        except OSError as error:
+            raise StoreError(
+                f"{self.root}: the filesystem has no working file locks (flock): {error.strerror}. Mount it with locks "
+                "(Lustre: flock), or put the store elsewhere",
+                path=str(self.root),
+            ) from error
+        self._locks_hold = True
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:

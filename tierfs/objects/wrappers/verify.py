@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -17,19 +18,23 @@ from tierfs.errors import (
     NotFoundError,
     StoreError,
 )
+from tierfs.format import keys
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects._checks import check_version
 from tierfs.objects._stripes import locked
-from tierfs.objects.checksums import computable
-from tierfs.objects.protocol import OVERWRITE, Checksum, Create, ObjectInfo, ObjectTier, PutMode, Update
+from tierfs.objects.checksums import checksum_for, computable
+from tierfs.objects.protocol import CREATE, OVERWRITE, Checksum, Create, ObjectInfo, ObjectTier, PutMode, Update
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 
 VERIFY_WRITES = ("auto", "always", "never")
 STORED_WRONG_MAX = 3
+_CONDITIONS = f"{keys.PROBE}conditions"
 _logger = logging.getLogger("tierfs.objects")
 
 
-def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str = "auto") -> ObjectTier:
+def as_promised(
+    objects: ObjectTier, endpoint: Capabilities, verify_writes: str = "auto", *, checks_conditions: bool = False
+) -> ObjectTier:
     """Return a tier that makes only the promises that both ``objects`` can ask for and its endpoint keeps.
 
     Args:
@@ -37,6 +42,7 @@ def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str 
         endpoint: The promises that the endpoint keeps.
         verify_writes: Whether to read back each write: ``always``, ``never``, or ``auto``: if the endpoint verifies no
             checksum and is not on this host.
+        checks_conditions: Whether to test, before the first conditional put, that the endpoint still heeds conditions.
 
     Returns:
         ``objects`` itself if nothing has to be added.
@@ -56,9 +62,10 @@ def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str 
     promised = replace(endpoint, **flags, checksums=kept)
     # Objects on this host cross no network that could change them.
     reads_back = verify_writes == "always" or (verify_writes == "auto" and not kept and not can.host_local)
-    if promised == can and not reads_back:
+    checks_conditions = checks_conditions and not can.host_local and promised.conditional_create
+    if promised == can and not reads_back and not checks_conditions:
         return objects
-    return PromisedObjects(objects, promised, reads_back=reads_back)
+    return PromisedObjects(objects, promised, reads_back=reads_back, checks_conditions=checks_conditions)
 
 
 class PromisedObjects(WrappedObjects):
@@ -73,13 +80,19 @@ class PromisedObjects(WrappedObjects):
     Args:
         capabilities: The promises to make.
         reads_back: Whether to compare the digest of each stored object with that of the bytes that were sent.
+        checks_conditions: Whether to send three requests before the first conditional put, which the endpoint must
+            refuse, as it did when it was probed. A put raises `StoreError` if it does not.
 
     Attributes:
         stored_wrong: How often the stored bytes differed from those that were sent.
     """
 
-    def __init__(self, inner: ObjectTier, capabilities: Capabilities, *, reads_back: bool) -> None:
+    def __init__(
+        self, inner: ObjectTier, capabilities: Capabilities, *, reads_back: bool, checks_conditions: bool = False
+    ) -> None:
         super().__init__(inner)
+        self._unchecked = checks_conditions
+        self._lock = threading.Lock()
         self._capabilities = capabilities
         self.reads_back = reads_back
         self.stored_wrong = 0
@@ -140,6 +153,9 @@ class PromisedObjects(WrappedObjects):
             case Update(version) if can.conditional_update and not self._capabilities.conditional_update:
                 pass
             case _:
+                if self._unchecked and mode != OVERWRITE:
+                    with self._lock:
+                        self._check_conditions()
                 return super().put(key, data, mode=mode, checksum=checksum)
         with locked(type(self), [key]):
             try:
@@ -150,6 +166,29 @@ class PromisedObjects(WrappedObjects):
                 raise AlreadyExistsError(f"{key} exists", path=key)
             check_version(key, found, version)
             return super().put(key, data, checksum=checksum)
+
+    def _check_conditions(self) -> None:
+        """Send puts whose conditions do not hold, once. Another server, or a proxy, may be there since the probe."""
+        if not self._unchecked:
+            return
+        modes: list[PutMode] = [CREATE, CREATE]  # the first one makes the object if it is missing
+        if self._capabilities.conditional_update:
+            modes.append(Update(self.inner.head(keys.DESCRIPTOR).version))  # the version of other content
+        data = [b"A put of this object must be refused."]
+        for number, mode in enumerate(modes):
+            try:
+                self.inner.put(_CONDITIONS, data, mode=mode, checksum=checksum_for(self._capabilities, data))
+            except (AlreadyExistsError, ConflictError):
+                continue
+            if number:
+                raise StoreError(
+                    "the endpoint replaced an object although it was to be put on a condition, so two writers could "
+                    "replace each other's files: nothing was written. Repair the endpoint, or run `tierfs probe URL`, "
+                    "which makes this a store for one writer at a time",
+                    path=_CONDITIONS,
+                    tier="object",
+                )
+        self._unchecked = False
 
     def _checksum(self, info: ObjectInfo) -> bytes:
         """Return the XXH3-128 of the stored object, fetched in one request; empty if its length differs."""
