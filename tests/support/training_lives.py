@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+import tierfs
 from tierfs.train import Every, Manager, Preemption, TrainState
 
 ITEMS, BATCH = 24, 2
+WIDTH = 8192  # wide enough for chunks: small files lie in their records
 PATIENCE_S = 60
 
 
@@ -39,6 +41,14 @@ class Lives:
             rank.start()
         self._started.append(Life(ranks, [directory / f"{name}-{rank}.jsonl" for rank in range(size)]))
         return self._started[-1]
+
+    def straight(self, directory: Path, loader: str, size: int, steps: int) -> list[dict[int, str]]:
+        """Return the losses of an uninterrupted run, by rank and step."""
+        tierfs.init(f"file://{directory}/store")
+        settings = {"manager": {"save": (), "ram": "0", "nvme": "0"}, "loader": loader, "steps": steps}
+        life = self.start(size, directory, "straight", f"tierfs::file://{directory}/store/run", settings)
+        assert life.codes() == [0] * size, life.errors()
+        return life.losses()
 
     def kill(self) -> None:
         """Kill the lives that have not ended."""
@@ -62,6 +72,10 @@ class Life:
         """Return the losses of each rank by step."""
         return [{fact["step"]: fact["loss"] for fact in facts if "step" in fact} for facts in self.facts()]
 
+    def errors(self) -> str:
+        """Return what the ranks wrote to their standard error."""
+        return "\n".join(file.with_suffix(".err").read_text() for file in self._files)
+
     def pids(self) -> list[int]:
         return [rank.pid for rank in self._ranks]
 
@@ -80,8 +94,9 @@ class Life:
 
     def kill(self) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has no group yet
                 os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()
             rank.join()
 
     def codes(self, count: int | None = None) -> list[int | None]:
@@ -136,7 +151,7 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
         life: The name of this life.
         url: The root of the run.
         settings: ``manager`` has arguments of `Manager`. ``steps`` is the number of steps of the run, ``loader`` the
-            kind of the loader, ``slow_s`` seconds for each item, ``pause_s`` seconds for each step. ``validates`` keeps
+            kind of the loader, ``restore`` the step to restore instead of the newest one, ``slow_s`` seconds for each item, ``pause_s`` seconds for each step. ``validates`` keeps
             the workers of another loader alive. At the step ``stuck`` the last rank hangs. ``reduces=False`` makes the
             model of each rank its own.
     """
@@ -151,7 +166,7 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
             timeout=timedelta(seconds=120),
         )  # fmt: skip
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(4, WIDTH), torch.nn.Dropout(0.5), torch.nn.Linear(WIDTH, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader, sampler = loader_of(settings["loader"], settings.get("slow_s", 0.0), rank, size)
     state = TrainState(model=model, optimizer=optimizer, scheduler=None, dataloader=loader)
@@ -166,7 +181,7 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
         preemption = Preemption(grace=settings.get("grace", "30s"))
         given = {"save": [Every(steps=4), preemption], "timeout": 120.0, **settings["manager"]}
         with Manager(url, **given) as manager:
-            restored = manager.restore(state)
+            restored = manager.restore(state, step=settings.get("restore"))
             if restored is not None:
                 note(restored=restored.step, kind=restored.kind, is_exact=restored.is_exact, notes=restored.notes)
             if settings.get("validates"):
@@ -189,7 +204,9 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
                     optimizer.step()
                     optimizer.zero_grad()
                     note(step=step, loss=loss.item().hex())
-                    manager.step(step, state, metrics={"loss": loss.item()})
+                    saved = manager.step(step, state, metrics={"loss": loss.item()})
+                    if saved is not None:
+                        note(saved=step, kind=saved.kind)
                     step += 1
                     time.sleep(settings.get("pause_s", 0.0))
                     if manager.stopping or step == settings["steps"]:
@@ -198,4 +215,5 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
                     state.epoch += 1
                     continue
                 break
-            note(ended=step)
+            manager.wait(PATIENCE_S)
+            note(ended=step, errors=[str(failed) for failed in manager.errors])
