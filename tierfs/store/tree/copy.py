@@ -97,9 +97,11 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
         rows, indirect, term = expand_rows(store, manifest, source.path), False, None
     else:
         rows, indirect, term = ensure_chunks_durable(store, source.path, listed_rows(store, source))
+    changes.setdefault(
+        "metadata", manifest.metadata if source.path == target.path else SaveMark.without(manifest.metadata)
+    )
     placed = replace(
         manifest,
-        metadata=manifest.metadata if source.path == target.path else SaveMark.without(manifest.metadata),
         write_id=store.random_bytes(16),
         previous=target.previous,
         rows=rows,
