@@ -78,6 +78,10 @@ def test_a_checkpoint_is_saved_while_the_object_tier_hangs(hand, host, tmp_path)
     make(hand, "step")
     make(hand, "step/deep")
     assert hand.names("step") == ["deep"]
+    verbs.save(host.store, "step/other door/file", b"x")
+    listed = [node for _, node in hand.tree.list_directory(hand.node("step"))]
+    assert hand.tree.read_markers(listed) == {hand.node("step/other door")}
+    hand.tree.remove_file(*hand.parent("step/other door/file"))
     hand.write_file("step/tmp", b"x" * 200_000)
     rename(hand, "step/tmp", "step/file")
     hand.write_file("step/deep/file", b"y")

@@ -35,6 +35,7 @@ from tierfs.mount.nodes import Handle, Node, version_of
 from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode
+from tierfs.store.offline import ask
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe_marker
 
@@ -154,14 +155,15 @@ class NameTree:
         def read(wanted: tuple[Node, str]) -> Node | None:
             node, path = wanted
             try:
-                marker = observe_marker(store, path).manifest
+                marker = ask(store, lambda: observe_marker(store, path)).manifest
             except TierfsError as error:
                 _logger.debug("the marker of %s cannot be read: %s", store.where(path), error)
                 return node
             nodes.show_marker(node, Entry(path, is_directory=True, manifest=marker), seen)
             return None
 
-        unread = transfers().map(read, [(node, node.path) for node in listed if node.is_directory and node.path])
+        wanted = [(node, node.path) for node in listed if node.is_directory and node.path and not node.is_unpublished]
+        unread = transfers().map(read, wanted)
         return {node for node in unread if node is not None}
 
     def _undamaged(self, path: str) -> list[Entry]:

@@ -95,6 +95,11 @@ def writes_go_on(store: Store) -> bool:
     return store.tiers is not None and store.ack is not Level.OBJECT
 
 
+def ask(store: Store, look: Callable[[], _Answer]) -> _Answer:
+    """Return the result of ``look``. If saves go on while the object tier is unreachable, ask as `ask_briefly` does."""
+    return ask_briefly(store, look) if writes_go_on(store) else look()
+
+
 def check_reachable(store: Store) -> None:
     """Check, for a change or a listing that needs the object tier, that it answers within LOOK_S seconds.
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from functools import partial
 
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
 from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest, inline_digest
-from tierfs.store.offline import ask_briefly, writes_go_on
+from tierfs.store.offline import ask
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.listing import list_directory, stat
@@ -36,8 +35,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: 
             return True
         raise AlreadyExistsError(f"{store.url} is the store's root", path=path)
     try:
-        look = partial(observe_marker, store, path)
-        observed = ask_briefly(store, look) if writes_go_on(store) else look()
+        observed = ask(store, lambda: observe_marker(store, path))
     except StoreError as error:
         if not (exist_ok and error.transient) or store.tiers is None:
             raise

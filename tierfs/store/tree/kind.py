@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from tierfs.errors import NotFoundError, StoreError
-from tierfs.store.offline import ask_briefly, writes_go_on
+from tierfs.store.offline import ask, ask_briefly, writes_go_on
 from tierfs.store.store import Store
 from tierfs.store.tree.listing import Entry, has_below, pending_at, stat, stat_to_read
 from tierfs.store.tree.records import last_seen, observe_draft, was_directory
@@ -50,10 +50,8 @@ def look(store: Store, path: str, *, to_read: bool = False) -> Entry:
         InvalidInputError, CorruptionError, FormatError, ReadOnlyError: As `stat`.
     """
     describe = partial(stat_to_read if to_read else stat, store, path)
-    if not path or not writes_go_on(store):
-        return describe()
     try:
-        return ask_briefly(store, describe)
+        return ask(store, describe) if path else describe()
     except StoreError as error:
         draft = observe_draft(store, path) if error.transient else None
         if draft is None or draft.manifest is None:
