@@ -269,16 +269,7 @@ class Commits:
         ``names`` are all files in the directory, if this process wrote them into a new one. Then nothing is
         looked up.
         """
-        named = None
-        try:
-            root = None if names is not None else observe(self._store, inside(directory, ROOT))
-            if root is not None and root.manifest is not None:
-                named = self._announced.files(root) | {ROOT}
-        except TierfsError as error:  # torch's own metadata
-            _logger.debug(
-                "%s: the names of the checkpoint's files are unknown: %s", self._store.where(directory), error
-            )
-        write_references(self._store, directory, names, named=named)
+        write_references(self._store, directory, names)
 
     def overtake(self, path: str, record: Manifest, rows: Sequence[Row]) -> bool:
         """Decide between two saves, after another write of the metadata was published first.

@@ -15,9 +15,11 @@ from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest
 from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.checksums import put_checked
-from tierfs.objects.protocol import ObjectInfo, objects_below
+from tierfs.objects.protocol import ObjectInfo, Version, objects_below
+from tierfs.store.announced import AnnouncedSaves
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
+from tierfs.store.tree.records import Observed
 from tierfs.store.tree.walk import live_records, read_manifests
 
 _Record = tuple[str, str, str, Manifest]
@@ -60,16 +62,14 @@ def parents_of(path: str, top: str) -> Iterator[str]:
         parent = parent.rpartition("/")[0]
 
 
-def write_references(
-    store: Store, directory: str, names: Iterable[str] | None = None, *, named: Iterable[str] | None = None
-) -> bool:
+def write_references(store: Store, directory: str, names: Iterable[str] | None = None) -> bool:
     """Write the reference list of a checkpoint that was just published. An error is logged, not raised.
 
     This takes one put if ``names`` are all files in the directory, and this process knows their records because it
     wrote them. Otherwise it also takes a listing, and a request for each record that this host does not know.
 
-    If ``named`` are the names of the checkpoint's files, and the directory holds another shard file, no list is written:
-    gc has to read the directory's records to find that file, and writes the list when the file is gone.
+    If the directory holds a shard file that the checkpoint does not name, no list is written: gc has to read the
+    directory's records to find that file, and writes the list when the file is gone.
 
     Returns:
         Whether the list was written.
@@ -79,10 +79,11 @@ def write_references(
         if found is None:
             listed = owned_records(store, directory)
             found = [(path, info.key, info.version, manifest) for path, info, manifest in read_manifests(store, listed)]
-            if len(found) != len(listed) or keys.inside(directory, ROOT) not in {path for path, _, _, _ in found}:
+            root = next((record for record in found if record[0] == keys.inside(directory, ROOT)), None)
+            if len(found) != len(listed) or root is None:
                 return False  # the checkpoint is changing, or was deleted. A list of none would look like a loss to gc
             parts = {path for path, _, _, manifest in found if is_part(manifest.metadata)}
-            if named is not None and not parts <= {keys.inside(directory, name) for name in named}:
+            if parts and not parts <= _named(store, directory, root):
                 return False
         checks = [record_check(key, version) for _, key, version, _ in found]
         needed = {name for path, _, _, manifest in found for name in names_of(store, path, manifest)}
@@ -90,6 +91,12 @@ def write_references(
     except (TierfsError, OSError) as error:
         _logger.debug("%s gets its reference list from the next gc: %s", store.where(directory), error)
         return False
+
+
+def _named(store: Store, directory: str, root: _Record) -> set[str]:
+    path, key, version, manifest = root
+    names = AnnouncedSaves(store).files(Observed(path, key, manifest, Version(version)))
+    return {keys.inside(directory, name) for name in names}
 
 
 def _known(store: Store, directory: str, names: Iterable[str]) -> list[_Record] | None:

@@ -189,6 +189,7 @@ class _Mark:
         self._covered: dict[str, int] = {}  # number of records in lists that cover more than was listed, by directory
         self._unsettled: set[str] = set()  # keys of lists that cover other records and were not rebuilt
         self._kept_tombstones: set[str] = set()  # keys
+        self._unnamed: list[Part] = []  # shard files newer than the checkpoint in their directory
         self._owners: dict[str, str | None] = {}  # see `_owner`, by directory
         self._owned: dict[str, bytearray] = defaultdict(
             bytearray
@@ -206,6 +207,10 @@ class _Mark:
             self._alive()
             self._read_directory(directory)
         self._read_lost()
+        # A directory that lists its files in any order may list them before the metadata of their checkpoint.
+        unfinished = self._found.unfinished
+        self._found.unfinished = [part for part in unfinished if part[0].rpartition("/")[0] not in self._checkpoints]
+        self._found.unfinished += self._unnamed
         self._settle()
         return self._found
 
@@ -388,7 +393,7 @@ class _Mark:
         for part in unnamed:
             # A file older than the metadata is of a save that another one replaced. Others may be of a save under way.
             is_over = part[1].modified_ns < files[ROOT].modified_ns
-            (self._found.replaced if is_over else self._found.unfinished).append(part)
+            (self._found.replaced if is_over else self._unnamed).append(part)
         missing = named - files.keys()
         for path in sorted(inside(directory, name) for name in missing):
             key = keys.record_key(path)
