@@ -31,8 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
-from tierfs.demo.data import ByteStream
-from tierfs.demo.model import ByteGPT, shape_for
+from tierfs.demo.model import ByteGPT, ByteStream, shape_for
 from tierfs.errors import NotFoundError
 
 OPTIONS = {"ram": "512MiB", "nvme": "0"}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from tierfs.demo.data import ByteStream
+from tierfs.demo.model import ByteStream
 
 __all__ = ["TrainingState"]
 

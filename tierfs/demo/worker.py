@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tierfs.demo.data import ByteStream, standard_library_text
-from tierfs.demo.model import ByteGPT, shape_for
+from tierfs.demo.model import ByteGPT, ByteStream, shape_for, standard_library_text
 from tierfs.digest import checksum
 from tierfs.train import Every, Manager, Preemption, TrainState
 from tierfs.train.digests import digests_of

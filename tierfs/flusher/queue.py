@@ -1,4 +1,10 @@
-"""The queue of a flusher's drafts in flight, and the progress of each."""
+"""The queue of a flusher's drafts in flight, the progress of each, and the order in which they are published.
+
+Drafts are published in closing order, directory by directory. A draft waits for every draft that was closed earlier and
+lies in or below its directory. So ``run/latest`` never appears before the files that were saved under ``run/`` until
+then, and a checkpoint's metadata never before its shards. Checkpoints in sibling directories do not wait for each other.
+A draft that cannot be published delays the drafts that wait for it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,9 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tierfs.errors import ConflictError, TierfsError
-from tierfs.flusher.order import ClosingOrder, Turn
 from tierfs.format.manifest import Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 # Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
 # that to pay.
 LARGE_BYTES_MIN = 64 << 20
+Turn: TypeAlias = tuple[int, int, int]
+"""The sort key of the closing order: see `Draft.turn`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -349,3 +356,42 @@ def _take_out(drafts: list[FlushItem], entry: FlushItem) -> None:
 
 def _turn(entry: FlushItem) -> Turn:
     return entry.turn
+
+
+class ClosingOrder:
+    """The pending drafts of each directory in closing order. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._below: dict[str, list[Turn]] = {}
+
+    def __repr__(self) -> str:
+        return f"ClosingOrder({len(self._below.get('', []))} pending)"
+
+    def add(self, path: str, turn: Turn) -> None:
+        for directory in _ancestors(path):
+            bisect.insort(self._below.setdefault(directory, []), turn)
+
+    def remove(self, path: str, turn: Turn) -> None:
+        for directory in _ancestors(path):
+            turns = self._below[directory]
+            del turns[bisect.bisect_left(turns, turn)]
+            if not turns:
+                del self._below[directory]
+
+    def first(self, path: str) -> Turn:
+        """Return the turn of the earliest pending draft in or below the directory of ``path``."""
+        return self._below[path.rpartition("/")[0]][0]
+
+    def firsts(self, path: str) -> Iterator[Turn]:
+        """Yield the turn of the earliest pending draft of each directory above ``path``. A turn may repeat."""
+        for directory in _ancestors(path):
+            turns = self._below.get(directory)
+            if turns:
+                yield turns[0]
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """Yield every directory above ``path``; the root (``""``) comes last."""
+    while path:
+        path = path.rpartition("/")[0]
+        yield path

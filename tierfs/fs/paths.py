@@ -2,6 +2,11 @@
 
 An instance takes paths of the object tier (``bucket/run/x``, ``/data/run/x``), or ``NAME/run/x`` for named stores.
 Every method also takes a full URL. To find the store of a path, tierfs walks up from the path.
+
+fsspec gives a filesystem that precedes another one in a chained URL the path of that other one: ``/data/run`` for
+``tierfs::file:///data/run``. It does this for subclasses of ``ChainedFileSystem``, which is new in 2025.10. Earlier, it
+does this for subclasses of ``CachingFileSystem``. The end of a transaction publishes its files in the order in which they
+were opened.
 """
 
 from __future__ import annotations
@@ -15,12 +20,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from fsspec.asyn import get_loop
+from fsspec.asyn import AsyncFileSystem, get_loop
+from fsspec.spec import _Cached
+from fsspec.transaction import Transaction
 from fsspec.utils import stringify_path
 
-from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
-from tierfs.fs.chaining import Chained
-from tierfs.fs.transactions import TierTransaction
+from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.fs.writefile import WriteFile
 from tierfs.host.pending.levels import Level
 from tierfs.session import Location, TierOptions, open_store
@@ -43,6 +48,91 @@ _FSSPEC_OPTIONS = frozenset(
 )
 # Options of other fsspec filesystems that tune reading: ``fill_cache``, ``default_block_size``, ``max_gap``.
 _HINT = re.compile("cache|caching|block|buffer|ahead|prefetch|concurren|size|gap")
+try:
+    from fsspec.implementations.chained import ChainedFileSystem
+except ImportError:
+    from fsspec.implementations.cached import CachingFileSystem as ChainedFileSystem
+
+
+class TierTransaction(Transaction):
+    """The files of a transaction, written and not published yet.
+
+    Of several writes to a path, only the last is published. The files are published one after the other, each of them
+    whole. If one fails, the files after it are discarded.
+    """
+
+    fs: Any
+
+    def check(self, path: str, mode: str) -> None:
+        """Refuse to open a file in a mode that depends on a file that this transaction has not published yet.
+
+        Raises:
+            AlreadyExistsError: The transaction has written the path already, and the mode is ``xb``.
+            InvalidInputError: The transaction has written the path already, and the mode is ``ab``.
+        """
+        if mode == "wb" or not any(file.path == path and file.pending for file in self.files):
+            return
+        if mode == "xb":
+            raise AlreadyExistsError(f"{path} was already written in this transaction", path=path)
+        raise InvalidInputError(f"{path} is written in this transaction: append to it after the transaction", path=path)
+
+    def complete(self, commit: bool = True) -> None:
+        """Publish the files, or discard them.
+
+        Raises:
+            InvalidInputError: A file was not closed. No file is published.
+            TierfsError: A file could not be published. The files before it are published.
+        """
+        unclosed = next((file.path for file in self.files if not file.closed), None)
+        last = {file.path: file for file in self.files if file.pending}
+        for file in self.files:
+            if last.get(file.path) is not file:
+                file.discard()
+        fs = self.fs
+        try:
+            super().complete(commit=commit and unclosed is None)
+        finally:  # fsspec before 2026.9 does not clean up if a file fails
+            while self.files:
+                self.files.popleft().discard()
+            fs._intrans, fs._transaction, self.fs = False, None, None
+        if commit and unclosed is not None:
+            raise InvalidInputError(
+                f"{unclosed} was not closed before the end of the transaction: none of its files is published",
+                path=unclosed,
+            )
+
+
+class _Instances(_Cached):
+    """Makes one instance for all URLs that differ only in their paths, so that these share stores and caches."""
+
+    def mro(cls) -> list[type]:  # noqa: N805 - of a metaclass
+        """Put `ChainedFileSystem` last, so that methods of fsspec's other classes take precedence over its own."""
+        order = [base for base in super().mro() if base not in {ChainedFileSystem, object}]
+        return [*order, ChainedFileSystem, object]
+
+    def __call__(cls, *args: Any, fo: str = "", **options: Any) -> Any:  # noqa: N805
+        if options.get("target_protocol", "") is None:
+            del options["target_protocol"]
+        instance = super().__call__(*args, **options)
+        instance._first = instance._first or fo
+        return instance
+
+
+class Chained(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
+    """An asynchronous filesystem to which fsspec passes the rest of a chained URL.
+
+    Attributes:
+        _first: The path in the first chained URL of this instance. Empty if no URL had one.
+    """
+
+    _first = ""
+    __getattribute__ = object.__getattribute__  # `CachingFileSystem` overrides it
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        # Otherwise fsspec before 2026.3 replaces the path of an unchained URL by an empty path.
+        _, colon, rest = path.partition("://")
+        return {"target_protocol": None} if colon and rest else {}
 
 
 class PathSpace(Chained):

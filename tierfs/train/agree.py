@@ -1,4 +1,7 @@
-"""Agreement of ranks: they exchange a few numbers, so that all of them save, stop and fail at the same step."""
+"""Agreement of ranks: they exchange a few numbers, so that all of them save, stop and fail at the same step.
+
+torch wraps the reason of a failed save or load in a `BaseException`, which few handlers expect: `reason_of` unwraps it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tierfs.errors import ConflictError, TierfsError
 from tierfs.threads import start_daemon
@@ -251,3 +255,21 @@ class Agreement:
             return 1
         wanted = math.ceil(min(self._costs_s) / (SHARE_MAX * call_s))
         return max(1, min(wanted, int(APART_S_MAX / call_s)))
+
+
+def reason_of(error: BaseException) -> Exception:
+    """Return the failure of a save or load as an `Exception`.
+
+    If all failed ranks report the same `TierfsError`, return it. Otherwise return a `TierfsError` that lists the
+    failure of each rank. An interruption also becomes a `TierfsError`. Any other exception is returned unchanged.
+    """
+    if not isinstance(error, CheckpointException):
+        return error if isinstance(error, Exception) else TierfsError(f"interrupted by {error!r}")
+    failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+    own = {str(failure): failure for failure in failures.values() if isinstance(failure, TierfsError)}
+    if len(own) == 1 and all(isinstance(failure, TierfsError) for failure in failures.values()):
+        return next(iter(own.values()))
+    listed = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items())
+    found = TierfsError(listed)
+    found.__cause__ = error
+    return found

@@ -24,7 +24,7 @@ from tierfs.dcp.address import Address
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.train.agree import Agreed, World
-from tierfs.train.decider import LIGHT, SaveDecider
+from tierfs.train.decider import LIGHT, SaveDecider, StepTimer
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
 from tierfs.train.policies import Preemption, as_save_policies
@@ -34,7 +34,6 @@ from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, checked_step
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
 from tierfs.train.state import as_state
-from tierfs.train.timing import StepTimer
 from tierfs.units import TIMEOUT_S_MAX, bounded_timeout
 
 KINDS = ("light", "full")

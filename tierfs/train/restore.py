@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from tierfs.checkpoint.lines import ABOUT, FIRST, Lines, line_of
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
-from tierfs.train.agree import World
-from tierfs.train.reasons import reason_of
+from tierfs.train.agree import World, reason_of
 from tierfs.train.run import OWN, About, RunDirectory
 from tierfs.train.state import DictState, TrainState, Wanted, as_state
 

@@ -21,11 +21,10 @@ from tierfs.dcp import TierWriter
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.threads import start_daemon
-from tierfs.train.agree import World
+from tierfs.train.agree import World, reason_of
 from tierfs.train.digests import TENSOR, digests_of, first_difference, without_digest
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.proof import encode_history
-from tierfs.train.reasons import reason_of
 from tierfs.train.run import OWN, RunDirectory
 
 _logger = logging.getLogger("tierfs.train")

@@ -4,7 +4,7 @@ from support.damaging import make_store
 
 from tierfs.format import keys
 from tierfs.format.keys import ChunkName
-from tierfs.store.maintenance.chunk_names import ChunkNames
+from tierfs.store.maintenance.repair_chunks import ChunkNames
 
 CONTENT, BESIDE, ELSEWHERE = b"\1" * 16, b"\1" * 15 + b"\2", b"\3" * 16
 

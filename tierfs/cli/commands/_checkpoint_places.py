@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from tierfs.checkpoint.plain_store import plain_store
 from tierfs.cli.files.places import StorePlace, find_store, store_place
+from tierfs.digest import DigestKind
+from tierfs.format.descriptor import Capabilities, Descriptor
+from tierfs.objects.registry import connect
 from tierfs.session import parse_url
+from tierfs.session.url import Location, target_url
+from tierfs.store import Store
+
+_NOTHING_PROMISED = Capabilities(
+    conditional_create=False,
+    conditional_update=False,
+    list_after_write=False,
+    atomic_put=False,
+    # No local tier keeps copies of its bytes.
+    host_local=True,
+)
 
 
 def source_of(text: str) -> StorePlace:
@@ -20,3 +33,26 @@ def source_of(text: str) -> StorePlace:
         return place
     location = parse_url(text)
     return StorePlace(location.url, *plain_store(location))
+
+
+def plain_store(location: Location) -> tuple[Store, str]:
+    """Present the directory around a location as a store whose files tierfs did not write. Use it for reading only.
+
+    Nothing is looked up yet.
+
+    Args:
+        location: A file or directory.
+
+    Returns:
+        The store and the path of the location in it. The store's root is the parent directory, if there is one.
+
+    Raises:
+        InvalidInputError: The filesystem is unknown, or it refuses its options.
+    """
+    above, _, name = location.path.rpartition("/")
+    root, path = (above, name) if above else (location.path, "")
+    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, _NOTHING_PROMISED)
+    store = Store(
+        connect(location.protocol, root, location.options), descriptor, url=target_url(location.protocol, root)
+    )
+    return store, path

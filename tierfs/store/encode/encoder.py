@@ -24,10 +24,9 @@ from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
 from tierfs.processors import Processors
-from tierfs.store.encode.bases import AbsentError, LocalBase
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ChunkContext, ReadRow, Tensor
-from tierfs.store.encode.deriving import Deriver, SourcePiece, with_bases
+from tierfs.store.encode.deriving import AbsentError, Deriver, LocalBase, SourcePiece, with_bases
 from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
 
 REPROBE_SAVES = 16

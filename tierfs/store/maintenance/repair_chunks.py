@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +27,9 @@ from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, Update, Version
 from tierfs.store.encode.pipeline import blocks_of
-from tierfs.store.maintenance.chunk_names import ChunkNames
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, bad_blocks, block_places, check_envelope, examine
 from tierfs.store.read.fetch import fetch
-from tierfs.store.read.lookup import DAMAGED, inspect
+from tierfs.store.read.lookup import DAMAGED, inspect, names_beside
 from tierfs.store.store import Store
 
 WIDTHS = (2, 4, 1, 8)
@@ -261,3 +261,35 @@ def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> byt
         if (codec, length) == (block.codec, block.encoded_length):
             return bytes(out[:length])
     return None
+
+
+class ChunkNames:
+    """The names of the chunk objects of one store. Safe for use by many threads.
+
+    The listing of the last prefix is cached, so lookups in the order of keys list each prefix once. Other processes may
+    delete objects of a cached listing, and objects that they store meanwhile are not in it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._listed: tuple[bytes, dict[bytes, list[ChunkName]]] = (b"", {})
+
+    def find(self, content: bytes) -> Sequence[ChunkName]:
+        """Return the names of all chunk objects with this content's digest.
+
+        Raises:
+            StoreError, ReadOnlyError: The object tier failed.
+        """
+        first, names = self._listed
+        if first != content[:1]:
+            names = defaultdict(list)
+            for name in names_beside(self._store, content):
+                names[name.digest].append(name)
+            self._listed = content[:1], names
+        return tuple(names.get(content, ()))
+
+    def add(self, name: ChunkName) -> None:
+        """Add an object that was stored to the cached listing."""
+        first, names = self._listed
+        if first == name.digest[:1] and name not in names[name.digest]:
+            names[name.digest].append(name)

@@ -1,10 +1,15 @@
-"""Repair objects that end with a checksum: records, leases, condemned lists, the collector's and scrub records."""
+"""Repair objects that end with a checksum: records, leases, condemned lists, the collector's and scrub records.
+
+Unrepairable objects are copied below ``.tierfs/lost/``, and deleted from their place afterwards.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any, cast
 
 from tierfs.digest import Buffer
@@ -17,10 +22,9 @@ from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import TOMBSTONE_BYTES, Record, decode_record
 from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
 from tierfs.objects.checksums import put_idempotent, read_decoded
-from tierfs.objects.protocol import ObjectInfo, Update, Version, objects_below
+from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
 from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, server_now
-from tierfs.store.maintenance.repair.aside import Aside
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.directory import new_marker
@@ -30,6 +34,7 @@ ALIKE_BYTES_MAX = 32
 _WRITE_ID = slice(16, 32)
 
 Note = Callable[[str, str, str], object]
+_logger = logging.getLogger("tierfs.repair")
 
 
 class Mender:
@@ -259,3 +264,33 @@ def _is_alike(damaged: bytes, candidate: bytes) -> bool:
     if len(damaged) != len(candidate):
         return False
     return sum(a != b for a, b in zip(damaged, candidate, strict=True)) <= ALIKE_BYTES_MAX
+
+
+class Aside:
+    """The place where one repair keeps objects."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        moment = datetime.fromtimestamp(store.clock.now_ns() / 1e9, timezone.utc)
+        self._prefix = f"{keys.LOST}{moment:%Y%m%dT%H%M%SZ}-{store.random_bytes(4).hex()}/"
+
+    def copy(self, key: str, data: bytes) -> str:
+        """Keep the bytes of an object; return the key of the copy."""
+        target = self._prefix + key.removeprefix(f"{keys.PRIVATE}/")
+        put_idempotent(self._store.objects, target, data, mode=CREATE)
+        _logger.warning("%s is kept as %s", self._store.where(key), target)
+        return target
+
+    def move(self, key: str, limit: int) -> str:
+        """Keep an object's bytes, and delete the object if it has not changed. Return the key of the copy.
+
+        Raises:
+            NotFoundError, ConflictError: The object was deleted before it was read, or changed meanwhile.
+            CorruptionError: The object is larger than ``limit`` bytes, and stays.
+            StoreError, ReadOnlyError, CapacityError: The object tier failed.
+        """
+        data, info = self._store.objects.read(key, limit)
+        target = self.copy(key, data)
+        with contextlib.suppress(NotFoundError):  # an earlier try deleted it, and its response was lost
+            self._store.objects.delete_version(key, info.version)
+        return target

@@ -25,9 +25,8 @@ from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
 from tierfs.store.maintenance.gc.mark import vanished_records
 from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.pool import Pool
-from tierfs.store.maintenance.repair.aside import Aside
 from tierfs.store.maintenance.repair.needed import NeededChunks
-from tierfs.store.maintenance.repair.records import Mender
+from tierfs.store.maintenance.repair.records import Aside, Mender
 from tierfs.store.maintenance.repair.report import FileLoss, RepairItem, RepairReport
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub.rounds import read_scrub_record
