@@ -27,7 +27,7 @@ def test_those_of_a_block_take_no_more_than_that():
         assert repr(pool) == "Buffers(2 taken, 0 free)"
 
 
-def test_what_reads_an_object_block_by_block_takes_the_memory_of_one(tmp_path):
+def test_reading_by_blocks_takes_the_memory_of_one_block(tmp_path):
     objects = LocalObjects(tmp_path)
     objects.put("whole", [b"x" * (3 * BLOCK_BYTES)])
     before = repr(buffers()), repr(block_buffers())

@@ -36,14 +36,14 @@ def until_enabled(seconds=20.0):
     return gc.isenabled()
 
 
-def test_nothing_is_collected_in_a_block_and_after_an_error_it_is():
+def test_collection_pauses_in_a_block_and_resumes_after_errors():
     with pytest.raises(ValueError, match="out"), Uncollected():
         assert not gc.isenabled()
         raise ValueError("out")
     assert gc.isenabled()
 
 
-def test_of_several_that_overlap_the_last_that_ends_counts():
+def test_overlapping_pauses_end_with_the_last_one():
     first, second = Uncollected(), Uncollected(60)
     first.end()
     first.end()
@@ -52,7 +52,7 @@ def test_of_several_that_overlap_the_last_that_ends_counts():
     assert gc.isenabled()
 
 
-def test_where_it_is_never_ended_it_ends_by_itself():
+def test_a_pause_that_is_never_ended_times_out():
     forgotten, other = Uncollected(0.05), Uncollected()
     other.end()
     assert until_enabled()
@@ -69,14 +69,14 @@ def test_a_thread_that_is_not_needed_any_more_ends():
     assert not thread.is_alive()
 
 
-def test_where_no_thread_can_be_started_nothing_is_put_off(monkeypatch):
+def test_a_pause_without_a_thread_does_not_begin(monkeypatch):
     monkeypatch.setattr(garbage, "start_daemon", lambda *_, **__: None)
     one = Uncollected(60)
     assert gc.isenabled()
     one.end()
 
 
-def test_where_starting_the_thread_fails_nothing_is_put_off(monkeypatch):
+def test_a_pause_whose_thread_fails_does_not_begin(monkeypatch):
     def fail(*_, **__):
         raise MemoryError
 
@@ -88,7 +88,7 @@ def test_where_starting_the_thread_fails_nothing_is_put_off(monkeypatch):
 
 @pytest.mark.parametrize("at", ["disable", "enable"])
 @pytest.mark.parametrize("what", ["a handler of signals", "a fork"])
-def test_whatever_comes_in_between_garbage_is_collected_in_the_end(monkeypatch, at, what):
+def test_collection_is_enabled_after_any_interruption(monkeypatch, at, what):
     # A signal handler pauses the collector, or another thread forks, just before and just after gc.disable or
     # gc.enable.
     real, children = getattr(gc, at), []

@@ -153,7 +153,7 @@ def test_no_two_modules_import_each_other_in_a_circle():
 @pytest.mark.parametrize(
     "path", [path for path in modules() if path.name == "__init__.py"], ids=lambda path: path.parent.name
 )
-def test_what_a_package_exports_is_sorted_and_there(path):
+def test_a_packages_exports_are_sorted_and_exist(path):
     import importlib
 
     name = ".".join(path.parent.relative_to(PACKAGE.parent).parts)

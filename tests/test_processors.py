@@ -80,7 +80,7 @@ def test_calls_within_calls_come_to_an_end(threads_max):
     assert len(done) == 8 * 3**4
 
 
-def test_nobody_waits_for_a_busy_helper():
+def test_a_busy_helper_is_not_waited_for():
     processors, gate, done = Processors(threads_max=2), threading.Event(), []
     busy = [processors._threads().submit(gate.wait, 10) for _ in range(2)]
     processors.share_out(done.append, range(5))
@@ -139,7 +139,7 @@ def test_an_interrupt_waits_for_what_was_begun_and_comes_before_errors():
     assert processors._busy == 0
 
 
-def test_nothing_refers_to_the_caller_s_memory_afterwards():
+def test_helpers_keep_no_reference_to_a_callers_memory():
     processors = Processors()
 
     def fill(buffer, fails_at=None):

@@ -31,7 +31,7 @@ def test_a_share_of_more_than_all_is_refused(text):
 
 
 @pytest.mark.parametrize("text", ["-1%", "%", "1e2%", "25%%", ".5%", "5.%", "", "half", "٣%", b"1", [1], None, True])
-def test_what_is_neither_size_nor_share_is_refused(text):
+def test_a_text_that_is_no_size_or_share_is_refused(text):
     with pytest.raises(InvalidInputError, match="not a size"):
         parse_share(text, 1000)
 

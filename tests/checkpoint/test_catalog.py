@@ -196,7 +196,7 @@ def test_a_rank_that_saved_on_its_own_and_has_no_metadata_makes_it_incomplete(st
     assert found.missing == ["__1.metadata is not there: rank 1 did not finish its save"]
 
 
-def test_what_is_not_in_the_object_tier_yet_is_listed_with_its_level(tmp_path):
+def test_pending_checkpoints_are_listed_with_their_level(tmp_path):
     with held_store(tmp_path) as store:
         make(store, "run/1", shape=(300, 100))
         found = look(store)["run/1"]
@@ -256,7 +256,7 @@ def test_a_complete_checkpoint_stays_one_while_a_later_save_waits(store):
     assert len(found.waiting) == 2
 
 
-def test_where_there_is_no_checkpoint_the_error_says_so(store):
+def test_a_place_without_a_checkpoint_is_an_error(store):
     with pytest.raises(NotFoundError, match="tierfs checkpoint ls"):
         open_checkpoint(store, "run/nothing")
     make(store, "run/1")

@@ -128,7 +128,7 @@ def test_a_good_copy_on_this_host_does_not_hide_a_damaged_object(tmp_path):
     assert check(bare).damage == [damage]
 
 
-def test_what_is_on_this_host_alone_is_read_from_there(tmp_path):
+def test_pending_checkpoints_are_verified_locally(tmp_path):
     with held_store(tmp_path) as store:
         checkpoint = Handmade(store, "run/1")
         checkpoint.tensor("w", noise(torch.float32, (300, 1000)), FILES[0])

@@ -102,7 +102,7 @@ def test_a_checkpoint_of_everything_equals_itself_whoever_wrote_it(url, store):
     assert sum(seen) == one.length - sum(place.length for place in one.objects.values())
 
 
-def test_what_is_in_one_alone_or_of_another_kind_is_told(store):
+def test_unmatched_values_are_listed(store):
     made = Handmade(store, "b")
     made.tensor("kept", torch.ones(3), FILES[0])
     made.tensor("cast", torch.ones(3).half(), FILES[0])

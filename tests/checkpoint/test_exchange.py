@@ -270,7 +270,7 @@ def test_a_file_of_torch_save_is_the_nested_state(checkpoint, tmp_path):
     assert same(torch.load(tmp_path / "out.pt", weights_only=True), odd_state())
 
 
-def test_what_weights_only_would_refuse_is_not_exported(url, store, tmp_path):
+def test_objects_that_weights_only_refuses_are_not_exported(url, store, tmp_path):
     with open(tmp_path / "out.pt", "wb") as stream:
         write_state(state_of(write(url, store, "tierfs", {"w": torch.ones(2), "some": b"thing"})), stream)
     assert torch.load(tmp_path / "out.pt", weights_only=True)["some"] == b"thing"
@@ -467,7 +467,7 @@ def test_a_file_of_torch_save_with_a_hole_in_it_is_damaged(url, tmp_path, mapped
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF])
-def test_whatever_is_damaged_at_the_end_of_an_archive_is_told_in_words(tmp_path, byte):
+def test_damage_at_an_archives_end_is_explained(tmp_path, byte):
     content = pickled({"w": torch.arange(300.0), "x": "y" * 100})
     told = 0
     for at in range(1, 400):
@@ -481,7 +481,7 @@ def test_whatever_is_damaged_at_the_end_of_an_archive_is_told_in_words(tmp_path,
     assert told > 100
 
 
-def test_what_was_written_without_checksums_is_taken_as_it_is(url, store, without_checksums):
+def test_archives_without_checksums_are_accepted(url, store, without_checksums):
     content = pickled({"w": torch.arange(10.0)})
     import_file(content, f"tierfs::{url}/back", where="file", overwrite=False)
     assert torch.equal(state_of(open_checkpoint(store, "back"))["w"], torch.arange(10.0))
@@ -535,7 +535,7 @@ def test_an_empty_mapping_that_is_called_as_another_value_is_refused(url):
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), [1, 2], 3], ids=["tensor", "list", "number"])
-def test_what_is_no_state_dict_is_refused(url, value):
+def test_a_file_that_is_no_state_dict_is_refused(url, value):
     with pytest.raises(InvalidInputError, match="put it into a dict"):
         import_file(pickled(value), f"tierfs::{url}/back", where="file", overwrite=False)
 

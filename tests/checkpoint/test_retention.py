@@ -136,7 +136,7 @@ def test_rules_are_read_from_the_command_line(text, rule):
     "text",
     ["latest", "latest:0", "latest:x", "best:2", "best:2:", "best:2::max", "within:2", "geometric:1", "all", "every:0"],
 )
-def test_what_is_no_rule_is_refused(text):
+def test_an_unknown_rule_is_refused(text):
     with pytest.raises(InvalidInputError):
         parse_rule(text)
 
@@ -168,7 +168,7 @@ MANY = st.lists(ONE, max_size=20).map(
 
 
 @given(MANY, st.lists(RULES, min_size=1, max_size=3))
-def test_whatever_the_rules_are(saved, rules):
+def test_some_checkpoints_stay_under_any_rules(saved, rules):
     decisions = decide(saved, rules, NOW_NS)
     left = [each.saved for each in decisions if each.is_kept]
     assert {each.saved.path for each in decisions} == {each.path for each in saved}

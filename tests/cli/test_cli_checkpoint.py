@@ -135,7 +135,7 @@ def test_checkpoints_are_listed_in_the_order_of_their_steps(url, step_10, store,
     assert [item["name"] for item in told(capsys, "ls", step_10)["checkpoints"]] == ["step_10"]
 
 
-def test_what_checkpoints_cost_and_share_is_told(url, store, capsys):
+def test_checkpoint_ls_shows_shared_and_freed_bytes(url, store, capsys):
     frozen = state()
     save_state(f"{url}/run/step_1", frozen)
     save_state(f"{url}/run/step_2", {**frozen, "extra": torch.randn(100_000)})
@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_listed_beside_the_others_and_is_exit_code_6(url
     assert "  file://" in shown(capsys, "ls", url, code=6)
 
 
-def test_where_nothing_is_the_list_is_empty_or_an_error(url, store, capsys):
+def test_a_place_without_checkpoints_is_empty_or_an_error(url, store, capsys):
     save(store, "run/notes", b"x")
     assert told(capsys, "ls", f"{url}/run")["checkpoints"] == []
     assert shown(capsys, "ls", f"{url}/run") == ""
@@ -367,7 +367,7 @@ def test_diff_says_what_differs_and_by_how_much(url, step_10, capsys):
 
 
 @pytest.mark.parametrize("format_", ["dcp", "torch", "safetensors"])
-def test_what_is_exported_comes_back(url, step_10, tmp_path, capsys, format_):
+def test_an_export_can_be_imported(url, step_10, tmp_path, capsys, format_):
     target = str(tmp_path / "new" / "out")
     words = ["--skip-objects"] if format_ == "safetensors" else []
     done = told(capsys, "export", step_10, target, "--format", format_, *words)
@@ -407,7 +407,7 @@ def test_a_checkpoint_in_a_store_is_imported_into_another_place(url, step_10, ca
     assert told(capsys, "diff", f"{url}/made", step_10)["equal"]
 
 
-def test_what_lies_on_another_filesystem_is_imported(url, step_10, tmp_path, capsys):
+def test_a_checkpoint_on_another_filesystem_is_imported(url, step_10, tmp_path, capsys):
     elsewhere = f"memory://elsewhere-{uuid.uuid4().hex}"
     dcp.save(state(), storage_writer=FsspecWriter(f"{elsewhere}/dcp"), no_dist=True)
     told(capsys, "export", step_10, f"{tmp_path}/model.pt")
@@ -421,7 +421,7 @@ def test_what_lies_on_another_filesystem_is_imported(url, step_10, tmp_path, cap
     fsspec.filesystem("memory").rm(elsewhere, recursive=True)
 
 
-def test_what_is_there_is_replaced_only_by_force(url, step_10, tmp_path, capsys):
+def test_an_existing_target_is_replaced_only_with_force(url, step_10, tmp_path, capsys):
     for name, words in (("a.pt", []), ("a", []), ("a.safetensors", ["--skip-objects"])):
         target = f"{tmp_path}/{name}"
         told(capsys, "export", step_10, target, *words)
@@ -554,7 +554,7 @@ def test_a_dtype_and_an_object_are_refused_by_name(url, tmp_path, capsys):
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_what_cannot_be_imported_is_an_error(url, tmp_path, capsys):
+def test_an_invalid_import_is_an_error(url, tmp_path, capsys):
     (tmp_path / "file").write_bytes(b"nonsense")
     assert told(capsys, "import", f"{tmp_path}/file", f"{url}/x", code=2)["error"]["kind"] == "invalid-input"
     assert told(capsys, "import", f"{tmp_path}/nothing", f"{url}/x", code=3)["error"]["kind"] == "not-found"

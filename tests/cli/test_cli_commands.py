@@ -248,7 +248,7 @@ def test_an_empty_directory_is_refused(url, capsys, words):
     assert "an argument is empty" in capsys.readouterr().err
 
 
-def test_nothing_is_mounted_on_an_empty_path(url, capsys):
+def test_an_empty_mount_point_is_refused(url, capsys):
     assert main(["mount", url, ""]) == 2
     assert "an argument is empty" in capsys.readouterr().err
 

@@ -157,7 +157,7 @@ def test_the_same_rules_hold_for_a_local_target(url, tmp_path):
         (["{url}/there/file", "{tree}/a/b/deep é/x"], 2, "deep é"),
     ],
 )
-def test_what_cannot_be_copied_is_refused_before_anything_is_written(url, tree, words, code, message, capsys):
+def test_an_invalid_copy_is_refused_before_any_write(url, tree, words, code, message, capsys):
     put(f"{url}/there/file", b"old")
     before = stored(url), below(tree)
     assert main(["cp", *(word.format(url=url, tree=tree) for word in words)]) == code

@@ -86,7 +86,7 @@ def test_a_directory_is_materialized_and_then_left_as_it_is(stored, tmp_path, ca
 
 
 @pytest.mark.parametrize("place", ["store", "store/run", "store/other/new", "link"])
-def test_nothing_is_materialized_into_a_store(stored, tmp_path, capsys, place):
+def test_a_target_inside_a_store_is_refused(stored, tmp_path, capsys, place):
     (tmp_path / "link").symlink_to(tmp_path / "store")
     before = below(tmp_path / "store")
     assert main(["materialize", stored, str(tmp_path / place)]) == 2
@@ -258,7 +258,7 @@ def test_a_directory_goes_into_a_store_with_modes_and_times(url, store, tree, tm
     assert (done["files"], done["unchanged"]) == (0, 4)
 
 
-def test_what_changed_is_stored_and_delete_removes_what_went(url, store, tree, capsys):
+def test_sync_stores_changes_and_deletes_missing_files(url, store, tree, capsys):
     run(capsys, "sync", tree, url)
     (tree / "a").write_bytes(b"longer than before")
     (tree / "zero").unlink()
@@ -356,7 +356,7 @@ def test_a_file_is_refused_with_the_command_that_copies_it(stored, tree, tmp_pat
     assert "tierfs cp" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_not_found(url, tmp_path, capsys):
+def test_a_missing_source_is_not_found(url, tmp_path, capsys):
     assert main(["materialize", f"{url}/missing", str(tmp_path / "out")]) == 3
     assert main(["sync", str(tmp_path / "missing"), url]) == 3
     assert "does not exist" in capsys.readouterr().err

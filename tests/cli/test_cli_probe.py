@@ -36,7 +36,7 @@ def test_a_store_is_found_from_below_and_stays_as_it_was(tmp_path, capsys):
     assert (tmp_path / ".tierfs/store.json").read_bytes() == before
 
 
-def test_what_has_changed_is_noted_in_the_store(tmp_path, capsys, monkeypatch):
+def test_a_probe_notes_changes_in_the_store(tmp_path, capsys, monkeypatch):
     tierfs.init(str(tmp_path))
     from tierfs.objects import OVERWRITE, LocalObjects
 
@@ -56,7 +56,7 @@ def test_what_has_changed_is_noted_in_the_store(tmp_path, capsys, monkeypatch):
     assert "with the same result recorded" in capsys.readouterr().out
 
 
-def test_what_is_noted_while_the_answer_is_lost_is_no_conflict(tmp_path, monkeypatch):
+def test_a_probes_lost_answer_is_no_conflict(tmp_path, monkeypatch):
     tierfs.init(str(tmp_path))
     from tierfs.errors import StoreError
     from tierfs.format import keys

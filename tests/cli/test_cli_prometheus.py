@@ -83,7 +83,7 @@ def value(families, name, **labels):
     return families[name][2][frozenset({"store": "s3://bucket/run", **labels}.items())]
 
 
-def test_what_the_status_says_comes_back_under_names_in_base_units():
+def test_metrics_have_base_units_in_their_names():
     families = parse(exposition(REPORT))
     assert value(families, "tierfs_queue_files") == 3
     assert value(families, "tierfs_queue_bytes") == 1 << 60
@@ -107,7 +107,7 @@ def test_what_the_status_says_comes_back_under_names_in_base_units():
     assert value(families, "tierfs_process_waits_for_room_total") == 2
 
 
-def test_what_only_grows_is_a_counter_and_is_called_total_and_nothing_else_is():
+def test_counters_alone_are_named_total():
     for name, (kind, text, samples) in parse(exposition(REPORT)).items():
         assert name.startswith("tierfs_")
         assert name.endswith("_total") == (kind == "counter"), name
@@ -116,7 +116,7 @@ def test_what_only_grows_is_a_counter_and_is_called_total_and_nothing_else_is():
         assert not re.search(r"_(s|ms|kb|mb|kib|mib)(_total)?$", name)
 
 
-def test_what_is_not_known_is_left_out():
+def test_unknown_metrics_are_left_out():
     bare = {key: REPORT[key] for key in ("store", "uuid", "ack", "queue_files", "queue_bytes", "oldest_age_s")}
     bare |= {"tiers": {"object": REPORT["tiers"]["object"]}, "flusher": {"running": False}}
     bare |= {"conflicts": [], "errors": [], "counters": {}}

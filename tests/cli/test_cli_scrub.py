@@ -66,7 +66,7 @@ def test_scrub_in_other_processes(root, capsys):
         ["--tier", "nvme", "--no-heal"],
     ],
 )
-def test_what_makes_no_sense_is_refused(root, words):
+def test_invalid_arguments_are_refused(root, words):
     assert main(["scrub", str(root), *words]) == 2
 
 

@@ -341,7 +341,7 @@ def test_the_table_names_conflicts_and_errors_and_counts_what_is_not_zero():
     assert not any("\n" in line for line in shown)
 
 
-def test_what_a_flusher_does_not_list_is_counted():
+def test_unlisted_conflicts_are_counted():
     conflicts = [{"path": f"run/c{number}", "message": "theirs stands"} for number in range(20)]
     shown = report(conflicts=conflicts, conflict_files=500, failing_files=7)
     assert "  ... and 480 more" in table(shown, None)
@@ -355,7 +355,7 @@ def test_fallbacks_of_a_tier_are_shown():
     assert any(re.fullmatch(r"  nvme fallback buffered +3", line) for line in table(report(tiers=tiers), None))
 
 
-def test_of_an_object_tier_it_is_shown_what_was_asked_and_that_writes_are_read_back():
+def test_status_shows_requests_and_read_backs():
     put = {"requests": 3, "errors": 1, "bytes": 2 * MIB, "seconds": 0.25}
     tier = {"gives": "object", "survives": "loss of this host", "reads_back": True}
     tier |= {"requests": {"flusher_put": put}, "fallbacks": {"flusher_throttled": 2, "flusher_retried": 0}}
@@ -495,7 +495,7 @@ def test_a_conflict_is_waited_for_in_vain_shown_and_discarded(conflict, fail, te
     assert "tierfs status" in error["message"]
 
 
-def test_what_is_kept_of_a_conflict_can_be_exported(conflict, host, fail, tell):
+def test_a_conflicts_data_can_be_exported(conflict, host, fail, tell):
     assert fail("wait", conflict)[0] == 5
     target = host / "ours"
     size = json.loads(tell("flusher", "export", f"{conflict}/run/f0", str(target), "--json"))["bytes"]
@@ -522,7 +522,7 @@ def test_an_export_that_fails_leaves_no_file(conflict, host, fail, tell, monkeyp
 # -- prefetch, evict ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_prefetched_lies_in_the_tier_until_it_is_evicted(host, tell, monkeypatch):
+def test_prefetched_files_stay_until_evicted(host, tell, monkeypatch):
     monkeypatch.setenv("TIERFS_RAM", "0")
     monkeypatch.setenv("TIERFS_NVME", "0")
     tierfs.init(f"{host}/store")
@@ -540,7 +540,7 @@ def test_what_is_prefetched_lies_in_the_tier_until_it_is_evicted(host, tell, mon
     assert json.loads(tell("evict", "tierfs://mine/run", "--json")) == {"bytes": 0}
 
 
-def test_what_was_prefetched_is_there_when_the_command_has_ended(host, monkeypatch):
+def test_prefetched_files_outlive_the_command(host, monkeypatch):
     for name in ("TIERFS_RAM", "TIERFS_NVME"):
         monkeypatch.setenv(name, "0")
     tierfs.init(f"{host}/store")
@@ -690,7 +690,7 @@ def test_a_flusher_for_a_client_opens_the_store_with_what_that_sends(host, url, 
     assert (directory / "flusher.log").read_text() == ""
 
 
-def test_what_a_client_left_that_died_before_it_said_where_to_is_flushed(host, url, no_flusher):
+def test_drafts_of_a_client_that_died_early_are_flushed(host, url, no_flusher):
     child = os.fork()
     if not child:
         stage(url, files=2)

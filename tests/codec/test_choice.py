@@ -43,7 +43,7 @@ def test_bytes_are_not_tried_against_what_hardly_any_are_the_same_of(monkeypatch
     assert found.delta_ratio == 1 or against
 
 
-def test_what_another_codec_would_make_of_it_does_not_count_where_that_is_forbidden() -> None:
+def test_a_forbidden_codec_is_not_estimated() -> None:
     # Where many elements differ, SPARSE turns into DPLANE. If DPLANE is forbidden, no delta is chosen.
     numbers = np.random.default_rng(0).standard_normal(SAMPLE_BYTES // 4).astype("<f4")
     differs = np.random.default_rng(1).random(numbers.size) < 0.35
@@ -55,7 +55,7 @@ def test_what_another_codec_would_make_of_it_does_not_count_where_that_is_forbid
         assert (found.delta and found.delta.codec) is expected
 
 
-def test_what_a_base_saves_is_nothing_where_it_is_not_worth_it() -> None:
+def test_a_base_that_saves_too_little_counts_as_none() -> None:
     sample = os.urandom(SAMPLE_BYTES)
     assert of(sample, None).saved == 0
     assert of(sample, os.urandom(SAMPLE_BYTES)).saved == 0

@@ -161,7 +161,7 @@ def test_a_block_is_written_and_read_byte_by_byte(
          + run_frame(60, 0) + b"\x02"),
     ],
 )  # fmt: skip
-def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base: bytes | None, encoded: bytes) -> None:
+def test_forms_that_no_writer_uses_are_read(codec: int, raw: bytes, base: bytes | None, encoded: bytes) -> None:
     assert decode(codec, encoded, len(raw), base) == raw
 
 
@@ -266,7 +266,7 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (6, 23, b"\x01"),
     ],
 )
-def test_what_breaks_a_rule_is_refused(codec: int, size: int, encoded: bytes) -> None:
+def test_encoded_blocks_that_break_a_rule_are_refused(codec: int, size: int, encoded: bytes) -> None:
     base = bytes(size * Codec(codec).base_factor)
     with pytest.raises(CorruptionError, match="here: "):
         decode(codec, encoded, size, base)

@@ -62,7 +62,7 @@ def test_few_differences_are_sparse_and_many_are_not() -> None:
     assert encode(raw, Coding(Codec.SPARSE, 4), near)[0] is Codec.DPLANE
 
 
-def test_what_does_not_follow_from_its_base_is_made_of_planes() -> None:
+def test_a_block_unlike_its_base_becomes_planes() -> None:
     raw = block("bfloat16", BLOCK_BYTES, 2, 9)
     floats = b"".join(b"\0\0" + raw[at : at + 2] for at in range(0, BLOCK_BYTES, 2))
     assert encode(raw, Coding(Codec.DERIVE), floats) == (Codec.DERIVE, b"\x01" + bytes(23))
@@ -74,7 +74,7 @@ def test_what_does_not_follow_from_its_base_is_made_of_planes() -> None:
     assert encode(bytes(changed), Coding(Codec.DERIVE), floats)[0] is Codec.PLANE
 
 
-def test_what_is_stored_of_a_derived_block_does_not_depend_on_a_base_it_does_not_follow_from() -> None:
+def test_an_unrelated_base_does_not_change_a_derived_block() -> None:
     raw = block("bfloat16", BLOCK_BYTES, 2, 9)
     floats = bytearray(b"".join(b"\0\0" + raw[at : at + 2] for at in range(0, BLOCK_BYTES, 2)))
     sound = bytes(floats)

@@ -51,7 +51,7 @@ def test_planes_are_kept_as_what_they_hold(content: str, width: int, kept: list[
     assert decode(codec, encoded, len(raw)) == raw
 
 
-def test_what_is_too_even_for_noise_is_tried() -> None:
+def test_even_bytes_are_tried_as_planes() -> None:
     raw = np.arange(COUNT, dtype="<u4").tobytes()
     codec, encoded = encode(raw, Coding(Codec.PLANE, 4))
     assert modes(encoded)[2:] == [Mode.FRAME, Mode.FRAME]
@@ -75,7 +75,7 @@ def test_what_is_too_even_for_noise_is_tried() -> None:
         (plane(np.full(COUNT, 9), np.full(COUNT, 9)), None),
     ],
 )
-def test_what_was_not_looked_at_may_be_anything(raw: bytes, kept: Mode | None) -> None:
+def test_unsampled_bytes_may_be_anything(raw: bytes, kept: Mode | None) -> None:
     codec, encoded = encode(raw, Coding(Codec.PLANE, 1))
     assert (modes(encoded) if codec is Codec.PLANE else None) == (None if kept is None else [kept])
     assert decode(codec, encoded, COUNT) == raw

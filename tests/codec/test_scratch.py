@@ -34,7 +34,7 @@ def test_a_thread_has_memory_of_its_own():
     assert address() == address() != on_a_thread(address)
 
 
-def test_what_is_lent_was_lent_to_others_before():
+def test_scratch_memory_is_reused():
     def borrow():
         with lent():
             return address()
@@ -59,7 +59,7 @@ def test_two_at_once_have_two():
     assert len(module._free) == 2
 
 
-def test_of_what_very_many_have_at_once_not_all_is_kept():
+def test_scratch_memory_kept_for_reuse_is_bounded():
     with contextlib.ExitStack() as stack:
         for _ in range(3 * module.KEPT_MAX):
             stack.enter_context(lent())
@@ -67,7 +67,7 @@ def test_of_what_very_many_have_at_once_not_all_is_kept():
     assert len(module._free) == module.KEPT_MAX
 
 
-def test_what_is_lent_is_given_back_after_an_error():
+def test_scratch_memory_is_returned_after_an_error():
     own = address()
     with pytest.raises(ValueError, match="no"), lent():
         raise ValueError("no")

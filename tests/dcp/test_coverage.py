@@ -179,7 +179,7 @@ def test_a_destination_of_another_size_is_refused(store, checkpoint, shape):
     assert torch.equal(target, torch.full(shape, -1.0))
 
 
-def test_what_one_rank_saved_is_named_as_that(store, checkpoint):
+def test_a_tensor_saved_by_one_rank_is_named_so(store, checkpoint):
     made = Handmade(store, "run/step_1")
     made.tensor("model.w", torch.arange(48.0).reshape(8, 6), {FILE: ROWS[:2]})
     made.save("__3.metadata")

@@ -113,7 +113,7 @@ def test_an_outage_ends_a_load_as_that(store, document, checkpoint, monkeypatch)
     assert "no route to host" in str(cause)
 
 
-def test_where_nothing_is_a_load_says_so(store, checkpoint):
+def test_a_load_of_a_missing_checkpoint_says_so(store, checkpoint):
     cause = cause_of(checkpoint)
     assert isinstance(cause, NotFoundError)
     assert "no checkpoint is at" in str(cause)

@@ -69,7 +69,7 @@ def test_with_two_ranks(outcomes, scenario):
         assert not outcome[scenario], f"rank {number}: {outcome[scenario]}"
 
 
-def test_what_two_ranks_saved_is_loaded_by_one(lab, mesh, outcomes):
+def test_a_checkpoint_of_two_ranks_loads_on_one(lab, mesh, outcomes):
     expected = json.loads((lab.directory / "from_two.json").read_text())
     trainer = dcp_ranks.Trainer(mesh, seed=2)
     assert trainer.fingerprint() != expected

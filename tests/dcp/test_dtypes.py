@@ -157,7 +157,7 @@ def safetensors(dtype, shape, length):
         ("", [4], 2, FormatError),
     ],
 )
-def test_what_torch_has_no_tensor_for_is_refused_by_name(where, dtype, shape, length, error):
+def test_a_dtype_without_tensors_is_refused_by_name(where, dtype, shape, length, error):
     with pytest.raises(error, match="'w'"):
         import_file(safetensors(dtype, shape, length), where, where="file", overwrite=False)
 
@@ -169,7 +169,7 @@ def test_shapes_are_those_of_the_library():
 
 
 @pytest.mark.parametrize("name", UNPLANNED)
-def test_what_torchs_planner_cannot_save_is_refused_by_name(where, name):
+def test_a_dtype_that_torch_cannot_plan_is_refused_by_name(where, name):
     tensor = view(name)
     for call in (
         lambda: dcp.save({"w": tensor}, storage_writer=TierWriter(where)),

@@ -139,7 +139,7 @@ def test_the_experimental_writer_refuses_a_url(root):
     assert "TierWriter" in refused(lambda: writer.write(f"{root}/step_1", STATE))
 
 
-def test_what_takes_urls_and_local_paths_goes_on(root, tmp_path):
+def test_functions_that_take_urls_still_work(root, tmp_path):
     dcp.save(STATE, storage_writer=FsspecWriter(f"{root}/stock"))
     dcp.save(STATE, checkpoint_id=f"{root}/by_url")
     for name in ("stock", "by_url"):

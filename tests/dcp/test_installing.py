@@ -79,7 +79,7 @@ def test_without_it_a_save_by_url_is_torchs_own(root):
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_torch_saved_before_is_loaded(root):
+def test_a_checkpoint_of_torch_is_loaded_after_install(root):
     dcp.save(state(3.0), storage_writer=FsspecWriter(f"{root}/stock"))
     assert not is_ours(f"{root}/stock")
     assert torch.equal(load(f"{root}/stock")["weight"], state(3.0)["weight"])
@@ -160,7 +160,7 @@ def test_other_ids_and_what_is_handed_over_are_left_alone(root, tmp_path):
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_torch_converts_on_local_disks_alone_says_what_does_it(root, tmp_path, monkeypatch):
+def test_a_conversion_for_local_disks_names_the_way_out(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidInputError, match="tierfs checkpoint import FILE URL"):
         format_utils.torch_save_to_dcp(tmp_path / "in.pt", f"{root}/run")

@@ -111,7 +111,7 @@ def test_a_parameter_and_a_second_name_keep_their_shards(where):
         assert torch.equal(loaded(where), FULL)
 
 
-def test_what_is_listed_verified_and_exported_is_the_whole_tensor(where):
+def test_local_shards_are_listed_and_exported_as_one_tensor(where):
     dcp.async_save({"w": local("padded")}, storage_writer=TierWriter(where, ack="object")).result()
     store, directory = Address.of(where, {}).open()
     [candidate] = candidates(store, directory)

@@ -93,7 +93,7 @@ def as_any_json(data):
     return metadata_module._interpret(metadata_module.parse(data, "x"), "x")
 
 
-def test_what_was_encoded_comes_back():
+def test_metadata_survives_a_round_trip():
     found, note = decode(encode(metadata(), NOTE), "x")
     assert found == metadata()
     assert note == NOTE
@@ -143,7 +143,7 @@ def test_a_path_that_json_would_change_is_refused_by_name(path):
         encode(broken, NOTE)
 
 
-def test_what_could_not_be_read_again_is_not_written():
+def test_unreadable_metadata_is_not_written():
     broken = metadata()
     broken.storage_data[MetadataIndex("w", (0, 0))] = BytesPlace(FILE, 0, 5)
     with pytest.raises(InvalidInputError, match=r"'w': chunks\[0\]: 5 bytes"):
@@ -375,13 +375,13 @@ def test_a_document_with_any_change_means_the_same_to_both_readers(data):
     ],
     ids=lambda data: repr(data[:20]),
 )
-def test_what_is_no_document_is_refused(data):
+def test_bytes_that_are_no_document_are_refused(data):
     with pytest.raises(CorruptionError, match="WHERE"):
         decode(data, "WHERE")
 
 
 @pytest.mark.parametrize("name", ["x", "version", "tensors"])
-def test_what_is_nested_as_deeply_as_can_be_read_is_refused(name):
+def test_metadata_nested_too_deeply_is_refused(name):
     for depth in range(800, 1000):
         deep = b"[" * depth + b"]" * depth
         members = {b"format": b'"tierfs-checkpoint"', b"version": b"1", name.encode(): deep}

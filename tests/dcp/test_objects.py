@@ -211,7 +211,7 @@ def checked(value, caplog):
 
 
 @pytest.mark.parametrize("value", BY_THEMSELVES.values(), ids=BY_THEMSELVES)
-def test_what_torch_knows_loads_by_itself(value, caplog):
+def test_objects_that_torch_allows_are_loaded(value, caplog):
     assert checked(value, caplog) == []
     found = unpickle_safely("'v'", pickled(value))
     assert type(found) is type(value)
@@ -248,7 +248,7 @@ def test_an_exception_loads_where_it_is_allowed(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("value", BLOCKED.values(), ids=BLOCKED)
-def test_what_nothing_loads_is_not_saved(value):
+def test_an_object_that_could_never_load_is_not_saved(value):
     with pytest.raises(
         InvalidInputError, match=r"'v' could not be loaded again, so it is not saved: .*as plain values"
     ):
@@ -263,7 +263,7 @@ def test_another_protocol_is_not_saved():
 
 
 @pytest.mark.parametrize("value", UNPICKLABLE.values(), ids=UNPICKLABLE)
-def test_what_cannot_be_pickled_leaves_the_checkpoint_before(url, value):
+def test_an_unpicklable_object_keeps_the_earlier_checkpoint(url, value):
     where = f"tierfs::{url}/run"
     dcp.save({"v": 1}, storage_writer=TierWriter(where))
     with pytest.raises(CheckpointException):
@@ -329,12 +329,12 @@ EVIL = {
 
 
 @pytest.mark.parametrize("value", EVIL.values(), ids=EVIL)
-def test_nothing_is_run_beside_what_the_loader_adds(value):
+def test_unpickling_runs_no_other_function(value):
     with pytest.raises(InvalidInputError, match="so it was not run"):
         unpickle_safely("'v'", pickled(value), hint="{name}")
 
 
-def test_what_was_made_may_not_be_called_or_restored():
+def test_unpickled_objects_are_neither_called_nor_restored():
     raw = pickle.PROTO + b"\x02"
     for code in (
         b"]" + b"(tR.",  # calls a list
@@ -353,7 +353,7 @@ def test_what_was_made_may_not_be_called_or_restored():
         assert isinstance(raised.value, (pickle.UnpicklingError, KeyError, EOFError, IndexError)), code
 
 
-def test_what_is_no_archive_is_not_looked_at():
+def test_an_object_that_is_no_archive_is_not_checked():
     for content in (b"", b"PK\x03\x04", b"hello", pickle.dumps(len), b"PK\x03\x04" + bytes(100)):
         check_object("v", memoryview(content))
 

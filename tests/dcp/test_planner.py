@@ -96,7 +96,7 @@ def test_plain_values_come_back(save_object, value, flatten):
     assert load(save_object(value), TierLoadPlanner(flatten, flatten)) == value
 
 
-def test_what_is_not_allowed_is_named_with_the_way_to_allow_it(save_object):
+def test_a_refused_class_is_named_with_the_way_to_allow_it(save_object):
     reader = save_object(Setting(5))
     error = failure(reader, TierLoadPlanner())
     assert isinstance(error, InvalidInputError)
@@ -146,7 +146,7 @@ def test_a_hostile_value_runs_nothing_where_torch_hands_over_a_planner_of_its_ow
     assert _load_state_dict_from_keys(storage_reader=save_object([1, "two"])) == {"setting": [1, "two"]}
 
 
-def test_what_is_no_pickle_of_torch_is_refused_by_name(save_object):
+def test_an_object_that_is_no_pickle_of_torch_is_refused(save_object):
     for content in (b"", b"garbage", b"PK\x03\x04 garbage"):
         error = failure(save_object(None, content), TierLoadPlanner())
         assert isinstance(error, InvalidInputError)
@@ -162,7 +162,7 @@ def test_it_takes_what_torchs_own_takes(save_object):
     )
 
 
-def test_what_the_program_allows_torch_stays_allowed(save_object):
+def test_classes_allowed_to_torch_are_allowed(save_object):
     before = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([Setting]):
         assert load(save_object(Setting(5)), TierLoadPlanner(allow=[Setting])) == Setting(5)

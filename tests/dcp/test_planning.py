@@ -100,7 +100,7 @@ def test_the_next_save_ends_what_a_planner_that_failed_left_off(place, monkeypat
     assert gc.isenabled()
 
 
-def test_what_a_planner_that_failed_left_off_comes_on_by_itself(place, monkeypatch):
+def test_a_failed_plans_pause_of_collection_ends_by_itself(place, monkeypatch):
     monkeypatch.setattr(planning, "PLANNING_S_MAX", 0.05)
     fail_to_plan(TierWriter(place))
     assert until_enabled()
@@ -120,7 +120,7 @@ def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypa
     assert gc.isenabled()
 
 
-def test_nothing_is_collected_while_a_state_is_staged(url):
+def test_garbage_collection_pauses_while_a_state_is_staged(url):
     # Thousands of new objects trigger a collection, which visits every object of torch.
     state = {f"layer{number}": torch.zeros(2) for number in range(3000)}
     writer = TierWriter(url)

@@ -232,7 +232,7 @@ def test_a_wave_of_parts_of_a_tensor_ends_where_a_chunk_does(store, checkpoint, 
     assert [len(ranges) for ranges in asked] == [4, 2]
 
 
-def test_where_chunks_of_a_file_end_is_told_of_any_offset(made, store):
+def test_chunk_ends_are_known_for_every_offset(made, store):
     made.tensor("w", incompressible(100, 10), FILES[0])
     made.save()
     files = ShardFiles(store, "run/step_1", {})
@@ -246,7 +246,7 @@ def test_where_chunks_of_a_file_end_is_told_of_any_offset(made, store):
     ]
 
 
-def test_what_lies_in_order_in_memory_is_read_there_without_a_buffer(made, checkpoint, monkeypatch):
+def test_contiguous_destinations_are_read_without_a_buffer(made, checkpoint, monkeypatch):
     tensor = incompressible(5000, 1000)
     made.tensor("w", tensor, {FILES[0]: [((0, 0), (2500, 1000))], FILES[1]: [((2500, 0), (2500, 1000))]})
     made.save()
@@ -366,7 +366,7 @@ def test_a_chunk_that_tensors_share_is_fetched_once(url, store, checkpoint, dtyp
     assert all(torch.equal(wanted[name, (0, 0)].float(), tensor) for name, tensor in state.items())
 
 
-def test_what_copies_are_derived_from_is_fetched_once_however_little_is_kept(url, monkeypatch, tmp_path):
+def test_sources_of_derived_copies_are_fetched_once(url, monkeypatch, tmp_path):
     # The copies lie before all tensors they are derived from, and those do not fit into the ram tier.
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path))
     monkeypatch.setattr("tierfs.store.transfers.transfers.shared", Transfers(workers=1))
@@ -464,7 +464,7 @@ def test_a_flipped_bit_names_tensor_file_and_tier(made, store, checkpoint):
         dcp.load(loaded, storage_reader=TierReader(checkpoint))
 
 
-def test_of_tensors_that_share_a_chunk_those_in_the_damaged_block_are_named(store, checkpoint):
+def test_only_tensors_in_a_damaged_block_are_named(store, checkpoint):
     state = {f"layer.{number}": random(torch.uint8, (2 * MIB,), number) for number in range(6)}
     dcp.save(state, storage_writer=TierWriter(checkpoint, ack="object"))
     (shard,) = [entry.path for entry in find(store, "run/step_1") if entry.path.endswith(".safetensors")]
@@ -530,9 +530,7 @@ def test_metadata_of_one_rank_is_read_where_there_is_no_other(made, checkpoint):
 
 
 @pytest.mark.parametrize("damage", ["nothing", "bits", "an outage"])
-def test_what_a_rank_saved_alone_never_takes_the_place_of_what_all_saved_since(
-    made, store, checkpoint, damage, monkeypatch
-):
+def test_one_ranks_save_never_hides_a_later_save_of_all(made, store, checkpoint, damage, monkeypatch):
     made.tensor("a", torch.arange(3.0), FILES[0])
     made.save("__0.metadata")
     save(store, "run/step_1/.metadata", b"\x80garbage")

@@ -69,7 +69,7 @@ def test_parameters_are_taken_as_they_are():
     assert is_view(writable_bytes(parameter), parameter)
 
 
-def test_what_has_no_memory_of_its_own_is_refused():
+def test_a_tensor_without_memory_is_refused():
     for tensor in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):
         with pytest.raises(InvalidInputError, match="cannot be stored"):
             bytes_of(tensor)

@@ -47,7 +47,7 @@ def tree(storage, path):
     return found
 
 
-def test_what_is_written_is_read(root, storage):
+def test_a_written_checkpoint_is_read_back(root, storage):
     content = noise(300_000, dtype=torch.uint8).numpy().tobytes()
     storage.mkdir(root / "run/a")
     storage.write(root / "run/a/one", content)
@@ -100,7 +100,7 @@ def test_an_error_of_the_store_is_not_covered_by_torchs(root, monkeypatch):
     assert not storage.exists(root / "a")
 
 
-def test_what_is_not_there_is_said_so(root, storage):
+def test_a_missing_checkpoint_is_named(root, storage):
     for ask in (storage.read, storage.getsize, storage.delete, storage.ls, storage.rmdir):
         with pytest.raises(FileNotFoundError):
             ask(root / "nothing")
@@ -179,7 +179,7 @@ def test_a_directory_is_not_moved_into_itself(root, storage, target):
     assert tree(storage, root) == before
 
 
-def test_what_is_occupied_is_neither_replaced_nor_joined(root, storage):
+def test_an_existing_checkpoint_is_neither_replaced_nor_joined(root, storage):
     storage.write(root / "directory/a", b"a")
     storage.write(root / "other/b", b"b")
     storage.mkdir(root / "empty")

@@ -150,7 +150,7 @@ def slot_states(url):
     return {slot.state for segment in store.tiers.ram.segments() for slot in segment.slots()}
 
 
-def test_what_is_saved_is_what_is_loaded(url):
+def test_a_saved_state_loads_equal(url):
     dcp.save(state(1), storage_writer=TierWriter(f"{url}/1", **OPTIONS))
     assert same(loaded(f"{url}/1", state(1)), state(1))
 
@@ -178,7 +178,7 @@ def test_every_dtype_comes_back_bit_for_bit(url):
     assert [dtype for dtype in saved if not same(found[dtype], saved[dtype])] == []
 
 
-def test_nothing_that_happens_after_staging_reaches_the_checkpoint(url):
+def test_changes_after_staging_are_not_saved(url):
     writer = TierWriter(url, **OPTIONS)
     live = state(1)
     live["array"] = torch.arange(6).numpy()
@@ -233,7 +233,7 @@ class Node:
 
 
 @pytest.mark.parametrize("kind", [Node, Frame])
-def test_what_objects_share_they_share_in_the_checkpoint_as_well(url, kind):
+def test_shared_objects_stay_shared_in_a_checkpoint(url, kind):
     first, second = kind([bytes(200_000)]), kind([])
     second.other, first.other = first, second
     live = {
@@ -298,7 +298,7 @@ LARGE = LARGE_BYTES // 4 + 10
     ids=["wrapped", "elsewhere", "zeros", "view of zeros"],
 )
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_what_lies_elsewhere_or_nowhere_is_saved_as_what_it_shows(url, make, shown, is_staged):
+def test_tensors_with_unusual_memory_are_saved_by_value(url, make, shown, is_staged):
     writer = TierWriter(url, **OPTIONS)
     if is_staged:
         dcp.async_save({"a": make()}, storage_writer=writer).result()
@@ -333,7 +333,7 @@ def test_a_staged_tensor_that_is_written_to_is_saved_as_it_is_by_then(url):
     assert same(loaded(url, expected), expected)
 
 
-def test_what_is_staged_and_dropped_at_once_leaves_nothing(url):
+def test_a_dropped_staged_state_frees_its_slots(url):
     writer = TierWriter(url, **OPTIONS)
     for _ in range(8):  # more than there is room for
         staged = writer.stage({"large": noise(3000, 3000)})
@@ -344,7 +344,7 @@ def test_what_is_staged_and_dropped_at_once_leaves_nothing(url):
     assert same(loaded(url, {"large": noise(3000, 3000)}), {"large": noise(3000, 3000, seed=1)})
 
 
-def test_what_was_staged_is_found_in_whichever_run_it_lies(url):
+def test_staged_tensors_are_found_in_every_run(url):
     writer = TierWriter(url, **OPTIONS)
     live = {f"large{number}": noise(600, 500, seed=number) for number in range(5)} | {"small": noise(10)}
     staged = writer.stage(live)
@@ -384,7 +384,7 @@ def test_a_cached_plan_of_another_dtype_is_no_plan(url):
     assert same(loaded(url, {"x": noise(9, dtype=torch.float16)}), {"x": noise(9, dtype=torch.float16)})
 
 
-def test_what_was_staged_for_one_store_is_saved_to_another(url, tmp_path):
+def test_a_state_staged_for_one_store_saves_to_another(url, tmp_path):
     tierfs.init(f"file://{tmp_path}/other")
     other = f"tierfs::file://{tmp_path}/other/run"
     writer = TierWriter(url, **OPTIONS)
@@ -499,7 +499,7 @@ def test_a_save_beside_one_that_was_staged_is_not_taken_for_it(url):
     writer.wait("object", timeout=30)
 
 
-def test_what_was_staged_and_looked_at_is_not_taken_for_what_is_saved_beside_it(url):
+def test_reading_a_staged_state_does_not_claim_another_save(url):
     writer = TierWriter(url, **OPTIONS)
     staged = writer.stage(state(1))
     assert dict(staged.items()).keys() == state(1).keys()
@@ -554,7 +554,7 @@ def test_a_copy_that_failed_keeps_nobody_waiting_for_later_saves(url):
     assert kept.tb is not None
 
 
-def test_what_was_staged_and_is_saved_as_another_dict_is_one_save(url):
+def test_a_staged_state_in_another_dict_is_one_save(url):
     writer = TierWriter(url, **OPTIONS)
     staged = writer.stage(state(1))
     check_refused(writer)
@@ -732,7 +732,7 @@ class Some(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
-def test_what_other_ranks_save_is_not_in_the_file(url, how):
+def test_a_shard_file_has_only_its_ranks_tensors(url, how):
     live = {f"layer{n:03d}.weight": noise(100, 70 + n, seed=n) for n in range(100)}
     live |= {"y": noise(2000, 599), "z": noise(2000, 600)}
     kept = dict(list(live.items())[::2])
@@ -764,7 +764,7 @@ def test_replicas_stay_in_the_file_where_there_is_no_room_to_leave_them_out(url,
     assert same(loaded(url, kept), kept)
 
 
-def test_what_was_staged_for_another_store_is_saved_where_it_is_asked_for(url, tmp_path):
+def test_a_staged_state_is_saved_at_the_given_store(url, tmp_path):
     tierfs.init(f"file://{tmp_path}/other")
     other = f"tierfs::file://{tmp_path}/other/run"
     dcp.async_save(state(1), storage_writer=TierWriter(url, **OPTIONS), checkpoint_id=other).result()
@@ -773,7 +773,7 @@ def test_what_was_staged_for_another_store_is_saved_where_it_is_asked_for(url, t
     assert same(loaded(other, state(1)), state(1))
 
 
-def test_what_was_staged_before_is_not_taken_for_what_lies_there_now(url):
+def test_an_old_staged_state_is_not_taken_for_new_memory(url):
     writer = TierWriter(url, **OPTIONS)
     kept = []
     for number in range(6):
@@ -788,7 +788,7 @@ def test_what_was_staged_before_is_not_taken_for_what_lies_there_now(url):
 
 
 @pytest.mark.parametrize("layout", ["tierfs", "dcp"])
-def test_what_was_saved_before_is_not_saved_elsewhere_either_as_what_lies_there_now(url, tmp_path, layout):
+def test_an_old_save_is_not_taken_for_new_memory_elsewhere(url, tmp_path, layout):
     tierfs.init(f"file://{tmp_path}/other")
     writer = TierWriter(url, **OPTIONS)
     staged = writer.stage(state(1))
@@ -800,7 +800,7 @@ def test_what_was_saved_before_is_not_saved_elsewhere_either_as_what_lies_there_
     assert same(loaded(other.checkpoint_id, state(1)), state(1))
 
 
-def test_what_is_staged_is_on_the_cpu_whatever_the_default_device(url):
+def test_staged_tensors_are_on_the_cpu_for_any_default_device(url):
     live = {"a": torch.arange(6.0), "empty": torch.empty(0, 3)}
     with torch.device("meta"):
         dcp.async_save(live, storage_writer=TierWriter(url, **OPTIONS)).result()
@@ -1042,7 +1042,7 @@ def test_a_planner_may_make_of_an_unusual_tensor_what_can_be_stored(url):
     ],
     ids=["dimensions", "name", "depth"],
 )
-def test_what_the_metadata_cannot_say_is_refused_by_name(url, saved, named):
+def test_values_without_metadata_are_refused_by_name(url, saved, named):
     with pytest.raises(dcp.api.CheckpointException, match=named):
         dcp.save(saved, storage_writer=TierWriter(url, **OPTIONS))
 
@@ -1147,7 +1147,7 @@ def test_levels_are_reached_and_reported(url, tmp_path):
     assert writer.status()["queue_files"] == 0
 
 
-def test_what_stock_writers_take_is_taken(url):
+def test_arguments_of_stock_writers_are_accepted(url):
     writer = TierWriter(
         path=url,
         single_file_per_rank=True,
@@ -1329,7 +1329,7 @@ class Seen(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
-def test_what_a_planner_sees_otherwise_is_described_so(url, how):
+def test_a_planners_view_of_a_tensor_is_recorded(url, how):
     live = {name: noise(30, 20, seed=n) for n, name in enumerate(("as it was", "flat", "bits", "part", "both"))}
     expected = seen(live)
     writer = TierWriter(url, **OPTIONS)

@@ -166,7 +166,7 @@ def test_a_resume_that_is_not_proven_is_no_equality() -> None:
     assert "the resume at step 3 is not proven\nlosses: different" in unproven.as_text()
 
 
-def test_nothing_to_compare_is_not_equality() -> None:
+def test_an_empty_comparison_is_not_equal() -> None:
     assert not replace(report(uninterrupted=LOSSES, resumed=LOSSES), rows=[]).equal
 
 

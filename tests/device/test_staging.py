@@ -496,7 +496,7 @@ def test_saves_overlap(gpu, url):
         assert is_same(loaded(gpu, state, f"{url}/{number}"), copied(state))
 
 
-def test_what_was_not_staged_is_copied_at_once(gpu, url):
+def test_unstaged_tensors_are_copied_at_once(gpu, url):
     state = state_on(gpu)
     dcp.save(state, checkpoint_id=f"{url}/a", storage_writer=TierWriter(url))
     assert is_same(loaded(gpu, state, f"{url}/a"), copied(state))

@@ -48,14 +48,14 @@ def expired():
     return StoreError("the credentials have expired", refused=True)
 
 
-def test_nothing_is_asked_before_somebody_says_where(clients):
+def test_no_request_is_sent_before_a_client_gives_the_url(clients):
     with pytest.raises(StoreError) as waits:
         clients.ask()
     assert waits.value.transient
     assert not clients.access.is_known
 
 
-def test_what_works_stays(clients):
+def test_working_credentials_stay_in_use(clients):
     assert clients.hand_over("a", writes=True)
     assert not clients.hand_over("b", writes=True)
     assert not clients.hand_over("c")
@@ -90,7 +90,7 @@ def test_the_newest_writers_is_tried_where_it_is_refused(clients, error):
     assert clients.counts() == {"a": 1, "c": 1}
 
 
-def test_where_all_are_refused_the_next_that_comes_is_used(clients):
+def test_new_credentials_are_used_after_all_were_refused(clients):
     clients.fail("a", expired())
     clients.hand_over("a", writes=True)
     with pytest.raises(StoreError, match="expired"):
@@ -126,7 +126,7 @@ def test_the_same_options_change_nothing(clients):
     assert not clients.hand_over("a", writes=True)
 
 
-def test_what_works_again_gives_way_to_no_reader(clients):
+def test_recovered_credentials_are_not_replaced_by_a_reader(clients):
     clients.fail("a", expired())
     clients.hand_over("a", writes=True)
     with pytest.raises(StoreError):

@@ -358,7 +358,7 @@ def test_an_older_flusher_is_replaced_by_a_newer_client(directory):
             assert len(new._open) == len(old._open) == 1
 
 
-def test_what_an_older_flusher_had_under_way_goes_on_in_the_newer(directory):
+def test_a_newer_flusher_continues_an_older_ones_work(directory):
     new_threads = Threads(directory, version="2.0", linger_s=0)
     old_threads = Threads(directory, version="1.0", linger_s=0)
     answers = []
@@ -464,7 +464,7 @@ def test_an_answer_that_makes_no_sense_is_an_error(directory, packet):
         thread.join()
 
 
-def test_what_cannot_be_sent_is_an_error_and_costs_nothing_else(client):
+def test_an_unsendable_request_keeps_the_connection(client):
     with pytest.raises(InvalidInputError, match="over the limit"):
         client.request("echo", {"a": "x" * 70_000})
     assert client.request("echo")

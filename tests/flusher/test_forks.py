@@ -38,7 +38,7 @@ def locks(tmp_path):
     locks.close()
 
 
-def test_what_another_process_or_thread_holds_is_waited_for_so_long_and_no_longer(locks):
+def test_a_lock_is_waited_for_until_the_timeout(locks):
     def hold_in_vain():
         with pytest.raises(StoreError) as caught, locks.alone(b"a chunk", timeout_s=0.1):
             pass
@@ -55,7 +55,7 @@ def test_what_another_process_or_thread_holds_is_waited_for_so_long_and_no_longe
         pass
 
 
-def test_what_a_killed_process_held_is_free(locks):
+def test_a_lock_of_a_killed_process_is_free(locks):
     def be_killed():
         with locks.single_flight(b"a chunk"):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -108,7 +108,7 @@ def test_a_killed_flusher_without_an_nvme_tier_loses_nothing_either(case, step, 
 @pytest.mark.parametrize(
     ("step", "number"), [("after chunk.seal", 1), ("before draft.seal", 4), ("after draft.seal", 5)]
 )
-def test_what_a_killed_trainer_had_closed_goes_down_and_the_rest_is_not_there(case, step, number):
+def test_closed_files_of_a_killed_trainer_are_flushed(case, step, number):
     assert kill_trainer(case(WITHOUT), (step, number), held=True)
 
 
@@ -170,7 +170,7 @@ def test_a_flusher_that_dies_while_chunks_of_an_open_file_go_to_the_object_tier_
 
 
 @pytest.mark.parametrize("lost", ["the flusher", "shared memory"])
-def test_nothing_is_published_before_a_file_that_is_too_large_for_the_nvme_tier_and_was_closed_earlier(case, lost):
+def test_a_file_too_large_for_nvme_keeps_its_place_in_order(case, lost):
     # The large file stays in memory. Later files could reach the nvme tier and would then count as older.
     operations = [write("run/a", MIB, "staged"), write("run/large", 5 * MIB, "staged"), write("latest", 10, "staged")]
     case = case(Mode(operations, ram=120 * MIB, nvme=8 * MIB))

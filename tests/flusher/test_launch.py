@@ -69,7 +69,7 @@ def test_the_process_inherits_nothing_but_its_log(tmp_path):
     assert "pipe:" not in (tmp_path / "log").read_text()
 
 
-def test_what_it_says_is_appended_to_a_private_log(tmp_path):
+def test_the_flusher_appends_to_a_private_log(tmp_path):
     for word in ("one", "two"):
         assert ended(spawn(shell(f"echo {word}; echo {word}2 >&2"), tmp_path / "log")) == 0
     assert (tmp_path / "log").read_text().split() == ["one", "one2", "two", "two2"]
@@ -110,7 +110,7 @@ def test_the_end_of_a_log_that_is_not_there_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize(("program", "log"), [("/no/such/program", "log"), ("/bin/true", "no/such/log")])
-def test_what_cannot_be_started_is_an_error(tmp_path, program, log):
+def test_a_flusher_that_cannot_start_is_an_error(tmp_path, program, log):
     with pytest.raises(StoreError, match=r"cannot be started: .*No such file"):
         spawn([program], tmp_path / log)
 

@@ -55,7 +55,7 @@ def test_small_drafts_go_together_up_to_a_bound_and_a_large_one_alone(drafts):
     assert drafts.persister.batch([large, *small]) == [large]
 
 
-def test_nothing_goes_before_its_next_attempt_nor_what_follows_it(drafts):
+def test_a_retry_and_its_successors_wait_for_their_time(drafts):
     first, second = drafts.add("a", 1), drafts.add("b", 1)
     second.retry_at = drafts.later
     third = drafts.add("c", 1)

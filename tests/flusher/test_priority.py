@@ -80,7 +80,7 @@ def test_a_session_that_is_somebody_elses_stays_as_it_is(nicer, monkeypatch):
     assert (nicer, session.said) == ([NICER], [])
 
 
-def test_where_sessions_share_nothing_there_is_nothing_to_tell(nicer, monkeypatch, tmp_path, caplog):
+def test_no_priority_is_set_without_autogroups(nicer, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(priority, "_SESSION", tmp_path / "none" / "autogroup")
     caplog.set_level("INFO", "tierfs.flush")
     assert give_way()

@@ -55,7 +55,7 @@ def test_the_end_of_the_connection_is_no_message(pair):
     ],
     ids=lambda data: repr(data[:12]),
 )
-def test_what_is_no_json_object_is_refused(pair, data):
+def test_a_message_that_is_no_json_object_is_refused(pair, data):
     if data.startswith(b'{"id": 9') and sys.version_info < (3, 10, 7):
         pytest.skip("this Python reads numbers of any length")
     pair[0].send(data)
@@ -79,7 +79,7 @@ def test_a_packet_over_the_limit_is_refused_and_the_next_one_read(pair):
 
 
 @pytest.mark.parametrize("value", ["x" * 60_000, b"bytes", float("nan"), {1: {2}}])
-def test_what_cannot_be_sent_is_an_error_at_once(value):
+def test_a_message_that_cannot_be_sent_is_an_error(value):
     with pytest.raises(InvalidInputError):
         wire.encode({"value": value})
 
@@ -172,7 +172,7 @@ def test_paths_around_the_limit_of_an_address_are_reached(length, tmp_path_facto
         base.rmdir()
 
 
-def test_nobody_is_reached_where_nothing_listens(tmp_path):
+def test_a_socket_without_a_listener_is_unreachable(tmp_path):
     assert wire.connect(tmp_path, 1) is None
     assert wire.connect(tmp_path / "absent", 1) is None
     wire.listen(tmp_path).close()

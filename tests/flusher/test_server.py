@@ -77,7 +77,7 @@ def test_errors_of_the_engine_are_raised_at_the_client(client):
         client.request("late")
 
 
-def test_what_the_engine_does_not_know_is_an_error_and_the_connection_goes_on(client, running):
+def test_an_unknown_request_is_an_error_and_the_next_works(client, running):
     client.request("echo")
     for _ in range(3):
         with pytest.raises(InvalidInputError, match="what is that"):
@@ -328,7 +328,7 @@ def test_only_one_holds_the_lock(running, start, monkeypatch):
     assert running.engine.running
 
 
-def test_whoever_looks_at_the_lock_for_an_instant_does_not_keep_it_from_starting(start, directory):
+def test_a_brief_lock_test_does_not_stop_a_start(start, directory):
     lock = ExclusiveLock(directory / LOCK_NAME)
     lock.acquire()
     running = start()
@@ -363,7 +363,7 @@ def test_no_other_client_may_have_it_retire(running, directory, version):
         assert ask(connection, "echo")["ok"]
 
 
-def test_what_is_under_way_when_it_stops_is_left_to_the_next_one(running, directory):
+def test_unfinished_work_is_left_to_the_next_flusher(running, directory):
     with raw_connection(directory) as connection:
         wire.send(connection, wire.encode({"id": 1, "do": "wait"}))
         until(lambda: running.engine.waiting)

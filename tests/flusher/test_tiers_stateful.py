@@ -881,7 +881,7 @@ def test_changes_that_were_built_on_each_other_are_given_up_together(world):
             change.state = "discarded"
 
 
-def test_what_was_committed_survives_an_abort(world):
+def test_an_abort_after_a_commit_keeps_the_file(world):
     trainer = world.hosts[0].trainers[0]
     content = world.content(5000)
     world.doings.append(world.doing(0, trainer, {"a": content}))
@@ -893,7 +893,7 @@ def test_what_was_committed_survives_an_abort(world):
     assert load(trainer.store, "a") == content
 
 
-def test_what_a_copy_was_lent_is_clean_when_the_copy_is_published(world):
+def test_chunks_of_a_published_copy_become_clean(world):
     world.stage(host=0, process=0, path="a", size=5000)
     world.move_or_copy(host=0, process=0, source="a", onto="b", level=Level.OBJECT, moves=False)
     assert world.hosts[0].observer.dirty_ram_bytes() == 0
@@ -934,7 +934,7 @@ def test_a_removal_does_not_outlive_what_was_to_be_there_instead(little):
     assert any(content is not None and len(content) == 4 * CHUNK for content in contents)
 
 
-def test_what_was_held_for_a_large_file_is_given_up_when_the_file_is_published(little, monkeypatch):
+def test_a_published_large_file_releases_its_held_chunks(little, monkeypatch):
     monkeypatch.setattr(slab.Segment, "shed", lambda _: None)  # so that memory of dead processes stays in the way
     little.stage(host=0, process=0, path="b", size=10)
     little.crash(host=0, process=0)

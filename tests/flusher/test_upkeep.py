@@ -53,7 +53,7 @@ def make(store, **policy):
     return Upkeep(lambda: store, UpkeepPolicy(**policy), counts, turn_s=1), counts
 
 
-def test_nothing_is_asked_for_by_default():
+def test_upkeep_is_off_by_default():
     assert UpkeepPolicy().is_off
     assert not UpkeepPolicy(gc_every_s=1).is_off
     assert not UpkeepPolicy(scrub_bandwidth=1).is_off

@@ -36,7 +36,7 @@ def test_any_bit_of_an_envelope_is_corrected_the_length_too():
         assert correct_envelope(flipped(CHUNK, bit)) == ENVELOPE
 
 
-def test_what_lies_behind_an_envelope_is_not_looked_at():
+def test_correction_ignores_bytes_behind_an_envelope():
     assert correct_envelope(flipped(CHUNK, 8 * len(ENVELOPE) + 5)) == ENVELOPE
 
 
@@ -53,6 +53,6 @@ def test_more_damage_than_a_bit_is_not_corrected(data):
     assert correct_envelope(data) is None
 
 
-def test_what_is_too_long_is_not_tried():
+def test_correction_skips_long_objects():
     data = seal(header(Kind.COLLECTOR, 0) + bytes(CORRECTED_BYTES_MAX))
     assert correct_sealed(flipped(data, 100)) is None

@@ -28,7 +28,7 @@ def test_a_chunk_has_one_key(name: ChunkName) -> None:
 @pytest.mark.parametrize(
     "end", [".0.bak", ".00", ".", "", ".-1", f".{2**32}", ".9999999999", f".{2**32}-0123456789abcdef"]
 )
-def test_what_is_no_key_of_a_chunk(end: str) -> None:
+def test_malformed_chunk_keys_are_refused(end: str) -> None:
     with pytest.raises(FormatError, match="not the key of a chunk"):
         parse_chunk_key(f"{CHUNKS}00/{DIGEST.hex()}{end}", DigestKind.XXH3_128)
 
@@ -64,6 +64,6 @@ def test_a_path_is_read_back_from_its_key(path: str) -> None:
         "a b!",
     ],
 )
-def test_what_is_no_key_of_a_record(inside: str) -> None:
+def test_malformed_record_keys_are_refused(inside: str) -> None:
     with pytest.raises(FormatError):
         parse_record_key(TREE + inside)

@@ -77,7 +77,7 @@ def test_every_part_is_filled_from_the_blocks_it_lies_in(pairs):
         ([(3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 1)], 5),
     ],
 )
-def test_what_one_part_wants_whole_needs_no_other_memory(spans, beside):
+def test_a_whole_block_is_read_without_another_buffer(spans, beside):
     lent = []
     parts = [(start, memoryview(bytearray(end - start))) for start, end in spans]
     BlockTargets(len(CONTENT), parts, lambda length: lent.append(length) or memoryview(bytearray(length)))

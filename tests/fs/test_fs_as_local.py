@@ -122,7 +122,7 @@ def test_changes_answer_and_leave_what_local_files_do(changed, call, path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("call", SELF_COPIES, ids=repr)
-def test_what_is_copied_onto_itself_is_left_alone(changed, call, path):
+def test_a_copy_onto_itself_changes_nothing(changed, call, path):
     ours, _ = changed
     before = ours.left()
     assert ours.ask(call, path) == ("FileNotFoundError" if path == "missing" else None)
@@ -179,7 +179,7 @@ def test_a_file_above_others_is_written_again(place):
     assert place.fs.cat(place / "a") == b"new"
 
 
-def test_what_there_is_not_says_what_to_call(place):
+def test_an_unsupported_call_names_another(place):
     place.fs.pipe(place / "a", b"x")
     with pytest.raises(NotImplementedError, match=r"fs\.get"):
         place.fs.sign(place / "a")

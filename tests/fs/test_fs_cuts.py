@@ -86,7 +86,7 @@ def test_a_file_that_was_put_has_the_chunks_of_one_that_was_written(place, tenso
 
 
 @pytest.mark.parametrize("extra", [b"more", bytes(40 * MIB)])
-def test_what_is_appended_goes_behind_the_tensors_chunks(place, tensors, extra):
+def test_appended_bytes_follow_the_tensors_chunks(place, tensors, extra):
     data = safetensors_file(tensors, "x")
     write(place.fs, place / "a", data, MIB)
     before = place.chunks()

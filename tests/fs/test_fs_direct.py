@@ -51,7 +51,7 @@ def test_a_codec_that_is_not_allowed_is_not_used(place, codecs, allowed):
     assert {Codec(block.codec) for block in written(place, codecs)} <= allowed
 
 
-def test_what_is_no_tensor_is_tried_block_by_block(place):
+def test_bytes_without_tensors_are_tried_block_by_block(place):
     # The noise in front does not decide for the text behind it.
     text = b"".join(b"%d: nothing new\n" % number for number in range(1_000_000))
     writer(place, "auto").pipe_file(place / "log", random.Random(1).randbytes(BLOCK_BYTES) + text)
@@ -70,7 +70,7 @@ def test_all_who_write_to_a_store_know_the_same(place):
         assert len(set(threads.map(encoder_of, range(4)))) == 1
 
 
-def test_what_is_known_of_a_tensor_is_kept_for_the_next_saves(place, monkeypatch):
+def test_a_tensors_codec_is_remembered_for_later_saves(place, monkeypatch):
     # This holds for saves of many files. Every `REPROBE_SAVES` saves, the codecs are tried again.
     tried, choose = [], encoder.choose
     monkeypatch.setattr(encoder, "choose", lambda *all_, **about: tried.append(about["kind"]) or choose(*all_, **about))

@@ -92,7 +92,7 @@ def test_an_exception_inside_with_publishes_nothing(place, door, size, there, ra
     assert [message for message in warnings_in(caplog) if "not published" in message and "boom" in message]
 
 
-def test_what_is_no_exception_but_ends_the_program_publishes_nothing_either(place, door):
+def test_an_exit_within_a_with_publishes_nothing(place, door):
     open_file, convert = door
     with pytest.raises(Cancelled), open_file() as file:
         file.write(convert(b"half"))

@@ -78,7 +78,7 @@ def test_a_slash_at_the_end_of_a_directory_changes_nothing(tree, slash):
     assert tree.fs.isdir(tree / f"dir{slash}")
 
 
-def test_what_was_deleted_is_listed_no_more(tree):
+def test_deleted_files_are_not_listed(tree):
     tree.fs.rm(tree / "other/e.txt")
     assert relative(tree, tree.fs.ls(tree.root, detail=False)) == ["dir", "top"]
     assert not tree.fs.exists(tree / "other")
@@ -271,7 +271,7 @@ def test_info_of_nothing_is_an_error(tree):
 @pytest.mark.parametrize(
     ("name", "is_dir", "is_file"), [("top", False, True), ("dir", True, False), ("missing", False, False)]
 )
-def test_what_a_path_is(tree, name, is_dir, is_file):
+def test_info_tells_files_from_directories(tree, name, is_dir, is_file):
     assert tree.fs.isdir(tree / name) is is_dir
     assert tree.fs.isfile(tree / name) is is_file
     assert tree.fs.exists(tree / name) is tree.fs.lexists(tree / name) is (is_dir or is_file)
@@ -374,7 +374,7 @@ def both(place):
     return place
 
 
-def test_what_is_a_file_and_a_directory_is_listed_as_both(both):
+def test_a_name_that_is_file_and_directory_is_listed_twice(both):
     fs, run = both.fs, both / "run"
     assert [(info["name"], info["type"]) for info in fs.ls(run, detail=True)] == [
         (both / "run/a", "file"), (both / "run/a", "directory"),

@@ -47,7 +47,7 @@ def test_many_files_are_written_listed_and_read(crowded):
     assert place.fs.cat(sample) == {name: files[name] for name in sample}
 
 
-def test_who_wrote_the_files_lists_them_without_reading_any(crowded):
+def test_a_writer_lists_its_files_without_reading_them(crowded):
     place, files = crowded
     found: list = []
     requests = asked(place, lambda: found.extend(place.fs.ls(place / "many", detail=True)))
@@ -56,7 +56,7 @@ def test_who_wrote_the_files_lists_them_without_reading_any(crowded):
     assert requests["list"] <= 2
 
 
-def test_who_did_not_write_them_reads_each_once(crowded, monkeypatch):
+def test_another_process_reads_each_record_once(crowded, monkeypatch):
     place, files = crowded
     forget(place, monkeypatch)
     first = asked(place, lambda: place.fs.ls(place / "many", detail=True))

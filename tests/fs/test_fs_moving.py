@@ -111,7 +111,7 @@ def test_a_directory_cannot_be_moved_into_itself(place):
     assert place.names() == ["d/1"]
 
 
-def test_what_is_written_into_a_directory_while_it_is_moved_stays(place, monkeypatch):
+def test_a_file_written_during_a_move_stays(place, monkeypatch):
     place.fs.pipe({place / "d/1": b"one", place / "d/2": b"two"})
     move = place.fs._mv_now
 

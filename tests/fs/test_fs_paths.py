@@ -72,7 +72,7 @@ def test_a_bad_name_is_refused_and_nothing_is_written(place, kind, call):
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_nothing_is_moved_or_copied_to_a_bad_name(place, kind):
+def test_moves_and_copies_to_invalid_names_are_refused(place, kind):
     place.fs.pipe(place / "a", b"x")
     before = objects_of(place)
     for verb in (place.fs.mv, place.fs.cp_file):

@@ -274,7 +274,7 @@ def test_a_forked_child_makes_an_instance_of_its_own(place):
     in_child(child)
 
 
-def test_what_a_forked_child_wrote_is_there_for_its_parent(directory_place):
+def test_a_forked_childs_file_is_seen_by_its_parent(directory_place):
     place = directory_place
     place.fs.pipe(place / "before", b"x")
     in_child(lambda: write_and_read(place.fs, place.root, 0, 3))
@@ -368,7 +368,7 @@ def create_exclusively(root: str, worker: int) -> bool:
     return True
 
 
-def test_of_exclusive_creators_in_many_processes_one_wins(directory_place):
+def test_one_exclusive_create_of_many_processes_wins(directory_place):
     place = directory_place
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("fork")) as pool:
         won = [
@@ -401,9 +401,7 @@ def close_at_once(
 
 @pytest.mark.parametrize("mode", ["wb", "xb", "ab"])
 @pytest.mark.parametrize("nvme", ["0", "8MiB"])
-def test_of_processes_that_have_a_path_open_at_once_one_saves_it_and_the_others_hear_of_it(
-    directory_place, tmp_path, nvme, mode
-):
+def test_one_of_many_open_writers_saves_and_the_others_conflict(directory_place, tmp_path, nvme, mode):
     root = directory_place.root
     tiers = {"ack": "staged", "ram": "64MiB", "nvme": nvme, "state_dir": str(tmp_path / "state")}
     context = multiprocessing.get_context("fork")

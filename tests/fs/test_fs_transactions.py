@@ -24,7 +24,7 @@ def published(monkeypatch) -> list[str]:
     return order
 
 
-def test_nothing_is_visible_before_the_end_then_everything_in_order(place, published):
+def test_a_transaction_publishes_all_in_order_at_its_end(place, published):
     with place.fs.transaction:
         for name in ("c", "a", "b"):
             with place.fs.open(place / name, "wb") as file:
@@ -90,7 +90,7 @@ def test_an_exception_in_one_file_that_is_handled_discards_that_file_alone(place
     assert place.names() == ["a"]
 
 
-def test_of_two_writes_to_a_path_the_last_is_published(place, published):
+def test_the_last_write_of_a_transaction_is_published(place, published):
     place.fs.pipe(place / "a", b"old")
     published.clear()
     with place.fs.transaction:

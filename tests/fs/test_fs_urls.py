@@ -153,7 +153,7 @@ def test_a_web_address_has_its_protocol_once(protocol):
 
 
 @pytest.mark.parametrize("protocol", ["http", "https"])
-def test_what_lies_outside_of_stores_has_its_protocol_once(protocol):
+def test_files_outside_stores_keep_one_protocol(protocol):
     pytest.importorskip("aiohttp")
     store, path = plain_store(parse_url(f"{protocol}://127.0.0.1:9/a/b"))
     assert (store.url, path) == (f"{protocol}://127.0.0.1:9/a", "b")
@@ -418,7 +418,7 @@ def test_an_option_of_a_write_that_tierfs_does_not_know_is_refused(place, name, 
     assert place.names() == []
 
 
-def test_what_is_kept_with_a_file_may_be_given_to_every_write(place, tmp_path):
+def test_user_metadata_can_be_given_to_every_write(place, tmp_path):
     (tmp_path / "local").write_bytes(b"x")
     place.fs.pipe_file(place / "piped", b"x", metadata={"step": 1}, ack="object")
     place.fs.put_file(str(tmp_path / "local"), place / "put", metadata={"step": 1}, ack="object")

@@ -60,7 +60,7 @@ def test_an_exclusive_create_may_follow_a_delete(place):
     assert place.fs.cat(place / "a") == b"new"
 
 
-def test_of_two_open_exclusive_creators_the_first_to_close_wins(place):
+def test_the_first_exclusive_creator_to_close_wins(place):
     first, second = place.fs.open(place / "a", "xb"), place.fs.open(place / "a", "xb")
     first.write(b"first")
     second.write(b"second")
@@ -70,7 +70,7 @@ def test_of_two_open_exclusive_creators_the_first_to_close_wins(place):
     assert place.fs.cat(place / "a") == b"second"
 
 
-def test_of_many_racing_exclusive_creators_one_wins(place):
+def test_one_of_many_exclusive_creators_wins(place):
     racers = 8
     barrier = threading.Barrier(racers)
     outcomes: dict[int, str] = {}
@@ -171,7 +171,7 @@ def test_a_file_grown_by_appending_has_the_chunks_of_one_written_whole(place, ra
     assert place.fs.ukey(place / "grown") == place.fs.ukey(place / "whole")
 
 
-def test_of_two_open_appenders_the_second_to_close_conflicts(place):
+def test_the_second_appender_to_close_conflicts(place):
     place.fs.pipe(place / "a", b"old,")
     first, second = place.fs.open(place / "a", "ab"), place.fs.open(place / "a", "ab")
     first.write(b"first,")
@@ -182,7 +182,7 @@ def test_of_two_open_appenders_the_second_to_close_conflicts(place):
     assert place.fs.cat(place / "a") == b"old,first,"
 
 
-def test_of_two_open_writers_the_second_to_close_conflicts(place):
+def test_the_second_writer_to_close_conflicts(place):
     place.fs.pipe(place / "a", b"old")
     first, second = place.fs.open(place / "a", "wb"), place.fs.open(place / "a", "wb")
     first.write(b"first")
@@ -270,7 +270,7 @@ def test_a_closed_write_handle_refuses(place, method):
     assert place.fs.cat(place / "a") == b""
 
 
-def test_nothing_is_visible_before_close(place, random_bytes):
+def test_a_file_is_invisible_before_close(place, random_bytes):
     file = place.fs.open(place / "a", "wb")
     file.write(random_bytes(CHUNK + 5, 6))
     file.flush()
@@ -548,7 +548,7 @@ def compression(request):
     return name, suffix
 
 
-def test_what_open_compressed_open_decompresses(place, compression):
+def test_compression_of_open_survives_a_round_trip(place, compression):
     name, suffix = compression
     data = TEXT.encode() * 10
     with place.fs.open(place / f"a.{suffix}", "wb", compression=name) as file:
@@ -558,7 +558,7 @@ def test_what_open_compressed_open_decompresses(place, compression):
         assert file.read() == data
 
 
-def test_what_fsspec_open_compressed_fsspec_open_decompresses(place, compression):
+def test_compression_of_fsspec_survives_a_round_trip(place, compression):
     name, suffix = compression
     url = f"{place.url}/a.{suffix}"
     with fsspec.open(url, "w", compression="infer", encoding="utf-8") as file:

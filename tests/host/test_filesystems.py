@@ -61,7 +61,7 @@ def test_this_machine_s_own_mounts_are_read():
 
 
 @pytest.mark.parametrize("name", ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "ceph", "fuse.gcsfuse"])
-def test_what_other_hosts_share_is_a_network_filesystem_and_gives_nothing_durable(name):
+def test_network_filesystems_give_no_level(name):
     assert is_network(name)
     assert not is_durable(name)
 

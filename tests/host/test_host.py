@@ -253,7 +253,7 @@ def test_a_process_that_goes_on_without_its_host_is_not_that_owner_any_more(dire
 
 
 @pytest.mark.parametrize("owner", ["0" * 16, "", "../escape", "0" * 17, "A" * 16, "0" * 15 + "\n", "/etc/passwd"])
-def test_what_was_never_an_owner_is_dead(host, owner):
+def test_an_unknown_owner_is_dead(host, owner):
     assert not host.is_alive(owner)
     host.bury(owner)
 
@@ -461,7 +461,7 @@ def test_lock_files_do_not_leak_descriptors(tmp_path):
 # -- directories -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_made_is_closed_to_others(host, directory):
+def test_files_of_a_host_are_private(host, directory):
     host.owner()
     with host.locked("ram"):
         pass

@@ -54,7 +54,7 @@ def test_a_thread_is_not_waited_for_for_good_either(locks, clock):
         assert clock.monotonic() - begun >= 2 * PATIENCE_S
 
 
-def test_who_is_at_work_is_waited_for(elsewhere, tmp_path):
+def test_a_working_holder_is_waited_for(elsewhere, tmp_path):
     done = []
 
     def fetch(locks):

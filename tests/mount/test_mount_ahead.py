@@ -67,7 +67,7 @@ def test_all_of_a_file_is_stored_before_it_is_closed(hand, made):
 
 
 @pytest.mark.parametrize("change", ["write", "truncate", "rename", "empty", "read", "hole"])
-def test_what_is_changed_after_it_was_stored_is_stored_again(hand, change):
+def test_a_file_changed_after_storing_is_stored_again(hand, change):
     model = bytearray(DATA)
     handle = hand.create("a")
     write(hand, handle, DATA)

@@ -296,7 +296,7 @@ def test_the_times_of_a_file_stay_once_it_is_closed(hand, tmp_path):
     assert Hand(hand.state.store, tmp_path).node("a").attributes == shown
 
 
-def test_what_the_fsspec_door_kept_with_a_file_stays(hand):
+def test_metadata_of_fsspec_stays_with_a_file(hand):
     verbs.save(hand.state.store, "a", b"x", metadata={"run": 7})
     handle = hand.open("a", os.O_RDWR)
     hand.files.write(handle, 0, memoryview(b"y"))
@@ -397,7 +397,7 @@ def test_a_file_that_tierfs_did_not_write_cannot_be_changed_by_its_path(hand, tm
     assert hand.names() == ["ours", "theirs"]
 
 
-def test_what_could_not_be_stored_is_not_shown_as_the_file(hand, monkeypatch):
+def test_unstored_bytes_are_not_shown_as_the_file(hand, monkeypatch):
     hand.write_file("a", b"stands")
     handle = hand.open("a", os.O_RDWR)
     hand.files.write(handle, 0, memoryview(b"cannot"))

@@ -163,7 +163,7 @@ def test_many_requests_that_wait_keep_no_other_one_waiting(kernel_for):
     assert sorted(kernel.answer()[0] for _ in waiting) == waiting
 
 
-def test_what_is_forgotten_is_not_answered(kernel_for):
+def test_forget_requests_get_no_answer(kernel_for):
     kernel = kernel_for(lambda header, body: None if header.opcode == Opcode.FORGET else b"fine")
     kernel.send(Opcode.FORGET)
     unique = kernel.send(Opcode.GETATTR)

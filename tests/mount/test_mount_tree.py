@@ -227,7 +227,7 @@ def test_a_name_is_taken_at_once_while_its_file_is_stored(hand, monkeypatch, rem
     assert found == {"d/big" if remove == "rename over" else "a": 1} | ({there: 50 * COPY_BYTES} if there else {})
 
 
-def test_what_the_store_keeps_for_itself_is_not_shown(hand):
+def test_the_private_directory_is_hidden(hand):
     assert hand.names() == []
     with pytest.raises(FileNotFoundError):
         hand.node(".tierfs")

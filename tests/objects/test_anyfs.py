@@ -520,7 +520,7 @@ def test_files_keep_the_mode_that_the_filesystem_gives_them(tmp_path: Path) -> N
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask
 
 
-def test_where_it_is_says_on_which_host_and_nothing_secret() -> None:
+def test_a_place_names_the_host_and_no_secret() -> None:
     class Remote(PrivateMemory):
         protocol = "remote"
 

@@ -74,7 +74,7 @@ def test_every_bit_counts(algorithm: str) -> None:
     assert len(flipped | {compute(algorithm, [CHECK]).value}) == 9
 
 
-def test_what_is_not_installed_cannot_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checksum_without_its_package_is_not_computable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "crc1", ("a_package_that_nobody_has", lambda _: b"0"))
     assert not computable("crc1")
     for unknown in ("crc1", "sum-of-digits"):

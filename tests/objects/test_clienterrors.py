@@ -158,11 +158,11 @@ def test_a_full_disk_is_a_matter_of_capacity() -> None:
     assert type(translate_client_error(OSError(errno.ENOSPC, "full"), "a")) is CapacityError
 
 
-def test_what_a_filesystem_cannot_do_makes_it_read_only() -> None:
+def test_an_unsupported_operation_is_a_read_only_error() -> None:
     assert type(translate_client_error(NotImplementedError(), "a")) is ReadOnlyError
 
 
-def test_what_nobody_knows_is_final_and_named() -> None:
+def test_an_unknown_client_error_is_final_and_named() -> None:
     translation = translate_client_error(ZeroDivisionError("division by zero"), "a")
     assert isinstance(translation, StoreError)
     assert not translation.transient
@@ -338,9 +338,7 @@ FINAL = [
 
 
 @pytest.mark.parametrize(("error", "expected", "remedy"), FINAL, ids=lambda value: repr(value)[:60])
-def test_what_waiting_does_not_mend_has_a_message_that_names_the_fix(
-    error: Exception, expected: type[TierfsError], remedy: str
-) -> None:
+def test_a_permanent_client_error_names_the_fix(error: Exception, expected: type[TierfsError], remedy: str) -> None:
     translation = translate_client_error(error, "run/a")
     assert type(translation) is expected
     assert not getattr(translation, "transient", False)
@@ -432,14 +430,14 @@ def test_bytes_that_changed_on_their_way_may_be_sent_again(error: Exception) -> 
     ],
     ids=repr,
 )
-def test_what_met_another_write_or_broke_off_may_be_sent_again(error: Exception) -> None:
+def test_a_request_that_met_another_write_is_transient(error: Exception) -> None:
     translation = translate_client_error(error, "a")
     assert isinstance(translation, StoreError)
     assert translation.transient
     assert not translation.throttled
 
 
-def test_what_an_earlier_request_met_says_nothing_of_this_one() -> None:
+def test_an_earlier_requests_error_does_not_count() -> None:
     try:
         with translated_client("a"):
             raise BotoError(503, "SlowDown")
@@ -525,9 +523,7 @@ def test_no_traceback_holds_a_credential(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["a" * MIB, "a b " * (MIB // 4)], ids=["one word", "words"])
-def test_of_a_long_text_the_beginning_alone_is_searched_and_no_more_is_shown(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_only_the_beginning_of_a_long_text_is_shown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     searched: list[int] = []
 
     class Pattern:

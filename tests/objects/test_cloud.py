@@ -365,7 +365,7 @@ def test_little_of_a_stream_is_in_memory(objects: CloudObjects, monkeypatch: pyt
     assert lent == [1 << 20]
 
 
-def test_where_nothing_may_be_taken_no_bytes_are_asked_for(cloud: Cloud, objects: CloudObjects) -> None:
+def test_a_read_with_limit_zero_requests_no_bytes(cloud: Cloud, objects: CloudObjects) -> None:
     info = objects.put("a", [b"content"])
     used: list[ObjectInfo] = []
     objects.stream("a", 0, lambda found, _: used.append(found))
@@ -373,7 +373,7 @@ def test_where_nothing_may_be_taken_no_bytes_are_asked_for(cloud: Cloud, objects
     assert cloud.fetched == []
 
 
-def test_what_is_streamed_is_one_request(cloud: Cloud, objects: CloudObjects) -> None:
+def test_a_streamed_read_is_one_request(cloud: Cloud, objects: CloudObjects) -> None:
     objects.put("a", [bytes(5_000_000)])
     cloud.piece_bytes = 10_009
     objects.stream("a", 4_000_000, lambda _, take: [take(1_000_000) for _ in range(4)])
@@ -398,7 +398,7 @@ def test_an_object_that_changes_between_two_requests_is_to_be_read_again(cloud: 
     assert {bytes(out) for _, out in far} == {b"b" * 10}
 
 
-def test_of_several_requests_one_that_fails_is_the_outcome(cloud: Cloud, objects: CloudObjects) -> None:
+def test_one_failed_request_of_several_is_raised(cloud: Cloud, objects: CloudObjects) -> None:
     objects.put("a", [bytes(10_000_000)])
     cloud.piece_bytes = 100
     failing = iter([False, True, False])
@@ -421,7 +421,7 @@ def test_an_object_that_grew_shorter_is_corrupt(objects: CloudObjects) -> None:
             objects.get("a", [(start, memoryview(bytearray(6)))])
 
 
-def test_what_is_read_is_bounded_before_it_comes(cloud: Cloud, objects: CloudObjects) -> None:
+def test_a_read_is_bounded_before_its_bytes_arrive(cloud: Cloud, objects: CloudObjects) -> None:
     objects.put("a", [bytes(1_000_000)])
     with pytest.raises(CorruptionError, match="over the limit of 999999"):
         objects.read("a", 999_999)
@@ -493,7 +493,7 @@ def test_a_checksum_that_the_cloud_does_not_know_is_not_sent(cloud: Cloud, objec
 # Other behaviour
 
 
-def test_what_is_put_goes_to_the_client_without_a_copy(objects: CloudObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_passes_buffers_without_a_copy(objects: CloudObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Sequence[memoryview]] = []
     put = Client.put
 
@@ -520,7 +520,7 @@ def test_keys_to_delete_may_come_from_a_listing(objects: CloudObjects) -> None:
     assert list(objects.list("")) == []
 
 
-def test_what_it_is_made_of_is_shown(objects: CloudObjects) -> None:
+def test_repr_shows_the_clients_settings(objects: CloudObjects) -> None:
     assert repr(objects) == "CloudObjects('cloud://bucket/', SharedSession('cloud'))"
 
 
@@ -529,7 +529,7 @@ class Lent(bytearray):
 
 
 @pytest.mark.parametrize("verb", ["put", "get", "stream"])
-def test_what_was_lent_is_let_go_of_with_the_error(cloud: Cloud, objects: CloudObjects, verb: str) -> None:
+def test_an_error_releases_lent_buffers(cloud: Cloud, objects: CloudObjects, verb: str) -> None:
     lent = Lent(8)
     alive = weakref.ref(lent)
     cloud.has_bucket = False
@@ -559,6 +559,6 @@ def test_a_url_with_credentials_is_refused_without_a_word_of_them(cloud: Cloud, 
 
 
 @pytest.mark.parametrize("path", ["bucket/run/a:b@c", "bucket/a:b/c@d", "us@er/base", "arn:aws:s3:::bucket/base"])
-def test_what_looks_like_credentials_and_is_none_is_taken(cloud: Cloud, path: str) -> None:
+def test_a_key_that_looks_like_credentials_is_accepted(cloud: Cloud, path: str) -> None:
     objects = open_cloud(cloud.session(), Client, path, scheme="cloud", checksums=())
     assert f"cloud://{path}" in repr(objects)

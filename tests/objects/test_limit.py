@@ -218,7 +218,7 @@ def test_the_limit_stays_in_its_bounds_and_moves_no_more_than_once_a_second(
     assert objects.limit == concurrency
 
 
-def test_whoever_waits_comes_in_when_the_limit_rises(memory: MemoryObjects) -> None:
+def test_a_higher_limit_admits_waiting_requests(memory: MemoryObjects) -> None:
     memory.put("a", [b"something"])
     together = threading.Barrier(2, timeout=30)
 
@@ -244,7 +244,7 @@ def test_whoever_waits_comes_in_when_the_limit_rises(memory: MemoryObjects) -> N
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nobody_is_left_waiting_while_the_limit_moves(memory: MemoryObjects, seed: int) -> None:
+def test_no_request_is_stuck_while_the_limit_changes(memory: MemoryObjects, seed: int) -> None:
     memory.put("a", [b"something"])
     choose = random.Random(seed)
 

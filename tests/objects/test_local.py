@@ -103,7 +103,7 @@ def test_an_object_gets_its_name_when_its_bytes_are_flushed(
     assert calls == ["writev", "fsync", "rename", "fsync"]
 
 
-def test_what_crashed_puts_left_is_swept_in_time(
+def test_leftovers_of_crashed_puts_are_swept(
     objects: LocalObjects, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects.put("run/a", [b"so that every directory is there"])
@@ -233,7 +233,7 @@ def test_versions_differ_where_times_are_whole_seconds_and_inodes_are_used_again
             objects.put("run/a", [b"late"], mode=Update(version))
 
 
-def test_nothing_is_written_until_something_is_put(objects: LocalObjects, root: Path) -> None:
+def test_opening_a_directory_writes_nothing(objects: LocalObjects, root: Path) -> None:
     assert list(objects.list("")) == []
     with pytest.raises(NotFoundError):
         objects.head("a")
@@ -283,7 +283,7 @@ def _in_processes(work: Callable[[str, int], list[int]], root: Path) -> list[lis
         return pool.starmap(work, [(str(root), number) for number in range(PROCESSES)], chunksize=1)
 
 
-def test_of_creates_in_two_processes_one_wins_each_key(objects: LocalObjects, root: Path) -> None:
+def test_one_of_two_processes_creates_each_key(objects: LocalObjects, root: Path) -> None:
     won = _in_processes(_create_all, root)
     assert sorted(key for keys in won for key in keys) == list(range(KEYS))
     for number, keys in enumerate(won):

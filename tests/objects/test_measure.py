@@ -94,7 +94,7 @@ def test_failures_count_as_errors_and_answers_do_not(memory: MemoryObjects) -> N
     assert (counted["list"]["errors"], counted["list"]["requests"]) == (1, 1)
 
 
-def test_nothing_is_missed_among_threads(memory: MemoryObjects) -> None:
+def test_all_requests_of_many_threads_are_counted(memory: MemoryObjects) -> None:
     objects = MeasuredObjects(memory)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: objects.put(f"run/{number % 10}", [b"12345"]), range(400)))

@@ -43,14 +43,14 @@ def test_each_number_has_its_error(number: int, expected: type[TierfsError]) -> 
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET])
-def test_what_may_pass_is_transient(number: int) -> None:
+def test_temporary_os_errors_are_transient(number: int) -> None:
     translation = translate_os_error(OSError(number, os.strerror(number)), "run/a")
     assert isinstance(translation, StoreError)
     assert translation.transient
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENAMETOOLONG, errno.EINVAL])
-def test_what_will_not_pass_is_not_transient(number: int) -> None:
+def test_permanent_os_errors_are_not_transient(number: int) -> None:
     translation = translate_os_error(OSError(number, os.strerror(number)), "run/a")
     assert isinstance(translation, StoreError)
     assert not translation.transient

@@ -266,7 +266,7 @@ def test_a_client_that_sends_a_request_twice_does_not_pass_for_an_endpoint_that_
     assert probe(SendsTwice(memory)).capabilities == memory.capabilities
 
 
-def test_what_cannot_be_asked_for_is_not_tried(memory: MemoryObjects) -> None:
+def test_a_probe_skips_requests_that_cannot_be_made(memory: MemoryObjects) -> None:
     class Plain(WrappedObjects):
         @property
         def capabilities(self) -> Capabilities:
@@ -319,7 +319,7 @@ def test_a_failure_for_the_moment_at_any_request_changes_nothing(memory: MemoryO
         assert list(memory.list("")) == []
 
 
-def test_what_is_refused_on_purpose_is_not_sent_again(memory: MemoryObjects) -> None:
+def test_a_probes_refused_request_is_not_retried(memory: MemoryObjects) -> None:
     sent: list[bool] = []
 
     class Counting(WrappedObjects):

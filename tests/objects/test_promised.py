@@ -168,7 +168,7 @@ def test_whether_it_lies_on_this_host_is_the_descriptors_to_say(memory: MemoryOb
     assert objects.capabilities.host_local
 
 
-def test_where_everything_is_kept_nothing_is_put_around_it(endpoint: Endpoint) -> None:
+def test_an_endpoint_that_keeps_all_promises_is_not_wrapped(endpoint: Endpoint) -> None:
     assert as_promised(endpoint, ALL) is endpoint
     assert as_promised(endpoint, ALL, "never") is endpoint
 
@@ -226,7 +226,7 @@ def test_conditions_that_are_not_kept_are_checked_and_not_sent(endpoint: Endpoin
 
 
 @pytest.mark.parametrize("mode", ["create", "update"])
-def test_of_many_at_once_in_this_process_one_wins(endpoint: Endpoint, mode: str) -> None:
+def test_one_of_many_concurrent_creates_wins(endpoint: Endpoint, mode: str) -> None:
     condition = CREATE if mode == "create" else Update(endpoint.put("a", [b"?"]).version)
     tiers = [as_promised(endpoint, CONDITIONLESS) for _ in range(12)]
     start = threading.Barrier(12, timeout=60)
@@ -250,7 +250,7 @@ def test_of_many_at_once_in_this_process_one_wins(endpoint: Endpoint, mode: str)
 
 @pytest.mark.parametrize("damage", [_flip, _cut, _lengthen, _empty])
 @pytest.mark.parametrize("mode", ["create", "overwrite", "update"])
-def test_what_was_stored_wrong_is_stored_again(
+def test_a_wrongly_stored_object_is_put_again(
     endpoint: Endpoint, verified: PromisedObjects, damage: Callable[[bytes], bytes], mode: str
 ) -> None:
     condition: PutMode = CREATE if mode == "create" else OVERWRITE
@@ -264,7 +264,7 @@ def test_what_was_stored_wrong_is_stored_again(
 
 
 @pytest.mark.parametrize("flag", ["conditional_update", "conditional_create"])
-def test_what_was_stored_wrong_is_stored_again_without_conditions(endpoint: Endpoint, flag: str) -> None:
+def test_a_wrong_object_is_put_again_without_conditions(endpoint: Endpoint, flag: str) -> None:
     objects = as_promised(endpoint, replace(ALL, **{flag: False}), "always")
     endpoint.wrong = [_flip]
     info = objects.put("a", [b"content"], mode=CREATE)
@@ -289,7 +289,7 @@ def test_an_object_that_was_there_and_stays_wrong_is_not_deleted(endpoint: Endpo
     assert endpoint.read("a", 100)[0] == _flip(b"content")
 
 
-def test_what_somebody_else_stored_meanwhile_is_theirs(endpoint: Endpoint, verified: PromisedObjects) -> None:
+def test_an_object_stored_by_another_client_is_kept(endpoint: Endpoint, verified: PromisedObjects) -> None:
     def replace_it() -> None:
         endpoint.inner.put("a", [b"theirs"])
 
@@ -308,7 +308,7 @@ class _ReplacedAfter(WrappedObjects):
         return info
 
 
-def test_what_was_stored_wrong_and_replaced_by_somebody_else_is_theirs(endpoint: Endpoint) -> None:
+def test_a_wrong_object_replaced_by_another_client_is_kept(endpoint: Endpoint) -> None:
     objects = as_promised(_ReplacedAfter(endpoint), ALL, "always")
     endpoint.wrong = [_flip]
     with pytest.raises(StoreError, match="changed before it was stored again") as caught:
@@ -317,7 +317,7 @@ def test_what_was_stored_wrong_and_replaced_by_somebody_else_is_theirs(endpoint:
     assert endpoint.read("a", 100)[0] == b"theirs"
 
 
-def test_what_stays_wrong_and_was_deleted_by_somebody_else_is_told_as_wrong(
+def test_a_wrong_object_deleted_meanwhile_is_an_error(
     endpoint: Endpoint, verified: PromisedObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(key: str, version: Version) -> None:
@@ -330,7 +330,7 @@ def test_what_stays_wrong_and_was_deleted_by_somebody_else_is_told_as_wrong(
 
 
 @pytest.mark.parametrize("mode", [CREATE, OVERWRITE])
-def test_what_was_acknowledged_and_is_not_there_is_no_success(
+def test_an_acknowledged_but_missing_object_is_an_error(
     endpoint: Endpoint, verified: PromisedObjects, mode: PutMode
 ) -> None:
     endpoint.before_get = [lambda: endpoint.inner.delete(["a"])]
@@ -339,7 +339,7 @@ def test_what_was_acknowledged_and_is_not_there_is_no_success(
     assert caught.value.transient
 
 
-def test_what_cannot_be_read_back_is_not_acknowledged(memory: MemoryObjects) -> None:
+def test_an_object_that_cannot_be_read_back_is_an_error(memory: MemoryObjects) -> None:
     faulty = FaultyObjects(Endpoint(memory))
     objects = as_promised(faulty, ALL, "always")
     faulty.inject(Fault.REFUSED, method="get")

@@ -176,7 +176,7 @@ def test_a_limit_that_makes_no_sense_is_refused(faulty: FaultyObjects) -> None:
         RetryingObjects(faulty, attempts=0)
 
 
-def test_what_was_lent_is_let_go_of_with_the_last_failure(faulty: FaultyObjects) -> None:
+def test_the_last_failed_attempt_releases_buffers(faulty: FaultyObjects) -> None:
     class Lent(bytearray):
         pass
 

@@ -147,7 +147,7 @@ def test_a_deletion_that_failed_for_one_key_failed(code: str, kind: type[Excepti
         ("InvalidRequest", "Missing required header for this request: Content-MD5"),
     ],
 )
-def test_where_many_keys_cannot_be_deleted_at_once_each_is_deleted_by_itself(code: str, message: str) -> None:
+def test_keys_are_deleted_one_by_one_without_batches(code: str, message: str) -> None:
     exceptions = pytest.importorskip("botocore.exceptions", reason="botocore is not installed")
     deleted: list[str] = []
 
@@ -357,7 +357,7 @@ def test_the_environment_says_where_a_bucket_is_too(monkeypatch):
     ],
     ids=["a host that is none", "no scheme", "in the URL", "in the URL, with a slash"],
 )
-def test_what_is_said_of_a_refused_option_holds_no_credential(path: str, options: dict[str, object]) -> None:
+def test_the_error_of_a_refused_option_has_no_credential(path: str, options: dict[str, object]) -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     with pytest.raises(InvalidInputError) as caught:
         open_s3(SharedSession("s3", lambda: connect_s3(options)), path).head("a")

@@ -103,7 +103,7 @@ def test_parts_that_are_there_already(hosts):
     assert not announced(second.store, "run")
 
 
-def test_nobody_looks_for_a_save_that_waits_for_a_part_of_which_nobody_was_told_before(make_host, monkeypatch):
+def test_an_unannounced_save_is_not_looked_for(make_host, monkeypatch):
     looks = []
     monkeypatch.setattr(Commits, "advance", lambda _, directory: looks.append(directory))
     for name, level, seen in (("object", Level.OBJECT, []), ("local", Level.LOCAL, ["run"])):
@@ -132,7 +132,7 @@ def test_a_large_document(hosts):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3])))
-def test_whatever_order_they_are_completed_in_the_one_that_began_last_stands(hosts, order):
+def test_the_save_that_began_last_stands(hosts, order):
     first, second = hosts
     commits = Commits(first.store)
     for number in (1, 2, 3):
@@ -147,7 +147,7 @@ def test_whatever_order_they_are_completed_in_the_one_that_began_last_stands(hos
     assert not announced(first.store, "run")
 
 
-def test_who_was_overtaken_hears_of_it(hosts):
+def test_a_superseded_save_raises(hosts):
     first, second = hosts
     put(first, "run/rank-0", level=Level.OBJECT)
     Commits(first.store).publish(f"run/{ROOT}", document("rank-0"), mark(7, "b"))
@@ -269,7 +269,7 @@ def test_a_save_that_was_removed_is_not_waited_for_in_vain(hosts, what):
         commits.check_stands(f"run/{ROOT}", mark(1))
 
 
-def test_who_waits_for_one_save_does_not_wait_for_others(hosts):
+def test_waiting_for_one_save_ignores_others(hosts):
     first, second = hosts
     put(first, "run/rank-0", level=Level.OBJECT)
     Commits(first.store).announce("run", document("rank-0"), mark(1))
@@ -320,7 +320,7 @@ def test_many_commit_at_once(hosts):
     assert content(first.plain(), f"run/{ROOT}") == document("other")
 
 
-def test_what_is_no_document_is_an_error_of_the_save_and_not_of_the_part(hosts, caplog):
+def test_malformed_metadata_fails_the_save_not_the_part(hosts, caplog):
     first, second = hosts
     with second.held():
         put(second, "run/rank-1")
@@ -360,7 +360,7 @@ def test_a_document_larger_than_any_is_not_read(hosts, monkeypatch):
     assert "too many" in waiting.problem
 
 
-def test_what_is_announced_is_no_failed_save(hosts, monkeypatch, caplog):
+def test_an_announced_save_is_not_a_failed_one(hosts, monkeypatch, caplog):
     first, second = hosts
     put(first, "run/rank-0", level=Level.OBJECT)
 
@@ -514,7 +514,7 @@ def test_metadata_that_somebody_else_wrote_is_refused_before_the_save_begins(cou
 
 
 @pytest.mark.parametrize("what", ["removed", "damaged"])
-def test_what_came_after_the_look_is_not_passed_over(make_host, what):
+def test_a_save_announced_after_the_look_is_found(make_host, what):
     # The put is conditional. If it fails, the save reads the current record.
     first, second = (make_host(name, ack=Level.OBJECT) for name in ("first", "second"))
     path = f"run/{ROOT}"
@@ -544,7 +544,7 @@ def far_away(host):
     return host
 
 
-def test_what_the_flusher_publishes_is_looked_at_when_it_is_closed(make_host):
+def test_a_flushers_file_is_checked_when_closed(make_host):
     # Once a change is pending, a conflict is final.
     host, other = far_away(make_host("host")), make_host("other", ack=Level.OBJECT)
     path = f"run/{ROOT}"
@@ -732,7 +732,7 @@ def test_a_directory_of_more_than_one_request_tells_is_looked_at_as_a_file(count
     assert commits.begin(path, "e" * 32) == (SaveMark(began.sequence + 1, "e" * 32), False)
 
 
-def test_of_the_metadata_of_one_rank_its_directory_tells_nothing(counted):
+def test_one_ranks_metadata_is_no_checkpoint(counted):
     path = "run/__3.metadata"
     for number in range(20):
         put_plain(counted, f"run/__{number + 10}.metadata")

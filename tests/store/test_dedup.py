@@ -142,7 +142,7 @@ def test_ranks_that_write_the_same_at_the_same_time_store_it_once(opened, tier):
     assert sum(len(rank.objects.take()[0]) for rank in ranks) <= 4 * len(ranks)
 
 
-def test_what_the_flusher_takes_further_is_sent_once_too(tmp_path, tier, opened):
+def test_the_flusher_sends_equal_chunks_once(tmp_path, tier, opened):
     content = os.urandom(2 * CHUNK_BYTES + 7)
     host = Host(tmp_path, Counted(tier), opened().descriptor)
     try:

@@ -48,13 +48,13 @@ def late(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["staged", "local", "object"])
-def test_what_a_thread_saves_when_the_program_ends_is_saved(tmp_path, level):
+def test_a_threads_save_at_exit_is_kept(tmp_path, level):
     run(tmp_path, level, "threading.Thread(target=save).start()\nbegun.wait()")
     assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_what_a_thread_of_a_child_saves_when_that_ends_is_saved(tmp_path, method):
+def test_a_childs_threads_save_at_exit_is_kept(tmp_path, method):
     script = f"""
     import multiprocessing
 
@@ -88,7 +88,7 @@ def test_calls_of_the_filesystem_go_on_in_a_thread_when_the_program_ends(tmp_pat
 
 
 @pytest.mark.parametrize("level", ["staged", "local", "object"])
-def test_what_an_executor_saves_when_the_program_ends_is_saved(tmp_path, level):
+def test_an_executors_save_at_exit_is_kept(tmp_path, level):
     run(tmp_path, level, "ThreadPoolExecutor().submit(save)\nbegun.wait()")
     assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
 

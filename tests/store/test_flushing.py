@@ -90,7 +90,7 @@ def test_a_late_flush_never_replaces_what_another_host_wrote(make_host):
     assert status(here.store)["conflicts"] == []
 
 
-def test_what_was_closed_after_a_conflict_in_its_directory_is_held_back(make_host):
+def test_files_closed_after_a_conflict_wait(make_host):
     here, there = make_host("here"), make_host("there")
     with here.held():
         save(here.store, "run/shard", b"late")
@@ -194,7 +194,7 @@ def test_the_least_ram_tier_for_chunks_holds_one(make_host):
     wait(host.store, "", Level.OBJECT, 30)
 
 
-def test_who_only_reads_or_writes_small_files_gives_others_room_as_well(make_host):
+def test_readers_and_small_writers_release_memory(make_host):
     # Housekeeping runs in every process that has a segment.
     host, other = make_host("host"), make_host("other")
     save(host.store, "a", b"few bytes")
@@ -240,7 +240,7 @@ def test_a_lost_answer_to_a_publish_is_settled_by_the_write_id(tmp_path, descrip
         host.close()
 
 
-def test_nothing_is_left_dirty_and_nothing_damaged_once_all_is_published(host):
+def test_all_published_leaves_nothing_dirty(host):
     for number in range(6):
         save(host.store, f"run/{number}", content(5 * MIB))
     rename(host.store, "run/0", "run/zero")
@@ -437,7 +437,7 @@ def test_a_published_file_makes_way_for_the_next_before_its_row_is_gone(host, mo
     assert load(host.plain(), "run/0") == b"again"
 
 
-def test_what_could_not_be_released_is_published_again_and_released(host, monkeypatch):
+def test_an_unreleased_draft_is_published_again(host, monkeypatch):
     publish, failed = NvmeTier.forget_drafts, []
 
     def fail_once(tier, *seqs):
@@ -606,7 +606,7 @@ def test_a_spill_that_fits_in_part_leaves_nothing_that_can_never_go(make_host):
         wait(host.store, "small", Level.LOCAL, 20)
 
 
-def test_what_went_ahead_of_a_draft_stays_when_its_writer_dies_right_after_closing_it(make_host, monkeypatch):
+def test_early_chunks_survive_their_writers_death(make_host, monkeypatch):
     host = make_host(ram=70 * MIB, nvme=1000 * MIB)
     data = content(120 * MIB)
     with host.held():
@@ -686,7 +686,7 @@ def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["gone", "made anew"])
-def test_what_was_written_to_a_store_never_gets_into_another_one(anew):
+def test_a_draft_never_reaches_another_store(anew):
     objects = MemoryObjects(f"/flushing-{uuid.uuid4().hex}")
     flushing = Flushing(objects)
     data = content(300_000)
@@ -854,7 +854,7 @@ def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, m
             assert {"d/earlier", "d/later"} <= {entry.path for entry in state.entries}
 
 
-def test_what_the_flusher_could_not_take_note_of_is_found_by_the_next_look(host, monkeypatch):
+def test_an_unnoted_draft_is_found_by_the_next_look(host, monkeypatch):
     this, add, discover = threading.current_thread(), FlushQueue.add, PendingScan.discover
 
     def fail(self, entry):
@@ -905,7 +905,7 @@ def test_files_that_could_not_be_marked_clean_are_found_by_a_later_walk(host, mo
     assert [load(host.plain(), name) for name in "abc"] == [b"x"] * 3
 
 
-def test_who_looks_for_files_meanwhile_waits_for_what_another_thread_found(host, monkeypatch):
+def test_concurrent_looks_share_their_result(host, monkeypatch):
     taking, go_on, take = threading.Event(), threading.Event(), PendingScan._take
 
     def slowly(self, slot):

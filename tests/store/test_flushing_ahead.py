@@ -71,7 +71,7 @@ def test_a_smaller_draft_is_uploaded_when_it_is_there(host, small, commits):
 
 
 @pytest.mark.parametrize("patience", [60, 0])
-def test_nothing_is_uploaded_for_a_while_where_somebody_waits_for_local(host, small, commits, monkeypatch, patience):
+def test_uploads_pause_while_a_caller_waits_for_local(host, small, commits, monkeypatch, patience):
     monkeypatch.setattr(state, "PERSISTING_FIRST_S", patience)
     with monkeypatch.context() as held:
         held.setattr(Uploader, "next", lambda _: None)
@@ -112,7 +112,7 @@ def test_as_many_chunks_are_uploaded_at_once_as_there_are_processors(make_host, 
     assert load(host.plain(), "a") == data
 
 
-def test_what_is_derived_is_uploaded_among_the_rest_once_its_sources_are_there(make_host, monkeypatch):
+def test_derived_chunks_are_uploaded_after_their_sources(make_host, monkeypatch):
     monkeypatch.setattr(uploading, "UPLOADS_MAX", 1)
     masters = {f"master.{n}": Training(seed=n).master for n in range(3)}
     moments = {f"moment.{n}": ("F32", Training(seed=100 + n).master.tobytes()) for n in range(9)}
@@ -176,7 +176,7 @@ def test_an_object_tier_that_is_away_keeps_nothing_from_the_nvme_tier(host, smal
     assert load(host.plain(), "a") == data
 
 
-def test_what_fails_ahead_is_tried_again_and_is_no_failure_of_the_draft(host, small, commits):
+def test_a_failed_early_upload_is_retried(host, small, commits):
     with host.held():
         save(host.store, "a", content(SIZE))
         assert until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))

@@ -140,7 +140,7 @@ def test_the_flusher_stores_a_damaged_chunk_again(tier, damage, codecs, step):
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["same flusher", "another flusher"])
-def test_nothing_is_encoded_against_a_damaged_chunk(tier, damage, restarted):
+def test_a_damaged_chunk_is_no_base(tier, damage, restarted):
     training = Training(1 << 18)
     flushing = Flushing(tier)
     first = flushing.save(path_of(1), training.file())
@@ -173,7 +173,7 @@ def test_a_damaged_record_that_is_saved_again_is_replaced(tier, damage):
     assert verify(open_on(tier)).damage == []
 
 
-def test_what_is_waited_for_at_object_can_be_read_by_other_hosts(host, objects, damage):
+def test_files_at_object_are_readable_elsewhere(host, objects, damage):
     for path in ("a", "b", "a"):
         save_at(host.store, path, CONTENT, Level.STAGED)
         wait(host.store, path, Level.OBJECT, 30)

@@ -56,7 +56,7 @@ CHANGES = {
 @pytest.mark.parametrize("is_restarted", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("look", [look, lambda store: Commits(store).begin(ROOT, "ab")], ids=["stat", "begin"])
-def test_nothing_found_replaces_the_version_known_before(make_far, objects, look, change, is_restarted):
+def test_a_look_that_finds_nothing_forgets_the_version(make_far, objects, look, change, is_restarted):
     here, there = make_far("here"), make_far("there")
     save(here.store, ROOT, b"old")
     wait(here.store, "", Level.OBJECT, 20)

@@ -71,7 +71,7 @@ def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier
     assert load(store, "b") == CONTENT
 
 
-def test_what_a_manifest_names_may_be_referred_to_until_it_is_condemned(store, tier, clock):
+def test_a_listed_chunk_is_usable_until_condemned(store, tier, clock):
     base, delta = ChunkName(bytes(16)), ChunkName(bytes(15) + b"1", 0, b"recipe__")
     term = store.lease_cache.ensure()
     store.lease_cache.learn(term, [Row(delta, 1, 1, (base,))])
@@ -93,7 +93,7 @@ def test_a_new_writer_reads_the_condemned_lists_before_its_first_chunk(store, ti
     assert rows_of(other, "b")[0].name.generation == 1
 
 
-def test_what_a_manifest_names_is_not_taken_for_seen(store):
+def test_a_listed_chunk_does_not_count_as_seen(store):
     rows = [
         Row(ChunkName(bytes(16)), 1, 1),
         Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (ChunkName(bytes(16)),)),
@@ -110,7 +110,7 @@ def test_what_a_manifest_names_is_not_taken_for_seen(store):
     assert [store.lease_cache.find_listed(row.name.digest) for row in rows] == [None, None]
 
 
-def test_what_this_writer_saw_is_not_looked_for_again_while_a_manifest_names_it(store, clock):
+def test_a_seen_and_listed_chunk_needs_no_other_look(store, clock):
     row = Row(ChunkName(bytes(16)), 1, 1)
     delta = Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (row.name,))
     lease_cache = store.lease_cache
@@ -130,7 +130,7 @@ def test_what_this_writer_saw_is_not_looked_for_again_while_a_manifest_names_it(
     assert [lease_cache.find(each.name.digest) for each in (row, delta)] == [None, None]
 
 
-def test_nobody_who_reads_waits_for_a_lease(store):
+def test_readers_do_not_wait_for_a_lease(store):
     row = Row(ChunkName(bytes(16)), 1, 1)
     store.lease_cache.add_listed(store.lease_cache.ensure(), [row])
     with store.lease_cache._lock:
@@ -138,7 +138,7 @@ def test_nobody_who_reads_waits_for_a_lease(store):
     assert store.lease_cache.find(row.name.digest) is None
 
 
-def test_what_was_heard_in_an_expired_lease_is_forgotten(store, clock):
+def test_listed_chunks_are_forgotten_with_their_lease(store, clock):
     row = Row(ChunkName(bytes(16)), 1, 1)
     term = store.lease_cache.ensure()
     store.lease_cache.add_listed(term, [row])
@@ -170,7 +170,7 @@ def test_an_append_does_not_speak_for_the_chunks_that_it_keeps(tier, clock):
     assert load(store, "a") == chunks(2, 0) + OTHER
 
 
-def test_what_was_learned_in_an_expired_lease_is_looked_up_again(store, tier, clock):
+def test_known_chunks_are_checked_again_after_a_lease(store, tier, clock):
     save(store, "a", CONTENT)
     name = rows_of(store, "a")[0].name
     delete(store, "a")
@@ -180,7 +180,7 @@ def test_what_was_learned_in_an_expired_lease_is_looked_up_again(store, tier, cl
     assert load(store, "b") == CONTENT
 
 
-def test_what_is_reused_is_read_back_once_in_the_duration_of_a_lease(tier, clock):
+def test_a_reused_chunk_is_read_back_once_a_lease(tier, clock):
     measured = MeasuredObjects(tier)
     store = open_on(measured, clock)
     save(store, "a", CONTENT)
@@ -191,7 +191,7 @@ def test_what_is_reused_is_read_back_once_in_the_duration_of_a_lease(tier, clock
     assert gets == [1, 0, 0, 1, 0]
 
 
-def test_what_this_writer_put_beyond_a_network_is_read_back_by_one_block(tier, clock):
+def test_an_own_remote_chunk_is_read_back_by_one_block(tier, clock):
     measured = MeasuredObjects(as_promised(tier, replace(tier.capabilities, host_local=False)))
     store = open_on(measured, clock)
     save(store, "a", chunks(1, 0))

@@ -51,7 +51,7 @@ def test_the_newest_of_several_drafts_of_a_path_counts(make_host):
         assert set(host.tiers.drafts.pending_below("")) == {"a", *(f"dir/{length}" for length in range(1, 6))}
 
 
-def test_what_was_flushed_is_not_pending(make_host):
+def test_flushed_files_are_not_pending(make_host):
     host = make_host()
     with host.held():
         for number in range(20):

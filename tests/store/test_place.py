@@ -125,14 +125,14 @@ def test_the_first_one_has_them(host):
 
 
 @pytest.mark.parametrize("kept", ["[", "{}", "5", "[5]"])
-def test_what_does_not_say_whose_they_are_is_no_leave(host, kept):
+def test_tiers_without_an_owner_are_not_taken(host, kept):
     directory = claim(host, UUID, ("a",), "url")
     (directory / "place.json").write_text(kept)
     with pytest.raises(StoreError, match="does not say which store"):
         claim(host, UUID, ("a",), "url")
 
 
-def test_what_a_crash_left_empty_is_nobodys(host):
+def test_an_empty_owner_file_counts_as_none(host):
     directory = claim(host, UUID, ("a",), "url")
     (directory / "place.json").write_text("")
     claim(host, UUID, ("b",), "url")
@@ -150,7 +150,7 @@ def test_a_store_and_its_copy_that_took_its_path_do_not_both_have_them(store, op
         open_at(old, **options)[0].ls(str(old))
 
 
-def test_what_is_saved_goes_where_the_tiers_belong_by_then(store, options):
+def test_saves_follow_the_current_owner(store, options):
     copy = copied(store)
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/latest", b"saved to the store later")
@@ -180,7 +180,7 @@ def test_a_store_that_is_moved_while_its_flusher_runs_gets_what_is_saved_to_it(s
         assert not open_at(store, ram=0, nvme=0)[0].exists(str(store / "b"))
 
 
-def test_nothing_is_published_by_a_flusher_whose_tiers_are_another_stores_by_now(store, host):
+def test_a_flusher_of_foreign_tiers_publishes_nothing(store, host):
     publisher, late = (publisher_of(lambda: open_bare(parse_url(f"file://{store}"))[0], host) for _ in range(2))
     found = open_bare(parse_url(f"file://{store}"))[0]
     directory = claim(host, found.descriptor.uuid, found.objects.places(), "url")
@@ -226,7 +226,7 @@ def test_a_copy_does_not_have_them_while_it_is_away_either(tmp_path, options, mo
         look(copy)
 
 
-def test_what_may_be_pending_where_nobody_can_look_has_reached_no_level(store, options, monkeypatch):
+def test_unreadable_tiers_report_no_level(store, options, monkeypatch):
     monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
     fs, path = open_at(store, ack="local")
     fs.pipe(f"{path}/a", b"saved")
@@ -242,7 +242,7 @@ def test_what_may_be_pending_where_nobody_can_look_has_reached_no_level(store, o
     os.chmod(options["state_dir"], 0o700)
 
 
-def test_nothing_is_pending_where_there_was_no_room_to_say_whose_the_tiers_are(store, options, monkeypatch):
+def test_tiers_without_room_for_an_owner_hold_nothing(store, options, monkeypatch):
     monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
     monkeypatch.setattr(opening, "_stores", {})
     fs, path = open_at(store)
@@ -254,7 +254,7 @@ def test_nothing_is_pending_where_there_was_no_room_to_say_whose_the_tiers_are(s
     assert fs.ack(f"{path}/a") == "object"
 
 
-def test_where_a_known_store_lies_need_not_be_written_down(host, monkeypatch, caplog):
+def test_known_places_need_no_owner_file(host, monkeypatch, caplog):
     directory = claim(host, UUID, ("a", "number 1"), "url")
     monkeypatch.setattr("os.fsync", full)
     assert claim(host, UUID, ("a", "number 2"), "url") == directory
@@ -329,7 +329,7 @@ def test_a_directory_that_got_the_number_of_a_store_that_is_gone_has_nothing_pen
     assert not open_at(other, **options)[0].exists(f"{other}/a")
 
 
-def test_what_the_message_names_is_all_that_is_left(left, options, tmp_path, monkeypatch):
+def test_the_message_names_all_pending_files(left, options, tmp_path, monkeypatch):
     hidden = left.rename(tmp_path / "hidden")
     with pytest.raises(StoreError, match="mount it") as caught:
         open_at(left, **options)[0].exists(f"{left}/a")
@@ -344,7 +344,7 @@ def test_what_the_message_names_is_all_that_is_left(left, options, tmp_path, mon
     hidden.rename(left)
 
 
-def test_of_another_store_it_need_not_be_known_where_that_was(left, options, tmp_path, caplog):
+def test_another_stores_place_may_be_unknown(left, options, tmp_path, caplog):
     (kept,) = (tmp_path / "state" / "stores").glob("*/place.json")
     kept.write_bytes(b"damaged")
     assert not open_at(tmp_path / "new", **options)[0].exists(f"{tmp_path}/new/a")
@@ -392,9 +392,7 @@ def place_file(options):
 
 @pytest.mark.parametrize("damage", [*DAMAGED, "a directory"])
 @pytest.mark.parametrize("asked", ["asked for", "by default"])
-def test_what_was_published_is_read_though_it_is_not_known_whose_the_tiers_are(
-    store, options, monkeypatch, caplog, damage, asked
-):
+def test_published_files_are_read_without_an_owner(store, options, monkeypatch, caplog, damage, asked):
     monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
     fs, path = open_at(store, **options)
     fs.pipe(f"{path}/a", b"published" * 10_000, ack="object")
@@ -414,7 +412,7 @@ def test_what_was_published_is_read_though_it_is_not_known_whose_the_tiers_are(
     assert len(told) == 1
 
 
-def test_what_is_pending_where_it_is_not_known_for_which_store_waits(left, options):
+def test_pending_files_without_an_owner_wait(left, options):
     kept = place_file(options)
     whose = kept.read_bytes()
     kept.write_bytes(b"[")

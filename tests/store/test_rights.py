@@ -80,7 +80,7 @@ def test_the_umask_counts_in_the_object_tier_and_nowhere_else(tmp_path, umask, m
         assert {each for found, each in published.values() if found == kind} == {mode}
 
 
-def test_what_the_host_knows_of_stores_elsewhere_is_closed_to_others(tmp_path):
+def test_known_stores_are_private_files(tmp_path):
     descriptor, _ = create_store(MemoryObjects("/rights"), "x://a", digest=DigestKind.XXH3_128, random_bytes=bytes(16))
     records = HostRecords("0123", tmp_path / "state")
     records.add("a", "1", b"record")

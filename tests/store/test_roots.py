@@ -198,7 +198,7 @@ def test_a_move_between_stores_deletes_only_what_it_copied(store, tier, monkeypa
     assert load(other, "a") == b"old"
 
 
-def test_what_is_moved_between_stores_keeps_what_its_user_noted(store):
+def test_a_move_between_stores_keeps_user_metadata(store):
     other_tier = MemoryObjects(f"/roots-{uuid.uuid4().hex}")
     other = Store(other_tier, create_store(other_tier, "other", random_bytes=os.urandom(16))[0], url="other")
     writer = Writer(store, "a", metadata={"epoch": 7})

@@ -56,7 +56,7 @@ def written(store, path, mode=WriteMode.OVERWRITE):
 
 @pytest.mark.usefixtures("slow_looks")
 @pytest.mark.parametrize("change", ["overwrite", "append", "create", "delete", "rename", "rename onto", "first"])
-def test_of_two_changes_of_a_path_at_one_moment_one_is_made(any_host, change):
+def test_one_of_two_simultaneous_changes_is_made(any_host, change):
     host, store = any_host, any_host.store
     mode = {"append": WriteMode.APPEND, "create": WriteMode.CREATE}.get(change, WriteMode.OVERWRITE)
     writers = [written(store, "run/a", mode) for _ in range(2)] if change in ("create", "first") else []
@@ -90,7 +90,7 @@ def test_changes_of_several_paths_at_one_moment_are_all_made(host):
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_who_followed_upon_what_was_pending_hears_of_what_was_published_since(host, is_changed):
+def test_a_change_based_on_a_pending_one_sees_a_conflict(host, is_changed):
     with host.held():
         save(host.store, "run/a", b"pending")
         late = written(host.store, "run/a", WriteMode.APPEND)

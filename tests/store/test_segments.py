@@ -77,7 +77,7 @@ def left(tmp_path, root, descriptor):
 @pytest.mark.parametrize(
     "error", [OSError(errno.EMFILE, "no descriptors"), MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr
 )
-def test_nothing_is_lost_of_a_segment_that_cannot_be_opened_for_a_while(left, make_host, monkeypatch, which, error):
+def test_an_unopenable_segment_loses_nothing(left, make_host, monkeypatch, which, error):
     files, names = left
     with out_of(error, names[which], monkeypatch):
         host = make_host(ram=256 * MIB, nvme=0)
@@ -91,7 +91,7 @@ def test_nothing_is_lost_of_a_segment_that_cannot_be_opened_for_a_while(left, ma
 
 
 @pytest.mark.parametrize("at", [0, 24], ids=["no segment", "damaged"])
-def test_nobody_takes_what_a_damaged_segment_held_for_safe_until_it_is_given_up(left, make_host, tmp_path, at, caplog):
+def test_files_in_a_damaged_segment_are_not_called_safe(left, make_host, tmp_path, at, caplog):
     files, names = left
     damaged = Path((tmp_path / "folder").read_text()) / names[0]
     with damaged.open("r+b") as file:
@@ -127,7 +127,7 @@ def flushing(make_host):
 
 
 @pytest.mark.parametrize("what", ["folder", "files"])
-def test_what_is_saved_in_a_segment_that_somebody_removed_is_flushed(flushing, what, caplog):
+def test_files_in_a_removed_segment_are_flushed(flushing, what, caplog):
     folder = flushing.tiers.ram.host.segments
     if what == "folder":
         shutil.rmtree(folder)
@@ -166,7 +166,7 @@ def test_a_draft_that_was_removed_before_the_flusher_saw_it_is_not_waited_for(fl
         wait(flushing.store, "a", Level.OBJECT, None)
 
 
-def test_where_the_folder_was_removed_new_segments_are_made_in_another(flushing):
+def test_new_segments_are_made_after_the_folder_was_removed(flushing):
     shutil.rmtree(flushing.tiers.ram.host.segments)
     files = {f"after-{number}": content(BIG) for number in range(2)}
     for path, data in files.items():
@@ -176,7 +176,7 @@ def test_where_the_folder_was_removed_new_segments_are_made_in_another(flushing)
     assert {path: load(flushing.plain(), path) for path in files} == files
 
 
-def test_what_a_flusher_has_open_of_a_dead_process_outlives_the_files(left, make_host):
+def test_open_segments_of_a_dead_process_outlive_their_files(left, make_host):
     files, _ = left
     host = make_host(ram=256 * MIB, nvme=0)
     with host.held():
@@ -210,7 +210,7 @@ def spilled(tmp_path, root, descriptor):
     return data, (tmp_path / "name").read_text()
 
 
-def test_what_a_dead_process_spilled_is_kept_while_its_draft_cannot_be_seen(spilled, make_host, monkeypatch):
+def test_spilled_chunks_stay_while_a_draft_is_unreadable(spilled, make_host, monkeypatch):
     data, name = spilled
     with out_of(MemoryError(), name, monkeypatch):
         # Room for one segment beside the dead process's two, either of which may hold chunks of its draft.

@@ -90,7 +90,7 @@ def test_requests_are_counted_by_method_and_those_never_made_are_not_named(bare)
     assert "process_delete_version" not in requests
 
 
-def test_what_was_throttled_is_counted_and_so_is_what_was_sent_again(bare):
+def test_throttled_and_repeated_requests_are_counted(bare):
     endpoint, store = bare
     endpoint.throttles = 2
     save(store, "a", b"x")
@@ -99,7 +99,7 @@ def test_what_was_throttled_is_counted_and_so_is_what_was_sent_again(bare):
     assert report["requests"]["process_put"]["errors"] == 0  # the retries succeeded
 
 
-def test_what_was_stored_wrong_is_counted_and_reading_back_is_said(bare):
+def test_wrong_objects_are_counted_and_read_backs_shown(bare):
     endpoint, store = bare
     endpoint.spoils = 1
     save(store, "a", b"x")
@@ -115,7 +115,7 @@ def test_an_object_tier_without_wrappers_counts_nothing(objects, descriptor):
     assert report["requests"] == report["fallbacks"] == {}
 
 
-def test_what_the_flusher_asked_is_told_apart_from_what_this_process_asked(apart):
+def test_requests_of_the_flusher_are_counted_apart(apart):
     apart.endpoint.throttles = 1
     save(apart.store, "a", content(MIB))
     wait(apart.store, "a", Level.OBJECT, 20)
@@ -134,7 +134,7 @@ def test_a_flusher_that_has_no_way_to_the_object_tier_yet_counts_nothing(apart):
     assert not any(name.startswith("flusher_") for name in report["tiers"]["object"]["fallbacks"])
 
 
-def test_what_the_flusher_evicted_from_the_nvme_tier_is_counted(host):
+def test_evictions_of_the_flusher_are_counted(host):
     save(host.store, "a", content(MIB))
     wait(host.store, "a", Level.OBJECT, 20)
     dropped = evict(host.store, "a", "nvme")

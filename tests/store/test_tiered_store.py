@@ -81,7 +81,7 @@ def test_looking_past_the_local_tiers_teaches_the_store_and_its_flusher(any_host
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("is_pending", [False, True])
 @pytest.mark.parametrize("change", ["save", "delete", "rename", "rename onto"])
-def test_who_closes_what_somebody_else_of_the_host_changed_since_hears_of_it(host, change, is_pending, is_there):
+def test_closing_a_file_changed_by_another_process_conflicts(host, change, is_pending, is_there):
     if not is_there and change in ("delete", "rename"):
         return
     save(host.store, "run/other", b"other")
@@ -122,7 +122,7 @@ def test_who_closes_what_somebody_else_of_the_host_changed_since_hears_of_it(hos
 
 @pytest.mark.parametrize("by", ["reader", "verify"])
 @pytest.mark.parametrize("how", ["removed", "damaged", "damaged, then removed"])
-def test_what_the_object_tier_lost_is_stored_again_by_a_flusher_that_knew_it_to_be_there(host, how, by):
+def test_a_flusher_stores_a_lost_chunk_again(host, how, by):
     data = content(2 * MIB)
     for path in ("run/a", "run/b"):
         save(host.store, path, data)
@@ -191,7 +191,7 @@ def test_a_path_that_is_new_is_not_asked_for_and_what_is_there_all_the_same_stan
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_other_ranks_want_as_well_is_kept_until_the_budget_is_used_up(host, make_host, monkeypatch, ranks):
+def test_chunks_that_other_ranks_want_are_kept(host, make_host, monkeypatch, ranks):
     monkeypatch.setattr(growth, "CHUNKS_DATA_BYTES", 32 * MIB)
     monkeypatch.setattr(pool, "KEPT_BYTES", 32 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -319,7 +319,7 @@ def test_a_given_up_file_leaves_nothing_behind(host):
     assert SlotState.SEALED not in states
 
 
-def test_what_was_read_from_afar_is_read_from_near_the_next_time(make_host):
+def test_a_remote_read_is_cached(make_host):
     here, there = make_host("here"), make_host("there")
     data = content()
     save_at(there.store, "a", data, Level.OBJECT)
@@ -624,7 +624,7 @@ def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host
 
 
 @pytest.mark.parametrize("with_path", [False, True])
-def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_that(make_host, with_path, monkeypatch):
+def test_a_damaged_older_draft_does_not_hide_a_newer_one(make_host, with_path, monkeypatch):
     host = make_host(nvme=0)
     save(host.store, "b", b"other")
     wait(host.store, "", Level.OBJECT, 30)

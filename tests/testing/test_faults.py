@@ -84,14 +84,14 @@ def test_a_fault_that_could_never_strike_is_refused(faulty: FaultyObjects) -> No
     ("fault", "expected"),
     [(Fault.REFUSED, StoreError), (Fault.DENIED, ReadOnlyError), (Fault.FULL, CapacityError)],
 )
-def test_what_is_refused_does_not_happen(faulty: FaultyObjects, fault: Fault, expected: type[Exception]) -> None:
+def test_a_refused_call_changes_nothing(faulty: FaultyObjects, fault: Fault, expected: type[Exception]) -> None:
     faulty.inject(fault)
     with pytest.raises(expected):
         faulty.put("a", [b"something"])
     assert list(faulty.list("")) == []
 
 
-def test_what_loses_its_response_happens(faulty: FaultyObjects) -> None:
+def test_a_call_that_loses_its_response_happens(faulty: FaultyObjects) -> None:
     faulty.inject(Fault.LOST_RESPONSE, method="put")
     with pytest.raises(StoreError) as caught:
         faulty.put("a", [b"something"], mode=CREATE)
@@ -248,6 +248,6 @@ def test_the_same_seed_does_the_same_again(memory: MemoryObjects, fault: Fault) 
     assert run() == run()
 
 
-def test_what_is_planned_is_shown(faulty: FaultyObjects) -> None:
+def test_repr_shows_planned_faults(faulty: FaultyObjects) -> None:
     faulty.inject(Fault.SLOW)
     assert "seed=3, pending=1, late=0" in repr(faulty)

@@ -247,7 +247,7 @@ def test_a_truncated_response_ends_like_a_regular_one(server, proxy, client):
     assert caught.value.partial == BODY[:-1]
 
 
-def test_nothing_reaches_the_server_through_a_black_hole(server, proxy):
+def test_a_black_hole_passes_nothing_to_the_server(server, proxy):
     proxy.inject(TcpFault.BLACK_HOLE, side="request", at=0)
     with _client_of(proxy, timeout_s=0.2) as client, pytest.raises(TimeoutError):
         _ask(client, "PUT", "/a", BODY)
@@ -454,7 +454,7 @@ def test_a_server_that_is_not_there_is_a_reset():
             _ask(client, "GET", "/a")
 
 
-def test_what_is_not_http_passes_and_counts_as_one_request():
+def test_other_protocols_pass_as_one_request():
     hello = b"\x16\x03\x01" + bytes(range(250))
     with _raw_server(b"\x16\x03\x03answer") as (port, received), TcpFaultProxy("127.0.0.1", port, seed=1) as proxy:
         assert _raw(proxy, hello) == (b"\x16\x03\x03answer", False)
@@ -476,7 +476,7 @@ def test_what_is_not_http_passes_and_counts_as_one_request():
         b"PUT /a HT",
     ],
 )
-def test_what_is_malformed_or_cut_short_passes_as_it_is(request_bytes):
+def test_malformed_requests_pass_unchanged(request_bytes):
     received = b""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, TcpFaultProxy("127.0.0.1", listener.getsockname()[1]) as proxy:
@@ -549,7 +549,7 @@ def test_a_fault_that_could_never_strike_is_refused(arguments):
         PlannedTcpFault(**arguments)
 
 
-def test_what_is_planned_is_shown(proxy):
+def test_repr_shows_planned_faults(proxy):
     proxy.inject(TcpFault.RESET)
     proxy.bandwidth = 1e6
     assert "seed=3, probability=0.0, pending=1, fired=0, latency_s=0.0, bandwidth=1000000.0, refuse=False" in repr(

@@ -93,7 +93,7 @@ def test_an_empty_root_restores_nothing(root):
         assert run.checkpoints == []
 
 
-def test_what_changes_after_a_save_is_not_in_it(root):
+def test_changes_after_a_save_are_not_in_it(root):
     live = state(1)
     with manager(root) as run:
         run.save(1, live)
@@ -159,7 +159,7 @@ def test_a_marked_step_may_be_saved_anew(root):
     assert same(found, state(9))
 
 
-def test_nothing_that_can_be_loaded_is_an_error_and_not_a_fresh_start(root):
+def test_no_loadable_checkpoint_is_an_error(root):
     with manager(root) as run:
         run.save(1, state(1)).wait("object", timeout=30)
     flip_shard(root, 1)

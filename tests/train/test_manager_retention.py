@@ -31,7 +31,7 @@ def steps(root):
         return [each.step for each in run.checkpoints if each.is_complete]
 
 
-def test_what_no_policy_keeps_is_removed(root, caplog):
+def test_a_checkpoint_that_no_policy_keeps_is_removed(root, caplog):
     with caplog.at_level(logging.INFO, "tierfs.train"), manager(root, keep=[Latest(2), Every(steps=4)]) as run:
         save(run, *range(1, 10))
     assert steps(root) == [1, 4, 8, 9]
@@ -53,7 +53,7 @@ def test_light_checkpoints_do_not_displace_full_ones(root, keep):
             assert run.checkpoints[0].step in {10, 20}
 
 
-def test_nothing_is_removed_without_policies(root):
+def test_no_policies_remove_nothing(root):
     with manager(root) as run:
         save(run, 1, 2, 3)
     assert steps(root) == [1, 2, 3]
@@ -117,7 +117,7 @@ def test_newer_steps_of_another_run_are_left_alone(root):
     assert steps(root) == [0, 1, 2, 3, 5]
 
 
-def test_what_is_not_in_the_object_tier_yet_does_not_replace_what_is(root, monkeypatch):
+def test_a_staged_checkpoint_does_not_replace_a_durable_one(root, monkeypatch):
     with manager(root, keep=[Latest(1)]) as run:
         save(run, 1)
         durable = run._run.standing
@@ -154,6 +154,6 @@ def test_local_copies_have_policies_of_their_own(root, caplog):
 
 
 @pytest.mark.parametrize("keep", [{"tape": [Latest(1)]}, [7], {"nvme": ["latest"]}])
-def test_what_cannot_be_kept_by_is_refused(root, keep):
+def test_an_invalid_keep_argument_is_refused(root, keep):
     with pytest.raises(InvalidInputError, match="keep="):
         manager(root, keep=keep)

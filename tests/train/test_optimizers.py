@@ -182,7 +182,7 @@ def test_saved_values_without_a_place_are_named(root):
     assert restored.not_loaded == ("average", "note")
 
 
-def test_of_patterns_only_values_that_match_are_named(root):
+def test_patterns_name_only_matching_values(root):
     with Manager(root, **OPTIONS) as run:
         run.save(1, {"model": torch.ones(3), "average": torch.ones(3), "note": "seen"})
         restored = run.restore({"model": torch.zeros(3)}, only=["model", "n*"])

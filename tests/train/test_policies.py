@@ -125,7 +125,7 @@ def test_the_interval_grows_with_cost_and_with_time_between_failures(cost_s, mtb
         assert young_daly_s(cost_s, mtbf_s * 4) > interval_s
 
 
-def test_nothing_is_asked_for_while_a_save_is_under_way():
+def test_policies_ask_for_nothing_during_a_save():
     policy = YoungDaly(mtbf="1h")
     known = {"since_s": 1e6, "step_s": 1.0, "blocked_s": 1.0}
     assert policy.should_save(1, [], context=context(**known))
@@ -180,7 +180,7 @@ def test_the_users_own_policy_keeps_checkpoints():
 
 
 @pytest.mark.parametrize("wrong", [7, "latest", Every])
-def test_what_is_no_policy_is_refused(wrong):
+def test_an_object_that_is_no_policy_is_refused(wrong):
     with pytest.raises(InvalidInputError, match="should_save"):
         as_save_policies([wrong() if wrong is Odd else wrong] if wrong is not Every else [Latest(1)])
     with pytest.raises(InvalidInputError, match="preserve"):

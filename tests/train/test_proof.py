@@ -109,7 +109,7 @@ def test_a_loss_that_differs_in_its_last_bit_is_a_difference_without_a_tolerance
         assert run.verify_resume(second.state, slightly_off, tolerance=1e-12).is_proven
 
 
-def test_what_was_not_noted_is_not_said_to_be_the_same(root):
+def test_unrecorded_parts_are_not_called_equal(root):
     first = Training(1)
     with Manager(root, **OPTIONS) as run:
         run.save(1, first.state)

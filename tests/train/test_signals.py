@@ -32,7 +32,7 @@ def test_the_handler_that_was_there_is_called_and_comes_back(before):
 
 
 @pytest.mark.parametrize("wrong", [signal.SIGKILL, 1000])
-def test_where_one_cannot_be_handled_none_is(before, wrong):
+def test_handlers_are_set_for_all_signals_or_none(before, wrong):
     theirs = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(InvalidInputError, match=f"signal {int(wrong)} cannot be handled"):
         Signals([signal.SIGUSR1, wrong, signal.SIGCONT])

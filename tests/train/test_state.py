@@ -224,13 +224,13 @@ class Bad:
         return eval, ("1 + 1",)
 
 
-def test_what_a_checkpoint_brings_along_is_not_run():
+def test_a_restore_runs_no_code_of_a_checkpoint():
     with pytest.raises(InvalidInputError, match="eval"):
         unpack(pack({"x": Bad()}), "it")
 
 
 @pytest.mark.parametrize("text", ["{", '{"no such": 1}', '{"tensor": ["float33", [1], ""]}', '{"a": 1, "b": 2}'])
-def test_what_is_no_packed_value_is_refused(text):
+def test_a_malformed_packed_value_is_refused(text):
     with pytest.raises(FormatError):
         unpack(text, "it")
 

@@ -63,6 +63,6 @@ def test_the_kernels_copy_16_mib_at_a_time_and_memcpy_a_sixth_on_three_threads(p
         assert sorted(pieces) == [10 * LARGE_BYTES] * 6
 
 
-def test_what_lies_apart_is_one_piece_each_where_a_thread_has_several(pieces):
+def test_scattered_tensors_are_copied_piece_by_piece(pieces):
     copied([4 * LARGE_BYTES] * 12)
     assert pieces == [4 * LARGE_BYTES] * 12

@@ -190,7 +190,7 @@ def test_two_saves_overlap(url, child):
     settled(url)
 
 
-def test_of_two_saves_over_there_each_is_heard_of_by_itself(url, child):
+def test_two_saves_in_another_process_report_apart(url, child):
     # As in DCP's process mode: a thread for each save hands it over, and may get the answer of the other save.
     writer = TierWriter(url, **OPTIONS)
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
@@ -233,7 +233,7 @@ def test_a_save_that_fails_over_there_keeps_nothing(url, child):
     until_nothing_is_there(url)
 
 
-def test_what_was_staged_may_be_let_go_of_here_at_once(url, child):
+def test_a_state_passed_to_another_process_may_be_dropped(url, child):
     writer = TierWriter(url, **OPTIONS)
     child.ask("have", writer.stage(state(seed=4)))
     gc.collect()

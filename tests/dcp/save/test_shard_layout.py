@@ -40,7 +40,7 @@ def test_roles_that_take_little_together_are_one_request():
 
 
 @pytest.mark.parametrize("length", [MIB, 8 * MIB - 1, 8 * MIB])
-def test_what_many_ranks_share_a_matrix_of_is_packed(length):
+def test_parts_of_a_matrix_on_many_ranks_are_packed(length):
     # A chunk is a request: without packing, 64 ranks would make one request for each MiB.
     lengths = [length for _, (length,) in packs(*[f32(f"{number:02}.weight", length) for number in range(32)])]
     assert sum(lengths) == 32 * length
@@ -54,7 +54,7 @@ def test_a_number_is_no_role_and_belongs_to_one_that_it_is_the_end_of():
     assert packs(*[f32(name, 2 * MIB) for name in names]) == [(names, (16 * MIB,))]
 
 
-def test_what_is_smaller_than_a_mebibyte_has_packs_of_its_own():
+def test_tensors_below_a_mebibyte_have_their_own_packs():
     # So norms that are trained share no chunk with matrices that are not.
     pieces = [
         f32(f"{number}.{name}.weight", length) for number in range(2) for name, length in (("a", MIB), ("n", KIB))
@@ -93,7 +93,7 @@ def test_a_run_of_several_tensors_is_a_small_part_of_all():
     assert packs(*pieces) == [([piece.name], (9 * MIB,)) for piece in pieces]
 
 
-def test_what_has_room_behind_others_is_put_there_if_they_are_near():
+def test_small_roles_join_a_chunk_that_has_room():
     lengths = {"0": 12, "1": 12, "2": 12, "3": 12, "4": 4, "5": 12, "6": 12, "7": 4, "8": 4}
     found = packs(*[f32(f"{name}.weight", length * MIB) for name, length in lengths.items()])
     together = [[name[0] for name in names] for names, _ in found]

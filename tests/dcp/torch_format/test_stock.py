@@ -92,24 +92,24 @@ def assert_loads(url, saved):
         assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
 
 
-def test_what_dcp_saved_through_the_url_is_read(url):
+def test_a_stock_checkpoint_saved_by_url_is_read(url):
     dcp.save(state(), checkpoint_id=f"{url}/run")
     assert_loads(f"{url}/run", state())
 
 
-def test_what_was_saved_in_many_files_is_read(url):
+def test_a_checkpoint_of_many_files_is_read(url):
     dcp.save(state(), storage_writer=FsspecWriter(f"{url}/run", single_file_per_rank=False))
     assert_loads(f"{url}/run", state())
 
 
-def test_what_torch_wrote_into_a_directory_before_it_was_a_store_is_read(tmp_path):
+def test_a_checkpoint_older_than_its_store_is_read(tmp_path):
     dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path / "store" / "run"))
     tierfs.init(f"file://{tmp_path}/store")
     assert_loads(tmp_path / "store" / "run", state())
     assert_loads(f"tierfs::file://{tmp_path}/store/run", state())
 
 
-def test_what_ranks_saved_without_collectives_is_read(tmp_path):
+def test_checkpoints_saved_without_collectives_are_read(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
     directory = tmp_path / "store" / "run"
     dcp.save(state(), storage_writer=dcp.FileSystemWriter(directory))
@@ -165,7 +165,7 @@ def safetensors(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", module)
 
 
-def test_what_was_saved_as_safetensors_is_read(url, safetensors):
+def test_a_checkpoint_of_safetensors_is_read(url, safetensors):
     writer = FsspecWriter(f"{url}/run", serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(state(), storage_writer=writer)
     assert_loads(f"{url}/run", state())
@@ -235,7 +235,7 @@ def test_a_flipped_bit_in_what_others_wrote_is_not_loaded(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("name", ["step", "model.w"])
 @pytest.mark.parametrize("length", [30_000_000, 1 << 62])
-def test_nothing_is_allocated_on_the_metadatas_word(url, store, name, length):
+def test_sizes_in_metadata_allocate_nothing(url, store, name, length):
     found = pickle.loads(stock_metadata(url, store))
     for index, info in found.storage_data.items():
         if index.fqn == name:

@@ -84,7 +84,7 @@ def test_an_extent_larger_than_the_buffers_is_written_and_read_in_parts(tmp_path
     arena.close()
 
 
-def test_what_lies_behind_the_data_is_zeros(arena):
+def test_bytes_behind_the_data_are_zeros(arena):
     arena.write(page_for(GRANULE, 8000), aligned(b"x" * 8192)[:8000])
     assert arena.path.read_bytes()[GRANULE + 4096 + 8000 : GRANULE + 4096 + 8192] == bytes(192)
 
@@ -254,7 +254,7 @@ def test_an_arena_that_finds_no_room_to_grow_stays_as_it_is(small_disk):
     arena.close()
 
 
-def test_what_a_refused_growth_has_added_is_taken_away_again(arena, monkeypatch):
+def test_a_refused_growth_is_undone(arena, monkeypatch):
     def partly(fd, offset, length):
         os.ftruncate(fd, offset + length // 2)
         raise OSError(errno.ENOSPC, "No space left on device")

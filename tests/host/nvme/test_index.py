@@ -198,7 +198,7 @@ with index.transaction() as database:
 @pytest.mark.parametrize(
     "content", [b"", b"garbage" * 1000, b"SQLite format 3\0" + b"\xff" * 5000], ids=["empty", "garbage", "head"]
 )
-def test_what_is_no_index_is_said_to_be_damaged(path, content):
+def test_a_file_that_is_no_index_is_damaged(path, content):
     path.write_bytes(content)
     reader = IndexReader(path, busy_s=1)
     for _ in range(2):

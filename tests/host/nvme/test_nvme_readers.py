@@ -31,7 +31,7 @@ def tier(directory):
     tier.close()
 
 
-def test_where_there_is_no_tier_everything_is_absent(directory):
+def test_a_missing_tier_holds_nothing(directory):
     reader = NvmeReader(directory)
     assert reader.find(b"n") is None
     assert reader.read(b"n", 0, memoryview(bytearray(1))) is None

@@ -481,7 +481,7 @@ def died_at(point, directory, left):
     return fault
 
 
-def test_what_is_taken_back_of_a_commit_by_one_that_dies_is_its_end(tmp_path):
+def test_a_commit_is_undone_from_its_end(tmp_path):
     # Then the index is lost as well. The rebuilt tier must keep closing order: no draft without the earlier ones.
     first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
     tier = open_tier(first)

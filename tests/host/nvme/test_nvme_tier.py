@@ -90,7 +90,7 @@ def test_the_header_of_a_published_draft_is_released_before_publish_returns_and_
     tier.close()
 
 
-def test_what_is_committed_is_there_after_the_tier_is_opened_anew(tier, directory):
+def test_a_commit_survives_reopening(tier, directory):
     first, second = save(tier, "a", 1, 2), save(tier, "b", 2, 3)
     tier.keep_as_conflict(second, "changed on the store")
     before = tier.drafts()
@@ -462,7 +462,7 @@ def test_a_bad_copy_that_a_draft_needs_is_reported_and_healed_by_writing_it_agai
     assert used > 0
 
 
-def test_what_turns_out_to_be_wrong_once_it_is_written_was_never_there(tier, directory):
+def test_a_chunk_found_wrong_after_writing_is_absent(tier, directory):
     name, data = content_of(1)
     tier.write(name, meta_of(data), memoryview(data), is_sound=lambda: False)
     assert not tier.has(name)
@@ -666,7 +666,7 @@ def test_the_state_directory_is_the_owners_alone(directory):
         open_tier(directory)
 
 
-def test_what_makes_no_sense_is_refused(tier, directory):
+def test_invalid_arguments_are_refused(tier, directory):
     with pytest.raises(InvalidInputError):
         open_tier(directory.with_name("other"), budget=1000)
     with pytest.raises(InvalidInputError):

@@ -29,7 +29,7 @@ def counter(files):
     return counter
 
 
-def test_nothing_is_certain_without_a_writer(counts):
+def test_counts_without_a_writer_are_uncertain(counts):
     assert not counts.is_clear("run/a")
 
 
@@ -51,7 +51,7 @@ def test_two_paths_that_share_a_count(counter, counts, monkeypatch):
     assert counts.is_clear("b")
 
 
-def test_what_is_counted_anew_takes_the_place_of_what_was(counter, counts):
+def test_a_new_count_replaces_the_old(counter, counts):
     counter.add(["a"], 1)
     counter.renew(["b"])
     assert counts.is_clear("a")

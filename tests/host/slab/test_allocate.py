@@ -83,7 +83,7 @@ def test_a_mapping_begins_where_a_huge_page_may(fd, size):
 
 
 @pytest.mark.parametrize("refusal", ["an older kernel's", "for want of memory"])
-def test_where_there_are_no_huge_pages_small_ones_do_and_that_is_said_once(fd, refusal, monkeypatch, said):
+def test_missing_huge_pages_are_logged_once(fd, refusal, monkeypatch, said):
     if refusal == "an older kernel's":
         monkeypatch.setattr(allocating, "MADV_COLLAPSE", 12345)
     else:
@@ -112,7 +112,7 @@ def test_too_little_memory_is_an_error_and_not_a_signal_later(small_shm):
     os.close(fd)
 
 
-def test_what_the_kernel_refuses_otherwise_is_said(fd, monkeypatch):
+def test_other_kernel_errors_are_raised(fd, monkeypatch):
     monkeypatch.setattr(allocating, "populate", lambda *_: False)
     readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     monkeypatch.setattr(
@@ -123,7 +123,7 @@ def test_what_the_kernel_refuses_otherwise_is_said(fd, monkeypatch):
     os.close(readable)
 
 
-def test_what_goes_wrong_on_one_thread_is_raised(fd, monkeypatch):
+def test_an_error_of_one_thread_is_raised(fd, monkeypatch):
     def fail(*_):
         if threading.current_thread() is not threading.main_thread():
             raise MemoryError
@@ -177,7 +177,7 @@ def test_no_more_is_mapped_than_there_is(fd):
         map_shared(fd, SIZE + 1)
 
 
-def test_what_cannot_be_mapped_leaves_no_mapping(fd):
+def test_a_failed_mapping_leaves_nothing(fd):
     readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     before = mappings("memfd:")
     with pytest.raises(StoreError, match="cannot be mapped: Permission denied"):

@@ -66,7 +66,7 @@ def test_in_a_container_whose_group_has_another_path_the_mounted_one_counts(limi
     assert limit("0::/../../job\n", {"memory.max": GIB}) == GIB
 
 
-def test_what_lies_outside_of_the_mounted_groups_does_not_count(limit):
+def test_limits_outside_mounted_groups_do_not_count(limit):
     assert limit("0::/../../job\n", {"../memory.max": GIB, "job/memory.max": 2 * GIB}) == 2 * GIB
 
 
@@ -103,7 +103,7 @@ def available(tmp_path):
     return read
 
 
-def test_what_the_kernel_calls_available_may_be_taken(available):
+def test_available_memory_may_be_taken(available):
     assert available({}) == 4 * GIB
 
 

@@ -184,7 +184,7 @@ def test_drafts_come_in_the_order_they_were_sealed_in(tier, open_tier):
     assert [slot.name for slot in other.drafts((SlotState.CONFLICT,))] == [b"conflict"]
 
 
-def test_what_a_killed_process_sealed_is_found_and_what_it_did_not_seal_is_not(tier, host):
+def test_only_sealed_slots_of_a_killed_process_are_found(tier, host):
     def work(other):
         put(other, b"a", b"whole")
         put(other, b"draft", kind=SlotKind.DRAFT)
@@ -212,7 +212,7 @@ def test_an_empty_segment_of_a_dead_process_is_removed(tier, host):
     assert tier.segments() == []
 
 
-def test_what_a_live_process_has_is_not_reclaimed(tier, open_tier):
+def test_slots_of_a_live_process_are_not_reclaimed(tier, open_tier):
     put(tier, b"a")
     tier.take(SlotKind.CHUNK, 10, timeout_s=0)
     assert open_tier().reclaim(lambda segment: pytest.fail("asked")) == 0
@@ -286,7 +286,7 @@ def test_a_next_segment_holds_what_is_asked_and_fits(room, length):
         assert layout.data_bytes >= max(length, 1)
 
 
-def test_where_it_is_known_how_much_is_wanted_that_much_is_made():
+def test_a_known_size_makes_one_segment_of_it():
     for known, made in ((1, 2), (5 * MIB, 6), (100 * MIB, 113), (900 * MIB, 913), (3 << 30, 1025)):
         assert layout_of(MIB, held=16 * MIB, known=known).data_bytes // MIB == made
 
@@ -325,7 +325,7 @@ def test_room_for_what_is_small_costs_a_small_budget_no_chunk(open_tier, budget,
         tier.take(SlotKind.CHUNK, 16 * MIB, timeout_s=0)
 
 
-def test_what_is_small_leaves_room_for_whole_chunks(open_tier):
+def test_small_slots_leave_room_for_chunks(open_tier):
     # A chunk needs contiguous bytes, in whatever order slots are released.
     tier = open_tier(budget=160 * MIB, segment=64 * MIB)
     chunks, small = [], []
@@ -354,7 +354,7 @@ def test_the_last_of_a_budget_is_taken_in_small_pieces_only_where_nothing_can_be
 
 
 @pytest.mark.parametrize("spares_copies", [False, True])
-def test_what_a_dead_process_left_is_taken_over_before_the_last_of_a_budget(open_tier, host, spares_copies):
+def test_a_dead_process_segment_is_adopted_first(open_tier, host, spares_copies):
     def leave(other):
         for number in range(5):
             put(other, b"%d" % number, length=15 * MIB, clean=True)
@@ -379,7 +379,7 @@ def test_runs_that_were_taken_are_given_back_when_the_wait_for_the_next_is_inter
     assert filling(tier) == 0
 
 
-def test_what_no_segment_can_hold_is_refused_at_once(open_tier):
+def test_a_slot_too_large_for_any_segment_is_refused(open_tier):
     tier = open_tier(budget=8 * MIB, segment=MIB)
     with pytest.raises(CapacityError, match=r"more than the ram tier can hold in one piece.*TIERFS_RAM"):
         tier.take(SlotKind.CHUNK, MIB + 1, timeout_s=None)
@@ -491,7 +491,7 @@ def test_clean_slots_go_as_they_were_used_and_hidden_ones_first(open_tier):
     assert tier.usage().evicted_bytes == len(gone) * 256 * KIB
 
 
-def test_what_is_sealed_or_a_conflict_or_being_filled_is_never_evicted(open_tier):
+def test_dirty_and_filling_slots_are_never_evicted(open_tier):
     tier = open_tier(budget=5 * MIB, clock=ManualClock())
     slots = fill(tier, clean=False)
     for slot in slots[::3]:
@@ -546,7 +546,7 @@ def kept(tier, number, parts=4):
     return sum(tier.find(b"%d-%d" % (number, part)) is not None for part in range(parts))
 
 
-def test_what_is_older_than_the_last_save_makes_room_for_the_next_ahead_of_it(open_tier):
+def test_older_copies_are_evicted_ahead_of_a_save(open_tier):
     clock = ManualClock()
     tier = open_tier(budget=int(3.4 * MIB), segment=4 * MIB, clock=clock)
     for number in range(3):
@@ -570,7 +570,7 @@ def test_a_save_that_needs_more_memory_leaves_the_last_one_whole(open_tier, begi
     assert kept(tier, 1, 8) == 8
 
 
-def test_what_was_read_since_the_last_save_stays(open_tier):
+def test_copies_read_since_the_last_save_stay(open_tier):
     clock = ManualClock()
     tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)
     save_of(tier, 0, clock)
@@ -584,7 +584,7 @@ def test_what_was_read_since_the_last_save_stays(open_tier):
     assert kept(tier, 1) == 4
 
 
-def test_where_there_is_room_for_one_save_alone_it_stays(open_tier):
+def test_a_budget_for_one_save_keeps_it(open_tier):
     clock = ManualClock()
     clock.sleep(0.375)
     tier = open_tier(budget=int(1.6 * MIB), segment=4 * MIB, clock=clock)
@@ -593,7 +593,7 @@ def test_where_there_is_room_for_one_save_alone_it_stays(open_tier):
     assert kept(tier, 0) == 4
 
 
-def test_what_is_taken_within_a_moment_is_of_one_save_and_stays(open_tier):
+def test_slots_taken_together_count_as_one_save(open_tier):
     clock = ManualClock()
     clock.sleep(10)
     tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)
@@ -622,7 +622,7 @@ def test_room_that_was_not_found_is_looked_for_again_only_when_something_has_cha
     assert len(looks) == 2
 
 
-def test_who_takes_one_slot_after_the_other_has_nothing_evicted_ahead(open_tier):
+def test_single_slots_cause_no_eviction_ahead(open_tier):
     tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB)
     fill(tier, clean=True)
     tier.evict_ahead()
@@ -687,7 +687,7 @@ def test_a_writer_gives_up_after_its_timeout_and_says_what_to_do(open_tier):
     assert all(slot.segment.is_still(slot) for slot in slots)
 
 
-def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_says_why(open_tier, monkeypatch):
+def test_a_folder_full_of_files_is_named_in_the_error(open_tier, monkeypatch):
     opened, tried = os.open, []
 
     def refuse(path, flags, *mode):
@@ -763,7 +763,7 @@ def another_claims(host, budget, now_s):
     RamBudget(other).claim(budget, now_s)
 
 
-def test_who_has_been_idle_gives_back_all_but_what_is_dirty(open_tier, host):
+def test_an_idle_process_keeps_only_dirty_memory(open_tier, host):
     idle = open_tier(budget=64 * MIB, segment=8 * MIB)
     kept = put(idle, b"kept", b"dirty", stamp_ns=1)
     filling = idle.take(SlotKind.CHUNK, 100, timeout_s=0)
@@ -836,7 +836,7 @@ def test_stores_in_which_a_little_is_dirty_leave_the_rest_of_the_budget_to_other
             assert len(content(slot)) == 100
 
 
-def test_what_is_given_back_of_a_segment_is_nothing_that_is_used(open_tier, host):
+def test_a_shed_segment_keeps_used_memory(open_tier, host):
     generator = random.Random(7)
     tier = open_tier(budget=64 * MIB, segment=16 * MIB)
     slots = []
@@ -888,7 +888,7 @@ def test_a_conflict_in_a_small_segment_is_no_obstacle_to_a_large_slot(open_tier)
     assert content(first)[:4] == b"data"
 
 
-def test_nobody_waits_for_what_they_hold_themselves(open_tier):
+def test_a_caller_does_not_wait_for_its_own_slots(open_tier):
     # Regression: a save almost as large as the budget blocked training until the timeout.
     clock = ManualClock()
     tier = open_tier(budget=6 * MIB, segment=6 * MIB, clock=clock)
@@ -899,7 +899,7 @@ def test_nobody_waits_for_what_they_hold_themselves(open_tier):
     assert not tier.usage().used_bytes
 
 
-def test_what_others_of_the_process_hold_is_waited_for(open_tier, monkeypatch):
+def test_slots_of_other_threads_are_waited_for(open_tier, monkeypatch):
     clock = ManualClock()
     tier = open_tier(budget=6 * MIB, segment=6 * MIB, clock=clock)
     ((other,),) = tier.take_runs(SlotKind.CHUNK, [[2 * MIB]], timeout_s=0)
@@ -915,7 +915,7 @@ def test_what_others_of_the_process_hold_is_waited_for(open_tier, monkeypatch):
 
 
 @pytest.mark.parametrize("timeout_s", [600, None])
-def test_where_waiting_brings_no_room_nobody_waits(open_tier, timeout_s):
+def test_a_hopeless_request_does_not_wait(open_tier, timeout_s):
     clock = ManualClock()
     tier = open_tier(budget=4 * MIB, segment=4 * MIB, clock=clock)
     for slot in fill(tier):
@@ -927,7 +927,7 @@ def test_where_waiting_brings_no_room_nobody_waits(open_tier, timeout_s):
     assert f"MiB of store {STORE[:8]}" in str(raised.value)
 
 
-def test_what_others_have_is_waited_for(open_tier, host):
+def test_memory_of_other_processes_is_waited_for(open_tier, host):
     clock = ManualClock()
     put(open_tier(OTHER, budget=4 * MIB, on=Host(host.directory, host.segments.parent)), b"a")
     tier = open_tier(budget=4 * MIB, segment=4 * MIB, clock=clock)
@@ -986,7 +986,7 @@ def test_segments_of_an_earlier_run_of_the_kernel_are_removed(open_tier, host, m
     assert len(fill(tier)) > 4
 
 
-def test_what_is_dirty_at_close_stays_until_it_is_flushed_and_copies_are_given_back(open_tier, host):
+def test_close_keeps_dirty_slots_and_frees_copies(open_tier, host):
     first, second = open_tier(), open_tier()
     put(first, b"a", b"dirty")
     put(second, b"b", b"a copy", clean=True)
@@ -1015,7 +1015,7 @@ def test_a_tier_never_takes_the_last_of_the_machine_s_memory(open_tier, monkeypa
     assert tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
 
 
-def test_what_the_dead_left_is_given_back_when_asked_for_but_not_what_is_dirty(open_tier, host):
+def test_reap_frees_clean_slots_of_the_dead(open_tier, host):
     killed(host, lambda other: put(other, b"a", b"a copy", clean=True))
     tier = open_tier()
     assert tier.find(b"a")
@@ -1057,7 +1057,7 @@ def test_memory_for_a_second_save_is_made_ahead_and_for_no_third(open_tier):
     assert tier._pool.eviction.last_save_bytes == 8 * MIB
 
 
-def test_what_is_clean_is_no_reason_to_grow_ahead_and_the_budget_bounds_it(open_tier):
+def test_clean_slots_cause_no_growth_ahead(open_tier):
     tier = open_tier(budget=2 * MIB)
     put(tier, b"a", length=800 * KIB, clean=True)
     tier.grow_ahead()
@@ -1092,7 +1092,7 @@ def test_closing_stops_what_is_being_made_ahead(open_tier, host, monkeypatch):
 # -- too little shared memory ------------------------------------------------------------------------------------------
 
 
-def test_where_shared_memory_is_too_small_segments_are_in_the_state_directory(open_tier, tmp_path, small_shm, caplog):
+def test_small_shared_memory_moves_segments_to_disk(open_tier, tmp_path, small_shm, caplog):
     host = Host(tmp_path / "other-state", small_shm)
     tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
     for number in range(9):
@@ -1127,7 +1127,7 @@ def test_a_state_directory_without_room_for_a_segment_is_left_alone(open_tier, t
         put(tier, b"a", length=60 * MIB)
 
 
-def test_where_there_is_no_shared_memory_segments_are_in_the_state_directory(open_tier, tmp_path):
+def test_missing_shared_memory_moves_segments_to_disk(open_tier, tmp_path):
     host = Host(tmp_path / "other-state", tmp_path / "none")
     assert host.segments == host.fallback
     tier = open_tier(budget=2 * MIB, on=host)
@@ -1192,7 +1192,7 @@ def test_a_segment_with_nothing_dirty_that_is_too_small_makes_way_for_one_that_i
     assert dirty.find(b"dirty")
 
 
-def test_who_was_told_of_a_larger_budget_makes_room_for_one_with_a_smaller(open_tier, host):
+def test_a_larger_budget_yields_to_a_smaller_one(open_tier, host):
     first = open_tier(budget=16 * MIB)
     fill(first, clean=True)
     assert first.usage().host_bytes > 8 * MIB
@@ -1231,7 +1231,7 @@ def test_threads_that_take_what_others_give_back_wait_for_it(open_tier):
 
 
 @pytest.mark.parametrize("state", [SlotState.FILLING, SlotState.SEALED])
-def test_what_is_about_to_be_free_keeps_its_warm_memory_when_there_is_no_room(open_tier, state):
+def test_soon_free_slots_keep_their_memory(open_tier, state):
     tier = open_tier(budget=5 * MIB, segment=4 * MIB)
     slot = tier.take(SlotKind.CHUNK, MIB, timeout_s=0) if state is SlotState.FILLING else put(tier, b"a", length=MIB)
     with pytest.raises(CapacityError):

@@ -95,7 +95,7 @@ def opened():
 # -- lookups and reads -------------------------------------------------------------------------------------------------
 
 
-def test_what_was_sealed_is_found_by_others_with_its_bytes_and_metadata(segment, reader):
+def test_a_sealed_slot_is_found_by_other_processes(segment, reader):
     put(segment, b"name" * 8, meta=b"m" * 900, stamp_ns=7_000_000_000)
     slot = reader.find(b"name" * 8)
     assert content(slot) == DATA
@@ -118,7 +118,7 @@ def test_a_part_is_read_into_the_given_memory(segment, reader):
         reader.read(reader.find(b"a"), len(DATA) - 99, memoryview(out))
 
 
-def test_what_is_being_filled_is_not_found(segment, reader):
+def test_a_filling_slot_is_not_found(segment, reader):
     slot = take(segment, 10)
     assert reader.find(b"") is None
     assert reader.slots(states={SlotState.SEALED, SlotState.CLEAN}) == []
@@ -141,7 +141,7 @@ def test_names_that_differ_in_trailing_zeros_are_different(segment, reader):
     assert reader.find(b"a") is None
 
 
-def test_of_two_slots_with_one_name_either_is_found_when_the_other_goes(segment, reader):
+def test_either_slot_of_one_name_is_found(segment, reader):
     first, second = put(segment, b"a"), put(segment, b"a")
     assert reader.find(b"a").index == second.index
     segment.give(second)
@@ -201,7 +201,7 @@ def test_a_run_of_slots_lies_side_by_side_and_is_taken_as_a_whole(segment):
     assert first.offset == run[1].offset
 
 
-def test_what_is_too_long_is_refused_and_the_slot_stays(segment):
+def test_an_oversized_seal_is_refused(segment):
     slot = take(segment, 10)
     for options in ({"name": b"n" * 34}, {"meta": b"m" * 901}, {"length": 11}):
         with pytest.raises(InvalidInputError, match="do not fit"):
@@ -416,7 +416,7 @@ def test_a_look_that_was_cached_before_the_writer_was_killed_is_not_trusted(segm
     assert reader.changes % 2 == 0
 
 
-def test_what_the_dead_left_unsealed_is_freed_and_so_are_chunks_that_no_draft_needs(folder):
+def test_unneeded_slots_of_the_dead_are_freed(folder):
     def work():
         segment = make(folder)
         for name in (b"needed", b"stray", b"clean", b"conflict"):

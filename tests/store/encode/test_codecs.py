@@ -19,19 +19,19 @@ from tierfs.store.encode.codecs import AUTO, Codecs
         ("store", {Codec.STORE}, True),
     ],
 )
-def test_what_is_allowed_is_read_from_a_text(text, allowed, always):
+def test_allowed_codecs_are_parsed(text, allowed, always):
     codecs = Codecs.parse(text)
     assert (set(codecs.allowed), codecs.always) == (allowed, always)
 
 
 @pytest.mark.parametrize("text", ["auto", "all", "off", "zstd,plane", "dplane"])
-def test_what_is_allowed_is_handed_to_another_process_as_a_text(text):
+def test_allowed_codecs_survive_a_round_trip_as_text(text):
     codecs = Codecs.parse(text)
     assert Codecs.parse(str(codecs)).allowed == codecs.allowed
     assert Codecs.parse("auto") == AUTO == Codecs.parse(str(AUTO))
 
 
 @pytest.mark.parametrize("text", ["", "gzip", "zstd,", "auto,zstd", "ALL", "3"])
-def test_what_is_no_codec_is_refused_by_name(text):
+def test_an_unknown_codec_is_refused_by_name(text):
     with pytest.raises(InvalidInputError, match="choose auto, all, off, or names among store, zstd"):
         Codecs.parse(text)

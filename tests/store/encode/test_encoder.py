@@ -170,7 +170,7 @@ def test_a_delta_is_taken_only_where_it_is_worth_its_base(host, size):
     assert bool(encoded.bases) == (size < 1)
 
 
-def test_what_has_grown_away_from_its_base_is_tried_again_with_the_next_save(host, tried):
+def test_a_diverged_tensor_is_tried_again(host, tried):
     encoder, master = encoder_for(), numbers()
     base = host.chunk(master.tobytes(), host.local)
     encode(encoder, host, near(master).tobytes(), save=1, base=base)
@@ -238,7 +238,7 @@ def sizes_read(host):
     return sizes
 
 
-def test_of_a_base_that_nothing_follows_from_samples_are_read(host):
+def test_an_unrelated_base_is_only_sampled(host):
     # Nothing is remembered for a tensor without a name, so the encoder need not verify the samples.
     base, raw = os.urandom(3 * MIB), os.urandom(3 * MIB)
     row, sizes = host.chunk(base, host.local), sizes_read(host)
@@ -248,7 +248,7 @@ def test_of_a_base_that_nothing_follows_from_samples_are_read(host):
 
 
 @pytest.mark.parametrize("how", ["damaged", "read wrong once"])
-def test_what_is_remembered_of_a_tensor_comes_from_bytes_that_were_verified(host, how):
+def test_tensors_are_remembered_from_verified_bytes(host, how):
     # Otherwise the encoder would take the tensor's differences for large during many saves.
     encoder, master = encoder_for(), numbers()
     raw, base = near(master).tobytes(), host.chunk(master.tobytes(), host.local)
@@ -299,7 +299,7 @@ def test_chunks_that_are_tried_at_the_same_time_count_once(host):
     assert sizes
 
 
-def test_what_has_a_keyframe_nearby_again_has_differences_again(host):
+def test_a_new_keyframe_brings_back_differences(host):
     # The sample differs too much from its base once. The next save has a closer base.
     encoder, far, raw = encoder_for(), os.urandom(4 * MIB), numbers().tobytes()
     encode(encoder, host, raw, base=host.chunk(far[: len(raw)], host.local))
@@ -328,7 +328,7 @@ def test_blocks_that_are_not_encoded_at_all_save_nothing(host):
         assert encoder_for("auto")._is_worth_fetching(row, asked) is worth
 
 
-def test_what_was_not_verified_tells_nothing_of_others(host):
+def test_unverified_bytes_teach_nothing(host):
     encoder, raw = encoder_for("auto"), os.urandom(MIB)
     base = host.chunk(raw, host.remote)
     host.local[base.name.digest] = os.urandom(MIB)
@@ -364,7 +364,7 @@ def test_for_bytes_of_nothing_known_bases_are_fetched_while_that_saves_something
     assert host.fetches == (5 if alike else 1)
 
 
-def test_what_was_not_known_of_a_name_is_found_out_whatever_others_came_to(host):
+def test_an_unknown_name_is_examined_for_itself(host):
     encoder, kind = encoder_for("auto"), ("bytes", 1)
     for number in range(3):
         raw = os.urandom(MIB)
@@ -391,7 +391,7 @@ def test_whether_a_base_saves_something_is_found_out_again_after_some_that_were_
 
 
 @pytest.mark.parametrize(("known", "fetched"), [(3, True), (1, False)])
-def test_what_a_base_saves_is_counted_by_blocks(host, known, fetched):
+def test_a_bases_savings_are_counted_by_blocks(host, known, fetched):
     # The base saves most of the known tensor's blocks. The other blocks save nothing.
     encoder, tensor = encoder_for("auto"), Tensor("w", "float", 4)
     encode(encoder, host, os.urandom(MIB), base=host.chunk(os.urandom(MIB), host.remote), tensor=Tensor())
@@ -435,7 +435,7 @@ def test_a_base_is_fetched_where_it_saves_enough(host, stored, fetches):
 
 
 @pytest.mark.parametrize(("is_near", "fetches"), [(True, 3), (False, 1)])
-def test_where_the_object_tier_is_the_hosts_own_a_base_may_save_less(host, is_near, fetches):
+def test_a_host_local_base_may_save_less(host, is_near, fetches):
     encoder, master = encoder_for("auto", is_near=is_near), numbers()
     base = replace(host.chunk(master.tobytes(), host.remote), stored_length=3 * len(master.tobytes()))
     for save in range(3):
@@ -443,7 +443,7 @@ def test_where_the_object_tier_is_the_hosts_own_a_base_may_save_less(host, is_ne
     assert host.fetches == fetches
 
 
-def test_where_it_is_a_base_that_saves_nothing_is_not_fetched_all_the_same(host):
+def test_a_useless_host_local_base_is_not_fetched(host):
     encoder = encoder_for("auto", is_near=True)
     for save in range(3):
         base = host.chunk(os.urandom(MIB), host.remote)
@@ -542,7 +542,7 @@ def test_a_put_that_fails_is_not_sent_any_more(host):
     assert encoder._sending == 0
 
 
-def test_nothing_is_encoded_where_that_is_off(host):
+def test_codecs_off_stores_raw_bytes(host):
     encoded = encode(encoder_for("off"), host, numbers().tobytes())
     assert codecs_of(encoded) == {Codec.STORE}
 
@@ -559,7 +559,7 @@ def test_a_working_copy_is_derived_from_its_master(host):
     assert [(base.offset, base.length) for base in encoded.bases] == [(0, half), (half, half)]
 
 
-def test_what_is_not_derived_after_all_is_encoded_otherwise(host):
+def test_a_failed_derivation_is_encoded_otherwise(host):
     source = host.chunk(numbers().tobytes(), host.local)
     raw = bfloat16(numbers(3))
     pieces = [SourcePiece(source, 0, 2 * len(raw))]
@@ -672,7 +672,7 @@ def test_many_threads_encode_in_the_memory_of_as_many_as_there_are_processors(ho
     assert encoder.status()["derive_blocks"] == 32
 
 
-def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_same(host):
+def test_a_lost_base_does_not_stop_encoding(host):
     # Also if the chunk is encoded in place, into its own memory.
     master = numbers(count=2 * MIB)
     whole = near(master).tobytes()
@@ -723,13 +723,13 @@ def test_a_base_in_an_object_tier_of_this_host_is_fetched_at_once(host, monkeypa
 @pytest.mark.parametrize(
     ("codecs", "codec"), [("off", Codec.STORE), ("store", Codec.STORE), ("zstd,plane", Codec.CONST)]
 )
-def test_what_is_found_to_be_constant_is_stored_as_that_only_where_it_may_be(host, codecs, codec):
+def test_constant_blocks_need_permission(host, codecs, codec):
     encoded = encode(encoder_for(codecs), host, bytes(2 * MIB), tensor=MASTER)
     assert {block.codec for block in encoded.blocks} == {codec}
     assert (sum(len(block.data) for block in encoded.blocks) == 2 * MIB) is (codec is Codec.STORE)
 
 
-def test_what_does_not_follow_from_its_source_is_no_plane_where_that_is_forbidden(host):
+def test_a_failed_derivation_respects_forbidden_planes(host):
     numbers = np.random.default_rng(1).standard_normal(MIB, dtype=np.float32)
     wide, narrow = numbers.tobytes(), bytearray(bfloat16(numbers))
     narrow[MIB:] = np.random.default_rng(2).bytes(MIB)

@@ -82,7 +82,7 @@ def test_a_store_without_chains_has_no_deltas(objects, training):
     assert load(flushing.bare(), path_of(2)) == data
 
 
-def test_what_was_encoded_and_then_refused_goes_another_way(flushing, training, monkeypatch):
+def test_a_refused_encoding_goes_another_way(flushing, training, monkeypatch):
     # The buffer no longer holds the encoded bytes.
     put, refused = chunks._put, []
 
@@ -115,7 +115,7 @@ def test_a_delta_is_no_base_where_the_descriptor_allows_one_step(objects, traini
     assert (delta.name in row.bases) == (chain_max > 1)
 
 
-def test_what_is_derived_is_derived_from_what_is_a_delta(flushing, training):
+def test_a_copy_is_derived_from_a_delta(flushing, training):
     flushing.save(path_of(1), training.pair())
     data = training.step().pair()
     rows = flushing.save(path_of(2), data)
@@ -125,7 +125,7 @@ def test_what_is_derived_is_derived_from_what_is_a_delta(flushing, training):
     assert not verify(flushing.bare()).damage
 
 
-def test_what_would_need_more_chunks_than_a_row_may_name_is_not_derived(flushing):
+def test_too_many_sources_prevent_derivation(flushing):
     def tensors(training):
         # Each master weight makes its own chunk. The working copies of 35 of them make one chunk together.
         pieces, at = [], 0
@@ -240,7 +240,7 @@ def test_a_difference_that_cannot_be_read_is_no_way_to_what_it_was_encoded_again
     assert load(flushing.bare(), path_of(3)) == data
 
 
-def test_what_a_copy_was_derived_from_is_nothing_to_take_differences_to(flushing, training):
+def test_sources_of_copies_are_no_bases_of_deltas(flushing, training):
     flushing.save(path_of(1), training.pair())
     flushing.restart()
     series = flushing.publisher.plan(flushing.draft(path_of(2), training.step().pair()), flushing.read)
@@ -437,7 +437,7 @@ def test_saves_that_are_under_way_at_once_are_encoded_against_what_is_published(
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_of_saves_that_are_under_way_at_once_one_is_the_new_keyframe(flushing, training, is_lost):
+def test_one_of_concurrent_saves_becomes_the_keyframe(flushing, training, is_lost):
     # Saves that come before the new keyframe is published use the old one, for twice as long if that never happens.
     for step in range(KEYFRAME_SAVES + 1):
         old = flushing.save(path_of(step), training.step().file())
@@ -515,7 +515,7 @@ def test_a_delta_whose_base_was_lost_is_not_taken_for_whole(flushing, objects, t
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["at once", "after a failure"])
-def test_what_others_are_encoded_against_stands_alone_again_once_it_was_lost(objects, training, fails):
+def test_a_lost_base_is_stored_without_a_base(objects, training, fails):
     faulty = FaultyObjects(objects)
     flushing = Flushing(faulty)
     base = training.file()
@@ -555,7 +555,7 @@ def test_a_file_that_did_not_change_is_read_back_and_none_of_it_is_put(objects, 
     assert after["get"]["bytes"] - before["get"]["bytes"] < len(data) / 2, "in each further lease one block is read"
 
 
-def test_what_is_condemned_is_no_base(flushing, objects, training):
+def test_a_condemned_chunk_is_no_base(flushing, objects, training):
     first = flushing.save(path_of(1), training.file())
     draft = flushing.draft(path_of(2), training.step().file())
     contexts = flushing.publisher.plan(draft, flushing.read)
@@ -566,7 +566,7 @@ def test_what_is_condemned_is_no_base(flushing, objects, training):
 
 
 @pytest.mark.parametrize("gone", ["condemned", "deleted"])
-def test_what_loses_its_base_before_it_is_published_is_stored_anew_from_this_host(flushing, objects, training, gone):
+def test_a_chunk_that_lost_its_base_is_stored_anew(flushing, objects, training, gone):
     first = flushing.save(path_of(1), training.file())
     data = training.step().file()
     draft = flushing.draft(path_of(2), data)
@@ -722,7 +722,7 @@ def test_files_of_two_things_do_not(first, second):
     assert group_of(first) != group_of(second)
 
 
-def test_nothing_is_kept_of_what_became_a_conflict(flushing, training):
+def test_a_conflict_leaves_no_keyframe(flushing, training):
     draft = flushing.draft("model", training.file())
     rows = flushing.upload(draft)
     save(flushing.store, "model", b"theirs")
@@ -747,7 +747,7 @@ def test_a_chunk_of_which_nothing_is_known_is_stored(flushing):
     assert row.raw_length == 100
 
 
-def test_what_is_stored_without_its_table_or_the_save_before_is_counted_and_said_once(flushing, training, caplog):
+def test_chunks_without_context_are_counted_and_logged_once(flushing, training, caplog):
     for step in (1, 2):
         draft = flushing.draft(f"run/step_{step}/model", training.file())
         flushing.local.pop(draft.record.rows[0].name.digest)

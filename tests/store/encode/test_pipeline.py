@@ -73,7 +73,7 @@ def test_blocks_that_hardly_shrink_have_room_each():
         assert out == want
 
 
-def test_what_may_not_be_made_of_a_block_is_stored():
+def test_a_forbidden_codec_stores_the_block_raw():
     raw = memoryview(floats(BLOCK_BYTES, 2)).cast("B")
     assert {block.codec for block in encoded_chunk(raw, [BlockPlan(P4, Reason.NO_BASE)] * 4)} == {Codec.PLANE}
     stored = encoded_chunk(raw, [BlockPlan(P4, Reason.NO_BASE)] * 4, allowed={Codec.STORE, Codec.DPLANE})

@@ -77,7 +77,7 @@ def test_every_put_of_gc_has_a_checksum(world):
     assert world.gc(Retained(world.tier)).reached.count == 3
 
 
-def test_what_is_deleted_goes_one_grace_after_it_was_condemned(world):
+def test_chunks_are_deleted_one_grace_after_condemnation(world):
     three_files(world)
     delete(world.store, "b")
     first = world.gc()

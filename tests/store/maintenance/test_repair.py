@@ -337,7 +337,7 @@ def test_no_chunk_is_moved_that_a_newer_tierfs_may_have_written(store):
 
 @pytest.mark.parametrize("codecs", ["off", "all"])
 @pytest.mark.usefixtures("indirect")
-def test_what_a_healed_table_names_is_looked_after_in_the_same_run(codecs):
+def test_chunks_of_a_healed_table_are_checked_in_the_same_run(codecs):
     store, replica = make_store(codecs), make_store()
     data = content(5, (16 << 20) + 5000)
     written = save(store, "a", data)
@@ -367,7 +367,7 @@ def test_a_file_whose_table_is_lost_is_lost(store):
     assert would.lost == did.lost
 
 
-def test_what_is_no_record_and_no_chunk_is_moved_aside(store):
+def test_foreign_objects_are_moved_aside(store):
     strays = [f"{keys.TREE}stray", f"{keys.CHUNKS}ab/stray", f"{keys.CHUNKS}{chunk_of(store, 'a')[15:17]}/x"]
     for key in strays:
         store.objects.put(key, [b"not ours"])

@@ -94,7 +94,7 @@ def test_runs_go_on_where_the_last_one_ended_the_least_recently_verified_first()
     assert reads[30:60] == reads[:30]
 
 
-def test_what_was_verified_in_the_future_is_verified_again():
+def test_chunks_verified_in_the_future_are_verified_again():
     store = make_store()
     save(store, "a", b"a" * 200_000)
     options = ScrubOptions(min_age_s=86400)
@@ -106,7 +106,7 @@ def test_what_was_verified_in_the_future_is_verified_again():
     assert scrub(store, options).chunks == 0
 
 
-def test_what_a_killed_run_verified_is_not_lost_but_for_some_seconds(monkeypatch):
+def test_a_killed_scrub_keeps_its_progress(monkeypatch):
     store = make_store(wrap=SlowObjects)
     for number in range(30):
         save(store, f"f{number}", content(number))
@@ -194,7 +194,7 @@ def test_a_missing_chunk_and_an_unreadable_record_are_no_sound_store(options):
     assert ([each.path for each in report.unreadable], report.is_sound) == (["f0"], False)
 
 
-def test_nothing_is_changed_without_healing():
+def test_a_scrub_without_healing_changes_nothing():
     store = make_store()
     save(store, "a", content(1))
     (key,) = chunk_keys(store)

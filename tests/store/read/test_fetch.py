@@ -181,7 +181,7 @@ def test_parts_far_apart_of_a_delta_take_those_of_its_base(objects):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_shares_blocks_with_all_of_a_chunk_is_fetched_and_kept_whole(objects, flushing, tmp_path, exact):
+def test_reads_of_all_blocks_fetch_and_keep_the_chunk(objects, flushing, tmp_path, exact):
     row, raw = chunk_of(flushing, 7)
     measured = MeasuredObjects(objects)
     host = Host(tmp_path, measured, flushing.descriptor, nvme=0)
@@ -202,7 +202,7 @@ def test_what_shares_blocks_with_all_of_a_chunk_is_fetched_and_kept_whole(object
 
 @pytest.mark.parametrize(("wanted", "whole"), [(2 * MIB, True), (1000, False)])
 @pytest.mark.parametrize("blocks", [3, 12])
-def test_what_a_whole_chunk_is_encoded_against_is_kept_whole(objects, flushing, tmp_path, blocks, wanted, whole):
+def test_the_base_of_a_whole_chunk_is_kept(objects, flushing, tmp_path, blocks, wanted, whole):
     # The next chunk is encoded against the rest of the base, however large the rest is.
     base, data = chunk_of(flushing, blocks)
     raw = data_like(data[: 2 * MIB])
@@ -233,7 +233,7 @@ def test_one_small_range_of_a_small_chunk_is_no_reason_to_fetch_all_of_it(object
         host.close()
 
 
-def test_what_is_wanted_many_times_is_counted_once(objects, flushing, tmp_path):
+def test_bytes_wanted_twice_are_counted_once(objects, flushing, tmp_path):
     row, raw = chunk_of(flushing, 7)
     measured = MeasuredObjects(objects)
     host = Host(tmp_path, measured, flushing.descriptor, nvme=0)
@@ -351,7 +351,7 @@ def streaming(tmp_path):
     return flushing, *chunk_of(flushing, 8)
 
 
-def test_of_a_chunk_that_comes_a_block_at_a_time_is_in_memory(streaming, monkeypatch):
+def test_a_streamed_chunk_keeps_one_block_in_memory(streaming, monkeypatch):
     flushing, row, raw = streaming
     measured = MeasuredObjects(flushing.store.objects)
     store = Store(measured, flushing.descriptor, url="store")
@@ -456,7 +456,7 @@ def test_blocks_of_a_chunk_that_is_there_are_decoded_on_many_threads(flushing, m
 
 
 @pytest.mark.parametrize(("blocks", "start", "length"), [(3, MIB, MIB), (3, 5, 10), (1, 0, 2 * MIB), (0, 0, MIB)])
-def test_what_takes_little_is_decoded_here(flushing, monkeypatch, blocks, start, length):
+def test_small_blocks_are_decoded_on_this_thread(flushing, monkeypatch, blocks, start, length):
     row, raw = chunk_of(flushing, blocks)
     monkeypatch.setattr(Processors, "share_out", None)
     out = bytearray(length)
@@ -611,7 +611,7 @@ def test_a_delta_that_stands_alone_is_found_in_a_directory_too(tmp_path, descrip
     assert find_chunk(store, unnamed, "f") == row
 
 
-def test_what_lies_beside_a_chunk_and_is_none_is_passed_over(saved, flushing, objects):
+def test_objects_beside_chunks_are_ignored(saved, flushing, objects):
     row = rows_of(flushing.store, PATHS[1])[1]
     alone = keys.ChunkName(row.name.digest)
     objects.put(f"{keys.chunk_key(alone)}.bak", [b"x"])
@@ -630,7 +630,7 @@ def test_a_delta_whose_base_is_gone_is_not_found(saved, flushing):
         )
 
 
-def test_what_stands_there_tells_what_it_needs(saved, flushing):
+def test_an_envelope_names_its_bases(saved, flushing):
     for row in rows_of(flushing.store, PATHS[1]):
         found = inspect(flushing.bare(), row.name, row.raw_length)
         assert set(found.bases) == set(row.bases)

@@ -78,7 +78,7 @@ def test_a_chunk_that_is_in_a_file_many_times_takes_one_place(make_host, keeps_r
     assert host.tiers.ram.usage().clean_bytes < 2 * CHUNK_BYTES
 
 
-def test_what_is_there_already_stays_and_what_nobody_asked_for_goes(make_host, stored):
+def test_prefetch_keeps_present_chunks(make_host, stored):
     host = make_host(ram=160 * MIB)
     open_entry(host.store, stat(host.store, "a")).read_into(0, memoryview(bytearray(2 * CHUNK_BYTES)))
     save_at(make_host("other", ram=0, nvme=0).store, "b", content(5 * CHUNK_BYTES), Level.OBJECT)
@@ -96,7 +96,7 @@ def test_prefetch_of_what_is_not_there_changes_nothing(make_host):
     assert not host.tiers.cache.shares_reads
 
 
-def test_what_lies_in_the_ram_tier_goes_with_its_process(make_host, stored):
+def test_prefetched_ram_copies_end_with_their_process(make_host, stored):
     first = make_host(ram=512 * MIB)
     prefetch(first.store, "a", "ram")
     assert first.tiers.ram.usage().clean_bytes >= MORE
@@ -119,7 +119,7 @@ def test_threads_that_wait_to_keep_what_they_read_do_not_make_the_ram_tier_grow(
 
 
 @pytest.mark.usefixtures("two_processors")
-def test_who_waits_for_room_in_the_ram_tier_keeps_nobody_from_the_processors(make_host, stored):
+def test_waiting_for_ram_does_not_block_processors(make_host, stored):
     host = make_host(ram=512 * MIB)
     began, goes_on = threading.Event(), threading.Event()
     real = host.tiers.ram.take

@@ -147,7 +147,7 @@ def test_long_records_after_many_short_ones_keep_to_the_bound(state, monkeypatch
     assert records.newest("long999") == ("1", b"x" * 5000)
 
 
-def test_what_was_noted_is_written_when_the_process_ends(state):
+def test_noted_records_are_written_at_exit(state):
     script = (
         "from pathlib import Path; from tierfs.store.tree.host_records import HostRecords\n"
         f"HostRecords('0' * 32, Path({str(state)!r})).add('key', '1', b'data')"
@@ -158,7 +158,7 @@ def test_what_was_noted_is_written_when_the_process_ends(state):
     connection.close()
 
 
-def test_what_was_seen_earlier_and_written_later_does_not_replace_what_was_seen_last(state):
+def test_a_late_write_does_not_replace_a_newer_record(state):
     early, late, reader = (HostRecords("0" * 32, state) for _ in range(3))
     early.add("key", "1", b"one")
     late.add("key", "2", b"two")
@@ -168,7 +168,7 @@ def test_what_was_seen_earlier_and_written_later_does_not_replace_what_was_seen_
     assert reader.newest("key") == ("2", b"two")
 
 
-def test_what_was_seen_before_the_clock_was_set_back_is_replaced(state, monkeypatch):
+def test_a_clock_set_back_does_not_keep_old_records(state, monkeypatch):
     records = HostRecords("0" * 32, state)
     records.add("key", "1", b"one")
     records.flush()

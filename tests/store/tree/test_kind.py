@@ -33,7 +33,7 @@ def test_while_the_object_tier_is_away_what_this_host_saw_counts(host, caplog):
     assert caplog.text.count("the state that this host saw last is used") == 1
 
 
-def test_who_saves_to_the_object_tier_is_told_that_it_is_away(make_host):
+def test_a_save_at_object_fails_while_the_tier_is_away(make_host):
     host = make_host(ack=Level.OBJECT)
     save(host.store, "a", content(10))
     with host.held(), pytest.raises(StoreError):

@@ -38,7 +38,7 @@ def test_a_writer_that_observed_before_finds_a_conflict(store, how, there_before
 
 
 @pytest.mark.parametrize("how", GONE)
-def test_what_is_left_is_a_tombstone_of_its_one_size(store, how):
+def test_a_tombstone_has_one_size(store, how):
     save(store, "a", b"content")
     GONE[how](store)
     observed = observe(store, "a")

@@ -77,7 +77,7 @@ def record_bytes(tier, *paths):
     return sum(tier.head(keys.record_key(path)).size for path in paths)
 
 
-def test_what_two_directories_share_is_freed_by_neither(store, tier):
+def test_shared_chunks_are_freed_by_no_single_directory(store, tier):
     both, first, second = (chunk(store, size * KIB) for size in (300, 200, 100))
     put(store, "run/step_1/a", both, first)
     put(store, "run/step_1/b", first)
@@ -111,7 +111,7 @@ def test_a_file_that_is_no_part_of_what_is_asked_for_keeps_chunks_too(store):
     assert usages(store, ["run/step_1"])["run/step_1"].shared_bytes == 0
 
 
-def test_what_lies_in_an_inner_directory_counts_there_alone(store):
+def test_files_of_an_inner_directory_count_there(store):
     outer, inner = chunk(store), chunk(store)
     put(store, "run/a", outer)
     put(store, "run/step_1/deep/a", inner, outer)
@@ -177,7 +177,7 @@ def test_the_chunks_of_a_table_of_chunks_are_counted(store, tier, monkeypatch):
     assert (found.logical_bytes, found.deduplicated_bytes) == (manifest.length, 0)
 
 
-def test_nothing_is_there(store):
+def test_usage_of_an_empty_store_is_zero(store):
     make_directory(store, "run/empty")
     assert usage(store, "run/empty") == Usage(shared_bytes=0, freed_bytes=0)
     assert usages(store, ["nothing"]) == {"nothing": Usage(shared_bytes=0, freed_bytes=0)}
@@ -187,7 +187,7 @@ def test_nothing_is_there(store):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_told_to_be_freed_is_what_nobody_needs_any_more(store, tier, seed):
+def test_freed_bytes_are_those_that_no_file_needs(store, tier, seed):
     chance = random.Random(seed)
     rows = [chunk(store, chance.randrange(70, 120) * KIB) for _ in range(12)]
     files = {f"run/step_{number % 4}/{number}": chance.choices(rows, k=chance.randrange(1, 4)) for number in range(10)}
@@ -283,7 +283,7 @@ def test_the_whole_store_is_one_listing_and_a_request_for_each_record(store, ope
     assert asked(fresh) == {"list": 4, "read": 30}
 
 
-def test_what_another_process_of_the_host_read_is_not_read_again(store, tier, tmp_path):
+def test_records_read_by_another_process_are_not_read_again(store, tier, tmp_path):
     descriptor = replace(store.descriptor, endpoint=replace(store.descriptor.endpoint, host_local=False))
     for number in range(5):
         save(store, f"run/{number}", os.urandom(100 * KIB))

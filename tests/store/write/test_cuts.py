@@ -82,7 +82,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("length", [1, 7, 4096, 10_000])
-def test_where_a_file_is_cut_does_not_depend_on_the_pieces_it_is_written_in(name, length):
+def test_cuts_do_not_depend_on_the_written_pieces(name, length):
     data = FILES[name]
     with small_chunks():
         assert ends_of(data, [length] * (len(data) // length) + [len(data) % length]) == ends_of(data)
@@ -90,7 +90,7 @@ def test_where_a_file_is_cut_does_not_depend_on_the_pieces_it_is_written_in(name
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(FILES)), st.lists(st.integers(50, 9000), min_size=1, max_size=8))
-def test_what_a_chunk_consists_of_is_known_when_it_ends(name, lengths):
+def test_a_chunks_content_is_known_at_its_end(name, lengths):
     view = memoryview(FILES[name])
     whole = spans(lambda at, out: out.__setitem__(slice(None), view[at : at + len(out)]), len(view))
     with small_chunks():
@@ -128,7 +128,7 @@ def test_nor_does_that_of_a_damaged_one(name, lengths, at, put):
         assert ends_of(data, [*ends, left]) == ends_of(data)
 
 
-def test_what_is_no_table_is_cut_each_16_mib():
+def test_files_without_a_table_are_cut_each_16_mib():
     assert ends_of(bytes(40 * MIB)) == [16 * MIB, 32 * MIB]
     assert ends_of(bytes(32 * MIB)) == [16 * MIB, 32 * MIB]
 

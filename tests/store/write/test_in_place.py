@@ -38,7 +38,7 @@ LENGTHS = ([100], [16 * MIB, 16 * MIB, 5 * MIB + 3], [2 * MIB], [1])
 
 
 @pytest.mark.parametrize("level", Level, ids=lambda level: level.label)
-def test_what_was_written_in_place_is_the_file_in_the_order_of_its_runs(any_host, level):
+def test_runs_written_in_place_form_the_file(any_host, level):
     if level is Level.NONE or (level is Level.LOCAL and not any_host.settings.nvme_bytes):
         pytest.skip("not a level that a save can have here")
     staged = StagedFile(any_host.store)
@@ -92,7 +92,7 @@ def test_a_run_lies_side_by_side_in_memory(host):
     assert array.ctypes.data % 4096 == 0
 
 
-def test_what_is_in_no_run_of_the_file_is_given_back(host):
+def test_slots_outside_the_files_runs_are_freed(host):
     staged = StagedFile(host.store)
     runs = staged.add_runs([[MIB]] * 3)
     for run in runs:
@@ -106,7 +106,7 @@ def test_what_is_in_no_run_of_the_file_is_given_back(host):
 
 
 @pytest.mark.parametrize("how", ["abort", "forget"])
-def test_what_is_given_up_leaves_nothing(host, how):
+def test_an_aborted_file_leaves_nothing(host, how):
     staged = StagedFile(host.store)
     runs = staged.add_runs([[MIB, MIB], [10]])
     staged.seal(runs[:1])
@@ -122,7 +122,7 @@ def test_what_is_given_up_leaves_nothing(host, how):
     assert find(host.store, "") == []
 
 
-def test_what_is_given_up_while_it_is_committed_is_the_file(host, monkeypatch):
+def test_an_abort_during_a_commit_keeps_the_file(host, monkeypatch):
     class Late(Writer):
         def commit(self):
             staged.abort()
@@ -141,7 +141,7 @@ def test_what_is_given_up_while_it_is_committed_is_the_file(host, monkeypatch):
     wait(host.store, "", Level.OBJECT, 20)
 
 
-def test_what_could_not_be_committed_can_be_given_up(host, monkeypatch):
+def test_a_failed_commit_can_be_aborted(host, monkeypatch):
     class Failing(Writer):
         def commit(self):
             raise StoreError("full")

@@ -67,7 +67,7 @@ def test_chunks_are_there_before_the_file_is_complete_and_are_written_once(host,
     assert load(host.store, "a") == data
 
 
-def test_what_was_staged_goes_while_it_is_hashed(host, written, monkeypatch):
+def test_staged_chunks_are_written_while_others_are_hashed(host, written, monkeypatch):
     staged = StagedFile(host.store)
     runs = staged.add_runs([[CHUNK] * 3])
     data = content(3 * CHUNK)
@@ -92,7 +92,7 @@ def test_what_was_staged_goes_while_it_is_hashed(host, written, monkeypatch):
     assert load(host.store, "a") == data
 
 
-def test_what_becomes_of_no_file_is_clean_and_may_go(host, written):
+def test_chunks_of_an_abandoned_file_become_clean(host, written):
     writer = begin(host, content(3 * CHUNK))
     assert until(lambda: len(chunks_in(written)) >= 2)
     writer.abort()
@@ -123,7 +123,7 @@ def test_a_chunk_that_is_given_back_while_it_is_written_is_not_there(host, monke
     assert until(lambda: not host.flusher.nvme.usage().dirty_bytes)  # a second write may be in flight
 
 
-def test_what_will_not_fit_is_not_begun(make_host, written):
+def test_a_file_that_cannot_fit_is_not_begun(make_host, written):
     host = make_host(ram=128 * MIB, nvme=48 * MIB)
     data = content(4 * CHUNK)
     save(host.store, "a", data)
