@@ -139,6 +139,15 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
     if isinstance(error, NotImplementedError):
         return ReadOnlyError(f"{key}: this filesystem does not support the operation: {reason}", path=key)
     causes = list(_with_causes(error))
+    if isinstance(error, KeyError) or any(isinstance(cause, RecursionError) for cause in causes):
+        # HTTP clients raise KeyError for an answer that is cut off in its headers, or that another server sends. botocore
+        # follows a redirect that names no region until Python stops it.
+        return StoreError(
+            f"{key}: the answer is incomplete, or not of this kind of endpoint: check endpoint_url, and whether a proxy "
+            f"or a login page answers ({reason})",
+            transient=isinstance(error, KeyError),
+            path=key,
+        )
     statuses = [status for cause in causes if (status := _http_status(cause)) is not None]
     retry_after_s = next((wait_s for cause in causes if (wait_s := _retry_after_s(cause)) is not None), None)
     telling = next(_meanings(causes), None)
@@ -164,15 +173,6 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         return StoreError(f"{key}: {reason}", transient=True, path=key)
     if isinstance(error, OSError):
         return translate_os_error(error, key, reason)
-    if isinstance(error, KeyError | RecursionError):
-        # HTTP clients raise them for an answer that is cut off in its headers, or that another server sends: botocore
-        # follows a redirect that names no region for ever.
-        return StoreError(
-            f"{key}: the answer is incomplete, or not of this kind of endpoint: check endpoint_url, and whether a proxy "
-            f"or a login page answers ({reason})",
-            transient=isinstance(error, KeyError),
-            path=key,
-        )
     return StoreError(f"{key}: {type(error).__name__}: {reason}", path=key)
 
 
