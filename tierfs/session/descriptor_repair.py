@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 
 from tierfs.errors import ConflictError, CorruptionError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.correction import correct_descriptor
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.objects import connect
 from tierfs.objects.checksums import put_idempotent, read_decoded
@@ -43,18 +42,17 @@ def mend_descriptor(location: Location, replicas: Sequence[Store] = (), *, dry_r
     objects = connect(location.protocol, location.path, location.options)
     url = target_url(location.protocol, location.path)
     where = f"{url}/{keys.DESCRIPTOR}"
-    data, mode = b"", cast("PutMode", CREATE)
+    mode = cast("PutMode", CREATE)
     try:
         read_decoded(objects, keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX, Descriptor.decode, where)
     except NotFoundError:
         if not has_records(objects):
             return ""
     except CorruptionError:
-        data, info = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
-        mode = Update(info.version)
+        mode = Update(objects.head(keys.DESCRIPTOR).version)
     else:
         return ""
-    for found, source in _sources(location, url, objects, data, replicas):
+    for found, source in _sources(location, url, objects, replicas):
         if not dry_run:
             try:
                 put_idempotent(objects, keys.DESCRIPTOR, found, mode=mode)
@@ -68,12 +66,9 @@ def mend_descriptor(location: Location, replicas: Sequence[Store] = (), *, dry_r
 
 
 def _sources(
-    location: Location, url: str, objects: ObjectTier, data: bytes, replicas: Sequence[Store]
+    location: Location, url: str, objects: ObjectTier, replicas: Sequence[Store]
 ) -> Iterator[tuple[bytes, str]]:
     """Yield the right bytes of the descriptor, with their source."""
-    fixed = correct_descriptor(data, url) if data else None
-    if fixed is not None:
-        yield fixed, "its own bytes"
     for replica in replicas:
         if _is_copy(objects, replica.objects):
             yield replica.descriptor.encode(), replica.url

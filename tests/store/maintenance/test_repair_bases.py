@@ -47,12 +47,12 @@ def steps(request):
 def test_a_chunk_is_no_loss_where_its_base_is_healed(steps):
     flip_bit(steps.objects, steps.base, 8 * 20 + 1)
     scrub(steps.flushing.bare(), LOOK)
-    would = run(steps.flushing.bare(), dry_run=True)
+    would = run(steps.flushing.bare(), dry_run=True, replicas=[steps.replica()])
     assert ([each.key for each in would.mended], would.is_whole) == ([steps.base], True)
     assert [(each.key, each.how) for each in would.left] == [
         (steps.key, "a run without --dry-run heals the base, then checks this")
     ]
-    report = run(steps.flushing.bare())
+    report = run(steps.flushing.bare(), replicas=[steps.replica()])
     assert [each.key for each in report.mended] == [steps.base]
     assert (report.left, report.lost) == ([], [])
     assert verify(steps.flushing.bare()).damage == []

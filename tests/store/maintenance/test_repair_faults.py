@@ -25,12 +25,20 @@ def store():
     return store
 
 
-def test_a_record_is_kept_if_its_corrected_bytes_cannot_be_put(store):
+def copy_of(store):
+    copy = make_store()
+    for item in store.objects.list(""):
+        copy.objects.put(item.key, [store.objects.read(item.key, 64 << 20)[0]])
+    return reopened(copy)
+
+
+def test_a_record_is_kept_if_the_bytes_of_a_copy_cannot_be_put(store):
+    copy = copy_of(store)
     middle(store, keys.record_key("a"))
     with pytest.raises(StoreError):
-        run(reopened(store, PlannedFault(Fault.REFUSED, "put", key_part=keys.TREE)))
+        run(reopened(store, PlannedFault(Fault.REFUSED, "put", key_part=keys.TREE)), replicas=[copy])
     assert lost_keys(store) == []
-    assert [each.how for each in run(reopened(store)).mended] == ["its own bytes"]
+    assert [each.how for each in run(reopened(store), replicas=[copy]).mended] == [copy.url]
     assert load(reopened(store), "a") == content(0)
 
 
@@ -68,15 +76,17 @@ def test_a_file_whose_record_cannot_be_replaced_has_lost_something():
     assert load(reopened(store), "a") == data
 
 
-@pytest.mark.parametrize("damage", [middle, twice])
-def test_an_answer_that_is_lost_ends_no_repair(store, damage):
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_an_answer_that_is_lost_ends_no_repair(store, has_copy):
     sound, _ = store.objects.read(keys.record_key("a"), 1 << 20)
-    damage(store, keys.record_key("a"))
+    replicas = [copy_of(store)] if has_copy else []
+    middle(store, keys.record_key("a"))
     damaged, _ = store.objects.read(keys.record_key("a"), 1 << 20)
     lost = [PlannedFault(Fault.LOST_RESPONSE, "put", key_part=part) for part in (keys.TREE, keys.LOST)]
-    report = run(reopened(store, objects=RetryingObjects(FaultyObjects(store.objects, lost), delay_s=0)))
-    if damage is middle:
-        assert [each.how for each in report.mended] == ["its own bytes"]
+    objects = RetryingObjects(FaultyObjects(store.objects, lost), delay_s=0)
+    report = run(reopened(store, objects=objects), replicas=replicas)
+    if has_copy:
+        assert [each.how for each in report.mended] == [replicas[0].url]
         assert store.objects.read(keys.record_key("a"), 1 << 20)[0] == sound
     else:
         assert report.lost_files == ["a"]

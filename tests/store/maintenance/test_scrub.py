@@ -151,16 +151,6 @@ def test_an_object_is_healed_from_a_replica(damage, codecs):
     assert load(store, "a") == data
 
 
-def test_the_envelope_heals_without_any_copy():
-    store = make_store()
-    save(store, "a", content(1))
-    (key,) = chunk_keys(store)
-    in_the_envelope(store, key)
-    report = scrub(store, ALONE)
-    assert [each.healed for each in report.damage] == ["its own bytes"]
-    assert load(store, "a") == content(1)
-
-
 def test_damage_that_nothing_heals_is_named_until_it_is_gone():
     store = make_store()
     save(store, "a", content(1))

@@ -19,7 +19,6 @@ from tierfs.codec import Codec, Coding, encode_block
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.correction import correct_envelope
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, BaseRange, Block, Envelope
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
@@ -145,7 +144,7 @@ class Healer:
         self._names[self._bare].add(name)
 
     def _read(self, store: Store, name: ChunkName, size: int) -> _Found:
-        """Read the object of this name. If it has this size, correct a flipped bit in its envelope."""
+        """Read the object of this name. It has no content if it has not this size."""
         key = keys.chunk_key(name)
         try:
             data, info = store.objects.read(key, OBJECT_BYTES_MAX)
@@ -156,12 +155,10 @@ class Healer:
         if len(data) != size:
             return _Found(bytearray(), info.version, None)
         where = store.where(key)
-        for head in (data[:ENVELOPE_BYTES_MAX], correct_envelope(data)):
-            if head is not None:
-                with contextlib.suppress(CorruptionError, FormatError):
-                    envelope = Envelope.decode(head, where, stored_length=size)
-                    check_envelope(envelope, name, where)
-                    return _Found(bytearray(envelope.encode() + data[envelope.header_length :]), info.version, envelope)
+        with contextlib.suppress(CorruptionError, FormatError):
+            envelope = Envelope.decode(data[:ENVELOPE_BYTES_MAX], where, stored_length=size)
+            check_envelope(envelope, name, where)
+            return _Found(bytearray(data), info.version, envelope)
         return _Found(bytearray(data), info.version, None)
 
     def _bad_blocks(self, store: Store, found: _Found) -> list[int] | None:

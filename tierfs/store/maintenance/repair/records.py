@@ -16,7 +16,6 @@ from tierfs.digest import Buffer
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.format import keys
 from tierfs.format.collector import COLLECTOR_BYTES_MAX, Collector
-from tierfs.format.correction import correct_sealed
 from tierfs.format.header import CHECKSUM_BYTES
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import TOMBSTONE_BYTES, Record, decode_record
@@ -82,8 +81,11 @@ class Mender:
             return None
         if wrong is None:
             return cast("Record", found)
-        problem, is_newer = str(wrong), isinstance(wrong, FormatError)
-        for source, candidate in self._candidates(path, key, data, is_newer=is_newer):
+        problem = str(wrong)
+        if isinstance(wrong, FormatError):
+            self._left(key, problem, "a newer tierfs may have written it")
+            return None
+        for source, candidate in self._candidates(path, key, data):
             try:
                 record = decode_record(candidate, path, store.where(key))
             except (CorruptionError, FormatError):
@@ -95,9 +97,6 @@ class Mender:
             if self._aside is None:
                 self.unwritten[path] = record
             return record
-        if is_newer:
-            self._left(key, problem, "a newer tierfs may have written it")
-            return None
         try:
             return self._replace(path, key, data, version, problem)
         except (ConflictError, NotFoundError):
@@ -127,28 +126,13 @@ class Mender:
         if decode is None:
             return
         try:
-            _, data, version, wrong = self._read(key, limit, decode)
+            read_decoded(self._store.objects, key, limit, decode, self._store.where(key))
         except NotFoundError:
             return
+        except FormatError as error:
+            self._left(key, str(error), "a newer tierfs may have written it")
         except CorruptionError as error:
-            self._left(key, str(error), then)
-            return
-        if wrong is None:
-            return
-        problem = str(wrong)
-        fixed = correct_sealed(data)
-        try:
-            if fixed is not None:
-                decode(fixed, key)
-        except FormatError:  # the checksum matches, so the object is intact
-            self._left(key, problem, "a newer tierfs may have written it")
-            return
-        except CorruptionError:
-            fixed = None
-        if fixed is None:
-            self._give_up(key, problem, then)
-        elif self._put(key, fixed, version):
-            self._mended(key, problem, "its own bytes")
+            self._give_up(key, str(error), then)
 
     def _give_up(self, key: str, problem: str, then: str) -> None:
         """Leave an unreadable object to gc, or move it aside if it is a condemned list and that is safe.
@@ -184,16 +168,8 @@ class Mender:
         now_ns = store.clock.now_ns() if self._aside is None else server_now(store)  # `server_now` puts an object
         return now_ns - put_ns >= grace_ns
 
-    def _candidates(self, path: str, key: str, data: bytes, *, is_newer: bool) -> Iterator[tuple[str, bytes]]:
-        """Yield candidates for the undamaged record with their sources, the most certain first.
-
-        If the record may be from a newer tierfs, only a correction of its own bytes is a candidate.
-        """
-        fixed = correct_sealed(data)
-        if fixed is not None:
-            yield "its own bytes", fixed
-        if is_newer:
-            return
+    def _candidates(self, path: str, key: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+        """Yield candidates for the undamaged record with their sources, the most certain first."""
         known = None if self._store.host_records is None else self._store.host_records.newest(key)
         if known is not None and _is_alike(data, known[1]):
             yield "this host's copy of the record", known[1]
