@@ -207,7 +207,7 @@ def test_du_counts_what_is_held_and_what_is_stored(url, tell):
     told = json.loads(tell("du", url, "--json"))
     assert list(told) == [
         "files", "logical_bytes", "stored_bytes", "shared_bytes", "freed_bytes", "deduplicated_bytes", "chunks",
-        "foreign_files", "foreign_bytes", "requests",
+        "unnamed_files", "unnamed_bytes", "foreign_files", "foreign_bytes", "requests",
     ]  # fmt: skip
     assert (told["files"], told["logical_bytes"]) == (3, 2 * len(BIG) + 5)
     assert (told["deduplicated_bytes"], told["chunks"]) == (len(BIG), 2)

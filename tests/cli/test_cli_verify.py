@@ -45,6 +45,7 @@ def test_a_sound_store_passes(root, capsys):
         "raw_bytes": 2 * len(BIG),
         "damage": [],
         "unread": [],
+        "vanished": [],
     }
 
 

@@ -13,7 +13,6 @@ within a second may have its old version. Code that relies on versions never doe
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import io
 import logging
@@ -339,18 +338,21 @@ class LocalObjects:
         if self._locks_hold:
             return
         path = directory / "lock-probe"
-        try:
-            with open(path, "wb") as one, open(path, "wb") as other:
+        with open(path, "wb") as one, open(path, "wb") as other:
+            problem = "two processes get the same lock"
+            try:
                 fcntl.flock(one, fcntl.LOCK_SH)  # shared: other processes may be checking too
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    raise OSError(errno.ENOLCK, "two processes get the same lock")
-        except OSError as error:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = ""
+            except OSError as error:
+                problem = str(error)
+        if problem:
             raise StoreError(
-                f"{self.root}: the filesystem has no working file locks (flock): {error.strerror}. Mount it with locks "
-                "(Lustre: flock), or put the store elsewhere",
+                f"{self.root}: the filesystem has no working file locks (flock): {problem}. Mount it with locks (Lustre: "
+                "flock), or put the store elsewhere",
                 path=str(self.root),
-            ) from error
+            )
         self._locks_hold = True
 
     @contextlib.contextmanager
