@@ -784,6 +784,15 @@ def test_folders_that_no_process_uses_are_listed(host, directory, shm, tmp_path)
     assert size >= 8192
 
 
+def test_a_new_folder_removes_unused_ones_without_segments(host, directory, shm, tmp_path):
+    unused = [Host(tmp_path / name, shm).segments for name in ("empty", "full")]
+    gc.collect()
+    (unused[1] / "01234567-0123456789abcdef-1.slab").touch()
+    assert Host(tmp_path / "new", shm).segments.exists()
+    assert [folder.exists() for folder in (*unused, host.segments)] == [False, True, True]
+    assert Host(tmp_path / "empty", shm).segments == unused[0]
+
+
 @AS_ROOT
 def test_folders_of_other_users_are_not_listed(host, shm, tmp_path):
     folder = Host(tmp_path / "other", shm).segments

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,11 +128,16 @@ class SegmentFolder:
         return None
 
     def _choose(self, shm: Path) -> Path:
-        """Make the folder in ``shm``, or else in the state directory."""
+        """Make the folder in ``shm``, or else in the state directory. Remove unused folders without segments."""
         fallback = self._directory / FALLBACK
         try:
             folder = shm / self._name
             self._make(folder)
+            for unused, _ in _unused(folder):
+                with contextlib.suppress(OSError):
+                    if {entry.name for entry in entries_of(unused)} == {STATE_FILE}:
+                        os.unlink(unused / STATE_FILE)
+                        unused.rmdir()
         except OSError as error:
             self.why_not = str(error)
             folder = fallback
@@ -147,13 +153,15 @@ class SegmentFolder:
         make_private(folder, follow_links=False)
         fd = os.open(folder / STATE_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
             if not os.fstat(fd).st_size:
                 os.pwrite(fd, os.fsencode(self._directory), 0)
-            fcntl.flock(fd, fcntl.LOCK_SH)
         except BaseException:
             os.close(fd)
             raise
         self._locks.append(fd)
+        if not os.fstat(fd).st_nlink:
+            self._make(folder)  # another process removed it while this one waited
 
 
 class UnusedFolder(NamedTuple):
@@ -173,22 +181,30 @@ class UnusedFolder(NamedTuple):
 def unused_folders(own: Path) -> list[UnusedFolder]:
     """Return the folders of this user beside ``own`` that no process uses. Their memory stays until they are removed."""
     found: list[UnusedFolder] = []
+    for folder, said in _unused(own):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            size = sum(entry.stat(follow_symlinks=False).st_blocks * _SECTOR_BYTES for entry in entries_of(folder))
+            found.append(UnusedFolder(str(folder), size, said))
+    return found
+
+
+def _unused(own: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each folder beside ``own`` that no process uses, and what its file says. It is locked until the next one."""
     siblings: list[os.DirEntry[str]] = []
     with contextlib.suppress(ReadOnlyError):  # if this user may not list the shared directory
         siblings = entries_of(own.parent)
     for sibling in siblings:
         if not sibling.name.startswith(f"tierfs-{os.geteuid()}-") or sibling.path == str(own):
             continue
-        with contextlib.suppress(OSError):  # it is not a folder of this user, or was removed meanwhile
+        try:
             fd = os.open(f"{sibling.path}/{STATE_FILE}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if _lock_alone(fd) and not _is_foreign(Path(sibling.path)):
-                    files = [entry.stat(follow_symlinks=False) for entry in entries_of(Path(sibling.path))]
-                    size = sum(file.st_blocks * _SECTOR_BYTES for file in files)
-                    found.append(UnusedFolder(sibling.path, size, os.fsdecode(os.pread(fd, TEXT_BYTES_MAX, 0))))
-            finally:
-                os.close(fd)
-    return found
+        except OSError:
+            continue  # it is not a folder of this user, or was removed meanwhile
+        try:
+            if _lock_alone(fd) and not _is_foreign(Path(sibling.path)):
+                yield Path(sibling.path), os.fsdecode(os.pread(fd, TEXT_BYTES_MAX, 0))
+        finally:
+            os.close(fd)
 
 
 def _lock_alone(fd: int) -> bool:
