@@ -12,8 +12,16 @@ import pytest
 from support.opened import descriptors
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
-from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+)
 from tierfs.flusher.state import FlushState
+from tierfs.format import keys
 from tierfs.format.keys import chunk_key
 from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.nvme.reader import NvmeReader
@@ -164,6 +172,27 @@ def test_a_damaged_object_that_is_removed_late_is_stored_again_for_all_that_name
         wait(host.store, "run/a", Level.OBJECT, 20)
     assert load(host.plain(), "run/b") == data
     assert verify(host.plain()).damage == []
+
+
+@pytest.mark.parametrize("ask", [list_directory, find], ids=["list", "find"])
+def test_a_file_published_during_a_listing_is_listed(make_host, monkeypatch, ask):
+    host = make_host()
+    listed, put = host.objects.list, host.objects.put
+
+    def refuse(*_, **__):
+        raise StoreError("no puts yet", transient=True)
+
+    def publish_after_listing(prefix, **options):
+        found = list(listed(prefix, **options))
+        if prefix.startswith(keys.TREE):
+            monkeypatch.setattr(host.objects, "put", put)
+            host.tiers.wait("run", Level.OBJECT, 20)
+        return iter(found)
+
+    monkeypatch.setattr(host.objects, "put", refuse)
+    save(host.store, "run/a", b"x" * 100)
+    monkeypatch.setattr(host.objects, "list", publish_after_listing)
+    assert [entry.path for entry in ask(host.store, "run")] == ["run/a"]
 
 
 def test_a_staged_file_is_listed_at_once(host):

@@ -149,13 +149,16 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
 def list_pending(store: Store, path: str) -> list[Entry]:
     """Return the entries of a directory that this host's pending changes show, sorted by name. Sends no request."""
     pending = pending_at(store, path)
-    files = [
+    directories = {keys.inside(path, name) for name in _child_directories(path, pending)}
+    return _sorted([*_files_in(path, pending), *(Entry(name, is_directory=True) for name in directories)])
+
+
+def _files_in(path: str, pending: Mapping[str, Manifest | None]) -> list[Entry]:
+    return [
         Entry(name, is_directory=False, manifest=manifest)
         for name, manifest in pending.items()
         if manifest is not None and name.rpartition("/")[0] == path and name != path
     ]
-    directories = {keys.inside(path, name) for name in _child_directories(path, pending)}
-    return _sorted([*files, *(Entry(name, is_directory=True) for name in directories)])
 
 
 def _uncollected(store: Store) -> Uncollected:
@@ -192,7 +195,8 @@ def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
     below = _living(store, path, pending, directories, foreign)
     for entry in _read_all(store, records, detail=detail):
         files[entry.path] = entry
-    files |= {entry.path: entry for entry in list_pending(store, path) if not entry.is_directory}
+    # Those seen before the object tier was listed: a change that was published meanwhile is in none of a later look.
+    files |= {entry.path: entry for entry in _files_in(path, pending)}
     if not (exists or files or below):
         entry = stat_to_read(store, path)
         return [] if entry.is_directory else [entry]
