@@ -1,6 +1,7 @@
 """Any two of door, level, tiers, upkeep, host and change are used together, over S3, FUSE and processes.
 
 ``TIERFS_TEST_PAIRS`` is the number of sets of draws, ``TIERFS_TEST_SEED`` the first seed. A set takes a minute or two.
+A share of the cases is a share of the draws in each set.
 """
 
 import os
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from drawing import drawn
 from leftovers import end_flushers
 from servers import ministack
 
@@ -81,7 +83,7 @@ def s3():
 def test_acknowledged_files_are_kept_and_garbage_is_not(s3, tmp_path, seed):
     world = World(f"tierfs::s3://{s3.new_root()}", tmp_path, {"mount": RealMount, "cli": Commands}, **s3.options)
     try:
-        for draw in pairs(AXES, seed):
+        for draw in drawn(pairs(AXES, seed), seed):
             print(draw)
             world.run(draw)
         world.check()
