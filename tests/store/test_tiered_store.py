@@ -575,8 +575,8 @@ def save_and_damage_the_head(host, monkeypatch, at):
         stop_looking(host, patch)
         save(host.store, "a", b"after")
         (slot,) = host.tiers.ram.drafts()
-    head, memory = PAGE_BYTES + slot.index * HEAD_BYTES + at, slot.segment._fd.number
-    os.pwrite(memory, bytes([os.pread(memory, 1, head)[0] ^ 0x80]), head)
+        head, memory = PAGE_BYTES + slot.index * HEAD_BYTES + at, slot.segment._fd.number
+        os.pwrite(memory, bytes([os.pread(memory, 1, head)[0] ^ 0x80]), head)
     host.close()
     host.open()
 
