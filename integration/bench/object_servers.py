@@ -1,7 +1,8 @@
 """The servers of `object.py`: ministack, which speaks S3, and nginx, which is fast.
 
 nginx stores and serves objects as files on tmpfs, and knows nothing else of S3. It checks no signature, condition or
-checksum, its listings are empty, and its ETags are all the same. A figure against it is the cost of the client.
+checksum, its listings are empty, and its ETags are all the same. Only the test of conditions before the first put is
+answered as by S3. A figure against it is the cost of the client.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _PROMISES = Capabilities(
 # keeps its memory.
 _KEEPS_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 _XML = '<?xml version="1.0" encoding="UTF-8"?>'
-_CONFIGURATION = """
+_CONFIGURATION = r"""
 worker_processes auto; daemon off; pid {base}/pid; error_log {base}/error.log;
 events {{ worker_connections 512; }}
 http {{
@@ -60,6 +61,7 @@ http {{
       if ($args ~ list-type=) {{ return 200 '{xml}<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>'; }}
       if ($args ~ ^delete) {{ return 200 '{xml}<DeleteResult></DeleteResult>'; }}
     }}
+    location ~ /\.tierfs/probe/conditions$ {{ return 412 '{xml}<Error><Code>PreconditionFailed</Code></Error>'; }}
     location @missing {{ return 404 '{xml}<Error><Code>NoSuchKey</Code></Error>'; }}
   }}
 }}
