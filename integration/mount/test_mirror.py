@@ -13,8 +13,8 @@ import pytest
 from leftovers import end_flushers
 from mounts import PROGRAM, run
 
+from tierfs.cli.commands.materialize import materialize
 from tierfs.cli.files.places import StorePlace
-from tierfs.cli.mirror.down import materialize
 from tierfs.cli.terminal.progress import Progress
 from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.store import load, prefetch, save

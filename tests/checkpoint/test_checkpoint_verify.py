@@ -13,7 +13,7 @@ from support.odd_states import noise, odd_state
 
 import tierfs
 from tierfs.checkpoint.verify import verify_checkpoint
-from tierfs.cli.commands._checkpoint_places import plain_store
+from tierfs.cli.files.places import plain_store
 from tierfs.dcp import TierWriter
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.columns import BytesPlace

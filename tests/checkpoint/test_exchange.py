@@ -29,7 +29,7 @@ from tierfs.checkpoint.diff import compare
 from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, write_state
 from tierfs.checkpoint.import_ import import_checkpoint, import_file
 from tierfs.cli.app import main
-from tierfs.cli.commands._checkpoint_places import plain_store
+from tierfs.cli.files.places import plain_store
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint

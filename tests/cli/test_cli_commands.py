@@ -346,7 +346,6 @@ import sys
 from tierfs.cli import main
 main(["version"])
 main(["--help"])
-main(["doctor", "--help"])
 light = set(sys.modules)
 main(["ls", "/nothing/there"])
 heavy = {"torch", "numpy", "rich", "s3fs", "gcsfs", "adlfs", "aiobotocore", "obstore", "cupy"}

@@ -8,7 +8,7 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.commands import _doctor_checks as checks
+from tierfs.cli.commands import doctor as checks
 
 
 def test_it_prints_every_check_and_exits_with_0_where_tierfs_works(tmp_path, monkeypatch, capsys):

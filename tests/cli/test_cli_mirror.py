@@ -10,9 +10,10 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
+from tierfs.cli.commands import materialize as down
+from tierfs.cli.commands import sync as up
 from tierfs.cli.files import transfer
-from tierfs.cli.mirror import down, up
-from tierfs.cli.mirror.local import PART_PREFIX
+from tierfs.cli.files.mirror import PART_PREFIX
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer, delete, find, load, save
 from tierfs.store import stat as stat_stored

@@ -25,7 +25,7 @@ from support.opened import know_no_store
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli.commands._status_table import UploadRate, one_line, table
+from tierfs.cli.commands.status import UploadRate, one_line, table
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.flusher.priority import NICER
 from tierfs.flusher.upload import Uploader

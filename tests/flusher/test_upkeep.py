@@ -9,7 +9,7 @@ import pytest
 from support.served import ServedObjects
 
 from tierfs.cli.commands._status_prometheus import exposition
-from tierfs.cli.commands._status_table import table
+from tierfs.cli.commands.status import table
 from tierfs.clock import ManualClock
 from tierfs.digest import DigestKind
 from tierfs.errors import StoreError

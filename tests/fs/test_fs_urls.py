@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import tierfs
-from tierfs.cli.commands._checkpoint_places import plain_store
+from tierfs.cli.files.places import plain_store
 from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.session import init, parse_url
 from tierfs.session.url import strip

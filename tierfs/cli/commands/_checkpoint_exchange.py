@@ -14,9 +14,8 @@ from typing import BinaryIO, cast
 
 from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, write_state
 from tierfs.checkpoint.import_ import ImportPart, PartResult, import_checkpoint, import_file, import_part
-from tierfs.cli.commands._checkpoint_places import source_of
 from tierfs.cli.executors import WorkerSet, open_executor
-from tierfs.cli.files.places import LocalPlace, StorePlace, any_place, store_place
+from tierfs.cli.files.places import LocalPlace, StorePlace, any_place, source_of, store_place
 from tierfs.cli.files.targets import clash, refuse_below_file
 from tierfs.cli.terminal.output import print_json, printable
 from tierfs.cli.terminal.progress import Progress

@@ -6,6 +6,7 @@ The actions list, show, verify, compare, export, import and commit checkpoints.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from tierfs.cli.arguments import PLACE, require_torch, require_url
 from tierfs.cli.executors import add_executor_argument
@@ -106,27 +107,18 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    if arguments.action == "commit":
-        from tierfs.cli.commands._checkpoint_commit import commit  # noqa: PLC0415 - --help does not need it
-
-        return commit(arguments)
-    if arguments.action == "ls":
-        from tierfs.cli.commands._checkpoint_list import ls  # noqa: PLC0415
-
-        return ls(arguments)
-    require_torch("checkpoints are read")
-    # Each of these modules loads torch, which takes seconds, so it is imported after all checks.
-    if arguments.action == "show":
-        from tierfs.cli.commands._checkpoint_show import show  # noqa: PLC0415
-
-        return show(arguments)
-    if arguments.action in {"verify", "diff"}:
-        from tierfs.cli.commands import _checkpoint_check as check  # noqa: PLC0415
-
-        return check.verify(arguments) if arguments.action == "verify" else check.diff(arguments)
-    from tierfs.cli.commands import _checkpoint_exchange as exchange  # noqa: PLC0415
-
-    return exchange.export(arguments) if arguments.action == "export" else exchange.import_(arguments)
+    actions: Any
+    if arguments.action in {"ls", "commit"}:
+        from tierfs.cli.commands import _checkpoint_catalog as actions  # noqa: PLC0415 - --help does not need it
+    else:
+        # These modules load torch, which takes seconds, so they are imported after all checks.
+        require_torch("checkpoints are read")
+        if arguments.action in {"export", "import"}:
+            from tierfs.cli.commands import _checkpoint_exchange as actions  # noqa: PLC0415
+        else:
+            from tierfs.cli.commands import _checkpoint_content as actions  # noqa: PLC0415
+    code: int = getattr(actions, arguments.action.replace("import", "import_"))(arguments)
+    return code
 
 
 def _check(arguments: argparse.Namespace) -> None:

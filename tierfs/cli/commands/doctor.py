@@ -1,11 +1,40 @@
-"""``tierfs doctor``: check this machine, and say what to change."""
+"""``tierfs doctor``: check this machine, and say what to change.
+
+Checks of the machine change nothing and do not use the network. `check_endpoint` writes test objects to an endpoint, and
+notes a changed result in the descriptor of the store there.
+"""
 
 from __future__ import annotations
 
 import argparse
+import glob
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+from tierfs import __version__, kernels
 from tierfs.cli.arguments import require_url
+from tierfs.cli.commands.version import installed_version
+from tierfs.cli.terminal.failures import describe
 from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.host.filesystems import filesystem_of, is_durable, is_network
+from tierfs.host.host import state_directory
+from tierfs.host.private import check_private
+from tierfs.host.slab.memory import memory_limit
+from tierfs.session import parse_url
+from tierfs.session.probing import probe_store
+from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, TierOptions, from_environment, resolve
+from tierfs.session.url import configured_tiers
+from tierfs.units import format_bytes, parse_share
 
 HELP = "check this machine, and the endpoint of URL if it is given, and advise what to change"
 EXAMPLES = """\
@@ -14,6 +43,12 @@ tierfs doctor s3://bucket/run
 tierfs doctor --json"""
 
 PROBLEM_EXIT_CODE = 1
+SHM_BYTES_MIN = 1 << 30  # less holds about ten segments, and no checkpoint that is worth a ram tier
+DISK_BYTES_MIN = 10 << 30
+DESCRIPTORS_MIN = 4096  # a process needs one for each segment of the host; a flusher also needs one for each client
+THRESHOLD_BYTES_MAX = 8 << 20  # above this threshold, glibc copies most tensors through the caches
+_LOADER = Path("/lib64/ld-linux-x86-64.so.2")
+_TUNABLE = re.compile(r"x86_non_temporal_threshold: (0x[0-9a-f]+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print their results. Return 1 if one of them is a problem."""
     if arguments.url is not None:
         require_url(arguments.url)
-    from tierfs.cli.commands._doctor_checks import check_endpoint, check_machine  # noqa: PLC0415 - --help does not need it
-
     checks = list(check_machine())
     if arguments.url:
         checks.append(check_endpoint(arguments.url))
@@ -40,3 +73,257 @@ def run(arguments: argparse.Namespace) -> int:
         if check.advice:
             print(f"      -> {printable(check.advice)}")
     return code
+
+
+class Check(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+        name: Name of the checked thing.
+        state: ``ok``; ``note``: something is slower or missing; ``problem``: tierfs cannot do its job.
+        found: The state of the thing, in words.
+        advice: What to change; empty if nothing.
+    """
+
+    name: str
+    state: Literal["ok", "note", "problem"]
+    found: str
+    advice: str = ""
+
+
+class Cloud(NamedTuple):
+    """The places where a cloud's client looks for credentials, apart from the machine's own role.
+
+    Attributes:
+        package: The client's package.
+        extra: The extra of tierfs that installs the client.
+        variables: Environment variables.
+        files: Paths below the home directory.
+    """
+
+    package: str
+    extra: str
+    variables: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+CLOUDS = {
+    "S3": Cloud(
+        "s3fs",
+        "s3",
+        ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+        (".aws/credentials", ".aws/config"),
+    ),
+    "Google Cloud Storage": Cloud(
+        "gcsfs", "gcs", ("GOOGLE_APPLICATION_CREDENTIALS",), (".config/gcloud/application_default_credentials.json",)
+    ),
+    "Azure Blob Storage": Cloud(
+        "adlfs",
+        "azure",
+        ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_CLIENT_ID"),
+        (".azure/msal_token_cache.json",),
+    ),
+}
+
+
+def check_machine() -> Iterator[Check]:
+    """Run every check but `check_endpoint`, in the order in which a person reads the results."""
+    yield _versions()
+    yield check_configuration()
+    settings = _settings()
+    folder = Path(os.environ.get("TIERFS_SHM_DIR") or SHARED_MEMORY)
+    yield check_shared_memory(folder, memory_limit(), RAM_SHARE if settings.ram is None else settings.ram)
+    yield check_huge_pages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), platform.release())
+    yield check_state_directory(settings.state_dir)
+    yield check_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield check_kernels(kernels.status())
+    if kernels.active is None:  # else the kernels copy past the caches, whatever glibc does
+        yield check_copies(os.environ.get("GLIBC_TUNABLES", ""), _tunables())
+    yield check_fuse(Path("/dev/fuse"), is_root=os.geteuid() == 0, helper=shutil.which("fusermount3"))
+    yield _gpu()
+    for name, cloud in CLOUDS.items():
+        yield check_cloud(name, cloud, os.environ, Path.home(), has_client=_is_installed(cloud.package))
+
+
+def check_configuration() -> Check:
+    """Check that the configuration file can be read, and the settings of the local tiers in it and the environment."""
+    path = os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml"
+    try:
+        resolve(from_environment().over(configured_tiers()), "0" * 32, host_local=False, process_local=False)
+    except InvalidInputError as error:
+        return Check("configuration", "problem", str(error), "correct the setting: docs/reference/configuration.md")
+    there = Path(path).expanduser().exists()
+    return Check("configuration", "ok", path if there else "no file: the defaults apply")
+
+
+def _settings() -> TierOptions:
+    """Return the settings of the local tiers, without those of an invalid configuration file."""
+    try:
+        return from_environment().over(configured_tiers())
+    except InvalidInputError:
+        return from_environment()
+
+
+def check_shared_memory(folder: Path, memory_bytes: int, ram: str | float = RAM_SHARE) -> Check:
+    """Check that the ram tier fits into shared memory."""
+    if not folder.is_absolute():
+        advice = "set TIERFS_SHM_DIR to an absolute path: there are no local tiers"
+        return Check("shared memory", "problem", f"{folder} is a relative path", advice)
+    try:
+        budget = parse_share(ram, memory_bytes)
+    except InvalidInputError as error:
+        return Check("shared memory", "problem", str(error), "correct ram= (TIERFS_RAM)")
+    enlarge = "give the container more shared memory (docker: --shm-size=64g), or name another tmpfs in TIERFS_SHM_DIR"
+    if not folder.is_dir():
+        return Check("shared memory", "note", f"{folder} does not exist: segments go to the disk", enlarge)
+    usage, kind = shutil.disk_usage(folder), filesystem_of(folder)
+    found = f"{folder}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
+    if kind not in {"tmpfs", "ramfs", "unknown"}:
+        return Check("shared memory", "note", found, f"{kind} is not a memory filesystem: {enlarge}")
+    if usage.total < max(min(budget, memory_bytes), SHM_BYTES_MIN):
+        wanted = f"the ram budget of {format_bytes(budget)} does not fit; the rest goes to the disk, which is slower: {enlarge}"
+        return Check("shared memory", "note", found, wanted)
+    return Check("shared memory", "ok", f"{found}; ram budget {format_bytes(budget)}")
+
+
+def check_huge_pages(setting: Path, release: str) -> Check:
+    """Check that segments can use huge pages, which make a process's first save faster."""
+    version = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    try:
+        denied = "[deny]" in setting.read_text()
+    except OSError:
+        denied = True
+    if version < (6, 1):
+        return Check("huge pages", "note", f"Linux {release}", "Linux 6.1 or newer makes first saves faster")
+    if denied:
+        advice = f"set {setting} to anything but deny: first saves get faster"
+        return Check("huge pages", "note", "disabled for shared memory", advice)
+    return Check("huge pages", "ok", "enabled for shared memory")
+
+
+def check_state_directory(given: str | None) -> Check:
+    """Check that the nvme tier is on a durable local disk with enough room."""
+    elsewhere = "set TIERFS_STATE_DIR to a directory on a local disk"
+    try:
+        directory = state_directory(given)
+    except InvalidInputError as error:
+        return Check("state directory", "problem", str(error), elsewhere)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if existing == directory:
+        try:
+            check_private(directory)
+        except TierfsError as error:
+            return Check("state directory", "problem", str(error), f"correct that, or {elsewhere}")
+    kind, usage = filesystem_of(directory), shutil.disk_usage(existing)
+    found = f"{directory}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
+    if not os.access(existing, os.W_OK):
+        return Check("state directory", "problem", f"{found}, not writable", elsewhere)
+    if is_network(kind):
+        return Check("state directory", "problem", found, f"locks on {kind} do not work between hosts: {elsewhere}")
+    if not is_durable(kind):
+        return Check("state directory", "note", found, f"{kind} does not survive a crash of the host: {elsewhere}")
+    if usage.free < DISK_BYTES_MIN:
+        return Check("state directory", "note", found, f"little room for the nvme tier: free some room, or {elsewhere}")
+    return Check("state directory", "ok", found)
+
+
+def check_descriptors(soft: int, hard: int) -> Check:
+    """Check that a process may open enough files."""
+    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MIN:
+        return Check("open files", "note", f"limit {soft}, hard limit {hard}", "run `ulimit -n 65536` before the job")
+    return Check("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
+
+
+def check_kernels(status: str) -> Check:
+    """Check that the compiled kernels are used. Without them, copies and codecs take several passes over memory."""
+    if status == "compiled":
+        return Check("kernels", "ok", status)
+    return Check("kernels", "note", status, "install a C compiler, then reinstall tierfs: saves and codecs get faster")
+
+
+def check_copies(tunables: str, threshold_bytes: int | None) -> Check:
+    """Check that glibc copies tensors past the caches, so that saves block for less time."""
+    if threshold_bytes is None:
+        return Check("copies", "ok", "glibc does not report from which size it copies past the caches")
+    found = f"glibc copies past the caches from {format_bytes(threshold_bytes)} on"
+    if threshold_bytes > THRESHOLD_BYTES_MAX and "x86_non_temporal_threshold" not in tunables:
+        setting = "GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=1048576"
+        return Check("copies", "note", found, f"start the job with {setting}: saves block for less time")
+    return Check("copies", "ok", found)
+
+
+def check_fuse(device: Path, *, is_root: bool, helper: str | None) -> Check:
+    """Check that `tierfs mount` works."""
+    if not device.exists():
+        return Check("mount", "note", f"{device} does not exist", "docker: --device /dev/fuse --cap-add SYS_ADMIN")
+    if not os.access(device, os.R_OK | os.W_OK):
+        return Check(
+            "mount", "note", f"{device} cannot be opened: permission denied", "give this user read and write access"
+        )
+    if not is_root and helper is None:
+        return Check("mount", "note", "fusermount3 is not installed", "install fuse3")
+    return Check("mount", "ok", f"{device}, {'as root' if is_root else helper}")
+
+
+def check_cloud(name: str, cloud: Cloud, environment: Mapping[str, str], home: Path, *, has_client: bool) -> Check:
+    """Check that a cloud's client is installed, and where it finds credentials. Never show their values."""
+    found = [variable for variable in cloud.variables if environment.get(variable)]
+    found += [f"~/{file}" for file in cloud.files if (home / file).exists()]
+    if not has_client:
+        advice = f"pip install 'tierfs[{cloud.extra}]'" if found else ""
+        return Check(name, "note" if found else "ok", f"{cloud.package} is not installed", advice)
+    if found:
+        return Check(name, "ok", f"{cloud.package}; credentials: {', '.join(found)}")
+    advice = f"set {cloud.variables[0]}, unless this machine has a role or the store's options hold credentials"
+    return Check(name, "note", f"{cloud.package}; no credentials found", advice)
+
+
+def check_endpoint(url: str) -> Check:
+    """Test which promises the endpoint at a URL keeps: see ``tierfs probe``."""
+    try:
+        endpoint = probe_store(parse_url(url)).endpoint
+    except (TierfsError, OSError) as error:
+        return Check("endpoint", "problem", describe(error).message)
+    if endpoint.single_writer:
+        missing = ", ".join(endpoint.missing)
+        return Check("endpoint", "note", f"{url} does not support: {missing}", "let one process at a time write to it")
+    return Check("endpoint", "ok", f"{url}: any number of writers")
+
+
+def _versions() -> Check:
+    versions = {"tierfs": __version__, "Python": platform.python_version(), "Linux": platform.release()}
+    versions |= {package: installed_version(package) or "-" for package in ("fsspec", "torch", "numpy")}
+    found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if sys.platform != "linux":
+        return Check("versions", "problem", found, "run tierfs on Linux")
+    if versions["torch"] == "-":
+        return Check("versions", "note", found, "pip install 'tierfs[torch]' for TierWriter and `tierfs checkpoint`")
+    return Check("versions", "ok", found)
+
+
+def _gpu() -> Check:
+    devices = glob.glob("/dev/nvidia[0-9]*")
+    if not devices:
+        return Check("GPU", "ok", "none")
+    found = f"{len(devices)} from NVIDIA"
+    if not _is_installed("cupy"):
+        advice = "pip install 'tierfs[gpu]': snapshots in GPU memory take one kernel launch"
+        return Check("GPU", "note", f"{found}; CuPy is not installed", advice)
+    return Check("GPU", "ok", f"{found}, CuPy")
+
+
+def _tunables() -> int | None:
+    """Return the size in bytes from which glibc copies past the caches; None if glibc does not report it."""
+    if not _LOADER.exists():
+        return None
+    try:
+        command = [str(_LOADER), "--list-tunables"]
+        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5).stdout  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = _TUNABLE.search(told)
+    return int(match[1], 16) if match else None
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

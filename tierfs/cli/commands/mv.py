@@ -9,12 +9,18 @@ from dataclasses import dataclass, field
 from tierfs.cli.arguments import PLACE
 from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import StorePlace, kind_of, store_place
-from tierfs.cli.files.targets import add_target_arguments, clash, final_place, refuse_below_file
-from tierfs.cli.files.trees import Listing, read_tree, refuse_foreign_files, remove_directories
+from tierfs.cli.files.targets import (
+    add_target_arguments,
+    clash,
+    final_place,
+    refuse_below_file,
+    refuse_foreign_files,
+    remove_directories,
+)
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
-from tierfs.store import make_directory, rename
+from tierfs.store import find, make_directory, rename
 
 HELP = "move or rename files and directories within a store; no data is copied"
 EXAMPLES = """\
@@ -89,17 +95,19 @@ def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Nam
 
 
 def _plan_directory(plan: _RenamePlan, source: StorePlace, final: StorePlace) -> None:
-    tree: Listing = read_tree(source.store, source.path)
-    refuse_foreign_files(source.store, tree.files)
+    entries = find(source.store, source.path, detail=False)
+    files = [entry for entry in entries if not entry.is_directory]
+    directories = [source.path, *(entry.path for entry in entries if entry.is_directory)]
+    refuse_foreign_files(source.store, files)
     taken = final.taken()
-    for entry in (*tree.files, *tree.directories):
-        relative = source.relative(entry.path)
-        kind = kind_of(entry)
+    for entry in entries:
+        relative, kind = source.relative(entry.path), kind_of(entry)
         if (there := taken.get(relative, kind)) != kind:
             raise clash(final.child(relative).url, there)
-    plan.renames += [(entry.path, final.child(source.relative(entry.path)).path) for entry in tree.files]
-    plan.empty_directories += [final.child(source.relative(path)).path for path in tree.empty_directories]
-    plan.old_directories += [source.path, *(entry.path for entry in tree.directories)]
+    implied = {entry.path.rpartition("/")[0] for entry in entries}
+    plan.renames += [(entry.path, final.child(source.relative(entry.path)).path) for entry in files]
+    plan.empty_directories += [final.child(source.relative(path)).path for path in directories if path not in implied]
+    plan.old_directories += directories
 
 
 def _refuse_twice(paths: list[str], problem: str) -> None:

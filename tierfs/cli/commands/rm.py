@@ -9,7 +9,7 @@ import threading
 from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import store_place
-from tierfs.cli.files.trees import refuse_foreign_files, remove_directories
+from tierfs.cli.files.targets import refuse_foreign_files, remove_directories
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError

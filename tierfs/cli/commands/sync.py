@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import stat
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
 
 from tierfs.cli.arguments import add_url_argument, require_url
-from tierfs.cli.files.places import store_place
-from tierfs.cli.files.targets import refuse_below_file
-from tierfs.cli.mirror.up import sync
+from tierfs.cli.files.mirror import LocalTree, MirrorRecord, Synced, content_of, holds, pieces_of, scan_source
+from tierfs.cli.files.parallel import Stopped, run_in_parallel
+from tierfs.cli.files.places import StorePlace, store_place
+from tierfs.cli.files.targets import refuse_below_file, refuse_foreign_files, remove_directories
+from tierfs.cli.files.transfer import LocalSource, StoredTarget
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
-from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.errors import InvalidInputError, NotFoundError, StoreError
+from tierfs.format import keys
+from tierfs.format.keys import inside
+from tierfs.mount.attributes import new_attributes, with_posix
+from tierfs.store import Entry, annotate, delete, find, make_directory
+from tierfs.store import stat as stat_stored
 
 HELP = "make a directory in a store equal to a local one; bytes that the store has are not stored again"
 EXAMPLES = """\
@@ -50,3 +62,156 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(dataclasses.asdict(done))
     return 0
+
+
+ATTEMPTS_MAX = 3
+
+
+class _Sync:
+    """The state of one `sync` call."""
+
+    def __init__(self, place: StorePlace, root: str, record: MirrorRecord, progress: Progress) -> None:
+        self._place, self._root, self._record, self._progress = place, root, record, progress
+        self._store = place.store
+        self._stored: dict[str, Entry] = {}
+        self.done = Synced()
+
+    def run(self, local: LocalTree, *, deletes: bool) -> None:
+        entries = find(self._store, self._place.path)
+        self._stored = {self._place.relative(entry.path): entry for entry in entries if not entry.is_directory}
+        directories = {self._place.relative(entry.path) for entry in entries if entry.is_directory}
+        for relative in (*local.files, *local.directories):
+            keys.validate_path(self._inside(relative))
+        gone = {relative: entry for relative, entry in self._stored.items() if relative not in local.files}
+        in_the_way = sorted((self._stored.keys() & local.directories) | (directories & local.files.keys()))
+        if deletes:
+            refuse_foreign_files(self._store, gone.values())
+        elif in_the_way:
+            where = self._store.where(self._inside(in_the_way[0]))
+            raise InvalidInputError(
+                f"{where} is a file on one side and a directory on the other: --delete removes it", path=where
+            )
+
+        def is_in_the_way(relative: str) -> bool:
+            return any(relative == one or relative.startswith(f"{one}/") for one in in_the_way)
+
+        early = {relative for relative in gone if is_in_the_way(relative)}
+        self._delete(early)
+        self._remove_directories(filter(is_in_the_way, directories))
+        implied = {relative.rpartition("/")[0] for relative in (*local.files, *local.directories)}
+        for relative in {"", *local.directories} - directories - implied:
+            make_directory(self._store, self._inside(relative), exist_ok=True)
+        run_in_parallel(self._one, sorted(local.files))
+        if deletes:
+            self._delete(gone.keys() - early)
+            self._remove_directories(directories - local.directories)
+
+    def _entry(self, relative: str) -> Entry | None:
+        try:
+            found = stat_stored(self._store, self._inside(relative))
+        except NotFoundError:
+            return None
+        return None if found.is_directory else found
+
+    def _inside(self, relative: str) -> str:
+        return inside(self._place.path, relative) if relative else self._place.path
+
+    def _delete(self, gone: Collection[str]) -> None:
+        def delete_one(relative: str, _stop: threading.Event) -> None:
+            with contextlib.suppress(NotFoundError):
+                delete(self._store, self._inside(relative))
+
+        run_in_parallel(delete_one, gone)
+        for relative in gone:
+            self._record.forget(relative)
+        self.done.add(deleted=len(gone))
+
+    def _remove_directories(self, gone: Iterable[str]) -> None:
+        remove_directories(self._store, map(self._inside, gone))
+
+    def _one(self, relative: str, stop: threading.Event) -> None:
+        target = os.path.join(self._root, relative)
+        entry = self._stored.get(relative)
+        for _ in range(ATTEMPTS_MAX):
+            before = os.stat(target)
+            if entry is not None and self._is_same(relative, target, entry, before):
+                content = content_of(self._store, entry)
+                self._keep_attributes(entry, before)
+                self.done.add(unchanged=1)
+                self._progress.advance(before.st_size)
+            else:
+                content = self._put(relative, target, entry, before, stop)
+            after = os.stat(target)
+            if (after.st_mtime_ns, after.st_size) == (before.st_mtime_ns, before.st_size):
+                self._record.note(relative, content, after)
+                return
+            entry = self._entry(relative)
+        raise StoreError(
+            f"{target} changed during each attempt to store it: stop the program that writes to it", path=target
+        )
+
+    def _is_same(self, relative: str, target: str, entry: Entry, status: os.stat_result) -> bool:
+        if entry.manifest is None or entry.length != status.st_size:
+            return False
+        if self._record.knows(relative, content_of(self._store, entry), status):
+            return True
+        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return all(holds(self._store, fd, piece) for piece in pieces_of(self._store, entry))
+        finally:
+            os.close(fd)
+
+    def _keep_attributes(self, entry: Entry, status: os.stat_result) -> None:
+        assert entry.manifest is not None
+        metadata = _described(entry, status)
+        if metadata != entry.manifest.metadata:
+            annotate(self._store, entry.path, metadata, write_id=entry.manifest.write_id)
+
+    def _put(
+        self, relative: str, target: str, entry: Entry | None, status: os.stat_result, stop: threading.Event
+    ) -> str:
+        def pieces() -> Iterator[memoryview]:
+            for piece in LocalSource(target, status.st_size).pieces():
+                if stop.is_set():
+                    raise Stopped
+                yield piece
+                self.done.add(read_bytes=len(piece))
+                self._progress.advance(len(piece))
+
+        path = self._inside(relative)
+        manifest = StoredTarget(self._store, path).fill(pieces(), _described(entry, status))
+        self.done.add(files=1)
+        return content_of(self._store, Entry(path, is_directory=False, manifest=manifest))
+
+
+def sync(place: StorePlace, root: str, progress: Progress, *, deletes: bool) -> Synced:
+    """Make a directory in a store equal to a local directory.
+
+    A file's mode and time are stored with it, as a mount stores them. A file is not stored again if the store has its
+    bytes.
+
+    Args:
+        place: The directory in the store; created if missing.
+        root: The local directory.
+        progress: Counts the bytes that are up to date.
+        deletes: Whether to delete entries in the store that the local directory lacks.
+
+    Raises:
+        InvalidInputError: A file and a directory have the same name, and ``deletes`` is not set. Or a local name is not
+            valid in a store.
+        ReadOnlyError: A file to delete or replace was not written by tierfs.
+        TierfsError, OSError: The run failed. Complete files stay, and the next run continues.
+    """
+    with contextlib.closing(MirrorRecord(root)) as record:
+        local = scan_source(root)
+        progress.expect(sum(status.st_size for status in local.files.values()))
+        work = _Sync(place, root, record, progress)
+        work.run(local, deletes=deletes)
+    return work.done
+
+
+def _described(entry: Entry | None, status: os.stat_result) -> dict[str, object]:
+    attributes = new_attributes(0, stat.S_IFREG | stat.S_IMODE(status.st_mode), time.time_ns())
+    attributes = attributes.at(mtime_ns=status.st_mtime_ns, now_ns=status.st_ctime_ns)
+    kept = entry.manifest.metadata if entry is not None and entry.manifest is not None else {}
+    return with_posix(kept, attributes)

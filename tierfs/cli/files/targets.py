@@ -1,11 +1,17 @@
-"""Decide where the sources of ``cp`` and ``mv`` end up, by the rules of the Unix commands of these names."""
+"""Checks and removals that commands share which change a store.
+
+The sources of ``cp`` and ``mv`` end up where those of the Unix commands of these names do.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterable
 
 from tierfs.cli.files.places import Place
-from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, ReadOnlyError
+from tierfs.store import Entry, Store, remove_directory
 from tierfs.store.tree.kind import Kind
 
 
@@ -77,3 +83,26 @@ def clash(url: str, there: Kind) -> AlreadyExistsError:
     """Return the error for a file and a directory that would have the same name."""
     other = "directory" if there == "file" else "file"
     return AlreadyExistsError(f"{url} is a {there}, and a {other} cannot replace it: choose another name", path=url)
+
+
+def refuse_foreign_files(store: Store, files: Iterable[Entry]) -> None:
+    """Check that tierfs wrote all these files. Call it before changing any of them.
+
+    Raises:
+        ReadOnlyError: Another tool wrote one of them.
+    """
+    for entry in files:
+        if entry.foreign is not None:
+            raise ReadOnlyError(
+                f"{store.where(entry.path)} was not written by tierfs and can only be read: use the tool that wrote it; "
+                "nothing was changed",
+                path=entry.path,
+            )
+
+
+def remove_directories(store: Store, paths: Iterable[str]) -> None:
+    """Remove directories that have become empty, deepest first."""
+    for path in sorted(set(paths), key=len, reverse=True):
+        # A directory without a record of its own existed only through its entries, and is gone already.
+        with contextlib.suppress(NotFoundError):
+            remove_directory(store, path)

@@ -1,4 +1,4 @@
-"""``tierfs checkpoint ls``: list checkpoints."""
+"""``tierfs checkpoint ls`` and ``commit``: the commands that read no shard file and load no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from typing import cast
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, natural_key, standing
+from tierfs.cli.arguments import require_seconds
 from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import StorePlace, requests_of, store_place
 from tierfs.cli.terminal.output import align, format_time, print_json, printable
 from tierfs.cli.terminal.progress import Progress
-from tierfs.errors import CorruptionError
-from tierfs.format.checkpoint import ROOT
-from tierfs.format.keys import is_at_or_below
-from tierfs.store import Usage, usages
+from tierfs.errors import CorruptionError, NotFoundError
+from tierfs.format.checkpoint import ROOT, SaveMark
+from tierfs.format.keys import inside, is_at_or_below
+from tierfs.store import Usage, stat, usages
+from tierfs.store.commit import Commits
 from tierfs.store.tree.references import vanished_roots
 from tierfs.units import format_bytes
 
@@ -113,3 +115,26 @@ def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[st
 
 def or_dash(value: object) -> str:
     return "-" if value is None else str(value)
+
+
+def commit(arguments: argparse.Namespace) -> int:
+    """Publish the checkpoint and print its save id. Raise if parts are still missing at the end of the timeout."""
+    timeout_s = 0.0 if arguments.timeout is None else arguments.timeout
+    require_seconds("--timeout", timeout_s)
+    place = store_place(arguments.url)
+    with Progress("commit"):
+        Commits(place.store).wait(place.path, timeout_s)
+    root = inside(place.path, ROOT)
+    try:
+        manifest = stat(place.store, root).manifest
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"{place.url} is not a checkpoint, and no save to it is announced: `tierfs checkpoint ls` lists the checkpoints",
+            path=place.path,
+        ) from error
+    mark = None if manifest is None else SaveMark.of(manifest.metadata)
+    if arguments.json:
+        print_json({"url": place.url, "save_id": mark.save_id if mark is not None else None})
+    else:
+        print(f"{printable(place.url)} is complete" + (f": save {mark.save_id}" if mark is not None else ""))
+    return 0

@@ -1,1 +1,0 @@
-"""Make a local directory equal to a directory in a store, or the other way round."""
