@@ -111,8 +111,6 @@ def _print(report: RepairReport, losses: Sequence[CheckpointLoss]) -> None:
                 print(
                     f"  {'to' if 'moved' in what else 'from' if 'mended' in what else 'because'}  {printable(each.how)}"
                 )
-    for path in report.rewritten:
-        print(f"rewritten  {printable(path)}")
     for path in report.lost_files:
         print(f"lost  {printable(path)}: its record")
     for path in report.vanished:

@@ -1,7 +1,7 @@
 """Restore a damaged or missing chunk object under the same key and with the same length.
 
-Every manifest that names the chunk is then valid again, unchanged. The bytes come from the sound parts of the object,
-from this host's local tiers, from another object with the same content, or from another store.
+Every manifest that names the chunk is then valid again, unchanged. The bytes come from
+this host's local tiers, from another object with the same content, or from another store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _logger = logging.getLogger("tierfs.scrub")
 class _Found:
     """The object at a chunk's key."""
 
-    data: bytearray
+    data: bytes
     version: Version | None
     envelope: Envelope | None
 
@@ -58,7 +58,7 @@ class Healer:
         self._store = store
         self._bare = store.without_local_tiers()
         self._replicas = [replica.without_local_tiers() for replica in replicas]
-        self._names = {each: ChunkNames(each) for each in (self._bare, *self._replicas)}
+        self._listed: dict[Store, tuple[bytes, dict[bytes, list[ChunkName]]]] = {}
         self._kind = store.descriptor.digest_kind
         self._dry_run = dry_run
 
@@ -79,12 +79,10 @@ class Healer:
         found = self._read(self._bare, name, size)
         for replica in self._replicas:
             other = self._read(replica, name, size)
-            if self._bad_blocks(replica, other) == [] and self._put(name, [bytes(other.data)], found.version):
+            is_sound = other.envelope is not None and not self._bad_blocks(replica, other, other.envelope)
+            if is_sound and self._put(name, [other.data], found.version):
                 return replica.url
-        bad = self._bad_blocks(self._bare, found)
         if found.envelope is not None:
-            if bad == [] and self._put(name, [bytes(found.data)], found.version):
-                return "its own bytes"
             raw_length = found.envelope.raw_length
         if not raw_length:
             return ""
@@ -92,7 +90,7 @@ class Healer:
             source = self.find_raw(name, raw)
             if not source:
                 return ""
-            payload = None if bad is None else self._mended(found, bad, raw)
+            payload = self._mended(found, found.envelope, raw) if found.envelope is not None else None
             if payload is None and name.recipe == NO_RECIPE:
                 payload = self._encoded_anew(name, size, raw)
             return source if payload is not None and self._put(name, payload, found.version) else ""
@@ -128,7 +126,7 @@ class Healer:
             if tier is not None and digest.digests_of(self._kind, out)[1] == name.digest:
                 return f"the {tier} tier"
         for store in (self._bare, *self._replicas):
-            for other in self._names[store].find(name.digest):
+            for other in self._names_of(store, name.digest):
                 if store is self._bare and other == name:
                     continue
                 row = inspect(store, other, len(out))
@@ -139,9 +137,18 @@ class Healer:
                     return store.where(keys.chunk_key(other))
         return ""
 
-    def note_stored(self, name: ChunkName) -> None:
-        """Note a chunk object that was put into the store, so that `find_raw` finds it."""
-        self._names[self._bare].add(name)
+    def _names_of(self, store: Store, content: bytes) -> Sequence[ChunkName]:
+        """Return the names of all chunk objects of a store with this content's digest.
+
+        The listing of the last prefix is kept, so lookups in the order of keys list each prefix once.
+        """
+        first, names = self._listed.get(store, (b"", {}))
+        if first != content[:1]:
+            names = defaultdict(list)
+            for name in names_beside(store, content):
+                names[name.digest].append(name)
+            self._listed[store] = content[:1], names
+        return names.get(content, ())
 
     def _read(self, store: Store, name: ChunkName, size: int) -> _Found:
         """Read the object of this name. It has no content if it has not this size."""
@@ -149,32 +156,28 @@ class Healer:
         try:
             data, info = store.objects.read(key, OBJECT_BYTES_MAX)
         except NotFoundError:
-            return _Found(bytearray(), None, None)
+            return _Found(b"", None, None)
         except CorruptionError:
-            return _Found(bytearray(), store.objects.head(key).version, None)
+            return _Found(b"", store.objects.head(key).version, None)
         if len(data) != size:
-            return _Found(bytearray(), info.version, None)
+            return _Found(b"", info.version, None)
         where = store.where(key)
         with contextlib.suppress(CorruptionError, FormatError):
             envelope = Envelope.decode(data[:ENVELOPE_BYTES_MAX], where, stored_length=size)
             check_envelope(envelope, name, where)
-            return _Found(bytearray(data), info.version, envelope)
-        return _Found(bytearray(data), info.version, None)
+            return _Found(data, info.version, envelope)
+        return _Found(data, info.version, None)
 
-    def _bad_blocks(self, store: Store, found: _Found) -> list[int] | None:
-        """Return the indexes of blocks that do not match their digests; ``None`` without an envelope."""
-        envelope, data = found.envelope, memoryview(found.data)
-        if envelope is None:
-            return None
+    def _bad_blocks(self, store: Store, found: _Found, envelope: Envelope) -> list[int]:
+        """Return the indexes of the blocks that do not match their digests."""
+        data = memoryview(found.data)
         bad = bad_blocks(envelope, lambda begin, end: data[begin:end], partial(_reference, store, envelope), "")
         return [index for index, _ in bad]
 
-    def _mended(self, found: _Found, bad: Sequence[int], raw: memoryview) -> list[bytes] | None:
+    def _mended(self, found: _Found, envelope: Envelope, raw: memoryview) -> list[bytes] | None:
         """Return the object with its bad blocks encoded again; ``None`` if one of them cannot get its old length."""
-        envelope, data = found.envelope, found.data
-        assert envelope is not None
-        places = list(block_places(envelope))
-        for index in bad:
+        data, places = bytearray(found.data), list(block_places(envelope))
+        for index in self._bad_blocks(self._bare, found, envelope):
             begin, end = places[index]
             block = raw[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
             try:
@@ -216,7 +219,6 @@ class Healer:
         found = examine(store, name, sum(map(len, payload)))
         if found is None or not found.is_sound:
             return False
-        self.note_stored(name)
         store.lease_cache.clear_damaged(name)
         store.lease_cache.add_verified(name, is_whole=True)
         _logger.warning("%s is sound again", store.where(key))
@@ -258,35 +260,3 @@ def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> byt
         if (codec, length) == (block.codec, block.encoded_length):
             return bytes(out[:length])
     return None
-
-
-class ChunkNames:
-    """The names of the chunk objects of one store. Safe for use by many threads.
-
-    The listing of the last prefix is cached, so lookups in the order of keys list each prefix once. Other processes may
-    delete objects of a cached listing, and objects that they store meanwhile are not in it.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._listed: tuple[bytes, dict[bytes, list[ChunkName]]] = (b"", {})
-
-    def find(self, content: bytes) -> Sequence[ChunkName]:
-        """Return the names of all chunk objects with this content's digest.
-
-        Raises:
-            StoreError, ReadOnlyError: The object tier failed.
-        """
-        first, names = self._listed
-        if first != content[:1]:
-            names = defaultdict(list)
-            for name in names_beside(self._store, content):
-                names[name.digest].append(name)
-            self._listed = content[:1], names
-        return tuple(names.get(content, ()))
-
-    def add(self, name: ChunkName) -> None:
-        """Add an object that was stored to the cached listing."""
-        first, names = self._listed
-        if first == name.digest[:1] and name not in names[name.digest]:
-            names[name.digest].append(name)

@@ -297,11 +297,7 @@ def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
 
 
 def _find_own(store: Store, observed: Observed, record: Record) -> Observed | None:
-    """Return the current record if our own put wrote it. A damaged record counts as another writer's.
-
-    A record in the replaced version is not ours, even with our write id: repair keeps the write id of a record when it
-    names other chunks with the same bytes. For the same reason the record that is found may differ from ours.
-    """
+    """Return the current record if our own put wrote it. A damaged record counts as another writer's."""
     seen_ns = time.time_ns()
     try:
         current = _read(store, observed.path, observed.key)
@@ -310,9 +306,8 @@ def _find_own(store: Store, observed: Observed, record: Record) -> Observed | No
         return None
     except CorruptionError:
         return None
-    if current.version == observed.version or current.record is None or current.record.write_id != record.write_id:
-        return None
-    return current
+    is_ours = current.record is not None and current.record.write_id == record.write_id
+    return current if is_ours and current.version != observed.version else None
 
 
 def _is_absent(store: Store, key: str) -> bool:

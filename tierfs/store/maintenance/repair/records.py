@@ -1,29 +1,24 @@
-"""Repair objects that end with a checksum: records, leases, condemned lists, the collector's and scrub records.
+"""Repair the records of paths, and keep aside the objects that cannot be repaired.
 
-Unrepairable objects are copied below ``.tierfs/lost/``, and deleted from their place afterwards.
+An object that is moved aside is copied below ``.tierfs/lost/``, and deleted from its place afterwards. gc and scrub
+replace their own damaged objects: leases, condemned lists, the collector's and scrub records.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any, cast
 
-from tierfs.digest import Buffer
-from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, TierfsError
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
-from tierfs.format.collector import COLLECTOR_BYTES_MAX, Collector
 from tierfs.format.header import CHECKSUM_BYTES
-from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import TOMBSTONE_BYTES, Record, decode_record
-from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
-from tierfs.objects.checksums import put_idempotent, read_decoded
-from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, objects_below
-from tierfs.store.leases import LIST_BYTES_MAX
-from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, server_now
+from tierfs.objects.checksums import put_idempotent, twice
+from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
+from tierfs.store.maintenance.repair.report import RepairItem, RepairReport
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.directory import new_marker
@@ -31,33 +26,27 @@ from tierfs.store.tree.records import RECORD_BYTES_MAX, Observed, publish, read_
 
 ALIKE_BYTES_MAX = 32
 _WRITE_ID = slice(16, 32)
-
-Note = Callable[[str, str, str], object]
 _logger = logging.getLogger("tierfs.repair")
 
 
 class Mender:
-    """Repairs sealed objects of one store.
+    """Repairs records of one store, and moves objects aside.
 
     Args:
         store: The store, without its local tiers.
         replicas: Other copies of it.
         aside: Keeps objects that cannot be repaired; ``None`` for a dry run.
-        mended: Called with a key, the problem, and the source of the right bytes.
-        moved: Called with a key, the problem, and the key of the damaged bytes' copy.
-        left: Called with a key, the problem, and the reason why nothing is done about it.
+        report: Gets what was done.
 
     Attributes:
         unwritten: In a dry run, the records that a repair would have put, by path.
     """
 
-    def __init__(
-        self, store: Store, replicas: Sequence[Store], aside: Aside | None, *, mended: Note, moved: Note, left: Note
-    ) -> None:
+    def __init__(self, store: Store, replicas: Sequence[Store], aside: Aside | None, report: RepairReport) -> None:
         self._store = store
         self._replicas = replicas
         self._aside = aside
-        self._mended, self._moved, self._left = mended, moved, left
+        self._report = report
         self.unwritten: dict[str, Record] = {}
 
     def record(self, path: str, info: ObjectInfo) -> Record | None:
@@ -70,30 +59,37 @@ class Mender:
             StoreError, ReadOnlyError, CapacityError: The object tier failed.
         """
         store, key = self._store, info.key
+        where = store.where(key)
+        data, version = b"", None
+
+        def read() -> Record:
+            nonlocal data, version
+            version = None
+            data, found = store.objects.read(key, RECORD_BYTES_MAX)
+            version = found.version
+            return decode_record(data, path, where)
+
         try:
-            found, data, version, wrong = self._read(
-                key, RECORD_BYTES_MAX, lambda data, where: decode_record(data, path, where)
-            )
+            return twice(read)
         except NotFoundError:
             return None
-        except CorruptionError as error:  # no byte of it was read, so it cannot be kept aside
-            self._left(key, str(error), "it cannot be quarantined; saving or deleting the file replaces it")
+        except FormatError as error:
+            self._report.leave(key, str(error), "a newer tierfs may have written it")
             return None
-        if wrong is None:
-            return cast("Record", found)
-        problem = str(wrong)
-        if isinstance(wrong, FormatError):
-            self._left(key, problem, "a newer tierfs may have written it")
+        except CorruptionError as error:
+            problem = str(error)
+        if version is None:  # no byte of it was read, so it cannot be kept aside
+            self._report.leave(key, problem, "it cannot be quarantined; saving or deleting the file replaces it")
             return None
         for source, candidate in self._candidates(path, key, data):
             try:
-                record = decode_record(candidate, path, store.where(key))
+                record = decode_record(candidate, path, where)
             except (CorruptionError, FormatError):
                 continue
             # An error of the object tier ends the repair: a record whose right bytes are known must not be replaced by
             # a tombstone.
             if self._put(key, candidate, version):
-                self._mended(key, problem, source)
+                self._report.mend(key, problem, source)
             if self._aside is None:
                 self.unwritten[path] = record
             return record
@@ -102,48 +98,6 @@ class Mender:
         except (ConflictError, NotFoundError):
             return None  # another process saved it again
 
-    def others(self) -> None:
-        """Repair leases, condemned lists, and the collector's and scrub records."""
-        for prefix in (keys.LEASES, keys.GC):
-            for item in list(objects_below(self._store.objects, prefix)):
-                self._other(item.key)
-        self._other(keys.SCRUB)
-
-    def _read(
-        self, key: str, limit: int, decode: Callable[[bytes, str], Any]
-    ) -> tuple[Any, bytes, Version, TierfsError | None]:
-        """Return an object decoded, its bytes, its version, and the error if it cannot be decoded."""
-        objects = self._store.objects
-        try:
-            found, info, data = read_decoded(objects, key, limit, decode, self._store.where(key))
-        except (CorruptionError, FormatError) as error:
-            data, info = objects.read(key, limit)
-            return None, data, info.version, error
-        return found, data, info.version, None
-
-    def _other(self, key: str) -> None:
-        limit, decode, then = _handling(key)
-        if decode is None:
-            return
-        try:
-            read_decoded(self._store.objects, key, limit, decode, self._store.where(key))
-        except NotFoundError:
-            return
-        except FormatError as error:
-            self._left(key, str(error), "a newer tierfs may have written it")
-        except CorruptionError as error:
-            self._give_up(key, str(error), then)
-
-    def _give_up(self, key: str, problem: str, then: str) -> None:
-        """Leave an unreadable object to gc, or move it aside if it is a condemned list and that is safe.
-
-        All writers wait for an unreadable condemned list to disappear.
-        """
-        if not keys.is_condemned_key(key) or not self._is_gc_over():
-            self._left(key, problem, then)
-            return
-        self.move(key, problem, LIST_BYTES_MAX)
-
     def move(self, key: str, problem: str, limit: int) -> None:
         """Move an object of at most ``limit`` bytes aside, unless another process changes it meanwhile.
 
@@ -151,22 +105,13 @@ class Mender:
             StoreError, ReadOnlyError, CapacityError: The object tier failed.
         """
         try:
-            self._moved(key, problem, "" if self._aside is None else self._aside.move(key, limit))
+            target = "" if self._aside is None else self._aside.move(key, limit)
         except CorruptionError as error:
-            self._left(key, problem, str(error))
+            self._report.leave(key, problem, str(error))
         except (NotFoundError, ConflictError):
             return  # another process changed it meanwhile
-
-    def _is_gc_over(self) -> bool:
-        """Return whether every gc sent its last request so long ago that it either took effect or never will."""
-        store = self._store
-        try:
-            put_ns = store.objects.head(keys.COLLECTOR).modified_ns
-        except NotFoundError:
-            return False
-        grace_ns = (store.descriptor.grace_s + store.descriptor.lease_s) * SECOND_NS + MARGIN_NS
-        now_ns = store.clock.now_ns() if self._aside is None else server_now(store)  # `server_now` puts an object
-        return now_ns - put_ns >= grace_ns
+        else:
+            self._report.moved.append(RepairItem(key, problem, target))
 
     def _candidates(self, path: str, key: str, data: bytes) -> Iterator[tuple[str, bytes]]:
         """Yield candidates for the undamaged record with their sources, the most certain first."""
@@ -196,9 +141,9 @@ class Mender:
             else:
                 bury(store, observed)
         if known_by:
-            self._mended(key, problem, known_by)
+            self._report.mend(key, problem, known_by)
         else:
-            self._moved(key, problem, target)
+            self._report.moved.append(RepairItem(key, problem, target))
         return marker
 
     def _put(self, key: str, data: bytes, version: Version) -> bool:
@@ -210,19 +155,6 @@ class Mender:
         except ConflictError:
             return False
         return True
-
-
-def _handling(key: str) -> tuple[int, Callable[[Buffer, str], Any] | None, str]:
-    """Return the size limit of an object, its decoder, and what happens to it if it cannot be repaired."""
-    if key == keys.COLLECTOR:
-        return COLLECTOR_BYTES_MAX, Collector.decode, "gc creates it again"
-    if key == keys.SCRUB:
-        return SCRUB_BYTES_MAX, ScrubRecord.decode, "scrub creates it again"
-    if key.startswith(keys.LEASES):
-        return 4096, Lease.decode, "gc removes it when the longest lease has run out"
-    if keys.is_condemned_key(key):
-        return LIST_BYTES_MAX, Condemned.decode, "gc deletes no chunk because of it, and removes it after a grace"
-    return 0, None, ""
 
 
 def _is_bare(damaged: bytes, bare: bytes) -> bool:

@@ -48,7 +48,6 @@ class RepairReport:
         records: Records that were read.
         chunks: Chunk objects that files need.
         mended: Objects that are sound again.
-        rewritten: Files whose record now names another object with the same content.
         moved: Objects that could not be saved, and where they are kept.
         left: Objects that were left unchanged, and why.
         vanished: Files whose record vanished without a tombstone, or the directory or key that shows that some have:
@@ -60,11 +59,16 @@ class RepairReport:
     records: int = 0
     chunks: int = 0
     mended: list[RepairItem] = field(default_factory=list)
-    rewritten: list[str] = field(default_factory=list)
     moved: list[RepairItem] = field(default_factory=list)
     left: list[RepairItem] = field(default_factory=list)
     vanished: list[str] = field(default_factory=list)
     lost: list[FileLoss] = field(default_factory=list)
+
+    def mend(self, key: str, problem: str, source: str) -> None:
+        self.mended.append(RepairItem(key, problem, source))
+
+    def leave(self, key: str, problem: str, reason: str) -> None:
+        self.left.append(RepairItem(key, problem, reason))
 
     @property
     def lost_files(self) -> list[str]:
@@ -84,5 +88,5 @@ class RepairReport:
         return not (self.lost or self.lost_files or self.vanished)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {**asdict(self), "lost_files": self.lost_files, "whole": self.is_whole}
+        """Return plain values. ``rewritten`` is empty: no record is rewritten for a chunk."""
+        return {**asdict(self), "rewritten": [], "lost_files": self.lost_files, "whole": self.is_whole}

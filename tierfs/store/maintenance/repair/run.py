@@ -1,7 +1,8 @@
 """Repair a store from its sound copies, move unrepairable objects aside, and report files that lost data.
 
 Nothing is deleted: an object that is taken from its place is kept below ``.tierfs/lost/``. A chunk with one damaged
-block stays, because its other blocks can be read.
+block stays, because its other blocks can be read. No record is rewritten for a chunk: a chunk object is healed under
+its own name, or it is lost.
 """
 
 from __future__ import annotations
@@ -11,34 +12,31 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
-from tierfs.buffers import buffers
-from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
+from tierfs.format.envelope import BaseRange
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Row
 from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
-from tierfs.store.chunks import store_chunk
 from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
 from tierfs.store.maintenance.gc.mark import vanished_records
 from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.pool import Pool
-from tierfs.store.maintenance.repair.needed import NeededChunks
 from tierfs.store.maintenance.repair.records import Aside, Mender
-from tierfs.store.maintenance.repair.report import FileLoss, RepairItem, RepairReport
+from tierfs.store.maintenance.repair.report import FileLoss, RepairReport
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub.rounds import read_scrub_record
 from tierfs.store.read.fetch import bad_parts, fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
-from tierfs.store.tree.records import RECORD_BYTES_MAX, observe_published, publish
+from tierfs.store.tree.records import RECORD_BYTES_MAX, observe_published
 from tierfs.store.tree.references import is_root, write_references
-from tierfs.store.write.preconditions import ensure_chunks_durable, fold_rows
 
 BATCH = 256
-ATTEMPTS_MAX = 4
 _logger = logging.getLogger("tierfs.repair")
 
 
@@ -80,43 +78,29 @@ class _Repair:
         pool: Pool,
         progress: Callable[[str, int], object],
     ) -> None:
-        self._damaged = damaged
         self._store = bare = store.without_local_tiers()
+        self._damaged = damaged
         self._pool = pool
         self._progress = progress
-        self._report = report = RepairReport(dry_run)
+        self._report = RepairReport(dry_run)
         self._healer = Healer(store, replicas, dry_run=dry_run)
-
-        def note(target: list[RepairItem]) -> Callable[[str, str, str], None]:
-            return lambda key, problem, how: target.append(RepairItem(key, problem, how))
-
-        self._mended, self._left = note(report.mended), note(report.left)
-        self._mender = Mender(
-            bare,
-            [replica.without_local_tiers() for replica in replicas],
-            None if dry_run else Aside(bare),
-            mended=self._mended,
-            moved=note(report.moved),
-            left=self._left,
-        )
-        self._needs = NeededChunks(self._healer)
-        self._beside: dict[ChunkName, Row] = {}  # by the name of a lost object, the object that replaces it
+        bare_replicas = [replica.without_local_tiers() for replica in replicas]
+        self._mender = Mender(bare, bare_replicas, None if dry_run else Aside(bare), self._report)
+        self._needed: dict[ChunkName, Row] = {}  # the lengths are 0 for an object that is only a base
+        self._healed: set[ChunkName] = set()
         self._lost: set[ChunkName] = set()
         self._unreadable: dict[ChunkName, list[tuple[int, int]]] = {}  # parts of lost chunks
-        self._healed: set[ChunkName] = set()  # under their own names
         self._checkpoints: list[str] = []
         self._tables: set[ChunkName] = set()  # chunks of unreadable tables, which were checked already
         self._is_blind = True  # whether a record that may name any chunk is unread
 
     def run(self) -> RepairReport:
-        self._mender.others()
         self._report.vanished = [each.path or each.key for each in vanished_records(self._store)]
         self._read_records()
-        self._report.chunks = len(self._needs)
+        self._report.chunks = len(self._needed)
         self._check_chunks()
-        if self._beside or self._lost:
-            self._follow_bases()
-            self._rewrite()
+        if self._lost:
+            self._list_losses()
         self._write_lists()
         return self._report
 
@@ -134,7 +118,9 @@ class _Repair:
                     self._checkpoints.append(path.rpartition("/")[0])
                 needed = self._heal_table(path, manifest) if rows is None else rows
                 for row in (*(manifest.rows if manifest.indirect else ()), *needed):
-                    self._needs.add(row)
+                    self._needed[row.name] = row
+                    for base in row.bases:
+                        self._needed.setdefault(base, Row(base, 0, 0))
             self._report.records += len(batch)
             self._progress("records", len(batch))
         # Records that the mender and `_heal_table` cannot read are in `left`.
@@ -158,7 +144,7 @@ class _Repair:
                 if is_healed
                 else "it is damaged, or a newer tierfs wrote it"
             )
-            self._left(keys.record_key(path), "its table of chunks cannot be read", reason)
+            self._report.leave(keys.record_key(path), "its table of chunks cannot be read", reason)
         return rows or ()
 
     def _listed(self, *, moves_strays: bool = False) -> Iterator[list[tuple[str, ObjectInfo]]]:
@@ -178,9 +164,8 @@ class _Repair:
 
     def _rows(self, path: str, manifest: Manifest) -> tuple[Row, ...] | None:
         """Return the chunks of a file; ``None`` if its table cannot be read."""
-        table = tuple(self._beside.get(row.name, row) for row in manifest.rows) if manifest.indirect else manifest.rows
         try:
-            return expand_rows(self._store, replace(manifest, rows=table), path)
+            return expand_rows(self._store, manifest, path)
         except (CorruptionError, FormatError) as error:
             _logger.warning("the table of %s cannot be read: %s", self._store.where(path), error)
             return None
@@ -200,14 +185,14 @@ class _Repair:
                 except (NotFoundError, CorruptionError, FormatError) as error:
                     problem = str(error)
             if problem and (self._report.dry_run or write_references(self._store, directory)):
-                self._mended(key, problem, "the records of the checkpoint")
+                self._report.mend(key, problem, "the records of the checkpoint")
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     def _check_chunks(self) -> None:
         known = {*read_scrub_record(self._store).damaged, *self._damaged}
         needed: dict[str, dict[str, ChunkName]] = defaultdict(dict)
-        for name in self._needs:
+        for name in self._needed:
             needed[name.digest.hex()[:2]][keys.chunk_key(name)] = name
 
         def listed(prefix: str) -> tuple[str, dict[str, int]]:
@@ -218,9 +203,10 @@ class _Repair:
         for prefix, there in self._pool.map(listed, PREFIXES):
             for key, name in needed[prefix].items():
                 size = there.get(key)
-                if name in self._tables or (key not in known and self._needs.fits(name, size)):
+                fits = size is not None and self._needed[name].stored_length in (0, size)
+                if name in self._tables or (fits and key not in known):
                     continue
-                row = self._needs.find(name)
+                row = self._with_lengths(name)
                 if name.recipe == NO_RECIPE:
                     self._check(row, size)
                 else:
@@ -232,6 +218,34 @@ class _Repair:
         for row, size in sorted(encoded, key=lambda item: len(item[0].bases)):
             self._check(row, size)
 
+    def _with_lengths(self, name: ChunkName) -> Row:
+        """Return the row of a needed object.
+
+        If no file names the object as a chunk, its lengths come from the envelope of an object that is encoded against
+        it. They are 0 if no such envelope can be read.
+        """
+        if self._needed[name].stored_length:
+            return self._needed[name]
+        for row in self._dependents[name]:
+            for base in self._bases_below(row.name, row.stored_length):
+                if base.name == name:
+                    bases = dict.fromkeys(each.name for each in self._healer.bases_of(name, base.stored_length))
+                    return Row(name, base.raw_length, base.stored_length, tuple(bases))
+        return self._needed[name]
+
+    @cached_property
+    def _dependents(self) -> dict[ChunkName, list[Row]]:
+        found = defaultdict(list)
+        for row in self._needed.values():
+            for base in row.bases:
+                found[base].append(row)
+        return found
+
+    def _bases_below(self, name: ChunkName, size: int) -> Iterator[BaseRange]:
+        for base in self._healer.bases_of(name, size):
+            yield base
+            yield from self._bases_below(base.name, base.stored_length)
+
     def _check(self, row: Row, size: int | None) -> None:
         """Check a chunk object that may be damaged, and heal it if it is."""
         if size is None:
@@ -239,8 +253,8 @@ class _Repair:
         elif row.stored_length not in (0, size):
             problem = f"it has {size} bytes, but files state {row.stored_length}"
         elif self._report.dry_run and self._healed.intersection(row.bases):
-            problem = "its base is damaged"
-            self._left(keys.chunk_key(row.name), problem, "a run without --dry-run heals the base, then checks this")
+            reason = "a run without --dry-run heals the base, then checks this"
+            self._report.leave(keys.chunk_key(row.name), "its base is damaged", reason)
             return
         else:
             found = examine(self._store, row.name, size)
@@ -249,17 +263,11 @@ class _Repair:
             self._heal(replace(row, stored_length=row.stored_length or size or 0), problem)
 
     def _heal(self, row: Row, problem: str) -> None:
-        name, raw_length = row.name, row.raw_length
-        key = keys.chunk_key(name)
-        source = self._healer.heal(name, row.stored_length, raw_length)
+        name, key = row.name, keys.chunk_key(row.name)
+        source = self._healer.heal(name, row.stored_length, row.raw_length)
         if source:
             self._healed.add(name)
-            self._mended(key, problem, source)
-            return
-        # A base cannot be replaced under another name: the objects encoded against it read it under its own.
-        beside = None if self._needs.is_base_only(name) else self._store_beside(name, raw_length, key, problem)
-        if beside is not None:
-            self._beside[name] = beside
+            self._report.mend(key, problem, source)
             return
         self._lost.add(name)
         try:
@@ -267,37 +275,20 @@ class _Repair:
         except NotFoundError:
             found = None
         if found is None:
-            self._left(key, problem, "no source has its bytes")
+            self._report.leave(key, problem, "no source can restore it")
         elif found.raw_length and found.kind != FormatError.kind:
-            self._left(key, problem, "its sound blocks can still be read")
+            self._report.leave(key, problem, "its sound blocks can still be read")
         else:
             self._move(key, problem, found.kind)
 
     def _move(self, key: str, problem: str, kind: str) -> None:
         """Move a chunk object aside, unless a newer tierfs may read it or an unreadable record may name it."""
         if self._is_blind:
-            self._left(key, problem, "a record that may name it cannot be read")
+            self._report.leave(key, problem, "a record that may name it cannot be read")
         elif kind == FormatError.kind:
-            self._left(key, problem, "a newer tierfs may have written it")
+            self._report.leave(key, problem, "a newer tierfs may have written it")
         else:
             self._mender.move(key, problem, OBJECT_BYTES_MAX)
-
-    def _store_beside(self, name: ChunkName, raw_length: int, key: str, problem: str) -> Row | None:
-        """Store a chunk under another name, if its bytes can be found but its object cannot be restored."""
-        if not raw_length:
-            return None
-        with buffers().lend(raw_length) as raw:
-            source = self._healer.find_raw(name, raw)
-            if not source:
-                return None
-            if self._report.dry_run:
-                self._mended(key, problem, f"{source}, under another name")
-                return Row(ChunkName(name.digest), raw_length, 0)
-            self._store.lease_cache.mark_damaged(name)
-            row = store_chunk(self._store, raw, into=raw)
-        self._healer.note_stored(row.name)
-        self._mended(key, problem, f"{source}, as {keys.chunk_key(row.name)}")
-        return row
 
     def _look_at_others(self, key: str, size: int, *, is_known: bool) -> None:
         """Check an object that no file needs: it is garbage, which gc deletes, or no chunk at all."""
@@ -310,7 +301,25 @@ class _Repair:
         if found is not None and not found.is_sound:
             self._move(key, found.problem, found.kind)
 
-    # -- files that name lost objects ----------------------------------------------------------------------------------
+    # -- losses --------------------------------------------------------------------------------------------------------
+
+    def _list_losses(self) -> None:
+        """List the files that need a lost object, or an object that is encoded against one."""
+        stranded = {name for name, row in self._needed.items() if self._lost.intersection(row.bases)} - self._lost
+        for key in sorted(map(keys.chunk_key, stranded)):
+            self._report.leave(key, "its base is lost", "no source can restore the base")
+        gone = self._lost | stranded
+        for path, manifest, rows in self._manifests():
+            table = tuple(keys.chunk_key(row.name) for row in manifest.rows if manifest.indirect and row.name in gone)
+            if table:
+                self._report.lost.append(FileLoss(path, ((0, manifest.length),), table))
+                continue
+            starts = itertools.accumulate((row.raw_length for row in rows or ()), initial=0)
+            lost = [(start, row) for start, row in zip(starts, rows or (), strict=False) if row.name in gone]
+            ranges = tuple((start + at, size) for start, row in lost for at, size in self._bad_parts(row))
+            if ranges:
+                at_fault = tuple(dict.fromkeys(keys.chunk_key(row.name) for _, row in lost))
+                self._report.lost.append(FileLoss(path, ranges, at_fault))
 
     def _manifests(self) -> Iterator[tuple[str, Manifest, tuple[Row, ...] | None]]:
         for batch in self._listed():
@@ -325,38 +334,6 @@ class _Repair:
                 if isinstance(record, Manifest):
                     yield path, record, self._rows(path, record)
 
-    def _follow_bases(self) -> None:
-        """Handle the chunks that are encoded against lost objects: they cannot be read either."""
-        gone = {*self._beside, *self._lost}
-        found = {
-            row.name: row for _, _, rows in self._manifests() for row in rows or () if gone.intersection(row.bases)
-        }
-        for name in sorted(found.keys() - gone, key=keys.chunk_key):  # in the order that `ChunkNames` lists prefixes
-            key, problem = keys.chunk_key(name), "its base is lost"
-            beside = self._store_beside(name, found[name].raw_length, key, problem)
-            if beside is not None:
-                self._beside[name] = beside
-            else:
-                self._lost.add(name)
-                self._left(key, problem, "no source has its bytes")
-
-    def _rewrite(self) -> None:
-        for path, manifest, rows in list(self._manifests()):
-            gone = self._lost
-            is_moved = any(row.name in self._beside for row in (*manifest.rows, *(rows or ())))
-            if rows is not None and is_moved and not self._report.dry_run and not self._rewrite_one(path):
-                gone = {*gone, *self._beside}
-            table = [keys.chunk_key(row.name) for row in manifest.rows if manifest.indirect and row.name in gone]
-            if table:
-                self._report.lost.append(FileLoss(path, ((0, manifest.length),), tuple(table)))
-                continue
-            starts = itertools.accumulate((row.raw_length for row in rows or ()), initial=0)
-            lost = [(start, row) for start, row in zip(starts, rows or (), strict=False) if row.name in gone]
-            ranges = tuple((start + at, size) for start, row in lost for at, size in self._bad_parts(row))
-            if ranges:
-                at_fault = tuple(dict.fromkeys(keys.chunk_key(row.name) for _, row in lost))
-                self._report.lost.append(FileLoss(path, ranges, at_fault))
-
     def _bad_parts(self, row: Row) -> list[tuple[int, int]]:
         """Return offset and length of the parts of a lost chunk that cannot be read."""
         if row.name not in self._unreadable:
@@ -367,44 +344,3 @@ class _Repair:
 
             self._unreadable[row.name] = [(at, size) for at, size, _ in bad_parts(read, row.raw_length)]
         return self._unreadable[row.name]
-
-    def _rewrite_one(self, path: str) -> bool:
-        """Make a file's record name the replacements of lost objects. The file's bytes stay the same.
-
-        Returns:
-            Whether the file needs no more work.
-        """
-        store = self._store
-        try:
-            for _ in range(ATTEMPTS_MAX):
-                observed = observe_published(store, path)
-                manifest = observed.manifest
-                rows = None if manifest is None else self._rows(path, manifest)
-                if manifest is None or rows is None:
-                    return True
-                # The record that is replaced names the file's other chunks, so they exist as long as it or its
-                # successor does.
-                for name in {row.name for row in rows} & self._beside.keys():
-                    self._beside[name] = ensure_chunks_durable(store, path, [self._beside[name]], self._find).rows[0]
-                table, indirect = fold_rows(store, [self._beside.get(row.name, row) for row in rows])
-                term = store.lease_cache.ensure()
-                added = [self._beside[row.name] for row in rows if row.name in self._beside]
-                if store.lease_cache.unverified([*added, *(table if indirect else ())]):
-                    continue  # a chunk is condemned, or was verified under an earlier lease
-                changed = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
-                publish(store, observed, changed, term=term)
-                self._report.rewritten.append(path)
-                return True
-        except ConflictError:
-            return True  # another process saved it again
-        except StoreError as error:
-            problem = str(error)
-        else:
-            problem = "looking up its chunks takes longer than a lease lasts"
-        self._left(keys.record_key(path), "it names an object that is lost", problem)
-        return False
-
-    def _find(self, row: Row, start: int, out: memoryview) -> bool:
-        """Read a whole chunk from its source. Implements `ReadRow`."""
-        assert not start
-        return bool(self._healer.find_raw(row.name, out))
