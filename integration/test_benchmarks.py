@@ -1,7 +1,7 @@
 """Every benchmark runs to its end at its smallest size. The figures of such a run mean nothing and are not checked.
 
 Of ``codec.py`` only the speeds run: the rest needs model states that ``snapshots.py`` trains for half an hour.
-`test_device_run.py` runs ``device.py``.
+``device.py`` needs a GPU: `integration/device/run.sh` runs it.
 """
 
 import json
@@ -15,14 +15,13 @@ import pytest
 BENCH = Path(__file__).parent / "bench"
 SMALLEST = {
     "tiers.py": ["--mib", "32", "--rounds", "1", "--chunks", "1000"],
-    "dcp_local.py": ["--mib", "16", "--rounds", "1"],
     "dcp.py": ["--bytes", "16MiB", "--rounds", "1", "--only", "first"],
     "object.py": ["--bytes", "16MiB", "--rounds", "1", "--server", "ministack", "--only", "chunks"],
     "manager.py": ["--roots", "50"],
     "mount.py": ["--bytes", "4MiB", "--files", "20", "--git-files", "5", "--rounds", "1"],
     "codec.py": ["--only", "speed", "--rounds", "1"],
-    "growth.py": ["--largest", "100"],
-    "upkeep.py": ["--chunks", "2000", "--blobs", "100", "--scrub", "8MiB"],
+    "growth_host.py": ["--largest", "100"],
+    "upkeep.py": ["--chunks", "2000", "--scrub", "8MiB"],
 }
 AIM_MISSED = 1
 

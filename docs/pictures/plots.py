@@ -1,6 +1,6 @@
 """Draws the figures of a bench's report as SVG: each claim against its aim. Run it after a new report.
 
-A report is a file in ``integration/bench/history/``, which `history.py` there reads. Of several runs the last is drawn. Further
+A report is a file in ``integration/bench/history/``, which `harness.py` there reads. Of several runs the last is drawn. Further
 to the right is better: a claim at 2x needs half of what it may need, or is twice as fast as it must be.
 """
 
@@ -15,8 +15,6 @@ BENCH = HERE.parents[1] / "integration" / "bench"
 REPORTS = {  # the name of the picture, and the report
     "dcp": "2026-11-26-dcp",
     "object": "2026-11-25-object",
-    "links": "2026-11-26-links",
-    "growth": "2026-11-28-growth",
     "growth-host": "2026-11-28-growth-host",
     "device": "2026-11-27-device-h200-20GB",
 }
@@ -31,16 +29,16 @@ text { fill: #1f2328 } .small { fill: #59636e; font-size: 11px } line { stroke: 
 }
 </style>"""
 
-_spec = importlib.util.spec_from_file_location("history", BENCH / "history.py")
+_spec = importlib.util.spec_from_file_location("harness", BENCH / "harness.py")
 assert _spec is not None
 assert _spec.loader is not None
-history = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(history)
+harness = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(harness)
 
 
 def claims(report: str) -> list[tuple[str, list[float], float, bool]]:
     """The claims of the last run that have an aim: words, figures, aim, and whether it is an upper bound."""
-    *_, (_, aims) = history.runs_of(BENCH / "history" / f"{report}.json")
+    *_, (_, aims) = harness.runs_of(BENCH / "history" / f"{report}.json")
     return [
         (
             aim["what"],

@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import codec_peers as peers
 import fsspec
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+import zstandard
 from codec_states import NAMES, bytes_of, changed, load, same, steps_of
-from object_moves import end_flusher, private_slabs
+from harness import end_flusher, private_slabs
 
 import tierfs
 from tierfs.dcp import TierReader, TierWriter
+from tierfs.digest import BLOCK_BYTES
 
 RAM_STATES = 3
 SPARE_BYTES = 256 << 20
+ZSTD_LEVEL = 3
+ZIPNN_BYTES_MIN = 512  # zipnn kills the process on inputs of a few bytes
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,55 @@ def measured(one: Set, snapshots: Path, root: Path) -> dict[str, dict[str, float
             saved.stop()
     new = changed(second, first)
     found["static"] |= _peers(first) | {"changed": bytes_of(first)}
-    found["delta"] |= _peers(new) | {"changed": bytes_of(new), "zstd-3 patch-from": peers.zstd_from(new, first)}
+    found["delta"] |= _peers(new) | {"changed": bytes_of(new), "zstd-3 patch-from": _zstd_from(new, first)}
     return found
 
 
 def _peers(state: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {"zstd-3": peers.zstd(state), "zipnn": peers.zipnn(state)}
+    return {"zstd-3": _zstd(state), "zipnn": _zipnn(state)}
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _zstd(tensors: dict[str, torch.Tensor]) -> int:
+    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+    return sum(len(compressor.compress(_tensor_bytes(tensor))) for tensor in tensors.values())
+
+
+def _zstd_from(tensors: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> int:
+    """Return the bytes after ``zstd --patch-from``; a block's dictionary is the same block of the base tensor."""
+    window = (2 * BLOCK_BYTES).bit_length()
+    parameters = zstandard.ZstdCompressionParameters.from_level(ZSTD_LEVEL, window_log=window, enable_ldm=True)
+    total = 0
+    for name, tensor in tensors.items():
+        raw, before = _tensor_bytes(tensor), _tensor_bytes(base[name])
+        for at in range(0, len(raw), BLOCK_BYTES):
+            content = bytes(before[at : at + BLOCK_BYTES])
+            dictionary = zstandard.ZstdCompressionDict(content, zstandard.DICT_TYPE_RAWCONTENT)
+            compressor = zstandard.ZstdCompressor(dict_data=dictionary, compression_params=parameters)
+            total += len(compressor.compress(raw[at : at + BLOCK_BYTES]))
+    return total
+
+
+def _zipnn(tensors: dict[str, torch.Tensor]) -> int:
+    try:
+        from zipnn import ZipNN
+    except ImportError:
+        raise ModuleNotFoundError("codec.py compares with zipnn: pip install zipnn") from None
+    total = 0
+    for tensor in tensors.values():
+        kind = "bfloat16" if tensor.dtype == torch.bfloat16 else "float32"
+        raw = bytearray(_tensor_bytes(tensor))  # a copy, because zipnn changes its input
+        if len(raw) < ZIPNN_BYTES_MIN:
+            total += len(raw)
+            continue
+        coder = ZipNN(bytearray_dtype=kind, input_format="byte", threads=1)
+        encoded = coder.compress(raw)
+        assert bytes(coder.decompress(encoded)) == bytes(_tensor_bytes(tensor)), "zipnn lost something"
+        total += min(len(encoded), tensor.nbytes)
+    return total
 
 
 def report(snapshots: Path, root: Path, names: list[str]) -> dict[str, Any]:

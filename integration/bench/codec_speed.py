@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from codec_states import steps_of
-from dcp_session import timed
+from harness import SEED, timed
 
 from tierfs.codec import Codec, Coding, decode_block, encode_block, encode_blocks
 from tierfs.codec.planes import frames
@@ -23,6 +25,8 @@ BLOCKS = 24
 COPY_BYTES = 256 << 20
 ROOM_BYTES = Coding(Codec.PLANE).together * BLOCK_BYTES
 WARM_UPS = 2
+PROCESSES = 2
+WAYS = ("encode", "decode")
 # A shared machine is quiet only now and then. A round counts if two threads speed up zstd's Huffman coder, which
 # needs whole cores and no interpreter, by this factor. (sha256 waits for its own results, so it would gain as much
 # from two hyperthreads of one core.)
@@ -32,7 +36,6 @@ QUIET_ROUNDS_MIN = 5
 TRIES = 4
 SCALE = 10.0
 RUN = "fp32master"
-SEED = 1
 LATE, LATER = 4, 6
 # The classes of each codec. A moment has nothing in common with itself ten steps before, so it has no delta.
 CASES = {
@@ -41,6 +44,8 @@ CASES = {
 }
 Key = tuple[str, str, str]
 Taken = dict[Key, tuple[int, float, float]]
+# Index of the case, and the way.
+_Job = tuple[int, str]
 digest_of = partial(hash_bytes, DigestKind.XXH3_128)
 
 
@@ -242,7 +247,7 @@ def _medians(key: Key, samples: list[Sample]) -> dict[str, float]:
 
 def _round(threads: Threads, everything: dict[tuple[str, str], Case]) -> Taken:
     taken: Taken = {}
-    for way in ("encode", "decode"):
+    for way in WAYS:
         for codec, widths in CASES.items():
             of_all = []
             for kind in widths:
@@ -253,3 +258,63 @@ def _round(threads: Threads, everything: dict[tuple[str, str], Case]) -> Taken:
             size, one, two = (sum(column) for column in zip(*of_all, strict=True))
             taken[codec.name, "all", way] = (int(size), one, two)
     return taken
+
+
+# -- processes, which do not share an interpreter lock ------------------------------------------------------------------
+
+
+def of_processes(everything: dict[tuple[str, str], Case], rounds: int) -> dict[str, dict[str, float]]:
+    """Return the speed of two processes over one, and over two threads, for each codec and way, with all classes.
+
+    Measurements alternate, and each figure is a median. The processes inherit the blocks by fork, so the cost to
+    send blocks does not count. Call this before the process has threads.
+    """
+    tasks = list(everything.values())
+    numbers = {codec.name: [at for at, key in enumerate(everything) if key[0] == codec.name] for codec in CASES}
+    context = multiprocessing.get_context("fork")
+    workers: list[Connection] = []
+    processes = []
+    for number in range(PROCESSES):
+        here, there = context.Pipe()
+        processes.append(context.Process(target=_work, args=(there, tasks, number)))
+        processes[-1].start()
+        workers.append(here)
+    threads = Threads()
+    found: dict[str, list[tuple[float, float]]] = {}
+    try:
+        for round_ in range(WARM_UPS + rounds):
+            for codec, indices in numbers.items():
+                for way in WAYS:
+                    of_threads = sum(threads.seconds(getattr(tasks[at], way), PROCESSES) for at in indices)
+                    one, both = (sum(_both_seconds(workers[:count], (at, way)) for at in indices) for count in (1, 2))
+                    if round_ >= WARM_UPS:
+                        found.setdefault(f"{codec} {way}", []).append((one / both, of_threads / both))
+    finally:
+        threads.close()
+        for worker in workers:
+            worker.send(None)
+        for process in processes:
+            process.join()
+    return {
+        name: dict(zip(("over 1", "over 2 threads"), map(statistics.median, zip(*pairs, strict=True)), strict=True))
+        for name, pairs in found.items()
+    }
+
+
+def _both_seconds(workers: list[Connection], job: _Job) -> float:
+    def all_of_it() -> None:
+        for worker in workers:
+            worker.send((*job, len(workers)))
+        for worker in workers:
+            worker.recv()
+
+    return timed(all_of_it)
+
+
+def _work(pipe: Connection, tasks: list[Case], number: int) -> None:
+    room = memoryview(np.ones(ROOM_BYTES, np.uint8))
+    assert BLOCKS % PROCESSES == 0
+    while (job := pipe.recv()) is not None:
+        at, way, count = job
+        getattr(tasks[at], way)(room, number, count)
+        pipe.send(None)

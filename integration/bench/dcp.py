@@ -1,6 +1,6 @@
 """`tierfs.dcp` and its peers: blocked training, time until durable, the cost of a drain to training, and loads.
 
-    python integration/bench/dcp.py [--bytes 2GiB] [--rounds 5] [--directory DIR] [--json] [--plot FILE.png]
+    python integration/bench/dcp.py [--bytes 2GiB] [--rounds 5] [--directory DIR] [--json]
 
 All peers save the same states to the same disk, and flush. The states are 64 equal matrices, a decoder of about 300
 parameters with AdamW's state (1,200 tensors, most of them small), and 900 tensors of 4 KiB for the cost of a tensor.
@@ -21,10 +21,8 @@ the variable is set, even to nothing. Needs about 10 times --bytes of memory, an
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -34,23 +32,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import dcp_states as states
 import torch
-from aims import Aims
-from aims import show as show_aims
-from dcp_limit import LIMIT
 from dcp_peers import KEPT
-from dcp_plot import plot
+from harness import SEED, Aims, machine, parser, say
 
 import tierfs
 from tierfs.units import parse_size
 
-WARM_UPS = 3
 BLOCK = 1 << 20
 RANKS = 4
 FOOTPRINT_TENSORS = (16, 256, 4096)
-COUNT_MAX = 1000  # larger values are bytes
-IDLE_S = 2.0
 HERE = Path(__file__).parent
 SPARE = 256 << 20
 TUNABLES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1048576"}
@@ -171,71 +162,24 @@ def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
     return found.found
 
 
-def show(report: dict[str, Any]) -> None:
-    print(f"{report['machine']}, {report['rounds']} rounds, seed {states.SEED}")
-    for state, saves in report["saves"].items():
-        size = report["bytes_of"][state]
-        print(f"\n{state}: {size / 2**20:.0f} MiB, {report['tensors_of'][state]} tensors")
-        print(f"{'save':45} {'blocked s':>10} {'durable s':>10} {'MB/s':>7} {'object s':>9}")
-        for name, row in saves.items():
-            durable = f"{row['durable']:10.4f} {size / row['durable'] / 1e6:7.0f}" if "durable" in row else ""
-            print(
-                f"{name:45} {row['blocked']:10.4f} {durable} {format(row['object'], '9.3f') if 'object' in row else ''}"
-            )
-        print(f"durable, tierfs: {saves['tierfs']['durable'] / saves[LIMIT]['durable']:.2f} x {LIMIT}")
-        for name, seconds in report["blocked"][state]["seconds"].items():
-            print(f"blocked, in a training loop: {name:45} {seconds:10.4f}")
-        for name, seconds in report["loads"].get(state, {}).items():
-            print(f"load {name:40} {seconds:10.4f} {'':10} {size / seconds / 1e6:7.0f}")
-        for name, row in report["slices"].get(state, {}).items():
-            print(
-                f"an eighth of the rows, {name}: {row['read'] / row['needed']:.2f} x the {row['needed']} bytes needed are read"
-            )
-    for state, training in report["training"].items():
-        print(f"\ntraining while {state} drains")
-        for name, row in training["rows"].items():
-            print(
-                f"{name:45} {row['slowdown']:7.1%} slower for {row['drain']:6.2f} s: {row['lost']:.3f} s lost"
-                + (f", {row['lost_object']:.3f} s until object" if "lost_object" in row else "")
-            )
-    if "first" in report:
-        print("\nfirst save: " + ", ".join(f"{name} {value:.4f} s" for name, value in report["first"].items()))
-    for name, rows in report.get("footprint", {}).items():
-        for count, row in rows.items():
-            print(
-                f"{name}, {count} tensors: {row['descriptors']} descriptors and {row['segments']} of segments, "
-                + ", ".join(f"{key} {value / 2**20:.0f} MiB" for key, value in row.items() if value > COUNT_MAX)
-            )
-    if "replicas" in report:
-        print(f"replicas on {RANKS} ranks, staged of the state: {[round(value, 2) for value in report['replicas']]}")
-    print()
-    show_aims(report["aims"])
-
-
 PARTS = ("blocks", "transformer", "small", "training", "first", "footprint", "replicas")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", default="2GiB", help="bytes of a state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run only these parts")
-    parser.add_argument("--directory", help="directory on the disk to measure")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", metavar="FILE.png")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--bytes", default="2GiB", help="bytes of a state")
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run only these parts")
+    options = arguments.parse_args()
     size = parse_size(options.bytes)
     root = Path(tempfile.mkdtemp(prefix="tierfs-bench-", dir=options.directory))
     report: dict[str, Any] = {
         "bytes": size,
         "rounds": options.rounds,
-        "seed": states.SEED,
-        "machine": {
-            "cores": len(os.sched_getaffinity(0)),
-            "kernel": platform.release(),
-            "torch": torch.__version__,
-            **{name: os.environ.get(name, advised) for name, advised in TUNABLES.items()},
-        },
+        "seed": SEED,
+        "machine": machine(
+            torch=torch.__version__, **{name: os.environ.get(name, advised) for name, advised in TUNABLES.items()}
+        ),
         **{key: {} for key in ("bytes_of", "tensors_of", "saves", "blocked", "loads", "slices", "training")},
     }
     bench = Bench(root, options.rounds)
@@ -255,12 +199,7 @@ def main() -> None:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     report["aims"] = aims(report)
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        show(report)
-    if options.plot:
-        plot(report, Path(options.plot))
+    say(report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import shutil
-import statistics
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,13 @@ from typing import Any
 import dcp_peers as peers
 import dcp_states as states
 import fsspec
+import torch
 import torch.distributed.checkpoint as stock
-from dcp_limit import limit
-from dcp_slices import SlicePlanner
-from dcp_training import Training, after, when_done
+from harness import SEED, Rows, proc_number, timed
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader
@@ -30,41 +34,102 @@ PAUSE_S = 1.0
 # Other work on the host makes one turn several times as long as another, so short turns are repeated more often.
 BLOCKED_TURNS = 2
 DRAIN_TURNS = 2
-
-
-def timed(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+WIDTH = 512
+BATCH = 64
+PARTS = 8
 
 
 def shuffled(everyone: list[peers.Peer], number: int) -> list[peers.Peer]:
     """Return the order of a round. It changes, because a peer leaves work for the disk and memory to the next peer."""
-    return random.Random(states.SEED + number).sample(everyone, len(everyone))
+    return random.Random(SEED + number).sample(everyone, len(everyone))
 
 
-class Rows:
-    """Figures by name, round by round."""
+class Training:
+    """A training loop on the CPU: steps of a small model, one after the other."""
 
     def __init__(self) -> None:
-        self._values: dict[str, dict[str, list[float]]] = {}
+        self._model = torch.nn.Sequential(
+            *(layer for _ in range(4) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()))
+        )
+        self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._batch = torch.randn(BATCH, WIDTH)
 
-    def note(self, name: str, **values: float) -> None:
-        for key, value in values.items():
-            self._values.setdefault(name, {}).setdefault(key, []).append(value)
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._model(self._batch).square().mean().backward()
+        self._optimizer.step()
 
-    def clear(self) -> None:
-        self._values.clear()
+    def seconds_per_step(self, is_over: Callable[[], bool]) -> tuple[float, float]:
+        """Train until `is_over` returns true. Return the seconds per step and in all."""
+        begin, steps = time.perf_counter(), 0
+        while not is_over() or not steps:
+            self.step()
+            steps += 1
+        took = time.perf_counter() - begin
+        return took / steps, took
 
-    def ratio(self, key: str, one: str, other: str, make: Callable[[float], float] = float) -> float:
-        """Return the median, over rounds, of `one` divided by ``make(other)``. A slow phase of the host is in both."""
-        pairs = zip(self._values[one][key], self._values[other][key], strict=True)
-        return statistics.median(value / make(beside) for value, beside in pairs)
 
-    def medians(self) -> dict[str, dict[str, float]]:
-        return {
-            name: {key: statistics.median(values) for key, values in row.items()} for name, row in self._values.items()
-        }
+def after(seconds: float) -> Callable[[], bool]:
+    """Return a function that says whether `seconds` have passed since this call."""
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() > end
+
+
+def when_done(wait: Callable[[], object]) -> Callable[[], bool]:
+    """Call ``wait()`` on a thread, and return a function that says whether it has returned."""
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return lambda: not thread.is_alive()
+
+
+class SlicePlanner(DefaultLoadPlanner):
+    """Request one of eight parts of the rows of every tensor, as one of eight ranks does, and no objects.
+
+    Of a tensor with fewer than eight rows it requests one row.
+
+    Attributes:
+        needed_bytes: Bytes that it requests.
+        ranges: Number of pieces that it requests.
+        out: The loaded tensors by name.
+    """
+
+    def __init__(self, part: int) -> None:
+        super().__init__()
+        self._part = part
+        self.needed_bytes = 0
+        self.ranges = 0
+        self.out: dict[str, torch.Tensor] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for fqn, described in self.metadata.state_dict_metadata.items():
+            if not isinstance(described, TensorStorageMetadata):
+                continue
+            offsets, lengths = box(described.size, self._part)
+            self.out[fqn] = torch.zeros(lengths, dtype=described.properties.dtype)
+            wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
+            items += create_read_items_for_chunk_list(fqn, described, [wanted])
+            self.needed_bytes += math.prod(lengths) * described.properties.dtype.itemsize
+        self.ranges = len(items)
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        target = self.out[read_item.dest_index.fqn]
+        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, offset, length)
+        return target
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        pass
+
+
+def box(shape: Any, part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offsets and the shape of a tensor's part."""
+    if not shape:
+        return (), ()
+    rows = max(shape[0] // PARTS, 1)
+    first = min(part * rows, shape[0] - rows)
+    return (first, *(0 for _ in shape[1:])), (rows, *shape[1:])
 
 
 class Session:
@@ -100,8 +165,7 @@ class Session:
         """Return the seconds blocked and the seconds until durable, by peer."""
         state, rows = self.state, Rows()
         everyone = [self._tierfs, peers.stock(1), peers.stock(2), peers.stock_async(), self._kept]
-        others = [peers.torch_save(), peers.safetensors(), peers.torchsnapshot()]
-        everyone += [limit(self._root, state), *(peer for peer in others if peer is not None)]
+        everyone += [peers.limit(self._root, state), peers.torch_save(), peers.safetensors()]
         for number in range(WARM_UPS + self._rounds):
             if number == WARM_UPS:
                 rows.clear()
@@ -188,9 +252,9 @@ class Session:
         for name, make in (("tierfs", reader), ("stock", partial(stock.FileSystemReader, plain))):
             cold()
             planner = SlicePlanner(3)
-            before = states.proc_number("self", "io", "rchar")
+            before = proc_number("self", "io", "rchar")
             stock.load({}, storage_reader=make(), planner=planner)
-            read = states.proc_number("self", "io", "rchar") - before
+            read = proc_number("self", "io", "rchar") - before
             slices[name] = {"read": read, "needed": planner.needed_bytes, "ranges": planner.ranges}
         shutil.rmtree(plain)
         return {name: row["seconds"] for name, row in rows.medians().items()}, slices

@@ -1,4 +1,4 @@
-"""The states that `dcp.py` saves, with new content for each save, and its readers of /proc."""
+"""The states that `dcp.py` saves, with new content for each save, and readers of the memory that a save takes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import contextlib
 import math
 import mmap
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import SEED, proc_number
 
-SEED = 1
 BLOCK_TENSORS = 64
 LAYERS = 24
 HEAD = 64
@@ -122,16 +121,6 @@ def copy_into(targets: list[torch.Tensor], state: Any) -> None:
         target.copy_(tensor)
 
 
-def proc_number(pid: int | str, file: str, name: str) -> int:
-    """Return a number from a process's file in /proc, in bytes if the file has kB."""
-    for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            number, *unit = value.split()
-            return int(number) * (1024 if unit == ["kB"] else 1)
-    raise KeyError(name)
-
-
 def worked_in(pid: int) -> int:
     """Return the bytes of memory that a flusher and its encoder processes work in: private and shared memory."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -176,24 +165,3 @@ def drop_page_cache(directory: Path) -> None:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 finally:
                     os.close(fd)
-
-
-@contextlib.contextmanager
-def peaks(**probes: Callable[[], int]) -> Iterator[dict[str, int]]:
-    """Sample each probe every 2 ms, and keep the highest values."""
-    highest = {name: probe() for name, probe in probes.items()}
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.002):
-            for name, probe in probes.items():
-                with contextlib.suppress(OSError):
-                    highest[name] = max(highest[name], probe())
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield highest
-    finally:
-        ended.set()
-        thread.join()

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_session import Session
+from harness import SEED, peaks, proc_number
 
 import tierfs
 from tierfs.dcp import TierWriter
@@ -93,14 +94,14 @@ def footprint(directory: Path, size: int, name: str, count: int) -> dict[str, in
     probes = {
         "descriptors": lambda: len(states.descriptors(segments=False)),
         "segments": lambda: len(states.descriptors(segments=True)),
-        "memory": lambda: states.proc_number("self", "status", "RssAnon"),
+        "memory": lambda: proc_number("self", "status", "RssAnon"),
     }
     with peers.one_rank(directory):
         before = {probe: read() for probe, read in probes.items()}
         flusher = 0
         saves = []
         for number in range(SAVES):
-            with states.peaks(**probes) as highest:
+            with peaks(**probes) as highest:
                 wait = peer.begin(state, directory / f"step_{number}")
                 wait()
                 if name == "tierfs":
@@ -145,7 +146,7 @@ def filling(writer: TierWriter) -> int:
 def replicas(directory: Path, size: int, rank: int, ranks: int) -> dict[str, Any]:
     """Return the bytes that ranks with the same tensors stage in all over the bytes of the state, save by save."""
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
-    torch.manual_seed(states.SEED)
+    torch.manual_seed(SEED)
     state = states.transformer(size)
     url = f"tierfs::file://{directory}/store"
     total = states.bytes_in(state)
@@ -169,7 +170,7 @@ def replicas(directory: Path, size: int, rank: int, ranks: int) -> dict[str, Any
 def main() -> None:
     warnings.simplefilter("ignore")
     what, directory, size, *rest = sys.argv[1:]
-    torch.manual_seed(states.SEED)
+    torch.manual_seed(SEED)
     if what == "state":
         found: Any = state_of(Path(directory), int(size), rest[0], int(rest[1]), training=rest[2] == "1")
     elif what == "first":

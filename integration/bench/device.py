@@ -208,7 +208,7 @@ def _disk(root: Path, *, dry: bool) -> dict[str, Any]:
 
 def aims(parts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the aims with measured values. Rows without a value are left out."""
-    from aims import Aims
+    from harness import Aims
 
     found = Aims()
     small, big = (parts.get(part, {}).get("rows", {}) for part in PARTS)
@@ -258,7 +258,7 @@ def aims(parts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(report: dict[str, Any]) -> None:
-    from aims import show as show_aims
+    from harness import show as show_lines
 
     for part, found in report["parts"].items():
         rows = found.get("rows", {})
@@ -292,7 +292,7 @@ def show(report: dict[str, Any]) -> None:
         f"\n{machine.get('card')}, driver {machine.get('driver')}, torch {machine.get('torch')}, {report['date']}, "
         f"{report['wall_s']} s{', DRY: the figures mean nothing' if report['dry'] else ''}"
     )
-    show_aims(report["aims"])
+    show_lines({"aims": report["aims"]})
 
 
 SHOWN = (

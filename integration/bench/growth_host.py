@@ -1,6 +1,16 @@
-"""Rows of `growth.py` about a host: shared memory, small files, first saves, waves, flushers and their scans.
+"""What a host pays: shared memory, small files, first saves, waves, flushers and their scans, each at up to four sizes.
 
-Each row has its own state directories. Those of small files and flushers are on the disk, because the levels need
+    python integration/bench/growth_host.py [--largest 10000] [--json]
+
+- shared memory of a store that holds one small file, and of a state of N MB after one save;
+- milliseconds for each of N files of 100 KiB, staged, local, and written to ext4 with fsync;
+- seconds of a process's first save of N MB to S3 and of its second, if ministack is installed;
+- bytes sent and private memory kept for a state of N times the ram tier;
+- private memory, descriptors and processor time of the flusher of one of N stores;
+- milliseconds that a flusher takes to find one new file while N drafts without bytes are pending.
+
+N is ``--largest`` in the last row, and at most 400 in the others. ``--largest 10000`` takes a minute; less than 1000
+only shows that everything works. Each row has its own state directories. Those of small files and flushers are on the disk, because the levels need
 one.
 """
 
@@ -9,18 +19,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import Aims, cpu_seconds, parser, say, timed
 
 import tierfs
 from tierfs.clock import SystemClock
@@ -37,6 +50,7 @@ from tierfs.host.slab.table.table import SlotKind
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 MB = 1_000_000
+SMALL_LARGEST = 1000
 SMALL_BYTES = 100 << 10
 GENERATION_S = 3.0  # for the process to allocate memory for a second save
 STAGED_S = 1.5
@@ -110,21 +124,15 @@ def small_files(counts: list[int]) -> dict[str, dict[int, float]]:
                 tierfs.init(url)
                 fs, root = fsspec.url_to_fs(f"tierfs::{url}", ack=level)
                 fs.pipe_file(f"{root}/first", data[0])
-                took = [_timed(fs.pipe_file, f"{root}/d/{n}", each) for n, each in enumerate(data)]
+                took = [timed(fs.pipe_file, f"{root}/d/{n}", each) for n, each in enumerate(data)]
                 rows.setdefault(f"{level}, ms a file", {})[count] = statistics.median(took) * 1e3
                 if level == "staged":
-                    whole = sum(took) + _timed(fs.wait, f"{root}/d", "local", 60)
+                    whole = sum(took) + timed(fs.wait, f"{root}/d", "local", 60)
                     rows.setdefault("staged, then one wait for local, ms a file", {})[count] = whole / count * 1e3
-                    took = [_timed(_write_and_flush, disk / str(n), each) for n, each in enumerate(data)]
+                    took = [timed(_write_and_flush, disk / str(n), each) for n, each in enumerate(data)]
                     rows.setdefault("ext4 and fsync, ms a file", {})[count] = statistics.median(took) * 1e3
                 fs.wait(root, "object", 120)
     return rows
-
-
-def _timed(call: Callable[..., object], *arguments: object) -> float:
-    begun = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - begun
 
 
 def _write_and_flush(path: Path, data: bytes) -> None:
@@ -196,16 +204,11 @@ def flushers(counts: list[int]) -> dict[str, dict[int, float]]:
             found = {
                 "flusher of a store, MB private": sum(map(_private_bytes, pids)) / MB,
                 "flusher of a store, descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
-                "flusher of a store, CPU s": sum(map(_cpu_s, pids)),
+                "flusher of a store, CPU s": sum(map(cpu_seconds, pids)),
             }
             for name, value in found.items():
                 rows.setdefault(name, {})[count] = value / count
     return rows
-
-
-def _cpu_s(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def looks(sizes: list[int]) -> dict[str, dict[int, float]]:
@@ -240,3 +243,53 @@ def looks(sizes: list[int]) -> dict[str, dict[int, float]]:
         writer.close()
         reader.close()
     return {"a look for one new file, ms": found}
+
+
+def sizes(largest: int) -> list[int]:
+    """Return four sizes, each about five times the one before. The last is `largest`."""
+    return [max(largest // divisor, 10) for divisor in (125, 25, 5, 1)]
+
+
+def measured(largest: int) -> dict[str, dict[int, float]]:
+    most = min(largest // 25, 400)
+    some = [max(most // divisor, 1) for divisor in (27, 9, 3, 1)]
+    count = 4 if largest >= SMALL_LARGEST else 2
+    rows = shared_memory(some[-count:]) | small_files(some[-count:])
+    rows |= waves([2, 4, 8, 16][:count]) | flushers([1, 2, 4, 8][:count]) | looks(sizes(largest))
+    try:
+        return rows | first_save([1, 4, 16, 64][:count])
+    except ModuleNotFoundError as error:
+        print(f"no first saves to S3: {error}", file=sys.stderr)
+        return rows
+
+
+def judge(rows: dict[str, dict[int, float]], largest: int) -> list[dict[str, Any]]:
+    """Compare the largest size of each row with its aim."""
+    aims, last = Aims(), {name: list(points.values())[-1] for name, points in rows.items()}
+    aims.at_most("store with one small file, MiB of shared memory", last["store with 100 KB, MiB of shared memory"], 4)
+    aims.at_most("shared memory less 64 MiB, of the state", last["state, of it in shared memory, - 64 MiB"], 2)
+    aims.at_most("staged, ms a file", last["staged, ms a file"], 0.5)
+    aims.at_most("local, ms a file", last["local, ms a file"], 2)
+    aims.at_most("staged, then one wait for local, ms a file", last["staged, then one wait for local, ms a file"], 0.4)
+    aims.at_most("waves: bytes sent, of the state", last["waves: bytes sent, of the state"], 1.01)
+    aims.at_most("waves: private memory, of the ram tier", last["waves: private memory kept beside it, MiB"] / 32, 1)
+    aims.at_most(f"a look for one new file, ms, {largest} pending", last["a look for one new file, ms"], 1)
+    if "first save until in S3, s" in last:
+        more = last["first save until in S3, s"] - last["second save until in S3, s"]
+        aims.at_most("first save to S3, s more than the second", more, 1)
+    return aims.found
+
+
+def main() -> None:
+    arguments = parser(__doc__, "directory of the stores")
+    arguments.add_argument("--largest", type=int, default=10_000)
+    given = arguments.parse_args()
+    tempfile.tempdir = given.directory
+    logging.disable(logging.WARNING)
+    rows = measured(given.largest)
+    report = {"date": time.strftime("%Y-%m-%d"), "rows": rows, "aims": judge(rows, given.largest)}
+    say(report, as_json=given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@ prints plain values.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from aims import Aims, show
+from harness import Aims, parser, say
 
 import tierfs
 from tierfs.dcp.address import Address
@@ -132,14 +131,13 @@ def many_steps(base: Path, count: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--roots", type=int, default=10_000, help="steps to search")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, "directory for the stores")
+    arguments.add_argument("--roots", type=int, default=10_000, help="steps to search")
+    given = arguments.parse_args()
     logging.disable(logging.WARNING)
     aims = Aims()
     results: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "torch": torch.__version__}
-    with tempfile.TemporaryDirectory(prefix="tierfs-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=given.directory) as directory:
         base = Path(directory)
         os.environ["TIERFS_STATE_DIR"] = str(base / "state")
         for name in ("one", "two", "many"):
@@ -147,18 +145,14 @@ def main() -> int:
         results["one rank"] = one_rank(f"tierfs::file://{base}/one/run")
         mp.spawn(two_ranks, (directory, f"tierfs::file://{base}/two/run"), nprocs=2)
         results["two ranks"] = json.loads((base / "found.json").read_text())
-        results["many steps"] = many_steps(base / "many", arguments.roots)
+        results["many steps"] = many_steps(base / "many", given.roots)
     aims.at_most("us a step without a save, one rank", results["one rank"]["mean us"], 50)
     for step_s, found in results["two ranks"].items():
         aims.at_most(f"share of the time, two ranks, steps of {step_s} s", found["share"], 0.001)
-    aims.at_most(f"s for latest() among {arguments.roots} steps", results["many steps"]["latest s"], 1)
-    aims.at_most(f"s for restore's search among {arguments.roots} steps", results["many steps"]["search s"], 1)
+    aims.at_most(f"s for latest() among {given.roots} steps", results["many steps"]["latest s"], 1)
+    aims.at_most(f"s for restore's search among {given.roots} steps", results["many steps"]["search s"], 1)
     results["aims"] = aims.found
-    if arguments.json:
-        print(json.dumps(results, indent=2))
-    else:
-        print(json.dumps({name: value for name, value in results.items() if name != "aims"}, indent=2))
-        show(aims.found)
+    say(results, as_json=given.json)
     return 0 if all(aim["holds"] for aim in aims.found) else 1
 
 

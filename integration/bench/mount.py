@@ -7,9 +7,7 @@ In each round, every mount writes and reads once. Reads are of 4 MiB, after the 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -25,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from aims import Aims, show
+from harness import Aims, parser, say
 from leftovers import end_flushers
 from servers import ministack
 from servers.server import Server, find_program
@@ -33,7 +31,7 @@ from servers.server import Server, find_program
 import tierfs
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import save
-from tierfs.units import format_bytes, parse_size
+from tierfs.units import parse_size
 
 PIECE_BYTES = 4 << 20
 MOUNT_S = 20
@@ -220,16 +218,12 @@ def judge(found: dict[str, Any], files: int, git_files: int) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=parse_size, default=256 << 20)
-    parser.add_argument("--files", type=int, default=1000)
-    parser.add_argument("--git-files", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--directory", help="directory for stores, caches and state (default: the system's temporary directory)"
-    )
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    arguments = parser(__doc__, "directory for stores, caches and state (default: the system's temporary directory)")
+    arguments.add_argument("--bytes", type=parse_size, default=256 << 20)
+    arguments.add_argument("--files", type=int, default=1000)
+    arguments.add_argument("--git-files", type=int, default=200)
+    arguments.add_argument("--rounds", type=int, default=3)
+    given = arguments.parse_args()
     with contextlib.ExitStack() as places:
         base = Path(places.enter_context(tempfile.TemporaryDirectory(dir=given.directory)))
         names = Path(places.enter_context(tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm")))
@@ -240,15 +234,7 @@ def main() -> None:
         found["ls"] = listings(names, given.files, given.rounds)
         found["git status"] = git_status(names, given.git_files, given.rounds)
     found["aims"] = judge(found, given.files, given.git_files)
-    if given.json:
-        print(json.dumps(found, indent=2))
-        return
-    for name, by in found["streams"].items():
-        speeds = ", ".join(f"{what} {format_bytes(int(given.bytes / one))}/s" for what, one in by.items())
-        print(f"{name:12} {speeds}")
-    for line in found["missing"]:
-        print(f"left out: {line}")
-    show(found["aims"])
+    say(found, as_json=given.json)
 
 
 if __name__ == "__main__":

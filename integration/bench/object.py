@@ -22,28 +22,22 @@ with those for leases and the like, in a separate run of at most 2 GiB. Needs ab
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from aims import Aims
-from aims import show as show_aims
+from harness import SEED, Aims, machine, parser, say
 from object_checkpoints import TORCH, Checkpoints
 from object_moves import moves
 from object_servers import REGION, Server, ministack, nginx, running
-from tiers import SEED
 
 from tierfs.units import parse_size
 
 PARTS = ("chunks", "checkpoints", "requests")
 REQUESTS_MAX = 70
-SAID_MAX = 160
 
 
 def server_at(name: str) -> AbstractContextManager[Server]:
@@ -88,51 +82,15 @@ def aims(servers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return found.found
 
 
-def cell(row: dict[str, float], what: str, size: int) -> str:
-    """Format the seconds, the speed and, if known, the processor seconds per GB of one operation."""
-    if what not in row:
-        return 25 * " "
-    used = f"{row[f'{what} cpu'] / size * 1e9:7.2f}" if f"{what} cpu" in row else 7 * " "
-    return f"{row[what]:9.3f} {size / row[what] / 1e6:7.0f} {used}"
-
-
-def show(report: dict[str, Any]) -> None:
-    size = report["bytes"]
-    print(f"{report['machine']}, {size / 2**20:.0f} MiB, {report['rounds']} rounds, seed {SEED}")
-    for server, parts in report["servers"].items():
-        for part, names in (("chunks", ("put", "get")), ("checkpoints", ("save", "load"))):
-            if part in parts:
-                used = ("cpu" if part == "chunks" else "").rjust(8)
-                print(f"\n{f'{server}: {part}':50}" + "".join(f"{f'{name} s':>9} {'MB/s':>7}{used}" for name in names))
-                widths = parts[part].get("at once", {})
-                for name, row in parts[part]["rows"].items():
-                    told = "".join(f", {count} {what}s at once" for what, count in widths.get(name, {}).items())
-                    print(f"{name:50}{''.join(cell(row, what, size) for what in names)}{told}")
-                for name, why in parts[part]["unable"].items():
-                    print(f"left out: {name}: {why[:SAID_MAX]}")
-        if "requests" in parts:
-            print(f"\n{server}: requests for {parts['requests']['bytes'] / 2**20:.0f} MiB")
-            for step, kinds in parts["requests"]["seen"].items():
-                whole = parts["requests"]["per GiB"][step]["all"]
-                print(
-                    f"{step:30} {', '.join(f'{count} {kind}' for kind, count in kinds.items())}; all per GiB {whole:.1f}"
-                )
-            print(f"who loads counted {parts['requests']['counted by who loads']}")
-    print()
-    show_aims(report["aims"])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", default="2GiB", help="bytes of the chunks, and of the state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
+    arguments = parser(__doc__, "directory on the disk of the nvme tier")
+    arguments.add_argument("--bytes", default="2GiB", help="bytes of the chunks, and of the state")
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument(
         "--server", nargs="+", default=["ministack", "nginx"], help="servers to use: ministack, nginx or a URL"
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run only these parts")
-    parser.add_argument("--directory", help="directory on the disk of the nvme tier")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    arguments.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run only these parts")
+    options = arguments.parse_args()
     size = parse_size(options.bytes)
     for name, value in (("AWS_ACCESS_KEY_ID", "any"), ("AWS_SECRET_ACCESS_KEY", "any"), ("AWS_REGION", REGION)):
         os.environ.setdefault(name, value)
@@ -141,7 +99,7 @@ def main() -> None:
         "bytes": size,
         "rounds": options.rounds,
         "seed": SEED,
-        "machine": {"cores": len(os.sched_getaffinity(0)), "kernel": platform.release(), "torch": torch.__version__},
+        "machine": machine(torch=torch.__version__),
         "servers": {},
     }
     with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=options.directory, ignore_cleanup_errors=True) as root:
@@ -151,10 +109,7 @@ def main() -> None:
             with server_at(name) as server:
                 report["servers"][name] = measured(server, size, options.rounds, options.only, directory)
     report["aims"] = aims(report["servers"])
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
-        show(report)
+    say(report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -20,19 +21,18 @@ import dcp_states as states
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_peers import NVME_GENERATIONS, RAM_GENERATIONS, SPARE_BYTES
-from dcp_session import Rows, timed
+from harness import Rows, end_flusher, private_slabs, timed
 from object_clients import torch_client
-from object_moves import end_flusher, private_slabs
 from object_servers import REGION, Server
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from tierfs import digest
 from tierfs.dcp import TierReader, TierWriter
+from tierfs.objects import MeasuredObjects
 
 GIB = 1 << 30
 REQUESTS_BYTES_MAX = 2 * GIB
 TENSOR_BYTES = 32 << 20
-HERE = Path(__file__).parent
 STOCK = "FsspecWriter over s3fs"
 TORCH = "s3torchconnector's S3StorageWriter"
 THREADS = 4
@@ -222,7 +222,7 @@ class Checkpoints:
             tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm") as shared,
         ):
             environment = os.environ | {"TIERFS_STATE_DIR": directory, "TIERFS_SHM_DIR": shared}
-            command = [sys.executable, HERE / "object_load.py", who, url, size or self._size, server.url, whose]
+            command = [sys.executable, __file__, who, url, size or self._size, server.url, whose]
             process = subprocess.Popen(
                 list(map(str, command)), env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
@@ -233,3 +233,39 @@ class Checkpoints:
             raise SystemExit(f"a load by {who} failed")
         found: dict[str, Any] = json.loads(output)
         return found
+
+
+def main() -> None:
+    """Load in a new process on a host without state: ``WHO URL BYTES SERVER-URL WHOSE``.
+
+    It prints ``ready`` when imports are done and the tensors' memory is warm, and waits for a line. Then it loads, and
+    prints the seconds, a checksum of the content, and the requests to tierfs's object tier as JSON.
+    """
+    who, url, size, server_url, whose = sys.argv[1:]
+    target = STATES[whose](int(size), 0)
+    reader = Savers(Server("load", server_url, "")).reader(who, url)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    begin = time.perf_counter()
+    dcp.load(target, storage_reader=reader(), no_dist=True)
+    seconds = time.perf_counter() - begin
+    print(json.dumps({"seconds": seconds, "content": content(target), "requests": requested()}))
+
+
+def requested() -> dict[str, int]:
+    """Return this process's requests to object tiers, by method."""
+    from tierfs.session.open import _stores
+
+    counted: dict[str, int] = {}
+    for store in _stores.values():
+        objects: Any = store.objects
+        while not isinstance(objects, MeasuredObjects):
+            objects = objects.inner
+        for method, counters in objects.snapshot().items():
+            if counters["requests"]:
+                counted[method] = counted.get(method, 0) + int(counters["requests"])
+    return counted
+
+
+if __name__ == "__main__":
+    main()

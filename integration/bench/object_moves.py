@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,10 +12,10 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from dcp_session import Rows, timed
+from harness import SEED, Rows, cpu_seconds, end_flusher, private_slabs, timed
 from object_clients import best_width, clients, loopback_sink
 from object_servers import Server
-from tiers import SEED, fresh
+from tiers import fresh
 
 from tierfs.digest import CHUNK_BYTES
 
@@ -72,32 +69,6 @@ class Flush:
 
     def stop(self) -> None:
         end_flusher(self._fs.status(self._path))
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the processor seconds of a process and its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(child)) for child in children)
-
-
-def end_flusher(status: dict[str, Any]) -> None:
-    """Stop a flusher, which would otherwise run until it has been idle for long."""
-    pid = status["flusher"].get("pid")
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def private_slabs() -> Iterator[None]:
-    """Keep slabs in a directory that is removed at the end, even after an error."""
-    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as shared:
-        os.environ["TIERFS_SHM_DIR"] = shared
-        try:
-            yield
-        finally:
-            del os.environ["TIERFS_SHM_DIR"]
 
 
 @contextlib.contextmanager

@@ -11,9 +11,7 @@ nothing is deduplicated.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import mmap
 import os
 import shutil
@@ -21,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +27,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
+from harness import SEED, parser, peaks, proc_number, say, timed
 
 import tierfs
 from tierfs.clock import SystemClock
@@ -39,13 +37,6 @@ from tierfs.host.nvme.tier import NvmeTier
 from tierfs.processors import processors
 
 PIECE = 16 << 20
-SEED = 1
-
-
-def timed(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
 
 
 class Direct:
@@ -74,38 +65,6 @@ def fresh(buffer: np.ndarray, generator: np.random.Generator) -> None:
     noise = generator.integers(0, 2**63, step, dtype=np.uint64)
     for at in range(0, len(words), step):
         np.add(noise, np.uint64(at + generator.integers(0, 2**62)), out=words[at : at + step])
-
-
-def peak_mib(pid: int) -> dict[str, float]:
-    """Return a process's anonymous memory, now and at its peak if the kernel reports it. Shared slabs do not count."""
-    fields = {}
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name in ("RssAnon", "VmHWM"):
-            fields[name] = int(value.split()[0]) / 1024
-    return fields
-
-
-class AnonWatch:
-    """Sample the anonymous memory of a process until stopped."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.peak = pid, 0.0
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> AnonWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(0.02):
-            with contextlib.suppress(FileNotFoundError):
-                self.peak = max(self.peak, peak_mib(self.pid).get("RssAnon", 0.0))
 
 
 def copy_into_slab(tiers: Any, source: np.ndarray, share_out: Callable[..., None]) -> None:
@@ -164,13 +123,11 @@ def large_index(root: Path, chunks: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chunks", type=int, default=100_000, help="chunks in the index of the last measurement")
-    parser.add_argument("--directory")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--mib", type=int, default=2048)
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--chunks", type=int, default=100_000, help="chunks in the index of the last measurement")
+    options = arguments.parse_args()
     root = Path(tempfile.mkdtemp(prefix="tierfs-bench-", dir=options.directory))
     size, half = options.mib << 20, options.mib << 19
     shared = tempfile.mkdtemp(prefix="tierfs-bench-", dir="/dev/shm")
@@ -182,6 +139,7 @@ def main() -> None:
     def note(name: str, seconds: float) -> None:
         rows.setdefault(name, []).append(seconds)
 
+    watches = contextlib.ExitStack()
     try:
         tierfs.init(f"file://{root}/store")
         url = f"tierfs::file://{root}/store"
@@ -189,8 +147,7 @@ def main() -> None:
         direct = Direct(root / "direct", size)
         tiers = fs._locate(path)[0].tiers
         parts = [f"{path}/a", f"{path}/b"]
-        watch = None
-        cpu = wall = 0.0
+        watched: dict[str, int] | None = None
         for number in range(options.rounds + 1):
             fresh(source, generator)
             note("memcpy", timed(partial(np.copyto, target, source)))
@@ -227,8 +184,9 @@ def main() -> None:
             fs.wait(path, "local")
             note("two files staged, then local", time.perf_counter() - begin)
             note("from staged to local", time.perf_counter() - staged)
-            if watch is None and fs.status(path)["flusher"].get("pid"):
-                watch = AnonWatch(fs.status(path)["flusher"]["pid"]).__enter__()
+            pid = fs.status(path)["flusher"].get("pid")
+            if watched is None and pid:
+                watched = watches.enter_context(peaks(anon=partial(proc_number, pid, "status", "RssAnon")))
             fs.wait(path, "object")
             wall, cpu = time.perf_counter() - staged, time.process_time() - used
             note("writer's cpu share while the flusher works", cpu / wall)
@@ -239,11 +197,12 @@ def main() -> None:
             assert np.array_equal(source, target)
             if number == 0:
                 rows.clear()
-        own_anon = peak_mib(os.getpid())["RssAnon"] - 2 * half / (1 << 20)
-        flusher_anon = watch.peak if watch is not None else float("nan")
+        own_anon = (proc_number("self", "status", "RssAnon") - 2 * half) / (1 << 20)
+        flusher_anon = watched["anon"] / (1 << 20) if watched is not None else float("nan")
         status = fs.status(path)
         index = large_index(root, options.chunks, options.rounds)
     finally:
+        watches.close()
         shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(shared, ignore_errors=True)
     medians = {name: statistics.median(values) for name, values in rows.items()}
@@ -263,14 +222,7 @@ def main() -> None:
         **{f"{name}, {options.chunks} chunks in the index, seconds": value for name, value in index.items()},
     }
     report = {"mib": options.mib, "rounds": options.rounds, "seed": SEED, "seconds": medians, "result": result}
-    if options.json:
-        print(json.dumps(report | {"status": status}, indent=1))
-        return
-    print(f"{options.mib} MiB, {options.rounds} rounds, seed {SEED}, {os.cpu_count()} cores")
-    for name, seconds in medians.items():
-        print(f"{name:50} {seconds:8.4f}")
-    for name, value in result.items():
-        print(f"{name:50} {value:8.2f}")
+    say(report | ({"status": status} if options.json else {}), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Garbage collection and scrubbing of a large store, and gc beside restic on the same directory.
+"""Garbage collection and scrubbing of a large store.
 
-    python integration/bench/upkeep.py [--chunks 1000000] [--latency 20] [--concurrency 64] [--without-lists]
-        [--blobs 100000] [--json]
+    python integration/bench/upkeep.py [--chunks 1000000] [--latency 20] [--concurrency 64] [--without-lists] [--json]
 
 gc: a store of checkpoints of ten files with a hundred chunks each. One chunk in five is garbage. The object tier is
 simulated: chunk objects are rows of a table without bytes. Each request takes --latency milliseconds, and a
@@ -11,77 +10,153 @@ and the records of the simulated tier.
 
 scrub: files of 64 MiB of incompressible content, in a directory store in the page cache. verify and scrub take turns,
 and the best of three runs counts.
-
-restic: a directory of --blobs files of 4 KiB of incompressible content is backed up into a local repository. Every
-second file is deleted, the directory is backed up again, the first snapshot is forgotten, and `restic prune` is
-timed. tierfs has the same files in a directory store, each a chunk object of its own, written without tierfs's write
-path. Every second file is deleted, and `gc --exclusive` is timed. Needs restic 0.14 or later.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
-import resource
-import shutil
-import subprocess
 import tempfile
-import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from upkeep_tier import KIND, SimulatedObjects, fill
+import numpy as np
+from harness import parser, peaks, say
 
-from tierfs import digest
+from tierfs.digest import DigestKind
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
-from tierfs.format.envelope import Block, Envelope
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
-from tierfs.format.manifest import Manifest, Row, Tombstone, content_digest
-from tierfs.objects import LocalObjects
+from tierfs.format.manifest import Manifest, Row, content_digest
+from tierfs.format.references import ReferenceList, record_check
+from tierfs.objects import LocalObjects, MemoryObjects
+from tierfs.objects.protocol import ObjectInfo, Version
 from tierfs.store import Store, save, verify
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.maintenance.gc import GcOptions, GcReport, collect
+from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store.maintenance.gc.name_set import encode_names
 from tierfs.store.maintenance.scrub import scrub
 from tierfs.units import parse_size
 
 SEED = 44
-BLOB_BYTES = 4096
 MIB = 1 << 20
+KIND = DigestKind.XXH3_128
+PAGE = 1000
+STORED_BYTES = 11 << 20
+FILE_CHUNKS = 100
+CHECKPOINT_FILES = 10
 
 
-class Watched:
-    """Measure the seconds and the peak memory of a block."""
+class SimulatedObjects(MemoryObjects):
+    """Chunk objects are rows of a table that can be listed and deleted, without bytes. Other objects are in memory.
 
-    def __enter__(self) -> Watched:
-        self._ended = threading.Event()
-        self._before = self._peak = _resident()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        self._began = time.perf_counter()
-        return self
+    Args:
+        root: Root of the objects in memory.
+        chunks: Number of chunk objects.
+        latency_s: Delay of each request, and of each thousand objects of a listing.
+        seed: Seed of the digests.
+    """
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.seconds = time.perf_counter() - self._began
-        self._ended.set()
-        self._thread.join()
-        self.peak_mib = (self._peak - self._before) / MIB
+    def __init__(self, root: str, chunks: int, latency_s: float, seed: int) -> None:
+        super().__init__(root)
+        self.latency_s = 0.0  # no delay while the store is made
+        self.wanted_latency_s = latency_s
+        self.later_ns = 0
+        self.requests = 0
+        drawn = np.random.default_rng(seed).integers(0, 256, (chunks, 16), np.uint8)
+        self.digests = np.sort(drawn.view("S16").ravel())
+        self.alive = np.ones(chunks, np.bool_)
+        firsts = np.frombuffer(self.digests.tobytes(), np.uint8)[::16]
+        self._starts = np.searchsorted(firsts, np.arange(257))
+        self._old_ns = time.time_ns() - 10**15
 
-    def _watch(self) -> None:
-        while not self._ended.wait(0.02):
-            self._peak = max(self._peak, _resident())
+    def digest(self, index: int) -> bytes:
+        return bytes(self.digests[index]).ljust(16, b"\0")
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Any]:
+        if not prefix.startswith(keys.CHUNKS):
+            for number, item in enumerate(super().list(prefix, delimiter=delimiter)):
+                if number % PAGE == 0:
+                    self._wait()
+                yield self._stamped(item) if isinstance(item, ObjectInfo) else item
+            return
+        first = int(prefix[len(keys.CHUNKS) : len(keys.CHUNKS) + 2], 16)
+        self._wait()
+        for number, index in enumerate(range(self._starts[first], self._starts[first + 1])):
+            if number % PAGE == PAGE - 1:
+                self._wait()
+            if self.alive[index]:
+                key = keys.chunk_key(ChunkName(self.digest(index)))
+                yield ObjectInfo(key, STORED_BYTES, Version("1"), self._old_ns)
+
+    def delete(self, keys_to_delete: Iterable[str]) -> None:
+        """Count a request for each thousand keys, and wait once."""
+        wanted = list(keys_to_delete)
+        self._wait(max(1, len(wanted) // PAGE))
+        chunks = [key for key in wanted if key.startswith(keys.CHUNKS)]
+        digests = b"".join(keys.parse_chunk_key(key, KIND).digest for key in chunks)
+        self.alive[np.searchsorted(self.digests, np.frombuffer(digests, "S16"))] = False
+        super().delete([key for key in wanted if not key.startswith(keys.CHUNKS)])
+
+    def put(self, key: str, data: Sequence[Any], **how: Any) -> ObjectInfo:
+        self._wait()
+        return self._stamped(super().put(key, data, **how))
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        self._wait()
+        data, info = super().read(key, limit)
+        return data, self._stamped(info)
+
+    def head(self, key: str) -> ObjectInfo:
+        self._wait()
+        return self._stamped(super().head(key))
+
+    def _stamped(self, info: ObjectInfo) -> ObjectInfo:
+        return replace(info, modified_ns=info.modified_ns + self.later_ns)
+
+    def _wait(self, requests: int = 1) -> None:
+        self.requests += requests
+        if self.latency_s:
+            time.sleep(self.latency_s)
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def fill(tier: SimulatedObjects, needed: int, *, with_lists: bool) -> tuple[int, int]:
+    """Make checkpoints that need `needed` chunks in random order. Return the number of checkpoints and of files.
+
+    With lists, records are placeholders of a record's length, because gc does not read them.
+    """
+    order = np.random.default_rng(1).permutation(len(tier.digests))[:needed]
+    checkpoints = files = 0
+    for start in range(0, needed, FILE_CHUNKS * CHECKPOINT_FILES):
+        directory = f"run/step_{checkpoints}"
+        part = order[start : start + FILE_CHUNKS * CHECKPOINT_FILES]
+        names = [ChunkName(tier.digest(int(index))) for index in part]
+        checks = []
+        for number in range(0, len(names), FILE_CHUNKS):
+            path = f"{directory}/__{number}_0.distcp"
+            rows = tuple(Row(name, 16 << 20, STORED_BYTES) for name in names[number : number + FILE_CHUNKS])
+            checks.append(_put(tier, path, rows, is_hollow=with_lists))
+            files += 1
+        checks.append(_put(tier, f"{directory}/.metadata", (), is_hollow=False))
+        if with_lists:
+            encoded = [encode_names([name]) for name in names]
+            listed = ReferenceList.of(directory, KIND, checks, encoded)
+            tier.put(keys.references_key(directory), [listed.encode()])
+        checkpoints += 1
+    return checkpoints, files + checkpoints
+
+
+def _put(tier: SimulatedObjects, path: str, rows: tuple[Row, ...], *, is_hollow: bool) -> bytes:
+    length = sum(row.raw_length for row in rows)
+    digest = content_digest(KIND, length, [row.name.digest for row in rows])
+    record = Manifest(Kind.FILE, bytes(16), length, 0, 0, KIND, digest, rows=rows)
+    data = bytes(120) if is_hollow else record.encode(path)
+    key = keys.record_key(path)
+    return record_check(key, tier.put(key, [data]).version)
 
 
 @dataclass
@@ -108,18 +183,27 @@ def simulated(chunks: int, latency_s: float, concurrency: int, rate: float, *, w
     for _ in range(2):
         tier.later_ns += 2 * 3600 * 10**9
         before = tier.requests
-        with Watched() as watched:
+        began, resident = time.perf_counter(), _resident()
+        with peaks(resident=_resident) as highest:
             report = collect(store, GcOptions(concurrency=concurrency, deletes_per_s=rate))
-        runs.append(_run(watched, report, tier.requests - before))
+        assert not report.is_blocked
+        runs.append(
+            Run(
+                time.perf_counter() - began,
+                (highest["resident"] - resident) / MIB,
+                tier.requests - before,
+                report.condemned.count,
+                report.deleted.count,
+                report.by_list,
+            )
+        )
     assert runs[0].condemned == runs[1].deleted == chunks - chunks * 4 // 5, runs
     assert int(tier.alive.sum()) == chunks * 4 // 5
     return {"chunks": chunks, "checkpoints": checkpoints, "files": files, "runs": [vars(run) for run in runs]}
 
 
-def _run(watched: Watched, report: GcReport, requests: int) -> Run:
-    assert not report.is_blocked
-    deleted, condemned = report.deleted.count, report.condemned.count
-    return Run(watched.seconds, watched.peak_mib, requests, condemned, deleted, report.by_list)
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # -- scrub -------------------------------------------------------------------------------------------------------------
@@ -141,94 +225,17 @@ def scrub_beside_verify(size: int, root: Path, rounds: int = 3) -> dict[str, flo
     return found
 
 
-# -- beside restic -----------------------------------------------------------------------------------------------------
-
-
-def beside_restic(blobs: int, root: Path) -> dict[str, Any]:
-    source = root / "source"
-    names = _make_source(source, blobs)
-    found: dict[str, Any] = {"blobs": blobs, "tierfs": _tierfs(source, names, root / "store")}
-    if shutil.which("restic") is None:
-        found["restic"] = "not installed"
-        return found
-    found["version"] = subprocess.run(["restic", "version"], capture_output=True, text=True, check=True).stdout.strip()
-    repository = root / "repository"
-    _restic(repository, "init")
-    _restic(repository, "backup", source)
-    for name in names[::2]:
-        (source / name).unlink()
-    _restic(repository, "backup", source)
-    _restic(repository, "forget", "--keep-last", "1")
-    found["restic"] = {"prune": _restic(repository, "prune")}
-    return found
-
-
-def _make_source(source: Path, blobs: int) -> list[str]:
-    names = [f"d{number % 100}/{number}" for number in range(blobs)]
-    for number in range(min(100, blobs)):
-        (source / f"d{number}").mkdir(parents=True)
-    for name in names:
-        (source / name).write_bytes(os.urandom(BLOB_BYTES))
-    return names
-
-
-def _restic(repository: Path, *words: str | Path) -> dict[str, float]:
-    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "RESTIC_REPOSITORY": str(repository), "RESTIC_PASSWORD": "bench"}
-    subprocess.run(["restic", "--no-cache", "-q", *words], env=environment, check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": time.perf_counter() - began, "cpu": cpu, "peak_mib_of_all": after.ru_maxrss / 1024}
-
-
-def _tierfs(source: Path, names: list[str], root: Path) -> dict[str, float]:
-    objects = LocalObjects(root)
-    descriptor = Descriptor("0" * 32, 0, KIND, objects.capabilities, inline_bytes=0, lease_s=60, grace_s=3600)
-    objects.put(keys.DESCRIPTOR, [descriptor.encode()])
-    for number, name in enumerate(names):
-        raw = (source / name).read_bytes()
-        block = digest.hash_bytes(KIND, raw)
-        envelope = Envelope(KIND, digest.combine(KIND, len(raw), [block]), len(raw), (Block(block, 0, len(raw)),))
-        row = Row(ChunkName(envelope.digest), len(raw), envelope.stored_length)
-        _write(root / keys.chunk_key(row.name), envelope.encode() + raw)
-        content = content_digest(KIND, len(raw), [row.name.digest])
-        record: Manifest | Tombstone = Manifest(Kind.FILE, os.urandom(16), len(raw), 0, 0, KIND, content, rows=(row,))
-        if number % 2 == 0:
-            record = Tombstone(os.urandom(16), 0, 0)
-        _write(root / keys.record_key(name), record.encode(name))
-    store = Store(objects, descriptor, url=str(root))
-    with Watched() as watched:
-        report = collect(store, GcOptions(exclusive=True, deletes_per_s=1e9))
-    assert report.deleted.count == len(names[::2]), report
-    return {"seconds": watched.seconds, "peak_mib": watched.peak_mib, "deleted": report.deleted.count}
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-
-# -- output ------------------------------------------------------------------------------------------------------------
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chunks", type=int, default=50_000)
-    parser.add_argument("--latency", type=float, default=20.0, help="milliseconds of a request")
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=3000.0, help="deletions a second, as for `tierfs gc --rate`")
-    parser.add_argument("--without-lists", action="store_true", help="make gc read every record")
-    parser.add_argument(
-        "--blobs", type=int, default=2000, help="files in the directory that restic backs up; 0 for none"
-    )
-    parser.add_argument(
+    arguments = parser(__doc__, "directory of the store to scrub")
+    arguments.add_argument("--chunks", type=int, default=50_000)
+    arguments.add_argument("--latency", type=float, default=20.0, help="milliseconds of a request")
+    arguments.add_argument("--concurrency", type=int, default=64)
+    arguments.add_argument("--rate", type=float, default=3000.0, help="deletions a second, as for `tierfs gc --rate`")
+    arguments.add_argument("--without-lists", action="store_true", help="make gc read every record")
+    arguments.add_argument(
         "--scrub", type=parse_size, default=256 * MIB, metavar="BYTES", help="bytes to verify and to scrub; 0 for none"
     )
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given = arguments.parse_args()
     found: dict[str, Any] = {"machine": platform.platform(), "cpus": os.cpu_count(), "seed": SEED}
     if given.chunks:
         with_lists = not given.without_lists
@@ -236,37 +243,9 @@ def main() -> None:
             given.chunks, given.latency / 1000, given.concurrency, given.rate, with_lists=with_lists
         )
     if given.scrub:
-        with tempfile.TemporaryDirectory(prefix="tierfs-bench-") as root:
+        with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=given.directory) as root:
             found["scrub"] = scrub_beside_verify(given.scrub, Path(root))
-    if given.blobs:
-        with tempfile.TemporaryDirectory(prefix="tierfs-bench-") as root:
-            found["beside"] = beside_restic(given.blobs, Path(root))
-    if given.json:
-        print(json.dumps(found, indent=2))
-        return
-    if "gc" in found:
-        gc = found["gc"]
-        print(
-            f"{gc['chunks']} chunk objects, {gc['checkpoints']} checkpoints, {gc['files']} records, {given.latency:g} ms"
-        )
-        for what, run in zip(("condemns", "deletes"), gc["runs"], strict=True):
-            print(f"  {what:9} {run['seconds']:8.1f} s  {run['peak_mib']:7.0f} MiB  {run['requests']:8} requests")
-    if "scrub" in found:
-        speeds = found["scrub"]
-        print(
-            f"scrub {speeds['scrub'] / MIB:.0f} MiB/s, verify {speeds['verify'] / MIB:.0f} MiB/s: {speeds['scrub'] / speeds['verify']:.2f}"
-        )
-    if "beside" in found:
-        beside = found["beside"]
-        print(f"{beside['blobs']} files of {BLOB_BYTES} bytes, half of them deleted; {beside.get('version', '')}")
-        print(
-            f"  tierfs gc --exclusive     {beside['tierfs']['seconds']:8.2f} s  {beside['tierfs']['peak_mib']:7.0f} MiB"
-        )
-        if isinstance(beside["restic"], dict):
-            for what, run in beside["restic"].items():
-                print(
-                    f"  restic {what:20} {run['seconds']:8.2f} s  {run['peak_mib_of_all']:7.0f} MiB (the most of any restic)"
-                )
+    say(found, as_json=given.json)
 
 
 if __name__ == "__main__":
