@@ -71,7 +71,7 @@ def memory_is_freed():
 @pytest.fixture(autouse=True)
 def warnings_are_logged_in_each_test():
     yield
-    repeats = sys.modules.get("tierfs.repeats")
+    repeats = sys.modules.get("tierfs.repeated_warnings")
     if repeats is not None:
         repeats.forget_repeats()
 

@@ -13,12 +13,11 @@ GROUND = {
     "clock",
     "units",
     "threads",
-    "processors",
     "buffers",
     "localfile",
     "gc_pause",
-    "misplaced",
-    "repeats",
+    "urls_as_paths",
+    "repeated_warnings",
     "kernels",
     "_kernels",
     "_fork",
@@ -34,15 +33,14 @@ BELOW_FACES = BELOW_SESSION | {"session"}
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
-    "threads": set(),
+    "threads": {"_fork"},
     "localfile": set(),
-    "misplaced": {"errors"},
-    "repeats": set(),
+    "urls_as_paths": {"errors"},
+    "repeated_warnings": set(),
     "kernels": {"_kernels"},
     "digest": {"errors"},
     "clock": {"errors"},
     "units": {"errors"},
-    "processors": {"_fork"},
     "gc_pause": {"threads", "_fork"},
     "buffers": {"errors", "digest", "_fork"},
     "format": GROUND,
@@ -63,12 +61,12 @@ ALLOWED = {
     "testing": None,  # may import anything; no other layer imports it
     "__init__": {
         "errors",
-        "misplaced",
+        "urls_as_paths",
         "session",
         "fs",
         "dcp",
         "mount",
-    },  # lazily, except errors, misplaced and the guard of torch
+    },  # lazily, except errors, urls_as_paths and the guard of torch
 }
 TORCH_ALLOWED = {"device", "dcp", "train", "checkpoint", "demo"}
 

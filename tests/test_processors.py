@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tierfs.processors import Processors
+from tierfs.threads import Processors
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +200,7 @@ def test_no_more_threads_have_a_turn_than_there_are_processors(monkeypatch):
 def test_a_forked_child_has_helpers_of_its_own():
     code = """
 import os, threading, time
-from tierfs.processors import processors
+from tierfs.threads import processors
 os.sched_getaffinity = lambda _: {0, 1, 2}
 def threads():
     found = set()
@@ -222,7 +222,7 @@ assert threads() == 3
 def test_the_end_of_the_interpreter_is_no_error():
     code = """
 import atexit, os
-from tierfs.processors import processors
+from tierfs.threads import processors
 os.sched_getaffinity = lambda _: {0, 1, 2}
 done = []
 processors().share_out(done.append, range(9))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs.dcp.guard import guard
 from tierfs.errors import TierfsError
-from tierfs.misplaced import refuse_urls_as_paths
+from tierfs.urls_as_paths import refuse_urls_as_paths
 
 if TYPE_CHECKING:
     from tierfs.fs import TierFileSystem

@@ -26,7 +26,7 @@ import tierfs
 from tierfs.dcp.address import Address
 from tierfs.store import copy, list_directory
 from tierfs.store.request_metrics import request_metrics
-from tierfs.store.transfers import transfers
+from tierfs.threads import transfers
 from tierfs.train import Deadline, Every, Manager, Preemption, YoungDaly
 
 OPTIONS: dict[str, Any] = {"ram": "0", "nvme": "0"}

@@ -34,7 +34,7 @@ from tierfs.clock import SystemClock
 from tierfs.digest import CHUNK_BYTES
 from tierfs.host.host import Host
 from tierfs.host.nvme.tier import NvmeTier
-from tierfs.processors import processors
+from tierfs.threads import processors
 
 PIECE = 16 << 20
 

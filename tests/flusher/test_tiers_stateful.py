@@ -86,8 +86,8 @@ from tierfs.store import (
     transfers,
 )
 from tierfs.store import wait as wait_for
+from tierfs.store.local_changes import level_of
 from tierfs.store.read.reader import open_entry
-from tierfs.store.waiting import level_of
 from tierfs.testing import Fault
 
 EXAMPLES = int(os.environ.get("TIERFS_STATEFUL_EXAMPLES", "0"))

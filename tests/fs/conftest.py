@@ -22,7 +22,7 @@ from tierfs.format import keys
 from tierfs.objects.wrappers.metrics import MeasuredObjects
 from tierfs.session import open_store, parse_url
 from tierfs.store import Store
-from tierfs.store.transfers import transfers
+from tierfs.threads import transfers
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierfs.format.scrubbed import PrefixState, ScrubRecord
+from tierfs.format.upkeep import PrefixState, ScrubRecord
 
 STORE = Path(__file__).parent / "v1" / "store"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierfs.format.collector import Collector, EpochState
+from tierfs.format.upkeep import Collector, EpochState
 
 STORE = Path(__file__).parent / "v1" / "store"
 

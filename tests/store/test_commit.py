@@ -22,7 +22,7 @@ from tierfs.objects import FsspecObjects, MeasuredObjects
 from tierfs.objects.backends.local import LocalObjects
 from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.store import commit, delete, find, load, stat
-from tierfs.store.announced import PENDING
+from tierfs.store.announced_saves import PENDING
 from tierfs.store.commit import PART, PART_IN_PLACE, Commits, part_of
 from tierfs.store.create import create_store
 from tierfs.store.store import Store
@@ -353,7 +353,7 @@ def test_a_damaged_record_of_an_announced_save_keeps_nobody_from_saving(hosts, c
 
 def test_a_document_larger_than_any_is_not_read(hosts, monkeypatch):
     first, _ = hosts
-    monkeypatch.setattr("tierfs.store.announced.DOCUMENT_BYTES_MAX", 100)
+    monkeypatch.setattr("tierfs.store.announced_saves.DOCUMENT_BYTES_MAX", 100)
     put(first, "run/rank-0", level=Level.OBJECT)
     Commits(first.store).announce("run", document("rank-0", note="n" * 100), mark(1))
     (waiting,) = Commits(first.store).advance("run")

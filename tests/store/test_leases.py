@@ -18,9 +18,9 @@ from tierfs.objects import MeasuredObjects, MemoryObjects, RetryingObjects
 from tierfs.objects.wrappers.verify import as_promised
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat
 from tierfs.store.chunks import LOOK_BYTES_MIN
-from tierfs.store.transfers import Transfers
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
+from tierfs.threads import Transfers
 
 CONTENT = b"content" * 20000
 OTHER = b"other" * 20000
@@ -401,7 +401,7 @@ def chunk_requests(measured, action):
 
 @pytest.fixture
 def one_at_a_time(monkeypatch):
-    monkeypatch.setattr("tierfs.store.transfers.transfers.shared", Transfers(workers=1))
+    monkeypatch.setattr("tierfs.threads.transfers.shared", Transfers(workers=1))
 
 
 def chunks(number, kind):

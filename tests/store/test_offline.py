@@ -26,7 +26,7 @@ from tierfs.session.url import parse_url
 from tierfs.store import load
 from tierfs.store.create import create_store
 from tierfs.store.offline import AWAY_S, KnownStores, ask_briefly, within
-from tierfs.store.transfers import WORKERS, transfers
+from tierfs.threads import WORKERS, transfers
 
 
 class Tiers:

@@ -35,8 +35,8 @@ from tierfs.host.tiers import Tiers
 from tierfs.objects import OVERWRITE, MemoryObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store
-from tierfs.store.transfers import Transfers
 from tierfs.testing import FaultyObjects
+from tierfs.threads import Transfers
 
 CHUNK = 16 << 10
 """Size of a chunk in these tests, so that a file of several chunks is small."""

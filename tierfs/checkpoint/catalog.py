@@ -13,8 +13,8 @@ from tierfs.format.checkpoint import ROOT, is_save_id, metadata_file, rank_of
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.store import Entry, Store, find, stat
-from tierfs.store.announced import PENDING
-from tierfs.store.transfers import transfers
+from tierfs.store.announced_saves import PENDING
+from tierfs.threads import transfers
 
 _DIGITS = re.compile(r"([0-9]+)")
 NAMED_MAX = 3

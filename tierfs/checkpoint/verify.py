@@ -24,7 +24,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.store import Reader, level_of, open_entry, stat
 from tierfs.store.read.fetch import bad_parts
 from tierfs.store.read.reader import expand_rows
-from tierfs.store.transfers import transfers
+from tierfs.threads import transfers
 
 BATCH = 64
 

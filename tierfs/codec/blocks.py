@@ -152,15 +152,14 @@ def _check(raw: memoryview, coding: Coding, out: memoryview) -> None:
 def _encode_together(
     raws: Sequence[memoryview], coding: Coding, bases: Sequence[memoryview | None], outs: Sequence[memoryview]
 ) -> list[tuple[Codec, int]]:
-    from tierfs.codec import constant  # noqa: PLC0415
-    from tierfs.codec.delta import differences  # noqa: PLC0415
-    from tierfs.codec.planes import planes  # noqa: PLC0415
+    from tierfs.codec import delta  # noqa: PLC0415
+    from tierfs.codec.planes import numbers, planes  # noqa: PLC0415
 
-    if len(raws) == 1 or any(constant.constant_element(raw) for raw in raws):
+    if len(raws) == 1 or any(numbers.constant_element(raw) for raw in raws):
         return [_encode_alone(raw, coding, base, out) for raw, base, out in zip(raws, bases, outs, strict=True)]
     if coding.codec is Codec.DPLANE:
         references = [_reference(coding.codec, raw, base) for raw, base in zip(raws, bases, strict=True)]
-        lengths = differences.encode_differences(raws, coding.width, references, outs)
+        lengths = delta.encode_differences(raws, coding.width, references, outs)
     else:
         lengths = planes.encode_planes(raws, coding.width, outs)
     return [
@@ -170,9 +169,9 @@ def _encode_together(
 
 
 def _encode_alone(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int]:
-    from tierfs.codec import constant  # noqa: PLC0415
+    from tierfs.codec.planes import numbers  # noqa: PLC0415
 
-    element = constant.constant_element(raw)
+    element = numbers.constant_element(raw)
     if element is not None:
         out[: len(element)] = element
         return Codec.CONST, len(element)
@@ -181,7 +180,7 @@ def _encode_alone(raw: memoryview, coding: Coding, base: memoryview | None, out:
 
 
 def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int | None]:
-    from tierfs.codec.delta import derive, differences  # noqa: PLC0415
+    from tierfs.codec import delta  # noqa: PLC0415
     from tierfs.codec.planes import planes  # noqa: PLC0415
 
     codec, width = coding
@@ -189,17 +188,17 @@ def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memor
     if codec is Codec.ZSTD:
         return codec, _encode_zstd(raw, out)
     if codec is Codec.DERIVE:
-        length = derive.encode_derived(raw, reference, out)
+        length = delta.encode_derived(raw, reference, out)
         if length is not None:
             return codec, length
         codec, width = Codec.PLANE, 2
     if codec is Codec.SPARSE:
-        length = differences.encode_sparse(raw, width, reference, out)
+        length = delta.encode_sparse(raw, width, reference, out)
         if length is not None:
             return codec, length
         codec = Codec.DPLANE
     if codec is Codec.DPLANE:
-        (length,) = differences.encode_differences([raw], width, [reference], [out])
+        (length,) = delta.encode_differences([raw], width, [reference], [out])
         return codec, length
     if codec is Codec.PLANE:
         (length,) = planes.encode_planes([raw], width, [out])
@@ -254,18 +253,18 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
 
             decode_plane(encoded, out)
         elif codec == Codec.DPLANE:
-            from tierfs.codec.delta.differences import decode_difference  # noqa: PLC0415
+            from tierfs.codec.delta import decode_difference  # noqa: PLC0415
 
             decode_difference(encoded, out, reference)
         elif codec == Codec.CONST:
-            from tierfs.codec.constant import decode_constant  # noqa: PLC0415
+            from tierfs.codec.planes.numbers import decode_constant  # noqa: PLC0415
 
             decode_constant(encoded, out)
         elif codec == Codec.SPARSE:
-            from tierfs.codec.delta.differences import decode_sparse  # noqa: PLC0415
+            from tierfs.codec.delta import decode_sparse  # noqa: PLC0415
 
             decode_sparse(encoded, out, reference)
         else:
-            from tierfs.codec.delta.derive import decode_derived  # noqa: PLC0415
+            from tierfs.codec.delta import decode_derived  # noqa: PLC0415
 
             decode_derived(encoded, out, reference)

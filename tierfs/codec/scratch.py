@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from tierfs.digest import BLOCK_BYTES
 
+WIDTHS = (1, 2, 4, 8)
+"""Bytes of an element."""
 Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
-"""Elements of 1, 2, 4 or 8 bytes, as unsigned integers."""
+"""Elements of one of the `WIDTHS`, as unsigned integers."""
 
 _Memory: TypeAlias = dict[str, NDArray[np.uint8]]
 

@@ -23,7 +23,7 @@ from tierfs.format.checkpoint import metadata_file
 from tierfs.format.keys import inside
 from tierfs.gc_pause import Uncollected
 from tierfs.store import Entry, Store, open_entry, stat
-from tierfs.store.announced import PENDING
+from tierfs.store.announced_saves import PENDING
 
 METADATA_BYTES_MAX = 1 << 30
 _PICKLE = b"\x80"

@@ -1,4 +1,6 @@
-"""Make code of torch and safetensors for local paths refuse a tierfs URL where no audit hook can: see `tierfs.misplaced`.
+"""Make code of torch and safetensors for local paths refuse a tierfs URL where no audit hook can.
+
+See `tierfs.urls_as_paths`.
 
 `guard` changes these places. Each change affects only paths that are made of a tierfs URL; for all others it calls the
 original:
@@ -20,7 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tierfs.misplaced import refuse, url_in
+from tierfs.urls_as_paths import refuse, url_in
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _FILESYSTEM = f"{_CHECKPOINT}.filesystem"

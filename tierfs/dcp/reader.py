@@ -36,7 +36,7 @@ from tierfs.format.checkpoint import ROOT, metadata_file
 from tierfs.format.keys import inside
 from tierfs.session import parse_url
 from tierfs.store import Store, stat
-from tierfs.store.announced import Waiting
+from tierfs.store.announced_saves import Waiting
 from tierfs.store.commit import Commits
 from tierfs.store.offline import ask_briefly
 

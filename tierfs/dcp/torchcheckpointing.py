@@ -32,7 +32,7 @@ from tierfs.store import (
     save,
     stat,
 )
-from tierfs.store.transfers import transfers
+from tierfs.threads import transfers
 
 
 @dataclass

@@ -33,7 +33,7 @@ from tierfs.device.drain import Drain, DrainPiece
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import InvalidInputError, StoreError
-from tierfs.processors import processors
+from tierfs.threads import processors
 
 SMALL_BYTES = 1 << 20
 """If all tensors of a region are shorter, they are gathered on the device and cross the link as one."""

@@ -6,7 +6,7 @@ import torch
 
 from tierfs.device.accelerator import Accelerator, Event
 from tierfs.digest import CHUNK_BYTES
-from tierfs.processors import processors
+from tierfs.threads import processors
 
 
 class Uploads:

@@ -24,8 +24,8 @@ from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
 from tierfs.store.encode.pipeline import Encoded
 from tierfs.store.read.lookup import find_chunk
+from tierfs.store.read_back import is_sound, is_sound_base, replaced_chunks
 from tierfs.store.request_metrics import request_metrics
-from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
 from tierfs.store.tree.references import is_root

@@ -11,10 +11,10 @@ from fsspec.utils import stringify_path
 
 from tierfs import store as verbs
 from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.fs.paths import run_in_thread
 from tierfs.fs.reading import Reading
-from tierfs.fs.threads import run_in_thread
 from tierfs.store import Store
-from tierfs.store.transfers import transfers
+from tierfs.threads import transfers
 
 
 class Changing(Reading):

@@ -11,27 +11,34 @@ were opened.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import re
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fsspec.asyn import AsyncFileSystem, get_loop
 from fsspec.spec import _Cached
 from fsspec.transaction import Transaction
 from fsspec.utils import stringify_path
 
+from tierfs._fork import PerProcess
 from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.fs.writefile import WriteFile
 from tierfs.host.pending.levels import Level
 from tierfs.session import Location, TierOptions, open_store
 from tierfs.session.url import LOCAL, TRUE, asks_to_create, named_location, split_url, strip, target_url
 from tierfs.store import Store
+from tierfs.threads import Transfers
 
+_Out = TypeVar("_Out")
+
+CALLS_MAX = 16
 _logger = logging.getLogger("tierfs.fs")
 _FALSE = ("", "0", "false", "no", "off")
 _FSSPEC_OPTIONS = frozenset(
@@ -296,3 +303,16 @@ def _flag(value: bool | str | None) -> bool | None:
     if str(value).lower() in _FALSE:
         return False
     raise InvalidInputError(f"'create' must be true or false, not {value!r}")
+
+
+async def run_in_thread(function: Callable[..., _Out], *args: Any, **kwargs: Any) -> _Out:
+    """Await ``function(*args, **kwargs)`` without blocking the event loop."""
+    return await asyncio.wrap_future(_calls().submit(_call, functools.partial(function, *args, **kwargs)))
+
+
+def _call(function: Callable[[], _Out]) -> _Out:
+    return function()
+
+
+# Not the threads that transfer chunks: these calls wait for those.
+_calls = PerProcess(lambda: Transfers(CALLS_MAX, name="tierfs-call"))

@@ -36,8 +36,8 @@ from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode
 from tierfs.store.offline import ask
-from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe_marker
+from tierfs.threads import transfers
 
 NAME_MAX = keys.COMPONENT_BYTES_MAX
 NO_REPLACE = 1

@@ -1,6 +1,7 @@
 """The operations on a store over an object tier, one module each."""
 
-from tierfs.repeats import drop_repeats
+from tierfs.repeated_warnings import drop_repeats
+from tierfs.store.local_changes import discard_conflict, level_of, open_conflict, wait
 from tierfs.store.offline import check_reachable
 from tierfs.store.read.prefetch import evict, prefetch
 from tierfs.store.read.reader import Reader, load, open_entry
@@ -23,7 +24,6 @@ from tierfs.store.tree.listing import (
     stat_to_read,
 )
 from tierfs.store.tree.usage import Usage, usage, usages
-from tierfs.store.waiting import discard_conflict, level_of, open_conflict, wait
 from tierfs.store.write.writer import WriteMode, Writer, save
 
 __all__ = [

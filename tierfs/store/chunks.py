@@ -21,7 +21,7 @@ from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, ReadRow
 from tierfs.store.encode.pipeline import Encoded
 from tierfs.store.read.fetch import fetch, fetch_object
 from tierfs.store.read.lookup import DAMAGED, GENERATIONS_MAX, are_there, inspect
-from tierfs.store.soundness import is_sound
+from tierfs.store.read_back import is_sound
 from tierfs.store.store import Store
 
 LOOK_BYTES_MIN = 1 << 20
@@ -70,7 +70,7 @@ def store_chunk(
 ) -> Row:
     """Make sure that the store holds these bytes, and return their row. Identical bytes are sent once.
 
-    If a chunk is already stored, `tierfs.store.soundness` decides how much of it is read back. A damaged chunk is
+    If a chunk is already stored, `tierfs.store.read_back` decides how much of it is read back. A damaged chunk is
     stored again.
 
     Args:

@@ -18,7 +18,7 @@ from tierfs.format.checkpoint import ROOT, SEQUENCE_MAX, SaveMark, turn_of
 from tierfs.format.keys import directory_prefix, inside, record_key
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
-from tierfs.store.announced import PENDING, AnnouncedSaves, Waiting
+from tierfs.store.announced_saves import PENDING, AnnouncedSaves, Waiting
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
 from tierfs.store.tree.records import (

@@ -13,12 +13,12 @@ from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.pending.levels import Level
 from tierfs.host.segment_folder import unused_folders
-from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
 from tierfs.store.device_notes import read_notes
+from tierfs.store.local_changes import tiers_below
 from tierfs.store.request_metrics import request_metrics
 from tierfs.store.store import Store
-from tierfs.store.waiting import tiers_below
+from tierfs.urls_as_paths import misplaced
 
 if TYPE_CHECKING:
     from tierfs.host.pending.record import Draft

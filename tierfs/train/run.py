@@ -27,7 +27,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.store import Store, Writer, delete, directories_in, list_directory, open_entry, save, stat_to_read
 from tierfs.store.commit import Commits
 from tierfs.store.read.prefetch import is_held
-from tierfs.store.transfers import transfers
+from tierfs.threads import transfers
 
 OWN = "rank_"
 """Prefix of the names of values that belong to one rank: random generators, the data loader."""

@@ -19,7 +19,6 @@ from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
 from tierfs.errors import CorruptionError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.processors import Processors
 from tierfs.store.encode import encoder as encoder_module
 from tierfs.store.encode import pipeline as encoding
 from tierfs.store.encode.codecs import Codecs
@@ -27,6 +26,7 @@ from tierfs.store.encode.contexts import ChunkContext, Tensor
 from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.encoder import PASSED_MAX, REPROBE_SAVES, Encoder
 from tierfs.store.encode.pipeline import blocks_of
+from tierfs.threads import Processors
 
 MIB = 1 << 20
 MASTER = Tensor("run:master:float4", "float", 4)

@@ -22,7 +22,6 @@ from tierfs.format import keys
 from tierfs.format.envelope import BaseRange
 from tierfs.host.pending.levels import Level
 from tierfs.objects import LocalObjects, MeasuredObjects
-from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
 from tierfs.store.encode.pipeline import BlockPlan, Encoded, blocks_of
@@ -30,6 +29,7 @@ from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import find_chunk, inspect
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
+from tierfs.threads import Processors
 
 PATHS = ("run/step_1/shard", "run/step_2/shard")
 

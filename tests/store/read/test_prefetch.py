@@ -10,8 +10,8 @@ from tierfs.errors import CapacityError, NotFoundError
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.pool import KEPT_BYTES
 from tierfs.host.slab.table.table import SlotState
-from tierfs.processors import processors
 from tierfs.store import evict, load, open_entry, prefetch, stat
+from tierfs.threads import processors
 
 MORE = KEPT_BYTES + 2 * CHUNK_BYTES
 

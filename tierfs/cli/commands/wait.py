@@ -11,8 +11,8 @@ from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.host.pending.levels import Level
 from tierfs.store import wait
+from tierfs.store.local_changes import tiers_below
 from tierfs.store.offline import begin
-from tierfs.store.waiting import tiers_below
 from tierfs.units import format_bytes
 
 HELP = "wait until everything that this host wrote at or below a path has reached a level"

@@ -1,6 +1,6 @@
 """Process a few files at a time on the command's own threads.
 
-The threads of `tierfs.store.transfers` transfer chunks. A task for a file waits for its chunks, so it runs elsewhere.
+The threads of `tierfs.threads` transfer chunks. A task for a file waits for its chunks, so it runs elsewhere.
 """
 
 from __future__ import annotations

@@ -18,12 +18,11 @@ import numpy as np
 
 from tierfs import kernels
 from tierfs.codec.damage import DamageError
+from tierfs.codec.planes.numbers import unzigzag, zigzag
 from tierfs.codec.planes.packing import WORTH, Mode, PlaneCounts, PlaneFit, counts_of, fit_of, pack, unpack, unpack_wide
-from tierfs.codec.planes.zigzag import unzigzag, zigzag
-from tierfs.codec.scratch import Elements, elements_of, scratch
+from tierfs.codec.scratch import WIDTHS, Elements, elements_of, scratch
 from tierfs.digest import Buffer
 
-WIDTHS = (1, 2, 4, 8)
 PLANE_HEAD_BYTES = 5
 _HEAD = struct.Struct("<BB")
 _PLANE_HEAD = struct.Struct("<BI")

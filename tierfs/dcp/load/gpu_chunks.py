@@ -17,7 +17,7 @@ from tierfs.dcp.load.shards import ShardFiles
 from tierfs.device.digests import cut_blocks
 from tierfs.device.upload import Uploads
 from tierfs.digest import CHUNK_BYTES
-from tierfs.store.transfers import transfers
+from tierfs.threads import transfers
 
 SHARE_MIN = 0.5
 """The wanted fraction of a chunk for which it is copied whole. Of other chunks the host reads the wanted blocks."""

@@ -16,7 +16,7 @@ from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.format.ranges import Part, by_chunk
 from tierfs.store import Reader, Store, open_entry, stat
-from tierfs.store.transfers import transfers
+from tierfs.threads import transfers
 
 LABELS_MAX = 3
 

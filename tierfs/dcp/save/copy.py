@@ -18,7 +18,7 @@ import torch
 from tierfs import kernels
 from tierfs.dcp.tensorbytes import lies_nowhere
 from tierfs.device.accelerator import as_bytes
-from tierfs.processors import processors
+from tierfs.threads import processors
 
 # torch copies these as fast as memory allows, and bit for bit. It is slow at some others, and turns every bool into 0
 # or 1.

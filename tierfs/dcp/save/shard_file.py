@@ -24,10 +24,10 @@ from tierfs.dcp.save.saves import Save
 from tierfs.device.transfer import BESIDE_TRAINING, Transfer
 from tierfs.digest import CHUNK_BYTES, DigestKind, digests_of
 from tierfs.errors import CapacityError, CorruptionError, StoreError
-from tierfs.processors import processors
 from tierfs.session.settings import ranks_here
 from tierfs.store import Store
 from tierfs.store.write.in_place import Run, StagedFile
+from tierfs.threads import processors
 from tierfs.units import format_bytes
 
 if TYPE_CHECKING:

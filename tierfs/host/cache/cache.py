@@ -20,8 +20,7 @@ from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table.table import SlotKind, SlotState
 from tierfs.host.write.chunk_buffer import ChunkBuffer
 from tierfs.host.write.writer import NAMES_MAX, SlabWriter
-from tierfs.processors import processors
-from tierfs.threads import start_daemon
+from tierfs.threads import processors, start_daemon
 
 QUEUE_MAX = 256
 BATCH_MAX = 64

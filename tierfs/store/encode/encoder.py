@@ -23,11 +23,11 @@ from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
-from tierfs.processors import Processors
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ChunkContext, ReadRow, Tensor
 from tierfs.store.encode.deriving import AbsentError, Deriver, LocalBase, SourcePiece, with_bases
 from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
+from tierfs.threads import Processors
 
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000

@@ -29,8 +29,8 @@ from tierfs.store.encode.tensors import TensorPlace, layout_of, places, stored_l
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows, open_manifest
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe
+from tierfs.threads import transfers
 
 KEYFRAME_SAVES = 10
 # The age of a keyframe that is only known from a chunk encoded against it.
@@ -333,7 +333,7 @@ def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row],
 def _sample(file: _LocalFile, span: Span) -> bytes | None:
     """Return some elements from the middle of a tensor, in two bytes each; ``None`` if they are not on this host."""
     # These modules import numpy, which importing the package must not do.
-    from tierfs.codec.delta.derive import derive  # noqa: PLC0415
+    from tierfs.codec.delta import derive  # noqa: PLC0415
     from tierfs.codec.scratch import elements_of  # noqa: PLC0415
 
     count = (span.stop - span.start) // span.width

@@ -10,7 +10,7 @@ from tierfs.errors import NotFoundError, TierfsError
 from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT
 from tierfs.format.manifest import TOMBSTONE_BYTES
-from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
+from tierfs.format.upkeep import SCRUB_BYTES_MAX, ScrubRecord
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import Prefix, objects_below
 from tierfs.store.maintenance.gc_turn import read_collector

@@ -14,7 +14,7 @@ from typing import Any
 
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, StoreError
 from tierfs.format import keys
-from tierfs.format.collector import COLLECTOR_BYTES_MAX, NOBODY, Collector, EpochState
+from tierfs.format.upkeep import COLLECTOR_BYTES_MAX, NOBODY, Collector, EpochState
 from tierfs.objects.checksums import put_checked, put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, PutMode, Update, Version, objects_below
 from tierfs.store.store import Store

@@ -23,9 +23,9 @@ from tierfs.format.ranges import ANY_SHARE, EXACT_SHARE, WHOLE_SHARE, BlockTarge
 from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import twice
 from tierfs.objects.protocol import ObjectInfo, Take
-from tierfs.processors import processors
 from tierfs.store.read.lookup import check_head, find_chunk
 from tierfs.store.store import Store
+from tierfs.threads import processors
 
 _CODECS = frozenset(Codec)
 

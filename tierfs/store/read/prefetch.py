@@ -14,8 +14,8 @@ from tierfs.host.pending.record import foreign_name, local_name
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import PIECE_BYTES_MAX, expand_rows, open_entry
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import Entry, find, stat
+from tierfs.threads import transfers
 from tierfs.units import format_bytes
 
 if TYPE_CHECKING:

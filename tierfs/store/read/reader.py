@@ -16,12 +16,11 @@ from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
 from tierfs.format.ranges import EXACT_SHARE, WHOLE_SHARE, Part, by_chunk
 from tierfs.host.pending.record import foreign_name, local_name
 from tierfs.objects.protocol import ObjectInfo
-from tierfs.processors import processors
 from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import Entry, stat_to_read
 from tierfs.store.tree.records import observe
+from tierfs.threads import processors, transfers
 
 PIECE_BYTES_MAX = CHUNK_BYTES
 

@@ -12,7 +12,6 @@ from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.format import keys
-from tierfs.format.collector import Collector
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.header import Kind
@@ -20,15 +19,16 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Manifest, Row
 from tierfs.format.references import ReferenceList
+from tierfs.format.upkeep import Collector
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.pool import Pace, Pool
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import stat
 from tierfs.store.tree.records import read_record
+from tierfs.threads import transfers
 
 BATCH = 64
 OBJECT_BYTES_MAX = 64 << 20

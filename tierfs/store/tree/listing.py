@@ -17,7 +17,6 @@ from tierfs.format.manifest import Manifest
 from tierfs.gc_pause import Uncollected
 from tierfs.objects.protocol import ObjectInfo, Prefix
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe, observe_marker
 from tierfs.store.tree.walk import (
     directory_name,
@@ -28,6 +27,7 @@ from tierfs.store.tree.walk import (
     live_records,
     read_manifests,
 )
+from tierfs.threads import transfers
 
 # Up to this many directories are inspected one by one, with a request each: two rounds for the 16 transfer threads.
 LOOKS_MAX = 32

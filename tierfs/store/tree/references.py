@@ -16,7 +16,7 @@ from tierfs.format.manifest import Manifest
 from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import ObjectInfo, Version, objects_below
-from tierfs.store.announced import AnnouncedSaves
+from tierfs.store.announced_saves import AnnouncedSaves
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed

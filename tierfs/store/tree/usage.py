@@ -21,14 +21,14 @@ from tierfs.format.checkpoint import ROOT, is_part
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest
 from tierfs.objects.protocol import ObjectInfo, objects_below
-from tierfs.store.announced import AnnouncedSaves
+from tierfs.store.announced_saves import AnnouncedSaves
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import stat
 from tierfs.store.tree.records import observe_published
 from tierfs.store.tree.references import is_root
 from tierfs.store.tree.walk import foreign_objects, live_records, read_manifests
+from tierfs.threads import transfers
 
 BATCH = 500
 # Up to this many sizes take one request each. For more, all chunks are listed, a thousand in each request.

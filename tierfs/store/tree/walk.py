@@ -15,8 +15,8 @@ from tierfs.format import keys
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Record
 from tierfs.objects.protocol import Listed, ObjectInfo, Prefix
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe_listed, recall
+from tierfs.threads import transfers
 
 ERRAND_RECORDS_MAX = 64
 _logger = logging.getLogger("tierfs.store")

@@ -23,16 +23,14 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
-from tierfs.processors import processors
 from tierfs.store.chunks import ChunkSend, store_chunk
 from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import layout_of, places
-from tierfs.store.soundness import replaced_chunks
+from tierfs.store.read_back import replaced_chunks
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.write.writer import Writer
-from tierfs.threads import start_daemon
+from tierfs.threads import processors, start_daemon, transfers
 
 if TYPE_CHECKING:
     from tierfs.host.slab.segment import Segment, Slot

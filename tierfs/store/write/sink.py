@@ -14,14 +14,13 @@ from tierfs.errors import CapacityError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import SlotRef, local_name
-from tierfs.processors import processors
 from tierfs.store.chunks import ChunkSend, store_chunk
 from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import places
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 from tierfs.store.write.cuts import Cutter
+from tierfs.threads import processors, transfers
 
 if TYPE_CHECKING:
     from tierfs.host.slab.segment import Slot

@@ -23,7 +23,7 @@ from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
 from tierfs.format.references import CHECK_BYTES, REFERENCES_BYTES_MAX, ReferenceList, record_check
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
-from tierfs.store.announced import AnnouncedSaves
+from tierfs.store.announced_saves import AnnouncedSaves
 from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.gc_turn import SECOND_NS, read_collector
 from tierfs.store.maintenance.pool import Pool

@@ -26,7 +26,7 @@ from tierfs.errors import (
     ReadOnlyError,
 )
 from tierfs.format import keys
-from tierfs.format.scrubbed import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
+from tierfs.format.upkeep import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
 from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, Update
 from tierfs.store.maintenance.gc.mark import Unreadable, mark

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tierfs.store.transfers import Transfers
+from tierfs.threads import Transfers
 
 
 def test_no_more_buffers_are_on_their_way_than_there_are_threads():

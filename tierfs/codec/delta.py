@@ -4,7 +4,8 @@ Two states of one tensor differ little, so the difference of their bit patterns 
 sign last, so the upper planes become zeros. Subtraction beats XOR by 3 to 23 % of the bytes. FORMAT.md, "Codecs".
 
 SPARSE stores only the elements that differ, and the gaps between them. It is for rows of embeddings and for bfloat16
-weights, of which one step changes few.
+weights, of which one step changes few. DERIVE is for elements that follow from those of the base, and stores only the
+exceptions.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ import numpy as np
 
 from tierfs import kernels
 from tierfs.codec.damage import DamageError
-from tierfs.codec.planes.gaps import check_gaps, gaps_of, positions_of
+from tierfs.codec.planes.numbers import check_gaps, gaps_of, positions_of, unzigzag, zigzag
 from tierfs.codec.planes.packing import Mode, PlaneFit
 from tierfs.codec.planes.planes import (
-    WIDTHS,
     PlaneOrder,
     PlaneReader,
     PlaneWriter,
@@ -30,12 +30,18 @@ from tierfs.codec.planes.planes import (
     pairs_of,
     put_planes,
 )
-from tierfs.codec.planes.zigzag import unzigzag, zigzag
-from tierfs.codec.scratch import Elements, elements_of, scratch
+from tierfs.codec.scratch import WIDTHS, Elements, elements_of, scratch
 
-_HEAD = struct.Struct("<BBII")
+_SPARSE_HEAD = struct.Struct("<BBII")
 # Measured on bfloat16 weights: from 10 to 30 % on, planes of all differences are smaller and faster.
-_DENSE = 0.25
+_SPARSE_MAX = 0.25
+_DERIVED_HEAD = struct.Struct("<BII")
+_BFLOAT16 = 1
+_DERIVED_WIDTH = 2
+_NAN = 0x7FFF
+_PIECE = 1 << 18
+# With more exceptions the block is not a copy of the base: only small tensors in it match, or elements by chance.
+_EXCEPTIONS_MAX = 0.25
 
 
 def encode_differences(
@@ -99,16 +105,16 @@ def encode_sparse(raw: memoryview, width: int, base: memoryview, out: memoryview
     Returns:
         The encoded length; None if too many elements differ, or if the encoding does not pay.
     """
-    writer = PlaneWriter(raw, width, out, _HEAD.size, 1 + width)
+    writer = PlaneWriter(raw, width, out, _SPARSE_HEAD.size, 1 + width)
     numbers = difference(raw, width, base)
     differs = np.not_equal(numbers, 0, out=scratch("flags", 1, numbers.size).view(np.bool_))
     count = int(np.count_nonzero(differs))
-    if not writer.fits or count > _DENSE * numbers.size:
+    if not writer.fits or count > _SPARSE_MAX * numbers.size:
         return None
     positions = np.flatnonzero(differs)
     gaps = gaps_of(positions)
     values = np.take(numbers, positions, out=scratch("values", width, count), mode="clip")
-    _HEAD.pack_into(out, 0, width, 0, count, gaps.size)
+    _SPARSE_HEAD.pack_into(out, 0, width, 0, count, gaps.size)
     put_planes(writer, gaps)
     put_planes(writer, zigzag(values))
     return writer.finish()
@@ -120,17 +126,85 @@ def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> Non
     Raises:
         DamageError: ``encoded`` is not a SPARSE block of this size.
     """
-    if len(encoded) < _HEAD.size:
+    if len(encoded) < _SPARSE_HEAD.size:
         raise DamageError("cut short")
-    width, reserved, count, gap_bytes = _HEAD.unpack_from(encoded)
+    width, reserved, count, gap_bytes = _SPARSE_HEAD.unpack_from(encoded)
     if width not in WIDTHS or reserved:
         raise DamageError("invalid head of a sparse block")
     elements = elements_of(out, width)
     check_gaps(count, gap_bytes, elements.size)
-    planes = PlaneReader(encoded, _HEAD.size, [gap_bytes] + [count] * width, len(out) % width)
+    planes = PlaneReader(encoded, _SPARSE_HEAD.size, [gap_bytes] + [count] * width, len(out) % width)
     positions = positions_of(planes.take(), count, elements.size)
     values = scratch("values", width, count)
     planes.merge(values)
     out[:] = base
     elements[positions] += unzigzag(values)
     planes.finish(out)
+
+
+def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | None:
+    """Encode bfloat16 elements as DERIVE, if most are the rounded float32 elements of ``base``, twice as long.
+
+    The exceptions are stored as they are.
+
+    Returns:
+        The encoded length; None if there are too many exceptions, or if the encoding does not pay.
+    """
+    elements = elements_of(raw, _DERIVED_WIDTH)
+    writer = PlaneWriter(raw, _DERIVED_WIDTH, out, _DERIVED_HEAD.size, 1 + _DERIVED_WIDTH)
+    derived = scratch("elements", _DERIVED_WIDTH, elements.size)
+    derive(base, derived)
+    differs = np.not_equal(elements, derived, out=scratch("flags", 1, elements.size).view(np.bool_))
+    count = int(np.count_nonzero(differs))
+    if not writer.fits or count > _EXCEPTIONS_MAX * elements.size:
+        return None
+    positions = np.flatnonzero(differs)
+    gaps = gaps_of(positions)
+    values = np.take(elements, positions, out=scratch("values", _DERIVED_WIDTH, count), mode="clip")
+    _DERIVED_HEAD.pack_into(out, 0, _BFLOAT16, count, gaps.size)
+    put_planes(writer, gaps)
+    put_planes(writer, values)
+    return writer.finish()
+
+
+def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> None:
+    """Decode a DERIVE block into ``out``.
+
+    Raises:
+        DamageError: ``encoded`` is not a DERIVE block of this size.
+    """
+    if len(encoded) < _DERIVED_HEAD.size:
+        raise DamageError("cut short")
+    function, count, gap_bytes = _DERIVED_HEAD.unpack_from(encoded)
+    if function != _BFLOAT16:
+        raise DamageError("derived by an unknown function")
+    elements = elements_of(out, _DERIVED_WIDTH)
+    check_gaps(count, gap_bytes, elements.size)
+    planes = PlaneReader(encoded, _DERIVED_HEAD.size, [gap_bytes, count, count], len(out) % _DERIVED_WIDTH)
+    positions = positions_of(planes.take(), count, elements.size)
+    values = scratch("values", _DERIVED_WIDTH, count)
+    planes.merge(values)
+    derive(base, elements)
+    elements[positions] = values
+    planes.finish(out)
+
+
+def derive(base: memoryview, elements: Elements) -> None:
+    """Fill in the elements that follow from those of ``base``, one for each."""
+    sources = elements_of(base, 2 * _DERIVED_WIDTH)
+    for at in range(0, elements.size, _PIECE):
+        _round(sources[at : at + _PIECE], elements[at : at + _PIECE])
+
+
+def _round(sources: Elements, target: Elements) -> None:
+    """Round float32 to bfloat16, to the nearest, ties to even: overflow becomes infinity, as it should."""
+    sources = sources[: target.size]
+    sums = scratch("wide", 2 * _DERIVED_WIDTH, sources.size)
+    np.right_shift(sources, 16, out=sums)
+    np.bitwise_and(sums, 1, out=sums)
+    np.add(sums, 0x7FFF, out=sums)
+    np.add(sums, sources, out=sums)
+    np.right_shift(sums, 16, out=target, casting="unsafe")
+    is_nan = np.isnan(sources.view("<f4"), out=scratch("plane", 1, sources.size).view(np.bool_))
+    if is_nan.any():
+        target[is_nan] = _NAN

@@ -9,10 +9,10 @@ import tempfile  # noqa: F401
 import pytest
 
 import tierfs
-from tierfs import misplaced as module
+from tierfs import urls_as_paths as module
 from tierfs.cli import main
 from tierfs.errors import InvalidInputError
-from tierfs.misplaced import misplaced
+from tierfs.urls_as_paths import misplaced
 
 URLS = {
     "tierfs::file:///data/store/run": "tierfs::file:",
