@@ -1,4 +1,4 @@
-"""Format and parse sizes; check timeouts."""
+"""Format and parse sizes, parse times, check timeouts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ BINARY = 1024
 TIMEOUT_S_MAX = 1e9
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _PERCENT = re.compile(r"\s*([0-9]{1,3})(?:\.([0-9]{1,12}))?\s*%\s*")
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtTpP]?)(i?)([bB]?)\s*")
 
 
@@ -59,6 +61,22 @@ def parse_share(text: str | float, whole: int) -> int:
     if part > all_parts:
         raise InvalidInputError(f"{text!r} is more than 100%: write a share from 0% to 100%, or a size like 8GiB")
     return whole * part // all_parts
+
+
+def parse_time(text: str, name: str) -> float:
+    """Parse a time such as ``"2d"``, ``"6h"``, ``"30m"``, ``"10s"`` or ``"1w"``, and return it in seconds.
+
+    Args:
+        text: The time.
+        name: The name of the argument or class that got the time, for errors.
+
+    Raises:
+        InvalidInputError: The text is not a time.
+    """
+    match = _TIME.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise InvalidInputError(f"{name}({text!r}): must be a number and a unit (s, m, h, d or w), like 2d")
+    return float(match[1]) * _UNITS_S[match[2]]
 
 
 def bounded_timeout(seconds: float | None) -> float | None:

@@ -18,11 +18,11 @@ from tierfs.train.policies import (
     Deadline,
     Preemption,
     YoungDaly,
-    as_rules,
     as_save_policies,
     deadline_of,
     young_daly_s,
 )
+from tierfs.train.retention import as_rules
 
 NOW_S = 1_700_000_000.0
 seconds = st.floats(0.001, 1e5)

@@ -14,8 +14,8 @@ from support.small_training import Training
 
 from tierfs.errors import FormatError, InvalidInputError
 from tierfs.train import Manager, TrainState
-from tierfs.train.packing import pack, unpack
 from tierfs.train.state import DictState
+from tierfs.train.values import pack, unpack
 
 OPTIONS = {"ram": "0", "nvme": "0", "save": ()}
 MODEL = torch.nn.Linear(1, 1)

@@ -8,7 +8,6 @@ unreadable ones. An incomplete one may be a save in flight, and a person has to 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -16,9 +15,7 @@ from typing import Protocol
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
+from tierfs.units import parse_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,22 +303,6 @@ def parse_rule(text: str) -> Rule:
     raise InvalidInputError(
         f"--keep {text}: must be one of latest:N, every:STEPS, best:K:METRIC[:max], within:2d, geometric[:BASE]"
     )
-
-
-def parse_time(text: str, name: str) -> float:
-    """Parse a time such as ``"2d"``, ``"6h"``, ``"30m"``, ``"10s"`` or ``"1w"``, and return it in seconds.
-
-    Args:
-        text: The time.
-        name: The name of the argument or class that got the time, for errors.
-
-    Raises:
-        InvalidInputError: The text is not a time.
-    """
-    match = _TIME.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise InvalidInputError(f"{name}({text!r}): must be a number and a unit (s, m, h, d or w), like 2d")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def _is_number(value: object) -> bool:

@@ -32,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 from tierfs.demo.model import ByteGPT, ByteStream, shape_for, standard_library_text
 from tierfs.digest import checksum
 from tierfs.train import Every, Manager, Preemption, TrainState
-from tierfs.train.digests import digests_of
 from tierfs.train.position import reseed
+from tierfs.train.values import digests_of
 
 _BATCH = 4
 _SEED = 0

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from tierfs.checkpoint.retention import Best, Every, Geometric, Latest, Within
     from tierfs.train.handle import SaveHandle
     from tierfs.train.manager import Manager
-    from tierfs.train.policies import Context, Deadline, KeepPolicy, Preemption, SavePolicy, YoungDaly
+    from tierfs.train.policies import Context, Deadline, Preemption, SavePolicy, YoungDaly
     from tierfs.train.proof import ResumeReport
     from tierfs.train.restore import Restored
+    from tierfs.train.retention import KeepPolicy
     from tierfs.train.signals import outlive_signals
     from tierfs.train.state import TrainState
 
@@ -42,7 +43,7 @@ _HOMES = {
     "Deadline": "tierfs.train.policies",
     "Every": _RETENTION,
     "Geometric": _RETENTION,
-    "KeepPolicy": "tierfs.train.policies",
+    "KeepPolicy": "tierfs.train.retention",
     "Latest": _RETENTION,
     "Manager": "tierfs.train.manager",
     "Preemption": "tierfs.train.policies",

@@ -18,6 +18,7 @@ from dataclasses import replace
 from tierfs.train.agree import Agreed, Agreement, World
 from tierfs.train.health import Health
 from tierfs.train.policies import Context, Preemption, SavePolicy
+from tierfs.train.save import SaveThread
 from tierfs.train.signals import Signals
 
 _logger = logging.getLogger("tierfs.train")
@@ -28,8 +29,6 @@ RESERVED = 0.2
 DEADLINE_GRACE_S = 120.0
 """Seconds that the last save may take if no `Preemption` policy says how long."""
 STEPS_MEASURED = 16
-SLOWEST_COUNTS = 0.9
-"""A deadline allows for the slowest recent save. Each later save reduces the time of that one by this factor."""
 
 
 class SaveDecider:
@@ -40,11 +39,10 @@ class SaveDecider:
         health: Counts the failed saves of this rank.
         full: Policies for full saves. Each of them can ask for one.
         light: Policies for light saves. Each of them can ask for one.
-        is_saving: Returns whether a save is in flight.
-        end_saves: Waits for the saves in flight, at most the given seconds.
+        saves: Makes the saves.
 
     Attributes:
-        timer: Measures how long steps and saves take.
+        timer: Measures how long steps take, and for how long a save blocks them.
     """
 
     def __init__(
@@ -53,14 +51,13 @@ class SaveDecider:
         health: Health,
         full: Sequence[SavePolicy],
         light: Sequence[SavePolicy],
-        is_saving: Callable[[], bool],
-        end_saves: Callable[[float], object],
+        saves: SaveThread,
     ) -> None:
         self._world = world
         self._health = health
         self._policies = {FULL: full, LIGHT: light}
-        self._is_saving = is_saving
-        self._end_saves = end_saves
+        self._saves = saves
+        saves.context = self.context
         self._steps_saved: list[int] = []
         self._at_steps, self._at_checks = Agreement(world, 0), Agreement(world, 1)
         self.timer, self._check_timer = StepTimer(), StepTimer()
@@ -124,9 +121,9 @@ class SaveDecider:
             since_s=timer.since_s,
             step_s=timer.step_s,
             blocked_s=timer.blocked_s,
-            save_s=timer.save_s,
+            save_s=self._saves.save_s,
             agree_every=self._at_steps.every + (self._world.size > 1),
-            is_saving=self._is_saving(),
+            is_saving=self._saves.is_saving,
             is_preempted=self._signals.received != 0,
         )
 
@@ -156,7 +153,7 @@ class SaveDecider:
                 "training ends without a last save: %s did not come to this step within %g s of %s",
                 late(), self._grace_s * (1 - RESERVED), name,
             )  # fmt: skip
-            self._end_saves(self.left_s)
+            self._saves.wait(self.left_s)
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -189,14 +186,13 @@ class StepTimer:
     Attributes:
         step_s: Mean seconds of the last steps; 0 before the second step.
         blocked_s: Seconds for which a save blocks training; 0 before the first save.
-        save_s: Seconds until a save reaches the level that the manager asks for; 0 before the first save.
     """
 
     def __init__(self) -> None:
         self._resumed_s = self._saved_s = time.perf_counter()
         self._steps: deque[float] = deque(maxlen=STEPS_MEASURED)
         self._has_stepped = False
-        self.step_s = self.blocked_s = self.save_s = 0.0
+        self.step_s = self.blocked_s = 0.0
 
     def made_step(self) -> None:
         """Record the end of a step."""
@@ -214,10 +210,6 @@ class StepTimer:
         self._saved_s = time.perf_counter()
         # The last save counts for one half, because the first save of a process costs more than later ones.
         self.blocked_s = blocked_s if not self.blocked_s else (self.blocked_s + blocked_s) / 2
-
-    def reached_level(self, seconds: float) -> None:
-        """Record the seconds that a save took until it was done."""
-        self.save_s = max(seconds, self.save_s * SLOWEST_COUNTS)
 
     @property
     def since_s(self) -> float:

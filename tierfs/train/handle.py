@@ -18,31 +18,6 @@ from tierfs.train.run import RunDirectory
 from tierfs.units import bounded_timeout
 
 
-@dataclass(slots=True)
-class SaveOrder:
-    """A requested save, on one rank.
-
-    Attributes:
-        step: The training step.
-        kind: ``full`` or ``light``.
-        run: The id of the run.
-        staged: A copy of the state, which training does not change.
-        problem: The reason why the state could not be copied; ``None`` if it was.
-        metrics: The metrics of this step, by name.
-        history: The metrics of earlier steps and of this one.
-        overwrite: Whether the save may replace a checkpoint of this step with different content.
-    """
-
-    step: int
-    kind: str
-    run: str
-    staged: Mapping[str, Any] = field(default_factory=dict)
-    problem: Exception | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    history: Sequence[tuple[int, Mapping[str, Any]]] = ()
-    overwrite: bool = False
-
-
 class SaveHandle:
     """A save that is in flight, or done.
 
@@ -53,9 +28,9 @@ class SaveHandle:
         was_there: Whether the step was already saved with the same content, so that this save wrote nothing.
     """
 
-    def __init__(self, run: RunDirectory, order: SaveOrder) -> None:
-        self.step = order.step
-        self.kind = order.kind
+    def __init__(self, run: RunDirectory, step: int, kind: str) -> None:
+        self.step = step
+        self.kind = kind
         self.blocked_s = 0.0
         self.was_there = False
         self._run = run
@@ -156,3 +131,26 @@ class SaveHandle:
             self._ended.set_result(None)
         else:
             self._ended.set_exception(error)
+
+
+@dataclass(slots=True)
+class SaveOrder:
+    """A requested save, on one rank. It holds a copy of the state, so nothing keeps it after the save.
+
+    Attributes:
+        handle: The save as the training loop sees it.
+        run: The id of the run.
+        metrics: The metrics of this step, by name.
+        history: The metrics of earlier steps and of this one.
+        overwrite: Whether the save may replace a checkpoint of this step with different content.
+        staged: A copy of the state, which training does not change.
+        problem: The reason why the state could not be copied; ``None`` if it was.
+    """
+
+    handle: SaveHandle
+    run: str
+    metrics: Mapping[str, float]
+    history: Sequence[tuple[int, Mapping[str, Any]]]
+    overwrite: bool
+    staged: Mapping[str, Any] = field(default_factory=dict)
+    problem: Exception | None = None

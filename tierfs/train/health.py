@@ -8,10 +8,10 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from tierfs.checkpoint.retention import parse_time
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.train.agree import Agreed
 from tierfs.train.handle import SaveHandle
+from tierfs.units import parse_time
 
 ERRORS_MAX = 100
 WATCHED_MAX = 16

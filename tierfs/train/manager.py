@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import logging
 import os
-import reprlib
-import secrets
 import signal
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from tierfs.checkpoint.lines import FIRST, NOTHING, Lines
 from tierfs.checkpoint.retention import Best, Every
 from tierfs.dcp.address import Address
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.train.agree import Agreed, World
+from tierfs.train.course import Course
 from tierfs.train.decider import LIGHT, SaveDecider, StepTimer
 from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
 from tierfs.train.policies import Preemption, as_save_policies
-from tierfs.train.proof import UNKNOWN, PartCheck, Prover, ResumeReport, history_in
-from tierfs.train.restore import ACCEPTED, Course, Restored, Restorer
+from tierfs.train.proof import History, Prover, ResumeReport, history_in
+from tierfs.train.restore import ACCEPTED, Restored, Restorer
 from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, checked_step
-from tierfs.train.save import RunWriter, SaveChecks, SaveThread
+from tierfs.train.save import RunWriter, SaveThread
 from tierfs.train.state import as_state
 from tierfs.units import TIMEOUT_S_MAX, bounded_timeout
 
 KINDS = ("light", "full")
 WAITING_MAX = 2
 """Saves that may be in flight: one that is being written, and one whose state is already copied."""
-HISTORY_STEPS = 256
-"""Each save records the metrics of this many steps up to it, for a proof of resume."""
-REPLAY_STEPS, REPLAY_SAVES = 32, 8
-"""It also records those of this many steps after each of this many full saves before it, from which a proof replays."""
 _logger = logging.getLogger("tierfs.train")
 
 
@@ -113,39 +106,32 @@ class Manager:
         if self._world.size == 1:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         self._run = RunDirectory(address)
-        writer = RunWriter(root, **placing, **options)
-        checks = SaveChecks(on_stale, reads_back=verify_after_save)
-        self._saves = SaveThread(
-            self._run,
-            writer,
-            self._world,
-            planner,
-            checks,
-            self._noted,
-            self._ended,
-            self._after_save,
-            self._health.note_after,
-        )
+        self._writer = RunWriter(root, **placing, **options)
+        self._restorer = Restorer(self._run, options, self._world)
+        self._on_corrupt = on_corrupt
+        self._course = Course(self._run, self._world)
         self._keep = Retention(
             self._run, keep, removes=self._world.is_first, evicts=os.environ.get("LOCAL_RANK", "0") == "0"
         )
-        self._writer = writer
-        self._restorer = Restorer(self._run, options, self._world)
-        self._on_corrupt = on_corrupt
-        # The run's line. Without a restore it begins at nothing, and the first save records it.
-        self._course = Course(self._world.from_first(secrets.token_hex(8), self._world.training), is_new=True)
-        self._is_fresh = True
+        self._saves = SaveThread(
+            self._run,
+            self._writer,
+            self._world,
+            self._course,
+            self._keep,
+            self._health,
+            planner=planner,
+            on_stale=on_stale,
+            reads_back=verify_after_save,
+        )
+        self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._saves)
         self._pid = os.getpid()
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
         self._last: tuple[int, Any, Mapping[str, Any]] | None = None
-        self._history: list[tuple[int, Mapping[str, Any]]] = []
-        self._full_steps: deque[int] = deque(maxlen=REPLAY_SAVES)
+        self._history = History()
         self._restored: Restored | None = None  # None once a step was made since
         self._is_stopping = self._is_closed = False
         self._signal = 0
-        self._decider = SaveDecider(
-            self._world, self._health, full_policies, light_policies, self._is_saving, self._saves.wait
-        )
 
     def __repr__(self) -> str:
         return f"Manager({self._run.url!r}, rank={self._world.rank} of {self._world.size})"
@@ -192,14 +178,12 @@ class Manager:
         if self._restored is not None:
             self._restored = None
             try:
-                if not self._is_saving():  # otherwise that save records it
-                    self._begin_line()
+                if not self._saves.is_saving:  # otherwise that save records it
+                    self._course.record_return()
             except TierfsError as error:
                 _logger.warning("%s: the new line is recorded with the next save: %s", self._run.url, error)
         if taken:
-            self._history.append((step, taken))
-            if len(self._history) > 2 * (HISTORY_STEPS + REPLAY_SAVES * REPLAY_STEPS):
-                self._history = self._replayable()
+            self._history.add(step, taken)
         with self._decider.at_step(step) as agreed:
             return self._act(agreed)
 
@@ -259,9 +243,6 @@ class Manager:
         """Return whether a policy of this rank asks for a save at this step."""
         return bool(self._decider.wish(step))
 
-    def _is_saving(self) -> bool:
-        return bool(self._handles) and not self._handles[-1].done
-
     def save(
         self,
         step: int,
@@ -309,36 +290,25 @@ class Manager:
             self._meet()
             self._handles[0].settle(self._timeout_s)
         numbers = {name: float(value) for name, value in taken.items()}
-        order = SaveOrder(
-            step, kind, self._course.run, metrics=numbers, history=self._replayable(), overwrite=overwrite
-        )
-        handle = SaveHandle(self._run, order)
+        handle = SaveHandle(self._run, step, kind)
+        order = SaveOrder(handle, self._course.run, numbers, self._history.recorded(), overwrite)
         try:
             values, said = parts.to_save(step, kind)
-            timer = self._decider.timer
-            about = About(step, kind, self._world.size, self._course.run, timer.blocked_s, timer.save_s, said)
+            costs = self._decider.timer.blocked_s, self._saves.save_s
+            about = About(step, kind, self._world.size, self._course.run, *costs, said)
             staged: Any = self._writer.stage(about.added_to(values))
             order.staged = staged
         except Exception as error:  # noqa: BLE001 - reported to the other ranks
             order.problem = error
         self._handles.append(handle)
-        self._saves.submit(handle, order)
+        self._saves.submit(order)
         if isinstance(order.problem, InvalidInputError):
             raise order.problem
         if kind == "full":
-            self._full_steps.append(step)
+            self._history.saved(step)
         handle.blocked_s = time.perf_counter() - begun
         self._decider.made_save(step, handle.blocked_s)
         return handle
-
-    def _replayable(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Return the metrics of the last steps, and those of the first steps after each full save."""
-        last = len(self._history) - HISTORY_STEPS
-        return [
-            (step, metrics)
-            for at, (step, metrics) in enumerate(self._history)
-            if at >= last or any(0 < step - saved <= REPLAY_STEPS for saved in self._full_steps)
-        ]
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -351,54 +321,6 @@ class Manager:
     def _has_failed(self, handle: SaveHandle) -> bool:
         """Return whether any rank knows that a save failed. A collective: ranks notice it at different times."""
         return bool(self._world.begin_greatest([int(handle.error is not None)], self._world.training)()[0])
-
-    def _noted(self) -> Mapping[str, Any]:
-        """Return the facts that a resumed run needs in addition to the state."""
-        self._begin_line()
-        return {"known": self._keep.told()}
-
-    def _begin_line(self) -> None:
-        """Record that training went back to an earlier step, before anything follows from it. Rank 0 does it.
-
-        Raises:
-            TierfsError: It could not be recorded.
-        """
-        course = self._course
-        if course.is_new and not self._is_fresh:
-            if self._world.is_first and course.lines is not None:
-                self._run.write_lines(course.lines)
-                steps = reprlib.repr(sorted(course.newer))
-                _logger.warning("%s: training went back: it leaves the newer steps %s behind", self._run.url, steps)
-            self._course = replace(course, is_new=False)
-
-    def _begin_run(self, step: int) -> None:
-        """Record the line of this run after its first save, so that foreign checkpoints can be told from its own."""
-        course = self._course
-        if course.lines is None and self._world.is_first:
-            lines = self._run.lines()
-            if self._is_fresh and (lines is not None or any(each != step for each in self._run.candidates())):
-                lines = (lines or Lines()).begun(course.run, FIRST, NOTHING)
-            self._run.write_lines(lines or Lines())
-        self._course, self._is_fresh = replace(course, lines=course.lines or Lines(), is_new=False), False
-
-    def _ended(self, handle: SaveHandle, order: SaveOrder, error: Exception | None) -> None:
-        """Record the outcome of a save. Runs on the save thread."""
-        self._health.note(handle, error)
-        if error is None:
-            if not handle.was_there:
-                self._decider.timer.reached_level(handle.seconds)
-            self._keep.add(handle.step, handle.kind, time.time_ns(), order.metrics)
-
-    def _after_save(self, handle: SaveHandle) -> None:
-        """Record the line of the run, and apply retention. Runs on the save thread."""
-        try:
-            if handle.error is None:
-                self._begin_run(handle.step)
-            self._keep.apply(self._decider.context())
-        except TierfsError as error:
-            _logger.warning(
-                "%s: the work after a save failed, and is repeated after the next: %s", self._run.url, error
-            )
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until this rank has no save in flight and has applied retention.
@@ -453,15 +375,14 @@ class Manager:
         only = (only,) if isinstance(only, str) else only
         found = self._restorer.restore(state, step=step, only=only, kind=kind, on_corrupt=self._on_corrupt)
         timer = self._decider.timer = StepTimer()
+        self._saves.save_s = 0.0
         if not only:
-            self._course, self._is_fresh = self._restorer.course_after(found, is_choice=step is not None), False
-            self._saves.left = set(self._course.newer)
+            self._course.resume(found, is_choice=step is not None)
         if found is not None and found.about is not None:
-            timer.blocked_s, timer.save_s = found.about.blocked_s, found.about.save_s
+            timer.blocked_s, self._saves.save_s = found.about.blocked_s, found.about.save_s
             if not only:
                 self._keep.resume(found.step, found.kind, self._course.lines, self._course.newer)
-                self._full_steps.append(found.step)
-                self._history = list(history_in(self._run.record_of(found.step), self._world.rank))
+                self._history.resume(found.step, history_in(self._run.record_of(found.step), self._world.rank))
         self._restored = found if not only else None
         return found
 
@@ -521,25 +442,15 @@ class Manager:
         restored = self._restored or self.restore(state)
         if restored is None:
             raise NotFoundError(f"{self._run.url} has no complete checkpoint: there is nothing to resume from")
-        trained = as_state(state)
-        has_step = trained.step  # `to_save` sets it
-        values, _ = trained.to_save(restored.step, restored.kind)
-        prover = Prover(self._run, self._world, restored)
-        checks = prover.compare(values, has_step, trained.learning_rates)
-        if train is None:
-            return ResumeReport(
-                restored.step, (), (*checks, PartCheck("losses", UNKNOWN, "no step was to be replayed"))
-            )
-        begin, replayed, recorded = prover.plan(metric, steps)
-        if replayed:
-            load = partial(self._restorer.restore, state, only=(), kind="full", on_corrupt="raise")
-            load(step=begin)
-            checks.append(prover.replay(train, replayed, recorded, tolerance))
-            load(step=restored.step)
-        else:
-            why = f"no earlier checkpoint is followed by steps with a recorded {metric!r}"
-            checks.append(PartCheck("losses", UNKNOWN, why))
-        return ResumeReport(restored.step, replayed, tuple(checks))
+        load = partial(self._restorer.restore, state, only=(), kind="full", on_corrupt="raise")
+        return Prover(self._run, self._world, restored).prove(
+            as_state(state),
+            train,
+            lambda step: load(step=step),
+            steps=steps,
+            metric=metric,
+            tolerance=tolerance,
+        )
 
     def best(self, metric: str, mode: str = "min") -> int | None:
         """Return the complete step with the best value of a metric; ``None`` if no such step has it.

@@ -1,4 +1,4 @@
-"""Policies: when to save and which checkpoints to keep. Users can combine them and write their own."""
+"""Policies that decide when to save. Users can combine them and write their own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from tierfs.checkpoint.retention import Every, Rule, SavedCheckpoint, parse_time
+from tierfs.checkpoint.retention import Every
 from tierfs.errors import InvalidInputError
+from tierfs.units import parse_time
 
 DEADLINES_S = (
     "SLURM_JOB_END_TIME",
@@ -64,19 +65,6 @@ class SavePolicy(Protocol):
         Args:
             step: The step that was made.
             previous: Steps for which this manager has requested a save, ascending.
-            context: Times and events, as this rank knows them.
-        """
-
-
-class KeepPolicy(Protocol):
-    """A reason to keep checkpoints."""
-
-    def preserve(self, checkpoints: Sequence[SavedCheckpoint], *, context: Context) -> Sequence[bool]:
-        """Return for each checkpoint whether to keep it, in the order given.
-
-        Args:
-            checkpoints: The complete checkpoints of one kind, full or light, of the run, the oldest first. The policy is
-                called for each kind.
             context: Times and events, as this rank knows them.
         """
 
@@ -259,38 +247,4 @@ def as_save_policies(policies: Iterable[Any], name: str = "save") -> list[SavePo
             raise InvalidInputError(
                 f"{name}=[{policy!r}]: a save policy must have should_save(step, previous, *, context)"
             )
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Preserving:
-    """Adapts a user's keep policy to a rule of retention."""
-
-    policy: KeepPolicy
-    context: Context
-
-    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        kept = self.policy.preserve(saved, context=self.context)
-        if len(kept) != len(saved):
-            raise InvalidInputError(f"{self.policy!r} got {len(saved)} checkpoints, but returned {len(kept)} answers")
-        return [each for each, is_kept in zip(saved, kept, strict=True) if is_kept]
-
-    def __str__(self) -> str:
-        return repr(self.policy)
-
-
-def as_rules(policies: Iterable[Any], context: Context) -> list[Rule]:
-    """Turn a user's keep policies into rules of retention.
-
-    Raises:
-        InvalidInputError: An item is not a keep policy.
-    """
-    found: list[Rule] = []
-    for policy in policies:
-        if hasattr(policy, "preserve"):
-            found.append(_Preserving(policy, context))
-        elif hasattr(policy, "select"):
-            found.append(policy)
-        else:
-            raise InvalidInputError(f"keep=[{policy!r}]: a keep policy must have preserve(checkpoints, *, context)")
     return found

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from tierfs.train.agree import World
-from tierfs.train.digests import digests_of, first_difference, without_digest
 from tierfs.train.restore import Restored
 from tierfs.train.run import RunDirectory
+from tierfs.train.state import DictState, TrainState
+from tierfs.train.values import digests_of, first_difference, without_digest
 
 SAME, DIFFERENT, UNKNOWN = "same", "different", "not recorded"
+HISTORY_STEPS = 256
+"""Each save records the metrics of this many steps up to it, for a proof of resume."""
+REPLAY_STEPS, REPLAY_SAVES = 32, 8
+"""It also records those of this many steps after each of this many full saves before it, from which a proof replays."""
 _OWN_PARTS = {"rng": "random generators", "loader": "data loader"}
 _ORDER = ("step", "learning rate", "model", "optimizer", "scheduler", "scaler", "random generators", "data loader")
 
@@ -66,6 +72,41 @@ class ResumeReport:
         return "\n".join([head + replayed, *(f"  {check}" for check in self.checks)])
 
 
+class History:
+    """The metrics of this rank's steps that each save records."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, Mapping[str, Any]]] = []
+        self._saves: deque[int] = deque(maxlen=REPLAY_SAVES)
+
+    def __repr__(self) -> str:
+        return f"History({len(self._steps)} steps)"
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics of a step."""
+        self._steps.append((step, metrics))
+        if len(self._steps) > 2 * (HISTORY_STEPS + REPLAY_SAVES * REPLAY_STEPS):
+            self._steps = self.recorded()
+
+    def saved(self, step: int) -> None:
+        """Note a full save."""
+        self._saves.append(step)
+
+    def resume(self, step: int, metrics: list[tuple[int, dict[str, float]]]) -> None:
+        """Go on from a restored step and the metrics that its save recorded."""
+        self._saves.append(step)
+        self._steps = list(metrics)
+
+    def recorded(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """Return the metrics of the last steps, and those of the first steps after each full save."""
+        last = len(self._steps) - HISTORY_STEPS
+        return [
+            (step, metrics)
+            for at, (step, metrics) in enumerate(self._steps)
+            if at >= last or any(0 < step - saved <= REPLAY_STEPS for saved in self._saves)
+        ]
+
+
 class Prover:
     """Compares the states of the ranks with the record of the restored step's save. Each call is a collective."""
 
@@ -74,6 +115,43 @@ class Prover:
         self._world = world
         self._restored = restored
         self._record: Mapping[str, Any] = run.record_of(restored.step) or {}
+
+    def prove(
+        self,
+        state: TrainState | DictState,
+        train: Callable[[int], float] | None,
+        load: Callable[[int], object],
+        *,
+        steps: int,
+        metric: str,
+        tolerance: float,
+    ) -> ResumeReport:
+        """Compare the restored state, then replay steps. At the end, the restored step is loaded again.
+
+        Args:
+            state: This rank's state.
+            train: Makes a step, and returns its loss; ``None`` skips the replay.
+            load: Loads a step into the state.
+            steps: The most steps to replay.
+            metric: The name of the loss.
+            tolerance: As for `replay`.
+        """
+        restored = self._restored
+        has_step = state.step  # `to_save` sets it
+        values, _ = state.to_save(restored.step, restored.kind)
+        checks = self.compare(values, has_step, state.learning_rates)
+        if train is None:
+            checks.append(PartCheck("losses", UNKNOWN, "no step was to be replayed"))
+            return ResumeReport(restored.step, (), tuple(checks))
+        begin, replayed, recorded = self.plan(metric, steps)
+        if replayed:
+            load(begin)
+            checks.append(self.replay(train, replayed, recorded, tolerance))
+            load(restored.step)
+        else:
+            why = f"no earlier checkpoint is followed by steps with a recorded {metric!r}"
+            checks.append(PartCheck("losses", UNKNOWN, why))
+        return ResumeReport(restored.step, replayed, tuple(checks))
 
     def compare(
         self, state: Mapping[str, Any], step: int | None, learning_rates: Sequence[float] | None

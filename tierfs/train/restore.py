@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import logging
 import reprlib
-import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from tierfs.checkpoint.lines import ABOUT, FIRST, Lines, line_of
+from tierfs.checkpoint.lines import ABOUT, Lines
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.train.agree import World, reason_of
@@ -69,23 +68,6 @@ class Restored:
     def is_exact(self) -> bool:
         """Whether the state is restored exactly, so that training goes on as if it had never stopped."""
         return not self.notes
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """The line in which training goes on after a restore, the same on every rank.
-
-    Attributes:
-        run: The id of the run, which names its line.
-        lines: The lines of the root; ``None`` if none are recorded.
-        is_new: Whether the line begins here and is not recorded yet.
-        newer: Steps after the restored one, which training does not go on from.
-    """
-
-    run: str
-    lines: Lines | None = None
-    is_new: bool = False
-    newer: tuple[int, ...] = ()
 
 
 class _Planner(TierLoadPlanner):
@@ -220,30 +202,6 @@ class Restorer:
             return self._run.kind_of(step, lines)
         except _PASSED_OVER as error:
             return str(error)
-
-    def course_after(self, found: Restored | None, *, is_choice: bool) -> Course:
-        """Return the line in which training goes on.
-
-        Args:
-            found: The outcome of the restore.
-            is_choice: Whether the user chose the step. Then newer steps are left behind, and a new line begins.
-        """
-
-        def look() -> Course:
-            run, name = self._run, secrets.token_hex(8)
-            lines = run.lines()
-            if found is not None and is_choice:
-                line = line_of(run.checkpoint(found.step)) or FIRST
-                newer = tuple(step for step in run.candidates() if step > found.step)
-                if newer or (lines is not None and not lines.holds(line, found.step)):
-                    return Course(name, (lines or Lines()).begun(name, line, found.step), is_new=True, newer=newer)
-            current = lines.current if lines is not None else FIRST
-            about = found.about if found is not None else None
-            newer = tuple(step for step, _ in found.passed_over) if found is not None else ()
-            return Course(current or (about.run if about is not None else name), lines, newer=newer)
-
-        course: Course = self._world.ask_first(look, self._world.training)
-        return course
 
     def _that(self, step: int) -> tuple[int, str]:
         problem = self._problem_of(step)

@@ -1,19 +1,22 @@
-"""`Retention`: removes this run's checkpoints, and local copies of them, that no policy keeps."""
+"""`Retention`: removes this run's checkpoints, and local copies of them, that no policy keeps.
+
+The policies are rules of `tierfs.checkpoint.retention`, or written by users (`KeepPolicy`).
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from tierfs.checkpoint.lines import Lines
-from tierfs.checkpoint.retention import Decision, SavedCheckpoint, decide
+from tierfs.checkpoint.retention import Decision, Rule, SavedCheckpoint, decide
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import evict
-from tierfs.train.policies import Context, as_rules, listed
+from tierfs.train.policies import Context, listed
 from tierfs.train.run import RunDirectory
 
 KNOWN_MAX = 1000
@@ -21,6 +24,53 @@ KNOWN_MAX = 1000
 OBJECT = "object"
 LOCAL_TIERS = ("nvme", "ram")
 _logger = logging.getLogger("tierfs.train")
+
+
+class KeepPolicy(Protocol):
+    """A reason to keep checkpoints."""
+
+    def preserve(self, checkpoints: Sequence[SavedCheckpoint], *, context: Context) -> Sequence[bool]:
+        """Return for each checkpoint whether to keep it, in the order given.
+
+        Args:
+            checkpoints: The complete checkpoints of one kind, full or light, of the run, the oldest first. The policy is
+                called for each kind.
+            context: Times and events, as this rank knows them.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Preserving:
+    """Adapts a user's keep policy to a rule of retention."""
+
+    policy: KeepPolicy
+    context: Context
+
+    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
+        kept = self.policy.preserve(saved, context=self.context)
+        if len(kept) != len(saved):
+            raise InvalidInputError(f"{self.policy!r} got {len(saved)} checkpoints, but returned {len(kept)} answers")
+        return [each for each, is_kept in zip(saved, kept, strict=True) if is_kept]
+
+    def __str__(self) -> str:
+        return repr(self.policy)
+
+
+def as_rules(policies: Iterable[Any], context: Context) -> list[Rule]:
+    """Turn a user's keep policies into rules of retention.
+
+    Raises:
+        InvalidInputError: An item is not a keep policy.
+    """
+    found: list[Rule] = []
+    for policy in policies:
+        if hasattr(policy, "preserve"):
+            found.append(_Preserving(policy, context))
+        elif hasattr(policy, "select"):
+            found.append(policy)
+        else:
+            raise InvalidInputError(f"keep=[{policy!r}]: a keep policy must have preserve(checkpoints, *, context)")
+    return found
 
 
 class Retention:
@@ -93,11 +143,10 @@ class Retention:
         self, step: int, kind: str, created_ns: int, metrics: Mapping[str, float], *, is_left: bool = False
     ) -> None:
         """Note a checkpoint that this run saved, and whether the run left it behind."""
-        _, path = self._run.path_of(step)
         with self._lock:
             self._durable.discard(step)
             self._known[step] = SavedCheckpoint(
-                path, step, created_ns, Level.STAGED, metrics=metrics, kind=kind, is_left=is_left
+                f"step_{step}", step, created_ns, Level.STAGED, metrics=metrics, kind=kind, is_left=is_left
             )
 
     def forget(self, step: int) -> None:

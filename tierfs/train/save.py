@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -22,11 +22,17 @@ from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World, reason_of
-from tierfs.train.digests import TENSOR, digests_of, first_difference, without_digest
+from tierfs.train.course import Course
 from tierfs.train.handle import SaveHandle, SaveOrder
+from tierfs.train.health import Health
+from tierfs.train.policies import Context
 from tierfs.train.proof import encode_history
+from tierfs.train.retention import Retention
 from tierfs.train.run import OWN, RunDirectory
+from tierfs.train.values import TENSOR, digests_of, first_difference, without_digest
 
+SLOWEST_COUNTS = 0.9
+"""A deadline allows for the slowest recent save. Each later save reduces the time of that one by this factor."""
 _logger = logging.getLogger("tierfs.train")
 
 
@@ -46,37 +52,23 @@ class RunWriter(TierWriter):
         super().finish(metadata, results)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveChecks:
-    """The checks of each save.
-
-    Attributes:
-        on_stale: ``warn``, ``raise`` or ``ignore``, for a save whose tensors all equal those of the last saved step.
-        reads_back: Whether each save is read back.
-    """
-
-    on_stale: str = "warn"
-    reads_back: bool = False
-
-
 class SaveThread:
     """Makes the saves of one rank in the order of their requests. Its collectives use `World.saving`.
-
-    The callbacks run on the save thread.
 
     Args:
         run: The directory of the run.
         writer: Writes the checkpoints.
         world: The ranks.
+        course: The line of the run, which is recorded with a save.
+        keep: Removes checkpoints after each save.
+        health: Gets the outcome of each save.
         planner: Returns a new planner for each save; ``None`` for torch's own.
-        checks: The checks of each save.
-        noted: Returns more facts for the record beside a checkpoint. Called on the coordinator only.
-        ended: Called when a save ends, with the reason if it failed, before its handle is done.
-        after: Called after the handle of a save is done.
-        failed: Called with the error if ``ended`` or ``after`` raised, for example in a user's policy.
+        on_stale: ``warn``, ``raise`` or ``ignore``, for a save whose tensors all equal those of the last saved step.
+        reads_back: Whether each save is read back.
 
     Attributes:
-        left: Steps that a restore left behind. A save may replace them unless they are pinned.
+        context: Returns the facts that keep policies get. `SaveDecider` sets it.
+        save_s: Seconds until a save reached its level, by the slowest recent save; 0 before the first one.
     """
 
     def __init__(
@@ -84,40 +76,51 @@ class SaveThread:
         run: RunDirectory,
         writer: RunWriter,
         world: World,
+        course: Course,
+        keep: Retention,
+        health: Health,
+        *,
         planner: Callable[[], SavePlanner] | None,
-        checks: SaveChecks,
-        noted: Callable[[], Mapping[str, Any]],
-        ended: Callable[[SaveHandle, SaveOrder, Exception | None], None],
-        after: Callable[[SaveHandle], None],
-        failed: Callable[[SaveHandle, Exception], None],
+        on_stale: str,
+        reads_back: bool,
     ) -> None:
         self._run = run
         self._writer = writer
         self._world = world
+        self._course = course
+        self._keep = keep
+        self._health = health
         self._planner = planner
-        self._checks = checks
-        self._noted = noted
-        self._on_end = ended
-        self._after = after
-        self._on_failure = failed
-        self.left: set[int] = set()
+        self._on_stale = on_stale
+        self._reads_back = reads_back
+        self.context: Callable[[], Context]
+        self.save_s = 0.0
         self._open = 0
         self._idle = threading.Condition()
+        self._newest: SaveHandle | None = None
         self._before: tuple[int, Mapping[str, str]] = (-1, {})  # step and digests of the last save
-        self._queue: queue.SimpleQueue[tuple[SaveHandle, SaveOrder] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[SaveOrder | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, handle: SaveHandle, order: SaveOrder) -> None:
+    @property
+    def is_saving(self) -> bool:
+        """Whether the save that was requested last is in flight."""
+        return self._newest is not None and not self._newest.done
+
+    def submit(self, order: SaveOrder) -> None:
         """Queue a save. If this process cannot start the save thread, the save fails on all ranks."""
+        self._newest = order.handle
         if self._thread is None:
             self._thread = start_daemon(self._work, name="train-save")
         if self._thread is None:
-            order.problem = order.problem or TierfsError(f"{handle.url}: this process cannot start a thread to save it")
-            self._work_on(handle, order)  # the other ranks wait for this rank's report
+            order.problem = order.problem or TierfsError(
+                f"{order.handle.url}: this process cannot start a thread to save it"
+            )
+            self._work_on(order)  # the other ranks wait for this rank's report
             return
         with self._idle:
             self._open += 1
-        self._queue.put((handle, order))
+        self._queue.put(order)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until all requested saves are done. Return whether they were in time."""
@@ -133,35 +136,47 @@ class SaveThread:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (order := self._queue.get()) is not None:
             try:
-                self._work_on(*item)
+                self._work_on(order)
             finally:
-                del item  # it holds a copy of the state
+                del order  # it holds a copy of the state
                 with self._idle:
                     self._open -= 1
                     self._idle.notify_all()
 
-    def _work_on(self, handle: SaveHandle, order: SaveOrder) -> None:
+    def _work_on(self, order: SaveOrder) -> None:
+        handle = order.handle
         mark: SaveMark | None = None
         error: Exception | None = None
         try:
-            mark = self._make(handle, order)
+            mark = self._make(order)
         except BaseException as failure:  # noqa: BLE001 - the handle reports it
             error = reason_of(failure)
-        self._tell(handle, self._on_end, order, error)
+        self._health.note(handle, error)
+        if error is None:
+            if not handle.was_there:
+                self.save_s = max(handle.seconds, self.save_s * SLOWEST_COUNTS)
+            self._keep.add(handle.step, handle.kind, time.time_ns(), order.metrics)
         handle.end(error, mark)
-        self._tell(handle, self._after)
+        self._retain(handle)
 
-    def _tell(self, handle: SaveHandle, listener: Callable[..., None], *arguments: Any) -> None:
-        """Call a listener. It may run the user's code, and an error there must not end the save thread."""
+    def _retain(self, handle: SaveHandle) -> None:
+        """Record the line of the run, and apply retention."""
         try:
-            listener(handle, *arguments)
-        except BaseException as error:  # noqa: BLE001 - reported as a failure
-            self._on_failure(handle, reason_of(error))
+            if handle.error is None:
+                self._course.record_save(handle.step)
+            self._keep.apply(self.context())
+        except TierfsError as error:
+            _logger.warning(
+                "%s: the work after a save failed, and is repeated after the next: %s", self._run.url, error
+            )
+        except BaseException as error:  # noqa: BLE001 - a user's policy must not end the save thread
+            self._health.note_after(handle, reason_of(error))
 
-    def _make(self, handle: SaveHandle, order: SaveOrder) -> SaveMark | None:
+    def _make(self, order: SaveOrder) -> SaveMark | None:
         """Make a save, or return ``None`` if the same content is already saved. All its parts are collectives."""
+        handle = order.handle
         digests = {name: digest for name, digest in digests_of(order.staged).items() if name != ABOUT}
         world, group = self._world, self._world.saving
         problem = None if order.problem is None else str(order.problem)
@@ -191,10 +206,12 @@ class SaveThread:
             return None
 
         def note(save_id: str) -> None:
-            self._run.write_note(order.step, RECORD, {"save_id": save_id, **record, **self._noted()})
-            self._run.write_metrics(order.step, order.metrics)
+            self._course.record_return()
+            known = {"known": self._keep.told()}
+            self._run.write_note(handle.step, RECORD, {"save_id": save_id, **record, **known})
+            self._run.write_metrics(handle.step, order.metrics)
 
-        self._writer.notes, self._writer.facts = note, {"kind": order.kind, "run": order.run}
+        self._writer.notes, self._writer.facts = note, {"kind": handle.kind, "run": order.run}
         metadata = dcp.save(
             order.staged,
             storage_writer=self._writer,
@@ -204,9 +221,9 @@ class SaveThread:
             no_dist=self._world.size == 1,
         )
         meta: Any = metadata.storage_meta
-        self.left.discard(order.step)
+        self._course.newer.discard(handle.step)
         self._verify(handle)
-        self._before = order.step, digests
+        self._before = handle.step, digests
         return SaveMark(meta.sequence, meta.save_id)
 
     def _is_stale(self, order: SaveOrder, digests: Mapping[str, str]) -> bool:
@@ -215,20 +232,20 @@ class SaveThread:
         tensors = {name for name in digests if digests[name][0] == TENSOR and not name.startswith(OWN)}
         # Only tensors that this rank has in both saves can be compared.
         both = tensors & before.keys()
-        return step != order.step and bool(both) and all(digests[name] == before[name] for name in both)
+        return step != order.handle.step and bool(both) and all(digests[name] == before[name] for name in both)
 
     def _say_stale(self, handle: SaveHandle) -> None:
         text = (
             f"{handle.url}: every tensor is the same as at step {self._before[0]}: "
             "check that the saved state is the one being trained"
         )
-        if self._checks.on_stale == "raise":
+        if self._on_stale == "raise":
             raise InvalidInputError(text)
-        if self._checks.on_stale == "warn" and self._world.is_first:
+        if self._on_stale == "warn" and self._world.is_first:
             _logger.warning(text)
 
     def _verify(self, handle: SaveHandle) -> None:
-        if not self._checks.reads_back:
+        if not self._reads_back:
             return
         world = self._world
         damage, problem = world.from_first(self._read_back(handle) if world.is_first else ("", ""), world.saving)
@@ -257,16 +274,15 @@ class SaveThread:
 
     def _look(self, order: SaveOrder, record: Mapping[str, Any]) -> str:
         """Compare the step's existing checkpoint: ``same`` or ``other`` content, or empty if the save may write."""
+        step = order.handle.step
         try:
-            if order.overwrite or self._run.problem_of(order.step):
+            if order.overwrite or self._run.problem_of(step):
                 return ""
-            if order.step in self.left and not self._run.is_pinned(order.step):
+            if step in self._course.newer and not self._run.is_pinned(step):
                 return ""
-            there = self._run.record_of(order.step)
+            there = self._run.record_of(step)
         except TierfsError as error:
-            _logger.warning(
-                "%s: cannot check for an earlier save, so it is saved: %s", self._run.url_of(order.step), error
-            )
+            _logger.warning("%s: cannot check for an earlier save, so it is saved: %s", order.handle.url, error)
             return ""
         ranks = there.get("ranks") if there is not None else None
         return "other" if not ranks or first_difference(ranks, record["ranks"]) else "same"

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tierfs.errors import InvalidInputError
-from tierfs.train.packing import check_values, pack, unpack
 from tierfs.train.position import generators, positions, reseed, set_generators, set_positions
 from tierfs.train.run import About
+from tierfs.train.values import check_values, pack, unpack
 
 _logger = logging.getLogger("tierfs.train")
 FULL_ONLY = "optimizer"

@@ -32,7 +32,7 @@ from tierfs.errors import (
     StoreNotFoundError,
     TierfsError,
 )
-from tierfs.units import format_bytes, parse_size
+from tierfs.units import format_bytes, parse_size, parse_time
 
 if TYPE_CHECKING:
     from tierfs.flusher.access import Way
@@ -338,7 +338,6 @@ def _policy(arguments: argparse.Namespace) -> UpkeepPolicy:
     Raises:
         InvalidInputError: A time or size is invalid.
     """
-    from tierfs.checkpoint.retention import parse_time  # noqa: PLC0415
     from tierfs.flusher.upkeep import UpkeepPolicy  # noqa: PLC0415 - only what a command needs
 
     every = arguments.gc_every
