@@ -19,9 +19,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import tierfs
 from tierfs.format import keys
+from tierfs.objects import ObjectTier
 from tierfs.objects.wrappers.metrics import MeasuredObjects
 from tierfs.session import open_store, parse_url
 from tierfs.store import Store
+from tierfs.testing import FaultyObjects
 from tierfs.threads import transfers
 
 
@@ -140,6 +142,23 @@ def place(request: pytest.FixtureRequest) -> Place:
     name = "memory_place" if request.param == "memory" else "directory_place"
     found: Place = request.getfixturevalue(name)
     return found
+
+
+@pytest.fixture
+def put_between(place, monkeypatch) -> Callable[[Callable[[ObjectTier], ObjectTier]], ObjectTier]:
+    """A function that puts a wrapper between the place's store and its object tier, and returns the wrapper."""
+
+    def put(wrap: Callable[[ObjectTier], ObjectTier]) -> ObjectTier:
+        monkeypatch.setattr(place.store, "_objects", wrap(place.store.objects))
+        return place.store.objects
+
+    return put
+
+
+@pytest.fixture
+def faulty(put_between) -> FaultyObjects:
+    """An object tier of the place's store in which faults can be injected."""
+    return put_between(FaultyObjects)
 
 
 @pytest.fixture(params=["memory", "file"], scope="module")

@@ -11,37 +11,53 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-import tierfs
-
-FILES = {"f": b"12345", "d/g": b"6", "d/e/h": b"7"}
+FILES = {
+    "f": b"12345",
+    "d/a.txt": b"22",
+    "d/b.txt": b"333",
+    "d/c.bin": b"4444",
+    "d/e/a.txt": b"7",
+    "d/e/deep/d.txt": b"666666",
+    "other/e.txt": b"7777777",
+}
 PATHS = ["missing", "f", "d", "empty"]
+PATTERNS = ["*", "**", "?", "d*", "d/*", "d/**", "d/e/**", "d/*.txt", "d/[ac].*", "d/[!a]*", "[do]*/*", "*/*.txt"]
+PATTERNS += ["**/a.txt", "**/deep", "d/**/d.txt", "d/*/a*", "d/?/*", "d/", "*/", "**/", "f", "missing*", "missing/*"]
 
 # Each entry is a call, with `{}` for the path. Each returns or raises as on the filesystem of local files.
 LOOKS = [
     *[
-        (name, ("{}",), {})
-        for name in ("exists", "lexists", "isfile", "isdir", "find", "du", "cat_file", "tail", "head")
+        (name, (path,), {})
+        for name in ("exists", "isfile", "isdir", "find", "du", "cat_file")
+        for path in ("{}", "{}/")
     ],
+    *[(name, ("{}",), {}) for name in ("lexists", "tail", "head", "disk_usage")],
     *[("glob", (pattern,), {}) for pattern in ("{}", "{}/*", "{}*", "{}/**")],
-    *[("walk", ("{}",), options) for options in ({}, {"topdown": False}, {"on_error": "raise"}, {"maxdepth": 1})],
-    *[("find", ("{}",), options) for options in ({"withdirs": True}, {"maxdepth": 1})],
-    ("ls", ("{}",), {"detail": False}),
-    ("du", ("{}",), {"total": False}),
-    ("expand_path", ("{}",), {"recursive": True}),
+    *[("walk", ("{}",), options) for options in ({}, {"topdown": False}, {"on_error": "raise"})],
+    *[("walk", ("{}",), {"maxdepth": depth}) for depth in (0, 1, 2, 3)],
+    *[
+        ("find", ("{}",), options)
+        for options in ({"withdirs": True}, {"maxdepth": 0}, {"maxdepth": 1}, {"maxdepth": 2})
+    ],
+    *[("ls", (path,), {"detail": False}) for path in ("{}", "{}/")],
+    *[("du", ("{}",), options) for options in ({"total": False}, {"maxdepth": 1})],
+    *[("expand_path", (path,), {"recursive": recursive}) for path in ("{}", "{}/[ab]*") for recursive in (True, False)],
 ]
 CHANGES = [
     *[("open", ("{}", mode), {}) for mode in ("rb", "wb", "xb", "ab", "r", "w", "x", "a")],
-    *[(name, ("{}",), {}) for name in ("mkdir", "makedirs", "rm_file", "touch")],
+    *[(name, ("{}",), {}) for name in ("mkdir", "makedir", "makedirs", "mkdirs", "rmdir", "rm_file", "touch")],
     *[("pipe_file", ("{}", b"x"), options) for options in ({}, {"mode": "create"})],
     ("makedirs", ("{}",), {"exist_ok": True}),
-    ("mkdir", ("missing/new",), {"create_parents": False}),
-    ("rm", ("{}",), {"recursive": True}),
+    *[("mkdir", (path,), {"create_parents": False}) for path in ("{}", "missing/new", "d/new")],
+    *[(name, ("{}",), {"recursive": True}) for name in ("rm", "delete")],
     *[(name, ("{}", "{}"), options) for name in ("mv", "move", "rename") for options in ({}, {"recursive": True})],
     ("mv", ("{}", "{}/"), {"recursive": True}),
     ("mv", ("{}/", "{}"), {"recursive": True}),
     ("mv_file", ("{}", "{}"), {}),
     *[(name, ("{}", target), {"recursive": True}) for name in ("mv", "cp") for target in ("new", "empty", "d")],
-    *[(name, ("{}", target), {}) for name, target in (("mv", "new"), ("cp", "new"), ("cp", "d/g"))],
+    *[(name, ("{}", target), {}) for name in ("mv", "cp") for target in ("new", "d", "d/")],
+    ("cp", ("{}", "d/a.txt"), {}),
+    *[(name, ("{}", "new"), {}) for name in ("cp_file", "rename", "move")],
     ("get_file", ("{}", "/dev/null"), {}),
 ]
 # A local file cannot be copied onto itself. tierfs leaves the file alone, as buckets do.
@@ -53,9 +69,9 @@ class _Side:
 
     def __init__(self, fs: fsspec.AbstractFileSystem, root: str) -> None:
         self.fs, self.root = fs, root
-        fs.makedirs(f"{root}/d/e", exist_ok=True)
         fs.makedirs(f"{root}/empty")
         for name, data in FILES.items():
+            fs.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
             fs.pipe_file(f"{root}/{name}", data)
 
     def ask(self, call: tuple[str, tuple[Any, ...], dict[str, Any]], path: str) -> Any:
@@ -75,8 +91,13 @@ class _Side:
             return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
     def left(self) -> dict[str, Any]:
+        """Return the content of each file that is there, and None for each directory."""
         found = self.fs.find(self.root, withdirs=True, detail=True)
-        return {self._plain(name): info["type"] for name, info in found.items() if name != self.root}
+        return {
+            self._plain(name): self.fs.cat_file(name) if info["type"] == "file" else None
+            for name, info in found.items()
+            if name != self.root
+        }
 
     def _plain(self, answer: Any) -> Any:
         match answer:
@@ -92,11 +113,9 @@ class _Side:
 
 
 @pytest.fixture(scope="module")
-def looked_at(tmp_path_factory):
+def looked_at(module_place, tmp_path_factory):
     directory = tmp_path_factory.mktemp("as-local")
-    tierfs.init(f"file://{directory}/store")
-    ours = tierfs.TierFileSystem(target_protocol="file", skip_instance_cache=True)
-    return _Side(ours, f"{directory}/store/at"), _Side(LocalFileSystem(), f"{directory}/at")
+    return _Side(module_place.fs, module_place / "at"), _Side(LocalFileSystem(), f"{directory}/at")
 
 
 @pytest.fixture
@@ -110,6 +129,12 @@ def test_looks_answer_as_local_files_do(looked_at, path):
     ours, local = looked_at
     answers = {repr(call): (ours.ask(call, path), local.ask(call, path)) for call in LOOKS}
     assert {call: pair for call, pair in answers.items() if pair[0] != pair[1]} == {}
+
+
+def test_patterns_find_what_they_find_of_local_files(looked_at):
+    for options in ({}, {"maxdepth": 1}):
+        answers = {each: [side.ask(("glob", (each,), options), "") for side in looked_at] for each in PATTERNS}
+        assert {pattern: pair for pattern, pair in answers.items() if pair[0] != pair[1]} == {}
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,4 +1,4 @@
-"""Listing and inspecting: ls, find, walk, glob, du, info and calls that build on them."""
+"""Descriptions, times and order of what is listed. `test_fs_as_local` compares the names with those of local files."""
 
 from __future__ import annotations
 
@@ -32,147 +32,46 @@ def relative(place, names) -> list[str]:
     return [name[len(place.root) + 1 :] for name in names]
 
 
-# -- ls ----------------------------------------------------------------------------------------------------------
+def test_every_listing_describes_as_info_does(tree):
+    fs, file = tree.fs, tree / "dir/a.txt"
+    assert [info["type"] for info in fs.ls(tree / "dir", detail=True)] == ["file"] * 3 + ["directory"] * 2
+    for info in fs.ls(tree / "dir", detail=True):
+        assert fs.info(info["name"]).items() >= info.items()
+    assert fs.ls(file, detail=True) == [fs.info(file)]
+    found = fs.find(tree.root, detail=True)
+    assert found == {name: fs.info(name) for name in found}
+    assert fs.glob(tree / "*/e.txt", detail=True) == {tree / "other/e.txt": fs.info(tree / "other/e.txt")}
+    _, dirs, files = next(iter(fs.walk(tree / "dir", detail=True)))
+    assert files["a.txt"] == fs.info(file)
+    assert list(dirs) == ["empty", "sub"]
 
 
-def test_ls_of_a_directory_lists_what_lies_in_it_sorted(tree):
-    assert relative(tree, tree.fs.ls(tree / "dir", detail=False)) == [
-        "dir/a.txt", "dir/b.txt", "dir/c.bin", "dir/empty", "dir/sub",
-    ]  # fmt: skip
-
-
-def test_ls_describes_as_info_does(tree):
-    described = tree.fs.ls(tree / "dir", detail=True)
-    assert [info["type"] for info in described] == ["file", "file", "file", "directory", "directory"]
-    for info in described:
-        assert tree.fs.info(info["name"]).items() >= info.items()
-
-
-def test_ls_of_the_root_lists_no_private_objects(tree):
-    assert relative(tree, tree.fs.ls(tree.root, detail=False)) == ["dir", "other", "top"]
-
-
-@pytest.mark.parametrize("detail", [False, True])
-def test_ls_of_a_file_lists_the_file(tree, detail):
-    (found,) = tree.fs.ls(tree / "top", detail=detail)
-    assert found == (tree.fs.info(tree / "top") if detail else tree / "top")
-
-
-def test_ls_of_an_empty_directory_is_empty(tree):
-    assert tree.fs.ls(tree / "dir/empty") == []
-
-
-def test_ls_of_the_root_of_an_empty_store_is_empty(place):
+def test_the_root_of_a_store_shows_no_private_objects(place):
     assert place.fs.ls(place.root) == []
-
-
-def test_ls_of_nothing_is_an_error(tree):
-    with pytest.raises(NotFoundError):
-        tree.fs.ls(tree / "missing")
-
-
-@pytest.mark.parametrize("slash", ["", "/"])
-def test_a_slash_at_the_end_of_a_directory_changes_nothing(tree, slash):
-    assert tree.fs.ls(tree / f"dir{slash}") == tree.fs.ls(tree / "dir")
-    assert tree.fs.info(tree / f"dir{slash}")["name"] == tree / "dir"
-    assert tree.fs.isdir(tree / f"dir{slash}")
-
-
-def test_deleted_files_are_not_listed(tree):
-    tree.fs.rm(tree / "other/e.txt")
-    assert relative(tree, tree.fs.ls(tree.root, detail=False)) == ["dir", "top"]
-    assert not tree.fs.exists(tree / "other")
-
-
-def test_a_file_and_a_directory_may_have_the_same_name(place):
-    place.fs.pipe(place / "a", b"file")
-    place.fs.pipe(place / "a/b", b"below")
-    assert place.fs.cat(place / "a") == b"file"
-    assert place.fs.cat(place / "a/b") == b"below"
-    assert place.names() == ["a", "a/b"]
-
-
-# -- find, du, walk ----------------------------------------------------------------------------------------------
-
-
-def test_find_lists_every_file_below(tree):
-    assert relative(tree, tree.fs.find(tree.root)) == sorted(TREE)
-    assert relative(tree, tree.fs.find(tree / "dir/sub")) == ["dir/sub/a.txt", "dir/sub/deep/d.txt"]
-
-
-def test_find_with_directories_lists_them_and_its_start(tree):
-    assert relative(tree, tree.fs.find(tree / "dir", withdirs=True)) == [
-        "dir", "dir/a.txt", "dir/b.txt", "dir/c.bin", "dir/empty", "dir/sub", "dir/sub/a.txt", "dir/sub/deep",
-        "dir/sub/deep/d.txt",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("depth", "expected"), [(1, ["top"]), (2, ["dir/a.txt", "dir/b.txt", "dir/c.bin", "other/e.txt", "top"])]
-)
-def test_find_goes_no_deeper_than_it_is_asked_to(tree, depth, expected):
-    assert relative(tree, tree.fs.find(tree.root, maxdepth=depth)) == expected
-
-
-def test_find_in_detail_describes_as_info_does(tree):
-    found = tree.fs.find(tree.root, detail=True)
-    assert found == {name: tree.fs.info(name) for name in found}
-
-
-def test_find_of_a_file_is_the_file_and_of_nothing_nothing(tree):
-    assert tree.fs.find(tree / "top") == [tree / "top"]
-    assert tree.fs.find(tree / "missing") == []
-    assert tree.fs.find(tree / "dir/empty") == []
+    place.fs.pipe({place / "top": b"1", place / "dir/a": b"1"})
+    assert relative(place, place.fs.ls(place.root, detail=False)) == ["dir", "top"]
 
 
 def test_find_above_every_store_finds_nothing():
     assert fsspec.filesystem("tierfs", target_protocol="memory").find("/") == []
 
 
-@pytest.mark.parametrize("call", ["find", "walk"])
-def test_a_depth_of_nothing_is_refused(tree, call):
-    with pytest.raises(ValueError, match="maxdepth"):
-        list(getattr(tree.fs, call)(tree.root, maxdepth=0))
-
-
-def test_du_adds_sizes_up(tree):
-    assert tree.fs.du(tree.root) == sum(TREE.values())
-    assert tree.fs.du(tree / "dir", maxdepth=1) == 2 + 3 + 4
-    assert tree.fs.du(tree / "other", total=False) == {tree / "other/e.txt": 7}
-    assert tree.fs.disk_usage(tree / "top") == 1
-
-
-def walked(place, **arguments):
-    return [
-        (name[len(place.root) + 1 :], dirs, files) for name, dirs, files in place.fs.walk(place / "dir", **arguments)
+def test_walk_goes_down_or_up_in_order(tree):
+    down = [
+        ("dir", ["empty", "sub"], ["a.txt", "b.txt", "c.bin"]),
+        ("dir/empty", [], []),
+        ("dir/sub", ["deep"], ["a.txt"]),
+        ("dir/sub/deep", [], ["d.txt"]),
     ]
+    for options, expected in (({}, down), ({"topdown": False}, [down[1], down[3], down[2], down[0]])):
+        walked = [(name[len(tree.root) + 1 :], *rest) for name, *rest in tree.fs.walk(tree / "dir", **options)]
+        assert walked == expected
 
 
-WALK = [
-    ("dir", ["empty", "sub"], ["a.txt", "b.txt", "c.bin"]),
-    ("dir/empty", [], []),
-    ("dir/sub", ["deep"], ["a.txt"]),
-    ("dir/sub/deep", [], ["d.txt"]),
-]
-
-
-def test_walk_goes_down(tree):
-    assert walked(tree) == WALK
-
-
-def test_walk_may_begin_at_the_bottom(tree):
-    assert walked(tree, topdown=False) == [WALK[1], WALK[3], WALK[2], WALK[0]]
-
-
-@pytest.mark.parametrize(("depth", "count"), [(1, 1), (2, 3), (3, 4)])
-def test_walk_goes_no_deeper_than_it_is_asked_to(tree, depth, count):
-    assert walked(tree, maxdepth=depth) == WALK[:count]
-
-
-def test_walk_in_detail_describes_as_info_does(tree):
-    _, dirs, files = next(iter(tree.fs.walk(tree / "dir", detail=True)))
-    assert files["a.txt"] == tree.fs.info(tree / "dir/a.txt")
-    assert list(dirs) == ["empty", "sub"]
+def test_walk_tells_a_function_what_is_missing(tree):
+    told = []
+    assert list(tree.fs.walk(tree / "missing", on_error=told.append)) == []
+    assert [type(error) for error in told] == [NotFoundError]
 
 
 def test_walk_passes_over_directories_that_its_user_takes_out(tree):
@@ -181,68 +80,6 @@ def test_walk_passes_over_directories_that_its_user_takes_out(tree):
         seen.append(name)
         dirs[:] = [entry for entry in dirs if entry != "sub"]
     assert relative(tree, seen) == ["dir", "dir/empty"]
-
-
-def test_walk_of_nothing_is_empty_an_error_or_told_as_asked(tree):
-    assert list(tree.fs.walk(tree / "missing")) == []
-    with pytest.raises(FileNotFoundError):
-        list(tree.fs.walk(tree / "missing", on_error="raise"))
-    told = []
-    list(tree.fs.walk(tree / "missing", on_error=told.append))
-    assert [type(error) for error in told] == [NotFoundError]
-
-
-# -- glob --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("*", ["dir", "other", "top"]),
-        ("t?p", ["top"]),
-        ("dir/*.txt", ["dir/a.txt", "dir/b.txt"]),
-        ("dir/[ac].*", ["dir/a.txt", "dir/c.bin"]),
-        ("dir/[!a]*", ["dir/b.txt", "dir/c.bin", "dir/empty", "dir/sub"]),
-        ("*/*.txt", ["dir/a.txt", "dir/b.txt", "other/e.txt"]),
-        ("**/a.txt", ["dir/a.txt", "dir/sub/a.txt"]),
-        ("dir/**/d.txt", ["dir/sub/deep/d.txt"]),
-        ("dir/sub/**", ["dir/sub", "dir/sub/a.txt", "dir/sub/deep", "dir/sub/deep/d.txt"]),
-        ("dir/", ["dir"]),
-        ("top", ["top"]),
-        ("missing*", []),
-        ("missing/*", []),
-    ],
-)
-def test_glob(tree, pattern, expected):
-    assert relative(tree, tree.fs.glob(tree / pattern)) == expected
-
-
-def test_glob_goes_no_deeper_than_it_is_asked_to(tree):
-    assert relative(tree, tree.fs.glob(tree / "dir/**", maxdepth=1)) == [
-        "dir", "dir/a.txt", "dir/b.txt", "dir/c.bin", "dir/empty", "dir/sub",
-    ]  # fmt: skip
-
-
-def test_glob_in_detail_describes_as_info_does(tree):
-    assert tree.fs.glob(tree / "*/e.txt", detail=True) == {tree / "other/e.txt": tree.fs.info(tree / "other/e.txt")}
-
-
-def test_expand_path_takes_patterns_and_lists(tree):
-    assert relative(tree, tree.fs.expand_path([tree / "dir/[ab]*", tree / "top"])) == ["dir/a.txt", "dir/b.txt", "top"]
-    assert relative(tree, tree.fs.expand_path(tree / "dir/sub", recursive=True)) == [
-        "dir/sub", "dir/sub/a.txt", "dir/sub/deep", "dir/sub/deep/d.txt",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "pattern", ["*", "**", "d*", "dir/*", "dir/**", "dir/*/a*", "**/deep", "*/", "**/", "dir/su?/*", "[do]*/*"]
-)
-def test_glob_agrees_with_that_of_the_memory_filesystem(tree, other_memory_root, pattern):
-    plain = fsspec.filesystem("memory")
-    plain.pipe({f"{other_memory_root}/{name}": b"x" for name in TREE})
-    plain.mkdir(f"{other_memory_root}/dir/empty")
-    found = [name.replace(other_memory_root, tree.root) for name in plain.glob(f"{other_memory_root}/{pattern}")]
-    assert tree.fs.glob(tree / pattern) == found
 
 
 # -- info --------------------------------------------------------------------------------------------------------
@@ -261,26 +98,6 @@ def test_info_of_directories(tree):
     assert tree.fs.info(tree / "other") == {"name": tree / "other", "size": 0, "type": "directory"}
     assert tree.fs.info(tree.root) == {"name": tree.root, "size": 0, "type": "directory"}
     assert tree.fs.info(tree / "dir/empty").keys() == {"name", "size", "type", "created", "mtime"}
-
-
-def test_info_of_nothing_is_an_error(tree):
-    with pytest.raises(NotFoundError, match="missing"):
-        tree.fs.info(tree / "missing")
-
-
-@pytest.mark.parametrize(
-    ("name", "is_dir", "is_file"), [("top", False, True), ("dir", True, False), ("missing", False, False)]
-)
-def test_info_tells_files_from_directories(tree, name, is_dir, is_file):
-    assert tree.fs.isdir(tree / name) is is_dir
-    assert tree.fs.isfile(tree / name) is is_file
-    assert tree.fs.exists(tree / name) is tree.fs.lexists(tree / name) is (is_dir or is_file)
-
-
-def test_sizes(tree):
-    assert tree.fs.size(tree / "dir/a.txt") == 2
-    assert tree.fs.sizes([tree / "top", tree / "dir/b.txt"]) == [1, 3]
-    assert tree.fs.size(tree / "dir") == 0
 
 
 def test_the_full_url_of_a_name_leads_back_to_it(tree):
@@ -308,20 +125,17 @@ def test_ukey_and_checksum_follow_content_alone(place, random_bytes, size):
     assert before[1] != place.fs.checksum(place / "a")
 
 
-def test_times_know_their_zone_and_an_overwrite_changes_one_of_them(place):
-    place.fs.pipe(place / "a", b"1")
+def test_times_know_their_zone_and_a_write_changes_one_of_them(place):
+    place.fs.touch(place / "a")
     created, modified = place.fs.created(place / "a"), place.fs.modified(place / "a")
     assert created.utcoffset() == modified.utcoffset() == dt.timedelta(0)
-    place.fs.pipe(place / "a", b"2")
-    assert place.fs.created(place / "a") == created
-    assert place.fs.modified(place / "a") > modified
-
-
-def test_an_append_keeps_the_time_of_creation(place):
-    place.fs.pipe(place / "a", b"1")
-    created = place.fs.created(place / "a")
-    with place.fs.open(place / "a", "ab") as file:
-        file.write(b"2")
+    for mode, data in (("wb", b"1"), ("ab", b"2")):
+        with place.fs.open(place / "a", mode) as file:
+            file.write(data)
+        assert place.fs.created(place / "a") == created
+        assert place.fs.modified(place / "a") > modified
+    place.fs.touch(place / "a")
+    assert place.fs.cat(place / "a") == b""
     assert place.fs.created(place / "a") == created
 
 
@@ -334,19 +148,6 @@ def test_times_of_nothing_and_of_a_directory_that_has_none_are_errors(tree):
         assert times(tree / "dir/empty").tzinfo is not None
 
 
-def test_touch_makes_an_empty_file(place):
-    place.fs.touch(place / "a")
-    assert place.fs.info(place / "a")["size"] == 0
-
-
-def test_touch_empties_what_is_there(place):
-    place.fs.pipe(place / "a", b"content")
-    created = place.fs.created(place / "a")
-    place.fs.touch(place / "a")
-    assert place.fs.cat(place / "a") == b""
-    assert place.fs.created(place / "a") == created
-
-
 @pytest.mark.parametrize("size", [10, 17 << 20])
 def test_touch_without_truncating_changes_the_time_alone(place, random_bytes, size):
     place.fs.pipe(place / "a", random_bytes(size, 3))
@@ -357,11 +158,6 @@ def test_touch_without_truncating_changes_the_time_alone(place, random_bytes, si
     assert {**after, "mtime": before["mtime"]} == before
     assert place.chunks() == chunks
     assert place.fs.cat(place / "a") == random_bytes(size, 3)
-
-
-def test_touch_without_truncating_makes_what_is_not_there(place):
-    place.fs.touch(place / "a", truncate=False)
-    assert place.fs.cat(place / "a") == b""
 
 
 # -- a path that is a file and has others below it, as object stores allow ---------------------------------------

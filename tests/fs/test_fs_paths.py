@@ -47,6 +47,7 @@ STRANGE = [
     "new\nline",
     "quote'\"",
     "colon:",
+    "a::b",
     "tilde~",
     "hash#",
     "ümläut",

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import fsspec
-import numpy as np
 import pytest
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
@@ -52,32 +51,18 @@ def large_path(place, large) -> str:
     return place / "large"
 
 
-@pytest.mark.parametrize(("start", "end"), RANGES)
-def test_cat_file_takes_the_same_ranges_as_a_slice(place, start, end):
-    place.fs.pipe(place / "a", SMALL)
-    assert place.fs.cat_file(place / "a", start, end) == SMALL[start:end]
-
-
-@pytest.mark.parametrize(("start", "end"), RANGES)
-def test_cat_file_of_an_empty_file_is_empty_for_every_range(place, start, end):
-    place.fs.touch(place / "empty")
-    assert place.fs.cat_file(place / "empty", start, end) == b""
+@pytest.mark.parametrize("data", [SMALL, b""], ids=["some", "empty"])
+def test_cat_file_takes_the_same_ranges_as_a_slice(place, data):
+    place.fs.pipe(place / "a", data)
+    assert [place.fs.cat_file(place / "a", start, end) for start, end in RANGES] == [
+        data[start:end] for start, end in RANGES
+    ]
 
 
 def test_cat_file_reads_across_the_borders_of_blocks_and_chunks(place, large, large_path):
     borders = [MIB, CHUNK - MIB, CHUNK, 2 * CHUNK, 40 * MIB]
     edges = [(border - 3, border + 3) for border in borders] + [(border, border + 1) for border in borders]
     for start, end in [*edges, (CHUNK - 1, 2 * CHUNK + 1), (-5, None), (-CHUNK - 5, -CHUNK + 5)]:
-        assert place.fs.cat_file(large_path, start, end) == large[start:end]
-
-
-def test_cat_file_reads_random_ranges_as_a_slice_does(place, large, large_path):
-    print("seed 7")
-    random = Random(7)
-    for _ in range(60):
-        start = random.randrange(-len(large), len(large))
-        end = start + random.choice([1, 1000, MIB, 3 * MIB])
-        end = None if start < 0 <= end else end
         assert place.fs.cat_file(large_path, start, end) == large[start:end]
 
 
@@ -102,19 +87,14 @@ def test_cat_ranges_takes_one_start_and_end_for_all(place):
     assert place.fs.cat_ranges(paths, [0, 5], 7) == [b"0123456", b"fg"]
 
 
-def test_cat_ranges_returns_errors_in_their_place_when_asked_to(place):
+def test_cat_ranges_returns_errors_in_their_place_or_raises_the_first(place):
     place.fs.pipe(place / "a", b"0123456789")
-    first, missing, last = place.fs.cat_ranges(
-        [place / "a", place / "missing", place / "a"], [0, 0, 5], [5, 5, 10], on_error="return"
-    )
+    paths = [place / "a", place / "missing", place / "a"]
+    first, missing, last = place.fs.cat_ranges(paths, [0, 0, 5], [5, 5, 10], on_error="return")
     assert (first, last) == (b"01234", b"56789")
     assert isinstance(missing, NotFoundError)
-
-
-def test_cat_ranges_raises_the_first_error_when_asked_to(place):
-    place.fs.pipe(place / "a", b"0123456789")
-    with pytest.raises(FileNotFoundError, match="missing"):
-        place.fs.cat_ranges([place / "a", place / "missing"], 0, 5, on_error="raise")
+    with pytest.raises(NotFoundError, match="missing"):
+        place.fs.cat_ranges(paths, 0, 5, on_error="raise")
 
 
 def fetch_as_torch_does(fs, paths, starts, ends) -> list[bytes]:
@@ -171,12 +151,9 @@ def test_cat_ranges_with_urls_raises_what_is_missing_or_damaged(place, random_by
         fresh.cat_ranges([f"{place.url}/good", f"{place.url}/missing"], [0, 0], [5, 5], on_error="raise")
 
 
-def test_cat_ranges_refuses_lists_of_different_lengths(place):
+def test_cat_ranges_refuses_lists_of_different_lengths_and_a_single_path(place):
     with pytest.raises(ValueError, match="2 paths with 1 starts"):
         place.fs.cat_ranges([place / "a", place / "b"], [0], [1, 2])
-
-
-def test_cat_ranges_refuses_a_single_path(place):
     with pytest.raises(TypeError):
         place.fs.cat_ranges(place / "a", 0, 1)
 
@@ -197,7 +174,7 @@ def test_cat_ranges_fetches_each_chunk_once_for_all_its_ranges(place, large, lar
     assert place.requests()["get"] - before == 3
 
 
-def test_cat_ranges_tells_which_ranges_failed(place, large, large_path, monkeypatch):
+def test_cat_ranges_tells_which_ranges_failed(place, large, large_path, put_between):
     class Failing(WrappedObjects):
         def get(self, key, ranges, **options):
             info = super().get(key, ranges, **options)
@@ -206,14 +183,14 @@ def test_cat_ranges_tells_which_ranges_failed(place, large, large_path, monkeypa
                     raise StoreError("gone", transient=False)
             return info
 
-    monkeypatch.setattr(place.store, "_objects", Failing(place.store.objects))
+    put_between(Failing)
     starts, ends = [0, CHUNK, 2 * CHUNK], [10, CHUNK + 10, 2 * CHUNK + 10]
     first, second, third = place.fs.cat_ranges([large_path] * 3, starts, ends, on_error="return")
     assert (first, third) == (large[:10], large[2 * CHUNK : 2 * CHUNK + 10])
     assert isinstance(second, StoreError)
 
 
-def test_cat_ranges_reads_several_files_at_once(place, random_bytes, monkeypatch):
+def test_cat_ranges_reads_several_files_at_once(place, random_bytes, put_between):
     contents = {place / str(number): random_bytes(MIB, number) for number in range(4)}
     place.fs.pipe(contents)
     together = threading.Barrier(4, timeout=20)
@@ -223,7 +200,7 @@ def test_cat_ranges_reads_several_files_at_once(place, random_bytes, monkeypatch
             together.wait()
             return super().get(*arguments, **options)
 
-    monkeypatch.setattr(place.store, "_objects", Meeting(place.store.objects))
+    put_between(Meeting)
     assert place.fs.cat_ranges(list(contents), 0, None) == list(contents.values())
 
 
@@ -261,13 +238,6 @@ def test_a_read_handle_does_what_a_file_in_memory_does(place, large, large_path)
         assert file.read() == b""
 
 
-def test_iterating_over_a_handle_gives_its_lines(place):
-    text = b"".join(b"line %d\n" % number for number in range(50_000)) + b"no newline at the end"
-    place.fs.pipe(place / "text", text)
-    with place.fs.open(place / "text", "rb") as file:
-        assert list(file) == text.splitlines(keepends=True)
-
-
 def test_a_read_handle_knows_its_size_name_and_description(place):
     place.fs.pipe(place / "a", SMALL)
     with place.fs.open(place / "a") as file:
@@ -278,18 +248,8 @@ def test_a_read_handle_knows_its_size_name_and_description(place):
         assert file.readable()
         assert file.seekable()
         assert not file.writable()
-
-
-def test_a_read_handle_refuses_to_seek_before_the_start(place):
-    place.fs.pipe(place / "a", SMALL)
-    with place.fs.open(place / "a") as file, pytest.raises((ValueError, OSError)):
-        file.seek(-1)
-
-
-def test_a_closed_read_handle_reads_no_more(place):
-    place.fs.pipe(place / "a", SMALL)
-    with place.fs.open(place / "a") as file:
-        pass
+        with pytest.raises((ValueError, OSError)):
+            file.seek(-1)
     with pytest.raises(ValueError, match="closed"):
         file.read()
 
@@ -315,25 +275,3 @@ def test_a_read_handle_goes_on_after_its_file_was_deleted_or_moved(place, random
         place.fs.mv(place / "b", place / "c")
         assert deleted.read() == content
         assert moved.read() == content
-
-
-def test_numpy_loads_what_numpy_saved(place):
-    expected = np.arange(1_000_000)
-    with place.fs.open(place / "a.npy", "wb") as file:
-        np.save(file, expected)
-    with place.fs.open(place / "a.npy", "rb") as file:
-        np.testing.assert_array_equal(np.load(file), expected)
-
-
-def test_head_tail_and_blocks_of_a_file(place, large, large_path):
-    assert place.fs.head(large_path, 100) == large[:100]
-    assert place.fs.tail(large_path, 100) == large[-100:]
-    assert place.fs.read_block(large_path, CHUNK - 10, 20) == large[CHUNK - 10 : CHUNK + 10]
-
-
-def test_opening_a_directory_or_nothing_to_read_says_which(place):
-    place.fs.pipe(place / "dir/a", b"x")
-    with pytest.raises(IsADirectoryError):
-        place.fs.open(place / "dir")
-    with pytest.raises(FileNotFoundError):
-        place.fs.open(place / "missing")

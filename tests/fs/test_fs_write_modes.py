@@ -21,7 +21,7 @@ INLINE = 64 << 10
 TEXT = "first\nzweite Zeile: äöü €\nthird\n" * 1000
 
 
-@pytest.mark.parametrize("mode", ["", "b", "t", "r+b", "w+", "rw", "rwb", "rbb", "rbt", "ww", "rU"])
+@pytest.mark.parametrize("mode", ["", "b", "t", "r+b", "w+", "w+b", "rw", "rwb", "rbb", "rbt", "ww", "rU", "zb"])
 def test_a_mode_that_is_none_is_refused_as_it_was_given(place, mode):
     place.fs.pipe(place / "a", b"old")
     with pytest.raises(InvalidInputError, match=re.escape(f"mode {mode!r} is not supported")):
@@ -37,19 +37,6 @@ def test_the_letters_of_a_mode_come_in_any_order(place):
 
 
 # -- exclusive ---------------------------------------------------------------------------------------------------
-
-
-def test_an_exclusive_create_makes_a_file_that_was_not_there(place):
-    with place.fs.open(place / "a", "xb") as file:
-        file.write(b"new")
-    assert place.fs.cat(place / "a") == b"new"
-
-
-def test_an_exclusive_create_is_refused_at_open_where_a_file_is(place):
-    place.fs.pipe(place / "a", b"old")
-    with pytest.raises(FileExistsError):
-        place.fs.open(place / "a", "xb")
-    assert place.fs.cat(place / "a") == b"old"
 
 
 def test_an_exclusive_create_may_follow_a_delete(place):
@@ -94,35 +81,17 @@ def test_one_of_many_exclusive_creators_wins(place):
     assert [b"%d" % number for number in winners] == [place.fs.cat(place / "a")]
 
 
-def test_put_in_mode_create_is_refused_where_a_file_is(place, tmp_path):
+# -- appending ---------------------------------------------------------------------------------------------------
+
+
+def test_put_and_pipe_create_or_overwrite(place, tmp_path):
     (tmp_path / "local").write_bytes(b"new")
     place.fs.pipe(place / "a", b"old")
     with pytest.raises(FileExistsError):
         place.fs.put_file(str(tmp_path / "local"), place / "a", mode="create")
-    assert place.fs.cat(place / "a") == b"old"
-
-
-def test_an_unknown_mode_of_pipe_is_refused(place):
     with pytest.raises(InvalidInputError, match="overwrite"):
         place.fs.pipe_file(place / "a", b"", mode="append")
-
-
-@pytest.mark.parametrize("mode", ["r+b", "w+b", "rwb", "zb", "b"])
-def test_a_mode_that_cannot_be_had_is_refused(place, mode):
-    place.fs.pipe(place / "a", b"old")
-    with pytest.raises(InvalidInputError, match="mode"):
-        place.fs.open(place / "a", mode)
     assert place.fs.cat(place / "a") == b"old"
-
-
-# -- appending ---------------------------------------------------------------------------------------------------
-
-
-def test_appending_makes_a_file_that_was_not_there(place):
-    with place.fs.open(place / "a", "ab") as file:
-        assert file.tell() == 0
-        file.write(b"new")
-    assert place.fs.cat(place / "a") == b"new"
 
 
 @pytest.mark.parametrize(
@@ -171,39 +140,25 @@ def test_a_file_grown_by_appending_has_the_chunks_of_one_written_whole(place, ra
     assert place.fs.ukey(place / "grown") == place.fs.ukey(place / "whole")
 
 
-def test_the_second_appender_to_close_conflicts(place):
+# -- data and handles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "left"), [("wb", b"first,"), ("ab", b"old,first,")])
+def test_a_handle_conflicts_with_a_change_since_its_open(place, mode, left):
     place.fs.pipe(place / "a", b"old,")
-    first, second = place.fs.open(place / "a", "ab"), place.fs.open(place / "a", "ab")
+    first, second = place.fs.open(place / "a", mode), place.fs.open(place / "a", mode)
     first.write(b"first,")
     second.write(b"second,")
     first.close()
     with pytest.raises(ConflictError):
         second.close()
-    assert place.fs.cat(place / "a") == b"old,first,"
-
-
-def test_the_second_writer_to_close_conflicts(place):
-    place.fs.pipe(place / "a", b"old")
-    first, second = place.fs.open(place / "a", "wb"), place.fs.open(place / "a", "wb")
-    first.write(b"first")
-    second.write(b"second")
-    second.close()
-    with pytest.raises(ConflictError):
-        first.close()
-    assert place.fs.cat(place / "a") == b"second"
-
-
-def test_a_writer_conflicts_with_a_delete_since_its_open(place):
-    place.fs.pipe(place / "a", b"old")
-    file = place.fs.open(place / "a", "wb")
-    file.write(b"new")
+    assert place.fs.cat(place / "a") == left
+    third = place.fs.open(place / "a", mode)
+    third.write(b"third,")
     place.fs.rm(place / "a")
     with pytest.raises(ConflictError):
-        file.close()
+        third.close()
     assert not place.fs.exists(place / "a")
-
-
-# -- data and handles --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [10, MIB, CHUNK])
@@ -235,12 +190,6 @@ def test_write_refuses_text_and_the_handle_goes_on(place):
             file.write("text")
         file.write(b"bytes")
     assert place.fs.cat(place / "a") == b"bytes"
-
-
-def test_writelines_writes_each(place):
-    with place.fs.open(place / "a", "wb") as file:
-        file.writelines([b"one\n", b"two\n"])
-    assert place.fs.cat(place / "a") == b"one\ntwo\n"
 
 
 @pytest.mark.parametrize("mode", ["wb", "xb", "ab"])
@@ -289,20 +238,7 @@ def test_metadata_given_at_open_is_shown_by_info(place):
     assert place.fs.info(place / "a")["metadata"] == {"step": 100, "by": "trainer"}
 
 
-def test_an_unknown_argument_of_open_is_refused(place):
-    with pytest.raises(InvalidInputError, match="colour"):
-        place.fs.open(place / "a", "wb", colour="red")
-
-
 # -- descriptors -------------------------------------------------------------------------------------------------
-
-
-def test_a_write_handle_can_be_synced(place):
-    with place.fs.open(place / "a", "wb") as file:
-        file.write(b"x")
-        file.flush()
-        os.fsync(file.fileno())
-    assert place.fs.cat(place / "a") == b"x"
 
 
 def test_the_descriptor_of_a_write_handle_is_gone_after_close(place):
@@ -315,20 +251,17 @@ def test_the_descriptor_of_a_write_handle_is_gone_after_close(place):
 
 
 def test_bytes_written_to_the_descriptor_arrive_in_order(place):
-    with place.fs.open(place / "a", "wb") as file:
-        file.write(b"one,")
-        os.write(file.fileno(), b"two,")
-        assert file.tell() == 8
-        file.write(b"three,")
-        os.write(file.fileno(), b"four")
-    assert place.fs.cat(place / "a") == b"one,two,three,four"
-
-
-def test_bytes_written_to_the_descriptor_are_appended(place):
-    place.fs.pipe(place / "a", b"one,")
-    with place.fs.open(place / "a", "ab") as file:
-        os.write(file.fileno(), b"two")
-    assert place.fs.cat(place / "a") == b"one,two"
+    for mode in ("wb", "ab"):
+        with place.fs.open(place / "a", mode) as file:
+            start = file.tell()
+            file.write(b"one,")
+            os.write(file.fileno(), b"two,")
+            assert file.tell() == start + 8
+            file.write(b"three,")
+            os.write(file.fileno(), b"four;")
+            file.flush()
+            os.fsync(file.fileno())
+    assert place.fs.cat(place / "a") == b"one,two,three,four;" * 2
 
 
 def test_a_descriptor_writes_more_than_a_chunk(place, random_bytes):
@@ -343,12 +276,15 @@ def test_a_descriptor_writes_more_than_a_chunk(place, random_bytes):
     assert place.fs.cat(place / "a") == b"-" + data * 2
 
 
-def test_a_subprocess_writes_to_the_handle(place):
-    with place.fs.open(place / "a", "wb") as file:
-        file.write(b"one,")
+@pytest.mark.parametrize("mode", ["wb", "w"])
+def test_a_subprocess_writes_to_the_handle(place, mode):
+    convert = (lambda data: data) if mode == "wb" else bytes.decode
+    with place.fs.open(place / "a", mode) as file:
+        file.write(convert(b"one,"))
+        file.flush()
         for text in (b"two,", b"three,"):
             subprocess.run(["cat"], input=text, stdout=file, check=True)
-        file.write(b"four")
+        file.write(convert(b"four"))
     assert place.fs.cat(place / "a") == b"one,two,three,four"
 
 
@@ -363,15 +299,6 @@ def test_a_subprocess_that_outlives_the_handle_is_told(place):
     child.communicate(b"go on\n", timeout=30)
     assert child.returncode == 3
     assert place.fs.cat(place / "a") == b"early\n"
-
-
-def test_a_subprocess_writes_behind_text(place):
-    with place.fs.open(place / "a", "w") as file:
-        file.write("one\n")
-        file.flush()
-        subprocess.run(["echo", "two"], stdout=file, check=True)
-        file.write("three\n")
-    assert place.fs.cat(place / "a") == b"one\ntwo\nthree\n"
 
 
 @pytest.mark.parametrize("count", [10, 1_000_000])
@@ -445,22 +372,16 @@ def open_text(request, place):
     return lambda path, mode, **kwargs: fsspec.open(f"tierfs::{place.protocol}://{path}", mode, **kwargs)
 
 
-@pytest.mark.parametrize("encoding", MARKED)
-def test_a_byte_order_mark_begins_a_file_once(place, open_text, encoding):
-    for mode, text in (("w", "one\n"), ("a", "zwö\n"), ("a", "€\n")):
+@pytest.mark.parametrize("encoding", ["utf-8", *MARKED])
+@pytest.mark.parametrize("first", ["w", "a", "xt"])
+def test_a_byte_order_mark_begins_a_file_once(place, open_text, encoding, first):
+    for mode, text in ((first, "one\n"), ("a", "zwö\n"), ("at", "€\n")):
         with open_text(place / "a", mode, encoding=encoding, newline="\r\n") as file:
             file.write(text[:1])
             file.write(text[1:])
     assert place.fs.cat(place / "a") == "one\r\nzwö\r\n€\r\n".encode(encoding)
     with open_text(place / "a", "r", encoding=encoding) as file:
         assert file.read() == "one\nzwö\n€\n"
-
-
-@pytest.mark.parametrize("encoding", MARKED)
-def test_a_byte_order_mark_begins_what_is_appended_to_nothing(place, open_text, encoding):
-    with open_text(place / "a", "a", encoding=encoding) as file:
-        file.write("one")
-    assert place.fs.cat(place / "a") == "one".encode(encoding)
 
 
 @pytest.mark.parametrize("encoding", MARKED)
@@ -505,27 +426,6 @@ def test_newlines_are_written_as_asked_for(place):
         assert list(file) == ["one\r\n", "two\r\n"]
 
 
-@pytest.mark.parametrize("mode", ["xt", "x"])
-def test_text_can_be_created_exclusively(place, mode):
-    with place.fs.open(place / "a", mode) as file:
-        file.write("one")
-    with pytest.raises(FileExistsError):
-        place.fs.open(place / "a", mode)
-    assert place.fs.cat(place / "a") == b"one"
-
-
-def test_text_can_be_appended(place):
-    for line in ("one\n", "two\n"):
-        with place.fs.open(place / "a", "at") as file:
-            file.write(line)
-    assert place.fs.read_text(place / "a") == "one\ntwo\n"
-
-
-def test_write_text_and_read_text(place):
-    place.fs.write_text(place / "a", TEXT, encoding="utf-8")
-    assert place.fs.read_text(place / "a", encoding="utf-8") == TEXT
-
-
 @pytest.mark.parametrize("bad", [{"encoding": "klingon"}, {"newline": "x"}])
 def test_a_text_argument_that_is_no_good_leaves_no_handle_behind(place, bad, caplog, recwarn):
     with pytest.raises((LookupError, ValueError)):
@@ -548,27 +448,12 @@ def compression(request):
     return name, suffix
 
 
-def test_compression_of_open_survives_a_round_trip(place, compression):
-    name, suffix = compression
-    data = TEXT.encode() * 10
-    with place.fs.open(place / f"a.{suffix}", "wb", compression=name) as file:
-        assert file.write(data) == len(data)
-    assert place.fs.size(place / f"a.{suffix}") < len(data) // 4
-    with place.fs.open(place / f"a.{suffix}", "rb", compression="infer") as file:
-        assert file.read() == data
-
-
-def test_compression_of_fsspec_survives_a_round_trip(place, compression):
-    name, suffix = compression
-    url = f"{place.url}/a.{suffix}"
-    with fsspec.open(url, "w", compression="infer", encoding="utf-8") as file:
-        file.write(TEXT)
-    with fsspec.open(url, "r", compression=name, encoding="utf-8") as file:
-        assert file.read() == TEXT
-
-
 def test_both_doors_read_what_the_other_compressed(place, compression):
     name, suffix = compression
+    data = TEXT.encode() * 10
+    with place.fs.open(place / f"c.{suffix}", "wb", compression=name) as file:
+        assert file.write(data) == len(data)
+    assert place.fs.size(place / f"c.{suffix}") < len(data) // 4
     with place.fs.open(place / f"a.{suffix}", "wt", compression="infer", encoding="utf-8") as file:
         file.write(TEXT)
     with fsspec.open(f"{place.url}/a.{suffix}", "rt", compression="infer", encoding="utf-8") as file:
@@ -598,21 +483,6 @@ def test_a_compressed_handle_seeks_reads_lines_and_into_buffers(place):
         assert file.read1(10) == lines[2] + lines[3][: 10 - len(lines[2])] if len(lines[2]) < 10 else lines[2][:10]
 
 
-def test_a_compressed_file_can_be_appended_to(place):
-    for piece in (b"one,", b"two"):
-        with place.fs.open(place / "a.gz", "ab", compression="gzip") as file:
-            file.write(piece)
-    with place.fs.open(place / "a.gz", "rb", compression="gzip") as file:
-        assert file.read() == b"one,two"
-
-
-def test_a_compressed_file_can_be_created_exclusively(place):
-    with place.fs.open(place / "a.gz", "xb", compression="gzip") as file:
-        file.write(b"one")
-    with pytest.raises(FileExistsError):
-        place.fs.open(place / "a.gz", "xb", compression="gzip")
-
-
 def test_an_unknown_compression_is_refused_before_anything_is_opened(place, recwarn):
     with pytest.raises(ValueError, match="klingon"):
         place.fs.open(place / "a", "wb", compression="klingon")
@@ -623,8 +493,12 @@ def test_an_unknown_compression_is_refused_before_anything_is_opened(place, recw
 # -- archives ----------------------------------------------------------------------------------------------------
 
 
-def test_a_zip_is_written_without_going_back(place):
+def test_numpy_writes_a_zip_without_going_back(place):
     # `zipfile` asks for the position in the file. If it got one, it would seek back to each header later.
+    with place.fs.open(place / "a.npy", "wb") as file:
+        np.save(file, np.arange(1_000_000))
+    with place.fs.open(place / "a.npy", "rb") as file:
+        assert np.array_equal(np.load(file), np.arange(1_000_000))
     with place.fs.open(place / "a.npz", "wb") as file:
         np.savez(file, first=np.arange(10), second=np.ones(3))
     with place.fs.open(place / "a.npz", "rb") as file:
