@@ -19,9 +19,9 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.mount.attributes import attributes_of, with_posix
 from tierfs.mount.errnos import refusal
-from tierfs.mount.nodes import Handle, Node, version_of
+from tierfs.mount.nodes import Handle, Node, NodeState, version_of
 from tierfs.mount.reading import ReadAhead, Views
-from tierfs.mount.staging import AHEAD_MAX, StagedInode, replaces
+from tierfs.mount.staging import AHEAD_MAX, Change, StagedInode, replaces
 from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode, Writer
@@ -73,7 +73,7 @@ class Files:
                     emptied = self._state.nodes.split(node)
                     with emptied.lock:
                         self._resize(emptied, 0)
-                        emptied.awaits_writer = True
+                        emptied.enter(NodeState.EMPTIED)
                     raise refusal(errno.ESTALE)
                 self._resize(node, 0)
             handle = self._handle(node, writes=writes)
@@ -84,8 +84,8 @@ class Files:
     def opened_new(self, node: Node) -> Handle:
         """Open a new file, which the store has already if it was created exclusively."""
         with node.lock:
-            node.staged = StagedInode(self._state.staging, None)
-            node.staged.is_dirty = node.is_unpublished
+            change = Change.LENGTH if node.is_unpublished else Change.NONE
+            node.staged = StagedInode(self._state.staging, None, change)
             return self._handle(node, writes=True)
 
     def handle(self, number: int) -> Handle:
@@ -148,7 +148,7 @@ class Files:
             if wanted.valid & (Valid.MODE | Valid.MTIME):
                 node.attributes = wanted.applied_to(node.attributes, time.time_ns())
                 if node.attributes.posix != attributes.posix:
-                    node.has_new_attributes = True
+                    node.enter(NodeState.RELABELLED)
             if not any(handle.writes for handle in node.handles):
                 try:
                     self.publish(node)
@@ -159,7 +159,7 @@ class Files:
         """Publish the written bytes. ``close`` waits for this. If no bytes were written yet, leave it to `release`."""
         node = handle.node
         with node.lock:
-            if handle.writes and node.staged is not None and node.staged.was_written:
+            if handle.writes and node.staged is not None and node.staged.change in {Change.BYTES, Change.REFUSED}:
                 self.publish(node)
 
     def sync(self, handle: Handle) -> None:
@@ -191,9 +191,9 @@ class Files:
         with node.lock:
             while True:
                 staged = node.staged
-                is_dirty = staged is not None and staged.is_dirty
+                is_dirty = staged is not None and staged.change is not Change.NONE
                 if node.path is None:
-                    if node.is_replaced and is_dirty:
+                    if node.state is NodeState.REPLACED and is_dirty:
                         raise ConflictError(
                             "another writer replaced the file after it was opened: their version is kept"
                         )
@@ -205,11 +205,11 @@ class Files:
                 except _GiveWay:
                     node.freed.wait_for(lambda: not node.is_wanted)
                 except ConflictError:
-                    staged.is_refused = True
+                    staged.enter(Change.REFUSED)
                     raise
                 else:
                     return
-            if node.has_new_attributes and node.version is not None:
+            if node.state is NodeState.RELABELLED:
                 self._publish_attributes(node)
 
     @contextlib.contextmanager
@@ -261,11 +261,13 @@ class Files:
         staged = node.staged
         if staged is None or any(one.writes for one in node.handles):
             return
-        if node.handles if node.path is None else node.awaits_writer:
+        if node.handles if node.path is None else node.state is NodeState.EMPTIED:
             return
-        is_lost = staged.is_dirty and node.path is not None
+        is_lost = staged.change is not Change.NONE and node.path is not None
         staged.close()
-        node.staged, node.has_new_attributes = None, False
+        node.staged = None
+        if node.state is NodeState.RELABELLED:
+            node.enter(NodeState.STORED)
         if is_lost and node.entry is not None:
             # The kernel's cached pages of this inode have the lost bytes, so the published version needs another inode.
             node.attributes = attributes_of(node.entry, node.attributes.ino, started_ns=0)
@@ -327,7 +329,6 @@ class Files:
         # The writer knows the manifest that is pending or published, so no request to the store is needed.
         entry = Entry(path, is_directory=False, manifest=writer.published)
         self._state.nodes.published(node, entry)
-        node.has_new_attributes = False
         node.reader = verbs.open_entry(store, entry)
         staged.published(node.reader)
 
@@ -343,9 +344,8 @@ class Files:
             manifest = verbs.annotate(self._state.store, path, metadata, write_id=entry.manifest.write_id)
         except BaseException:
             node.attributes = attributes_of(entry, node.attributes.ino, started_ns=0)  # as the store has them
+            node.enter(NodeState.STORED)
             raise
-        finally:
-            node.has_new_attributes = False
         self._state.nodes.published(node, Entry(path, is_directory=False, manifest=manifest))
 
     def _end_awaiting(self, path: str) -> None:
@@ -355,9 +355,9 @@ class Files:
         inode, where it fails.
         """
         emptied = self._state.nodes.at(path)
-        if emptied is not None and emptied.awaits_writer:
+        if emptied is not None and emptied.state is NodeState.EMPTIED:
             with emptied.lock:
-                emptied.awaits_writer = False
+                emptied.enter(NodeState.STORED)
                 self._end_staging(emptied)
 
     def _check_is_newest(self, node: Node, thread: int, *, writes: bool) -> None:
@@ -395,7 +395,7 @@ class Files:
 
         The chunks of a pending draft are released with its name, if no handle was open. See `keep_bytes`.
         """
-        if node.is_replaced or node.handles or node.staged is not None:
+        if node.state is NodeState.REPLACED or node.handles or node.staged is not None:
             return True
         manifest = node.entry.manifest if node.entry is not None else None
         return manifest is not None and (manifest.inline is not None or self._state.store.tiers is None)
@@ -403,7 +403,8 @@ class Files:
     def _handle(self, node: Node, *, writes: bool) -> Handle:
         self._state.store.before_change()
         handle = Handle(self._state.next_handle(), node, writes)
-        node.awaits_writer = node.awaits_writer and not writes
+        if writes and node.state is NodeState.EMPTIED:
+            node.enter(NodeState.STORED)
         node.handles.add(handle)
         self._handles[handle.id] = handle
         return handle
@@ -423,8 +424,8 @@ class Files:
 
     def _resize(self, node: Node, length: int) -> None:
         if node.staged is None and not length:
-            node.staged = StagedInode(self._state.staging, None)
-            node.staged.is_dirty = bool(node.attributes.size) or node.is_unpublished
+            change = Change.LENGTH if node.attributes.size or node.is_unpublished else Change.NONE
+            node.staged = StagedInode(self._state.staging, None, change)
         staged = self._staged(node)
         if staged.length != length or node.attributes.size != length:
             staged.resize(length)
@@ -442,4 +443,4 @@ def _give_way(node: Node) -> None:
 
 
 def _is_dirty(node: Node) -> bool:
-    return node.has_new_attributes or (node.staged is not None and node.staged.is_dirty)
+    return node.state is NodeState.RELABELLED or (node.staged is not None and node.staged.change is not Change.NONE)

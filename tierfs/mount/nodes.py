@@ -6,6 +6,7 @@ bytes, because a version never changes. A file that this mount writes keeps its 
 
 from __future__ import annotations
 
+import enum
 import stat
 import threading
 from collections import OrderedDict
@@ -15,11 +16,38 @@ import xxhash
 
 from tierfs.mount.attributes import Attributes, attributes_of
 from tierfs.mount.reading import ReadAhead
-from tierfs.mount.staging import StagedInode
+from tierfs.mount.staging import Change, StagedInode
 from tierfs.store import Entry, Reader
 
 ROOT_ID = 1
 CHANGES_MAX = 4096
+
+
+class NodeState(enum.Enum):
+    """The states of an inode. `_REACHED_FROM` has the transitions."""
+
+    NEW = "the store lacks the file, or the directory, of which it could not make a marker yet"
+    STORED = "the store has it; a directory in this state exists only through its files"
+    SETTLED = "a stored file of a complete checkpoint, whose files do not change"
+    RELABELLED = "a stored file with a new mode or time that is not published yet"
+    EMPTIED = "a stored file that was emptied for an open that the kernel repeats on this inode"
+    MARKED = "a directory with a marker, so that it stays when it is empty"
+    REMOVED = "it has no path: this mount or another writer removed the file"
+    REPLACED = "it has no path: another writer replaced the file, so changes to this inode cannot be published"
+
+
+_REACHED_FROM = {
+    NodeState.STORED: {NodeState.NEW, NodeState.SETTLED, NodeState.RELABELLED, NodeState.EMPTIED},
+    NodeState.SETTLED: {NodeState.STORED},
+    NodeState.RELABELLED: {NodeState.STORED, NodeState.SETTLED},
+    NodeState.EMPTIED: {NodeState.STORED},
+    NodeState.MARKED: {NodeState.NEW, NodeState.STORED},
+    NodeState.REMOVED: set(NodeState),
+    NodeState.REPLACED: set(NodeState),
+}
+"""The states from which `Node.enter` goes to a state. From any other one, the inode stays as it is.
+
+For example, a new mode of a file in the state `NEW` or `EMPTIED` is published with its content."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,11 +65,7 @@ class Node:
         staged: The content being written.
         handles: The open handles.
         lookups: The kernel's lookup count: answers that named this inode, minus the kernel's forgets.
-        has_new_attributes: Whether mode or time differ from the published ones.
-        is_replaced: Whether another writer replaced the file, so that changes to this inode cannot be published.
-        is_settled: Whether the file belongs to a complete checkpoint, whose files do not change.
-        awaits_writer: Whether the file was emptied for an open that the kernel repeats on this inode.
-        has_marker: Whether a directory is known to have a marker, so that it stays when it is empty.
+        state: Changed by `enter`.
         is_wanted: Whether a thread waits for ``lock`` to move or remove the file. A thread that stores it gives way.
         lock: Held while the content, path or version is being changed.
         freed: Notified when such a thread is done.
@@ -56,11 +80,7 @@ class Node:
     staged: StagedInode | None = None
     handles: set[Handle] = field(default_factory=set)
     lookups: int = 0
-    has_new_attributes: bool = False
-    is_replaced: bool = False
-    is_settled: bool = False
-    awaits_writer: bool = False
-    has_marker: bool = False
+    state: NodeState = NodeState.NEW
     is_wanted: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
     freed: threading.Condition = field(init=False)
@@ -79,13 +99,18 @@ class Node:
         Refused changes do not count. They are dropped with their handle, which the kernel releases some time after
         ``close``.
         """
-        is_staged = self.staged is not None and not self.staged.is_refused
-        return is_staged or self.has_new_attributes or self.is_unpublished
+        is_staged = self.staged is not None and self.staged.change is not Change.REFUSED
+        return is_staged or self.state in {NodeState.NEW, NodeState.RELABELLED}
 
     @property
     def is_unpublished(self) -> bool:
-        """Whether the store does not have this file, or this directory, of which it could not make a marker yet."""
-        return self.version is None and not (self.is_directory and (self.has_marker or self.entry is not None))
+        """Whether the store does not have this file or directory."""
+        return self.state is NodeState.NEW
+
+    def enter(self, state: NodeState) -> None:
+        """Go to a state, if `_REACHED_FROM` allows it from the present one."""
+        if self.state in _REACHED_FROM[state]:
+            self.state = state
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +189,7 @@ class Nodes:
                 self._describe(node, entry)
                 return node
             if node is not None:
-                self._detach(node, is_replaced=True)
+                self._detach(node, NodeState.REPLACED)
             self._last_id += 1
             return self._add(self._last_id, entry)
 
@@ -179,7 +204,7 @@ class Nodes:
         with self._lock:
             old = self._by_path.get(path)
             if old is not None:
-                self._detach(old, is_replaced=True)
+                self._detach(old, NodeState.REPLACED)
             self._last_id += 1
             node = Node(self._last_id, path, replace(attributes, ino=self._number(path)))
             self._by_id[node.id] = self._by_path[path] = node
@@ -192,7 +217,7 @@ class Nodes:
             path, entry = node.path, node.entry
             assert path is not None
             assert entry is not None
-            self._detach(node, is_replaced=True)
+            self._detach(node, NodeState.REPLACED)
             self._last_id += 1
             return self._add(self._last_id, entry)
 
@@ -201,12 +226,12 @@ class Nodes:
         with self._lock:
             if node.path is not None:
                 self.changed(node.path)
-            self._detach(node, is_replaced=False)
+            self._detach(node, NodeState.REMOVED)
 
     def replaced(self, node: Node) -> None:
         """Take the path from an inode that another writer replaced."""
         with self._lock:
-            self._detach(node, is_replaced=True)
+            self._detach(node, NodeState.REPLACED)
 
     def move(self, node: Node, source: str, path: str) -> None:
         """Give an inode, and all inodes below it, another path.
@@ -214,7 +239,9 @@ class Nodes:
         If a lookup has found nothing at ``source`` since the store renamed it, the inode has lost that path already.
         """
         with self._lock:
-            node.attributes, node.is_replaced = replace(node.attributes, is_gone=False), False
+            node.attributes = replace(node.attributes, is_gone=False)
+            if node.path is None:
+                node.state = NodeState.STORED
             self._by_id[node.id] = node
             self._numbers.add(node.attributes.ino)
             moved = [(node, path)]
@@ -227,7 +254,7 @@ class Nodes:
             for one, target in moved:
                 there = self._by_path.get(target)
                 if there is not None:
-                    self._detach(there, is_replaced=False)
+                    self._detach(there, NodeState.REMOVED)
                 one.path = target
                 if one.entry is not None:
                     one.entry = replace(one.entry, path=target)
@@ -245,6 +272,7 @@ class Nodes:
             self.changed(entry.path)
             node.entry, node.version = entry, version_of(entry)
             node.attributes = replace(node.attributes, ctime_ns=entry.manifest.modified_ns)
+            node.enter(NodeState.STORED)
 
     def changed(self, path: str) -> None:
         """Note that this mount changed a path. Entries of it that were read before are outdated."""
@@ -288,7 +316,9 @@ class Nodes:
 
     def _add(self, node_id: int, entry: Entry) -> Node:
         attributes = attributes_of(entry, self._number(entry.path), started_ns=self._started_ns)
-        node = Node(node_id, entry.path, attributes, version_of(entry), entry, has_marker=entry.manifest is not None)
+        is_marked = entry.is_directory and entry.manifest is not None
+        state = NodeState.MARKED if is_marked else NodeState.STORED
+        node = Node(node_id, entry.path, attributes, version_of(entry), entry, state=state)
         self._by_id[node_id] = self._by_path[entry.path] = node
         return node
 
@@ -297,14 +327,15 @@ class Nodes:
         if node.is_directory and known.mtime_ns > found.mtime_ns:
             found = replace(found, mtime_ns=known.mtime_ns, ctime_ns=known.ctime_ns)
         node.attributes, node.entry = found, entry
-        node.has_marker = node.has_marker or entry.manifest is not None
+        if node.is_directory and entry.manifest is not None:
+            node.enter(NodeState.MARKED)
 
-    def _detach(self, node: Node, *, is_replaced: bool) -> None:
+    def _detach(self, node: Node, state: NodeState) -> None:
         if node.path is not None and self._by_path.get(node.path) is node:
             del self._by_path[node.path]
         node.path = None
         node.attributes = replace(node.attributes, is_gone=True)
-        node.is_replaced = is_replaced
+        node.enter(state)
         self.drop(node)
 
     def _number(self, path: str) -> int:

@@ -12,6 +12,7 @@ the local file.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import logging
 import os
@@ -40,30 +41,46 @@ _logger = logging.getLogger("tierfs.mount")
 _ahead_free = threading.BoundedSemaphore(AHEAD_MAX)
 
 
+class Change(enum.Enum):
+    """The change of a file since it was published. `_REACHED_FROM` has the transitions."""
+
+    NONE = "the file is as it was published"
+    LENGTH = "its length was changed, which is published after its last ``close``"
+    BYTES = "bytes were written, which ``close`` publishes"
+    REFUSED = "another writer changed the file, so it cannot be published any more"
+
+
+_REACHED_FROM = {
+    Change.NONE: set(Change) - {Change.REFUSED},
+    Change.LENGTH: {Change.NONE},
+    Change.BYTES: {Change.NONE, Change.LENGTH},
+    Change.REFUSED: set(Change),
+}
+
+
 class StagedInode:
     """The content of a file that is being written. Not thread-safe: the caller holds the lock of the node.
 
     Args:
         directory: Holds the local file.
         base: The version that was opened. ``None`` for a new or emptied file.
+        change: The change at the beginning.
 
     Attributes:
         length: Current length of the file in bytes.
         kept: Number of bytes at the start that equal the published version.
-        is_dirty: Whether the file changed since it was published.
-        was_written: Whether bytes were written since then. A change of the length alone does not count.
-        is_refused: Whether the file cannot be published any more, because another writer changed it.
+        change: The change since the file was published.
         error: The reason why the bytes are lost, which ``fsync`` and ``close`` report. ``None`` if they are not lost.
     """
 
-    def __init__(self, directory: Path, base: Reader | None) -> None:
+    def __init__(self, directory: Path, base: Reader | None, change: Change = Change.NONE) -> None:
         self._fd = _nameless(directory)
         self._base = base
         self.length = base.length if base is not None else 0
         self._base_length = self.length  # bytes behind it were cut off, and must not reappear
         self._own: set[int] = set()  # blocks that lie in the local file
         self.kept = self.length
-        self.is_dirty = self.was_written = self.is_refused = False
+        self.change = change
         self.error: BaseException | None = None
         self._writer: Writer | None = None  # if set, it has all bytes, and the local file has none
         self._is_in_order = base is None  # a new file, with every byte written once from start to end
@@ -100,8 +117,7 @@ class StagedInode:
             self._write_here(offset, data)
         self._is_in_order = self._is_in_order and offset == self.length
         self.length = max(self.length, end)
-        self._changed(offset)
-        self.was_written = True
+        self._changed(offset, Change.BYTES)
         return len(data)
 
     @contextlib.contextmanager
@@ -245,7 +261,7 @@ class StagedInode:
             if self.length % BLOCK_BYTES:
                 self._take_over(self.length // BLOCK_BYTES)
             os.ftruncate(self._fd, length)  # the local disk has a largest size of a file
-        self._changed(min(length, self.length))
+        self._changed(min(length, self.length), Change.LENGTH)
         self.length = length
 
     def allocate(self, offset: int, length: int) -> None:
@@ -263,9 +279,10 @@ class StagedInode:
                 writer.write(piece)
 
     def published(self, base: Reader) -> None:
-        """Use the version that was just published as the base, and mark the content clean."""
+        """Use the version that was just published as the base."""
         self._base, self._base_length, self.kept = base, base.length, base.length
-        self.is_dirty = self.was_written = self._is_in_order = False
+        self.enter(Change.NONE)
+        self._is_in_order = False
 
     def close(self) -> None:
         """Close the local file, and abort the writer."""
@@ -274,9 +291,14 @@ class StagedInode:
         if fd >= 0:
             os.close(fd)
 
-    def _changed(self, offset: int) -> None:
+    def enter(self, change: Change) -> None:
+        """Note a change, if `_REACHED_FROM` allows it after the present one."""
+        if self.change in _REACHED_FROM[change]:
+            self.change = change
+
+    def _changed(self, offset: int, change: Change) -> None:
         self.kept = min(self.kept, offset)
-        self.is_dirty = True
+        self.enter(change)
 
     def _take_over(self, block: int) -> None:
         """Copy a block of the base to the local file, unless it lies there already."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierfs.host.pending.levels import Level
-from tierfs.mount.nodes import Node, Nodes
+from tierfs.mount.nodes import Node, Nodes, NodeState
 from tierfs.store import Store
 
 VALID_S = 1.0
@@ -82,4 +82,4 @@ class MountState:
 
     def valid_s(self, node: Node) -> float:
         """Return for how many seconds the kernel may cache the attributes of an inode."""
-        return VALID_SETTLED_S if node.is_settled and not node.has_changes else VALID_S
+        return VALID_SETTLED_S if node.state is NodeState.SETTLED and not node.has_changes else VALID_S

@@ -31,7 +31,7 @@ from tierfs.format.manifest import Manifest
 from tierfs.mount.attributes import DIRECTORY_MODE, new_attributes, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.files import Files
-from tierfs.mount.nodes import Handle, Node, version_of
+from tierfs.mount.nodes import Handle, Node, NodeState, version_of
 from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode
@@ -136,7 +136,10 @@ class NameTree:
                 # The listing has no markers of directories, so it says nothing new about a known one.
                 child = nodes.show(entry, seen) or nodes.at(entry.path)
             if child is not None:
-                child.is_settled = is_settled and not child.is_directory
+                if is_settled and not child.is_directory:
+                    child.enter(NodeState.SETTLED)
+                elif child.state is NodeState.SETTLED:
+                    child.enter(NodeState.STORED)
                 found[name] = child
         for child in new:
             if child.path is not None and child.path.rpartition("/")[0] == path:
@@ -213,14 +216,15 @@ class NameTree:
         there = self._state.nodes.at(path)
         if there is not None and there.is_unpublished:
             raise refusal(errno.EEXIST)
-        has_marker = False
+        is_marked = False
         try:
-            has_marker = verbs.make_directory(self._state.store, path)
+            is_marked = verbs.make_directory(self._state.store, path)
         except StoreError as error:
             if verbs.last_known(self._state.store, path, error) is not None:
                 raise refusal(errno.EEXIST) from None
         node = self._state.nodes.make(path, new_attributes(0, stat.S_IFDIR | mode, time.time_ns()))
-        node.has_marker = has_marker
+        if is_marked:
+            node.enter(NodeState.MARKED)
         self._mark(node, path)
         self._touch(parent)
         return node
@@ -297,7 +301,7 @@ class NameTree:
         if node.path and changed.posix != node.attributes.posix and not node.is_unpublished:
             verbs.check_reachable(self._state.store)
             verbs.annotate_directory(self._state.store, node.path, with_posix({}, changed))
-            node.has_marker = True
+            node.enter(NodeState.MARKED)
             self._state.nodes.changed(node.path)
         node.attributes = changed
 
@@ -431,13 +435,14 @@ class NameTree:
 
     def _keep_directory(self, node: Node) -> None:
         """Give a directory a marker, so that it stays when its last file is removed, as programs expect."""
-        if node.path and not node.has_marker:
+        if node.path and node.state is not NodeState.MARKED:
             self._mark(node, node.path)
 
     def _mark(self, node: Node, path: str) -> None:
         """Make the marker of a directory, unless the object tier is unreachable."""
-        node.has_marker = node.has_marker or verbs.make_directory(self._state.store, path, exist_ok=True)
-        if node.has_marker and stat.S_IMODE(node.attributes.mode) != DIRECTORY_MODE:
+        if node.state is not NodeState.MARKED and verbs.make_directory(self._state.store, path, exist_ok=True):
+            node.enter(NodeState.MARKED)
+        if node.state is NodeState.MARKED and stat.S_IMODE(node.attributes.mode) != DIRECTORY_MODE:
             verbs.annotate_directory(self._state.store, path, with_posix({}, node.attributes))
 
     def _touch(self, node: Node) -> None:
@@ -455,7 +460,7 @@ class NameTree:
     @staticmethod
     def _alive(node: Node) -> str:
         if node.path is None:
-            raise refusal(errno.ESTALE if node.is_replaced else errno.ENOENT)
+            raise refusal(errno.ESTALE if node.state is NodeState.REPLACED else errno.ENOENT)
         return node.path
 
 
