@@ -108,7 +108,7 @@ def answering():
     ("status", "code", "headers", "expected", "message"),
     [
         (400, "ExpiredToken", {}, StoreError, "renew them"),
-        (403, "InvalidAccessKeyId", {}, StoreError, "does not accept the credentials"),
+        (403, "InvalidAccessKeyId", {}, StoreError, "not accepted"),
         (403, "RequestTimeTooSkewed", {}, StoreError, "clock"),
         (301, "PermanentRedirect", {"x-amz-bucket-region": "eu-west-3"}, StoreError, "the bucket is in eu-west-3"),
         (403, "AccessDenied", {}, ReadOnlyError, "ask for the right"),

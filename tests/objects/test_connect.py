@@ -105,7 +105,9 @@ def test_options_that_the_filesystem_refuses_are_named() -> None:
 
 
 def test_a_filesystem_that_connects_at_once_and_fails_raises_an_error_of_ours() -> None:
-    with pytest.raises(StoreError, match="testcloud://: the endpoint does not accept the credentials") as caught:
+    with pytest.raises(
+        StoreError, match="testcloud://: the credentials are missing, expired or not accepted"
+    ) as caught:
         connect("testcloud", "bucket", {"token": "not accepted"})
     assert not caught.value.transient
 

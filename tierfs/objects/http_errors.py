@@ -1,8 +1,12 @@
 """Translate the errors of network clients by their attributes and class names, so that no client is imported for it.
 
 fsspec filesystems wrap a client's error in one of Python's, so an error is judged together with its causes. First comes
-the answer's code or text: a missing bucket must not read as a missing key. Python's precise classes follow, then the
-HTTP status, then signs of a lost connection. No message repeats text that may hold a credential.
+the answer's code, its text, and the client's class: a missing bucket must not read as a missing key. Python's precise
+classes follow, then the HTTP status, then signs of a lost connection. No message repeats text that may hold a credential.
+
+Codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
+https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes,
+https://cloud.google.com/storage/docs/json_api/v1/status-codes.
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ import contextlib
 import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierfs.errors import (
+    AlreadyExistsError,
     CapacityError,
     ConflictError,
     CorruptionError,
@@ -25,17 +30,155 @@ from tierfs.errors import (
     TierfsError,
 )
 from tierfs.gc_pause import untied
-from tierfs.objects._answers import (
-    BY_NAME,
-    BY_TEXT,
-    DENIED,
-    NO_BUCKET_GCS,
-    NO_CREDENTIALS,
-    NOT_ACCEPTED,
-    THROTTLED,
-    Meaning,
-)
 from tierfs.objects.os_errors import translate_os_error
+
+
+class _Meaning(NamedTuple):
+    """The cause of an answer.
+
+    Attributes:
+        text: The cause and what to do about it. ``{bucket}`` and ``{region}`` are filled in.
+        kind: The class of tierfs's error.
+        transient: Whether the same request may succeed if it is sent again.
+        throttled: Whether the endpoint asks for fewer requests.
+        refused: Whether other credentials or options may be accepted: the answer is about them, not about one object.
+    """
+
+    text: str
+    kind: type[TierfsError] = StoreError
+    transient: bool = False
+    throttled: bool = False
+    refused: bool = False
+
+    def error(
+        self, key: str, said: str, *, bucket: str = "", region: str = "", retry_after_s: float | None = None
+    ) -> TierfsError:
+        """Return the error of tierfs. ``said`` has the words of the endpoint or client; unknown texts are empty."""
+        text = self.text.format(bucket=bucket or "NAME", region=region or "another region")
+        options: dict[str, Any] = {"refused": self.refused} if issubclass(self.kind, StoreError | ReadOnlyError) else {}
+        if self.kind is StoreError:
+            options |= {"transient": self.transient, "throttled": self.throttled, "retry_after_s": retry_after_s}
+        return self.kind(f"{key}: {text} ({said})", path=key, **options)
+
+
+def _no_bucket(command: str) -> _Meaning:
+    return _Meaning(f"the bucket is not there: correct the URL, or create it: {command}", refused=True)
+
+
+_THROTTLED = _Meaning("the endpoint asks for fewer requests", transient=True, throttled=True)
+_AGAIN = _Meaning("the endpoint asks for the same request again", transient=True)
+_CHECKSUM = _Meaning("the bytes that arrived do not have the checksum sent with them", transient=True)
+_EXISTS = _Meaning("the object exists", AlreadyExistsError)
+_NO_ROOM = _Meaning("the bucket or its owner has reached a quota: free some room, or raise the quota", CapacityError)
+_DENIED = _Meaning(
+    "access was denied: ask for the right to read, write, list and delete there, and check the credentials and this "
+    "machine's clock",
+    ReadOnlyError,
+    refused=True,
+)
+_CREDENTIALS = _Meaning(
+    "the credentials are missing, expired or not accepted: give or renew them; check also the profile, a newline at their "
+    "end, and this machine's clock",
+    refused=True,
+)
+_NOT_TRUSTED = _Meaning(
+    "the endpoint's certificate is not trusted: check the endpoint; if an authority of your own signed the certificate, "
+    "name the authority's file in AWS_CA_BUNDLE for S3, in SSL_CERT_FILE for others",
+    refused=True,
+)
+_REGION = _Meaning(
+    "the bucket is in {region}: give its region, in AWS_DEFAULT_REGION or as region_name in the option client_kwargs",
+    refused=True,
+)
+_UNSAID = _Meaning(
+    "the endpoint refuses the request and does not say why: usually the credentials have expired, or the bucket is in "
+    "another region",
+    refused=True,
+)
+_HELD = _Meaning(
+    "a retention policy or a hold forbids changing or deleting the object: lift it for the store's objects",
+    ReadOnlyError,
+)
+_NOT_OURS = _Meaning(
+    "the endpoint keeps the object from a client like tierfs (archived, leased, a snapshot, another kind): undo that, "
+    "and exempt the store's objects from the rule that does it"
+)
+_NO_BUCKET_GCS = _no_bucket("gcloud storage buckets create gs://{bucket}")
+
+_BY_CODE = {
+    code: meaning
+    for meaning, codes in (
+        # S3 and compatible servers. The codes that are numbers are botocore's, for an answer without a body.
+        (
+            _THROTTLED,
+            "SlowDown ServiceUnavailable Throttling ThrottlingException RequestThrottled RequestLimitExceeded",
+        ),
+        (_THROTTLED, "TooManyRequests TooManyRequestsException BandwidthLimitExceeded"),
+        (_AGAIN, "RequestTimeout IncompleteBody TemporaryRedirect InternalError"),
+        (_AGAIN, "ConditionalRequestConflict OperationAborted"),
+        (_CHECKSUM, "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch"),
+        (_CREDENTIALS, "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired RequestTimeTooSkewed"),
+        (_CREDENTIALS, "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidClientTokenId"),
+        (_no_bucket("aws s3 mb s3://{bucket}"), "NoSuchBucket"),
+        (_REGION, "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException 301"),
+        (_UNSAID, "400"),
+        (_DENIED, "AccessDenied AllAccessDisabled 403"),
+        (_NOT_OURS, "InvalidObjectState"),
+        (_NO_ROOM, "QuotaExceeded XMinioAdminBucketQuotaExceeded"),
+        # Azure, whose answers with 409 and 412 do not all concern a condition of tierfs
+        (_THROTTLED, "ServerBusy OperationTimedOut"),
+        (_CHECKSUM, "Md5Mismatch Crc64Mismatch"),
+        (_EXISTS, "BlobAlreadyExists"),
+        (_Meaning("the endpoint does not support the request"), "FeatureNotSupported"),  # azurite's has status 500
+        (_CREDENTIALS, "NoAuthenticationInformation AuthenticationFailed"),
+        (_no_bucket("az storage container create --name {bucket}"), "ContainerNotFound"),
+        (_DENIED, "AuthorizationFailure AuthorizationPermissionMismatch InsufficientAccountPermissions"),
+        (_HELD, "BlobImmutableDueToPolicy"),
+        (_NOT_OURS, "BlobArchived BlobBeingRehydrated SnapshotsPresent InvalidBlobType ResourceTypeMismatch"),
+        (_NOT_OURS, "BlobUsesCustomerSpecifiedEncryption PathConflict DirectoryNotEmpty DirectoryIsNotEmpty"),
+        (_NOT_OURS, "LeaseIdMissing LeaseLost LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation"),
+        (_NOT_OURS, "LeaseNotPresentWithBlobOperation LeaseNotPresentWithContainerOperation"),
+        # GCS, which sends reasons with status 403, too
+        (_THROTTLED, "rateLimitExceeded userRateLimitExceeded"),
+        (_DENIED, "insufficientPermissions"),
+        (_HELD, "retentionPolicyNotMet objectUnderActiveHold"),
+    )
+    for code in codes.split()
+}
+
+_BY_TEXT = tuple(
+    (re.compile(pattern, re.IGNORECASE), meaning)
+    for pattern, meaning in (
+        (r"the specified bucket does not exist", _NO_BUCKET_GCS),
+        (r"doesn't match calculated|malformed multipart", _CHECKSUM),  # GCS
+        # Of http.client, httpx, requests and aiohttp: a credential that is read from a file may end in a newline.
+        (r"(?:invalid|illegal|\) in) header value(?=:? b?['\"])|header injection", _CREDENTIALS),
+        (r"newline or carriage return character detected", _CREDENTIALS),
+        # ssl: botocore's errors do not always have the ssl error as their cause
+        (r"certificate verify failed: [\w ]*\w", _NOT_TRUSTED),
+    )
+)
+"""By the text of an error, for clients that keep no code, and for codes with several meanings."""
+
+_BY_CLASS: dict[str, _Meaning | None] = {
+    name: meaning
+    for meaning, names in (
+        # Of botocore; of google.auth, azure.core, azure.identity, paramiko
+        (_CREDENTIALS, "NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound"),
+        (_CREDENTIALS, "ConfigNotFound ConfigParseError NoAuthTokenError SSOTokenLoadError TokenRetrievalError"),
+        (_CREDENTIALS, "UnauthorizedSSOTokenError DefaultCredentialsError RefreshError"),
+        (_CREDENTIALS, "ClientAuthenticationError CredentialUnavailableError AuthenticationException"),
+        # A connection that cannot be made, breaks, or goes silent. Of aiohttp; botocore; azure.core; others
+        (None, "ClientConnectionError ClientPayloadError HttpProcessingError ServerTimeoutError"),
+        (None, "ChecksumError ConnectTimeoutError ConnectionClosedError EndpointConnectionError FlexibleChecksumError"),
+        (None, "HTTPClientError IncompleteReadError ReadTimeoutError"),
+        (None, "DecodeError ServiceRequestError ServiceResponseError"),
+        (None, "ChunkedEncodingError ConnectionError EOFError IncompleteRead NoValidConnectionsError"),
+        (None, "RemoteDisconnected SSHException SSLError Timeout TransportError"),
+    )
+    for name in names.split()
+}
+"""By the class name of a client's error, or of a base class. ``None`` stands for a lost connection."""
 
 _CAUSES_MAX = 8
 _PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
@@ -43,10 +186,6 @@ _PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExists
 _REASON_CHARS_MAX = 300
 _SEARCHED_CHARS_MAX = 4096
 _RETRY_AFTER_S_MAX = 3600.0
-# gcsfs's message for a 404 to a request that names a bucket and no object: a listing, or an upload.
-_GCS_BUCKET = re.compile(r"^(?:https?://\S+/)?b/([^/]{3,})/o$")
-_REGION = re.compile(r"\b[a-z]{2,}(?:-[a-z]+)+-\d+\b")
-_REGION_SAID = re.compile(r"expecting '([^']+)'|the (\S+) location constraint", re.IGNORECASE)
 _SECRETS = (
     (re.compile(r"(header value:?)\s.*", re.IGNORECASE), r"\1 ..."),
     # Matches only from the beginning of a word: tried from each letter, it takes quadratic time on a long word.
@@ -62,40 +201,6 @@ _SECRETS = (
         r"\1=...",
     ),
 )
-
-# Names of base classes that clients raise when a connection cannot be made, breaks, or goes silent.
-_LOST_CONNECTION = frozenset({
-    # aiohttp
-    "ClientConnectionError",
-    "ClientPayloadError",
-    "HttpProcessingError",
-    "ServerTimeoutError",
-    # botocore
-    "ChecksumError",
-    "ConnectTimeoutError",
-    "ConnectionClosedError",
-    "EndpointConnectionError",
-    "FlexibleChecksumError",
-    "HTTPClientError",
-    "IncompleteReadError",
-    "ReadTimeoutError",
-    # azure.core
-    "DecodeError",
-    "ServiceRequestError",
-    "ServiceResponseError",
-    # google.auth, requests, http.client, paramiko
-    "ChunkedEncodingError",
-    "ConnectionError",
-    "EOFError",
-    "IncompleteRead",
-    "NoValidConnectionsError",
-    "RemoteDisconnected",
-    "SSHException",
-    "Timeout",
-    "TransportError",
-    # urllib3, while it reads an answer
-    "SSLError",
-})  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -153,17 +258,16 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
     telling = next(_meanings(causes), None)
     if telling is not None:
         cause, meaning, said = telling
+        answer = _answer(cause)
         return meaning.error(
             key,
-            _reason(cause) if meaning in (DENIED, NO_CREDENTIALS) else said,
-            bucket=bucket or str(_answer(cause).get("BucketName") or ""),
-            region=_region(cause),
+            said,
+            bucket=bucket or str(answer.get("BucketName") or ""),
+            region=str(_headers(cause).get("x-amz-bucket-region") or answer.get("Region") or ""),
             retry_after_s=retry_after_s,
         )
-    if isinstance(error, FileNotFoundError) and (without := _GCS_BUCKET.search(str(error))):
-        return NO_BUCKET_GCS.error(key, "HTTP status 404", bucket=without[1])
     if isinstance(error, PermissionError) and statuses:
-        return DENIED.error(key, f"{reason}, HTTP status {statuses[0]}")
+        return _DENIED.error(key, f"{reason}, HTTP status {statuses[0]}")
     # s3fs turns a 412 or 500 into a plain OSError. The answer in its cause is more precise.
     if isinstance(error, _PRECISE) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         return translate_os_error(error, key, reason)
@@ -207,21 +311,22 @@ def _without_secrets(line: str) -> str:
     return line
 
 
-def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, Meaning, str]]:
-    """Yield the meanings of an error and its causes, most precise first, as (error, meaning, words of the answer)."""
+def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, _Meaning, str]]:
+    """Yield the meanings of an error and its causes, most precise first, as (error, meaning, what was said)."""
     for cause in causes:
         code = _code(cause)
-        if code in BY_NAME:
-            yield cause, BY_NAME[code], code
+        if code in _BY_CODE:
+            meaning = _BY_CODE[code]
+            yield cause, meaning, _reason(cause) if meaning is _DENIED else code
     for cause in causes:
         if not isinstance(cause, _PRECISE):  # their text may name a key, and a key may contain any words
-            for pattern, meaning in BY_TEXT:
+            for pattern, meaning in _BY_TEXT:
                 if found := pattern.search(str(cause)):
                     yield cause, meaning, _code(cause) or found[0]
     for cause in causes:
         for base in type(cause).__mro__:
-            if base.__name__ in BY_NAME:
-                yield cause, BY_NAME[base.__name__], _code(cause) or type(cause).__name__
+            if by_class := _BY_CLASS.get(base.__name__):
+                yield cause, by_class, _reason(cause)
 
 
 def _answer(error: BaseException) -> Mapping[str, Any]:
@@ -260,14 +365,6 @@ def _retry_after_s(error: BaseException) -> float | None:
     return min(float(text), _RETRY_AFTER_S_MAX) if text.isdecimal() else None  # otherwise a date, by another clock
 
 
-def _region(error: BaseException) -> str:
-    """Return the region that the answer names; empty if it names none."""
-    said = _REGION_SAID.search(str(error))
-    candidates = [_headers(error).get("x-amz-bucket-region"), _answer(error).get("Region")]
-    candidates += [said[1] or said[2]] if said else []
-    return next((str(region) for region in candidates if region and _REGION.fullmatch(str(region))), "")
-
-
 def _http_status(error: BaseException) -> int | None:
     """Return the error status that aiohttp, azure.core, gcsfs or botocore keeps with its error."""
     if any(_is_http_processing_error(each) for each in (error, error.__cause__)):
@@ -293,9 +390,9 @@ def _translate_status(status: int, reason: str, key: str, retry_after_s: float |
     message = f"{key}: {reason} (HTTP status {status})"
     match status:
         case 401:
-            return NOT_ACCEPTED.error(key, "HTTP status 401")
+            return _CREDENTIALS.error(key, "HTTP status 401")
         case 403:
-            return DENIED.error(key, f"{reason}, HTTP status 403")
+            return _DENIED.error(key, f"{reason}, HTTP status 403")
         case 405:
             return ReadOnlyError(f"{message}: check the credentials and their rights", refused=True, path=key)
         case 404 | 410:
@@ -309,7 +406,7 @@ def _translate_status(status: int, reason: str, key: str, retry_after_s: float |
         case 408 | 409 | 425:  # 409: another write of the key is in flight
             return StoreError(message, transient=True, retry_after_s=retry_after_s, path=key)
         case 429 | 503:
-            return THROTTLED.error(key, f"{reason}, HTTP status {status}", retry_after_s=retry_after_s)
+            return _THROTTLED.error(key, f"{reason}, HTTP status {status}", retry_after_s=retry_after_s)
         case 501 | 505:
             return StoreError(message, path=key)
         case _:
@@ -323,4 +420,4 @@ def _is_lost_connection(error: BaseException) -> bool:
         return True
     if type(error) is OSError and error.errno is None and str(error) == "Socket is closed":  # raised by paramiko
         return True
-    return any(base.__name__ in _LOST_CONNECTION for base in type(error).__mro__)
+    return any(_BY_CLASS.get(base.__name__, _AGAIN) is None for base in type(error).__mro__)
