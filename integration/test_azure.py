@@ -25,7 +25,7 @@ from azure.storage.blob import ContainerClient, ContentSettings
 import tierfs
 from tierfs.errors import ConflictError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.objects import CREATE, Checksum, Prefix, Update, as_promised, connect, probe
-from tierfs.objects.backends.azure import connect_azure
+from tierfs.objects.backends import azure
 from tierfs.objects.checksums import compute
 from tierfs.session import parse_url
 
@@ -229,7 +229,7 @@ def test_a_credential_is_closed_by_who_made_it(given, monkeypatch):
     identity = {"tenant_id": "tenant", "client_id": "client", "client_secret": SECRET}
 
     options = {"credential": ClientSecretCredential(**identity)} if given else identity
-    connect_azure({"account_name": "account", **options}).close()
+    azure.connect({"account_name": "account", **options}).close()
     assert len(closed) == (0 if given else 1)
 
 

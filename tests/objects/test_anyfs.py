@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,17 +27,6 @@ from tierfs.errors import (
     StoreError,
 )
 from tierfs.objects import CREATE, FsspecObjects, Update
-from tierfs.testing import ObjectTierTests
-
-
-class ConcurrentMemory(AsyncFileSystemWrapper):  # type: ignore[misc]
-    """A filesystem that takes concurrent requests, as S3's does."""
-
-    protocol = ("memory",)
-    cachable = False
-
-    def __init__(self) -> None:
-        super().__init__(PrivateMemory(), asynchronous=False)
 
 
 @pytest.fixture
@@ -50,12 +37,6 @@ def fs() -> PrivateMemory:
 @pytest.fixture
 def objects(fs: PrivateMemory) -> FsspecObjects:
     return FsspecObjects(fs, "bucket/run")
-
-
-class TestConcurrentFilesystem(ObjectTierTests):
-    @pytest.fixture
-    def objects(self) -> FsspecObjects:
-        return FsspecObjects(ConcurrentMemory(), "/bucket/run")
 
 
 def _raising(error: Exception) -> Callable[..., Any]:
@@ -105,7 +86,7 @@ def test_instances_share_their_locks(fs: PrivateMemory, objects: FsspecObjects) 
 # Versions
 
 
-def _describe_with(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch, extra: Callable[[str], dict[str, Any]]) -> None:
+def _describe_with(fs: PrivateMemory, extra: Callable[[str], dict[str, Any]]) -> None:
     """Make the filesystem describe its files with ``extra`` instead of the time."""
     for name in ("info", "ls", "find"):
         original = getattr(type(fs), name)
@@ -118,14 +99,12 @@ def _describe_with(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch, extra: Ca
                 entry.update(extra(entry["name"]))
             return answer
 
-        monkeypatch.setattr(fs, name, changed)
+        setattr(fs, name, changed)
 
 
 @pytest.mark.parametrize("name", ["ETag", "etag", "generation"])
-def test_the_server_s_own_version_is_taken(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    _describe_with(fs, monkeypatch, lambda path: {name: f'"{fs.cat_file(path).hex()}"'} if path in fs.store else {})
+def test_the_server_s_own_version_is_taken(fs: PrivateMemory, objects: FsspecObjects, name: str) -> None:
+    _describe_with(fs, lambda path: {name: f'"{fs.cat_file(path).hex()}"'} if path in fs.store else {})
     assert objects.put("a", [b"one"]).version == b"one".hex()
     assert objects.put("a", [b"two"]).version == b"two".hex()
     assert [listed.version for listed in objects.list("")] == [b"two".hex()]  # type: ignore[union-attr]
@@ -142,11 +121,9 @@ def test_the_server_s_own_version_is_taken(
     ],
     ids=["seconds", "aware", "naive", "text", "milliseconds"],
 )
-def test_a_time_is_understood_in_every_form(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch, moment: object
-) -> None:
+def test_a_time_is_understood_in_every_form(fs: PrivateMemory, objects: FsspecObjects, moment: object) -> None:
     fs.pipe_file("/bucket/run/a", b"something")
-    _describe_with(fs, monkeypatch, lambda _: {"mtime": moment})
+    _describe_with(fs, lambda _: {"mtime": moment})
     assert objects.head("a").modified_ns == 1_700_000_000_250_000_000
 
 
@@ -157,7 +134,7 @@ class CoarseClock(ManualClock):
         return int(self.monotonic())
 
 
-def test_a_put_in_the_same_tick_gets_a_time_of_its_own(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_in_the_same_tick_gets_a_time_of_its_own(fs: PrivateMemory) -> None:
     clock = CoarseClock()
     written: dict[str, int] = {}
     pipe = fs.pipe_file
@@ -166,8 +143,8 @@ def test_a_put_in_the_same_tick_gets_a_time_of_its_own(fs: PrivateMemory, monkey
         pipe(path, value)
         written[path] = clock.moment()
 
-    monkeypatch.setattr(fs, "pipe_file", pipe_at)
-    _describe_with(fs, monkeypatch, lambda path: {"mtime": written.get(path)})
+    fs.pipe_file = pipe_at
+    _describe_with(fs, lambda path: {"mtime": written.get(path)})
     objects = FsspecObjects(fs, "bucket/run", clock=clock)
     first = objects.put("a", [b"one"], mode=CREATE)
     second = objects.put("a", [b"two"], mode=Update(first.version))
@@ -182,7 +159,7 @@ class FilesAndTags(PrivateMemory):
     protocol = "webdav"
 
 
-def test_a_tag_that_is_time_and_size_gets_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_that_is_time_and_size_gets_a_time_of_its_own() -> None:
     fs, clock = FilesAndTags(), CoarseClock()
     written: dict[str, int] = {}
     pipe = fs.pipe_file
@@ -191,8 +168,8 @@ def test_a_tag_that_is_time_and_size_gets_a_time_of_its_own(monkeypatch: pytest.
         pipe(path, value)
         written[path] = clock.moment()
 
-    monkeypatch.setattr(fs, "pipe_file", pipe_at)
-    _describe_with(fs, monkeypatch, lambda path: {"etag": f"{written[path]}-3"} if path in written else {})
+    fs.pipe_file = pipe_at
+    _describe_with(fs, lambda path: {"etag": f"{written[path]}-3"} if path in written else {})
     objects = FsspecObjects(fs, "/bucket/run", clock=clock)
     first = objects.put("a", [b"one"])
     second = objects.put("a", [b"two"])
@@ -201,25 +178,16 @@ def test_a_tag_that_is_time_and_size_gets_a_time_of_its_own(monkeypatch: pytest.
         objects.put("a", [b"six"], mode=Update(first.version))
 
 
-def test_a_tag_that_is_a_hash_stays_where_the_same_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    fs = FilesAndTags()
-    _describe_with(fs, monkeypatch, lambda path: {"etag": fs.cat_file(path).hex()} if path in fs.store else {})
-    objects = FsspecObjects(fs, "/bucket/run", clock=ManualClock())
-    assert objects.put("a", [b"one"]).version == objects.put("a", [b"one"]).version
-
-
-def test_a_filesystem_whose_time_stands_still_is_refused(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    _describe_with(fs, monkeypatch, lambda _: {"mtime": 1_700_000_000})
+def test_a_filesystem_whose_time_stands_still_is_refused(fs: PrivateMemory) -> None:
+    _describe_with(fs, lambda _: {"mtime": 1_700_000_000})
     objects = FsspecObjects(fs, "bucket/run", clock=ManualClock())
     first = objects.put("a", [b"one"])
     with pytest.raises(StoreError, match="cannot tell new content from old"):
         objects.put("a", [b"two"], mode=Update(first.version))
 
 
-def test_a_filesystem_without_times_never_replaces_anything(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _describe_with(fs, monkeypatch, lambda _: {})
+def test_a_filesystem_without_times_never_replaces_anything(fs: PrivateMemory, objects: FsspecObjects) -> None:
+    _describe_with(fs, lambda _: {})
     first = objects.put("a", [b"one"], mode=CREATE)
     with pytest.raises(StoreError, match="cannot tell new content from old"):
         objects.put("a", [b"two"], mode=Update(first.version))
@@ -229,64 +197,23 @@ def test_a_filesystem_without_times_never_replaces_anything(
 # Writing
 
 
-def test_a_put_that_stored_less_is_noticed(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_that_stored_less_is_noticed(fs: PrivateMemory, objects: FsspecObjects) -> None:
     pipe = fs.pipe_file
-    monkeypatch.setattr(fs, "pipe_file", lambda path, value: pipe(path, value[:-1]))
+    fs.pipe_file = lambda path, value: pipe(path, value[:-1])
     with pytest.raises(StoreError, match="9 bytes were written, but 8 bytes stored") as caught:
         objects.put("a", [b"something"])
     assert caught.value.transient
 
 
-def test_a_put_that_stored_nothing_is_noticed(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fs, "pipe_file", lambda path, value: None)
-    with pytest.raises(StoreError, match="but nothing stored"):
-        objects.put("a", [b"something"])
-
-
-def test_a_bucket_that_is_missing_is_a_failure_of_the_put(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fs, "pipe_file", _raising(FileNotFoundError("bucket")))
+def test_a_bucket_that_is_missing_is_a_failure_of_the_put(fs: PrivateMemory, objects: FsspecObjects) -> None:
+    fs.pipe_file = _raising(FileNotFoundError("bucket"))
     with pytest.raises(StoreError, match="bucket or directory") as caught:
         objects.put("a", [b"something"])
     assert not caught.value.transient
 
 
-def test_a_create_reaches_a_server_that_takes_conditions(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fs, "protocol", "s3")
-    objects = FsspecObjects(fs, "bucket/run")
-    pipe = fs.pipe_file
-
-    def overtaken(path: str, value: bytes, mode: str = "overwrite") -> None:
-        pipe(path, b"theirs")
-        pipe(path, value, mode=mode)
-
-    monkeypatch.setattr(fs, "pipe_file", overtaken)
-    with pytest.raises(AlreadyExistsError):
-        objects.put("a", [b"mine"], mode=CREATE)
-    assert objects.read("a", 100)[0] == b"theirs"
-
-
-def test_a_refused_condition_of_a_create_means_that_something_is_there(
-    fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class PreconditionFailed(Exception):
-        status = 412
-
-    monkeypatch.setattr(fs, "protocol", ("s3", "s3a"))
-    monkeypatch.setattr(fs, "pipe_file", _raising(PreconditionFailed()))
-    with pytest.raises(AlreadyExistsError):
-        FsspecObjects(fs, "bucket/run").put("a", [b"mine"], mode=CREATE)
-
-
-def test_a_filesystem_that_cannot_write_is_read_only(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fs, "pipe_file", _raising(NotImplementedError()))
+def test_a_filesystem_that_cannot_write_is_read_only(fs: PrivateMemory, objects: FsspecObjects) -> None:
+    fs.pipe_file = _raising(NotImplementedError())
     with pytest.raises(ReadOnlyError):
         objects.put("a", [b"something"])
 
@@ -387,11 +314,9 @@ def test_a_connection_that_was_lost_is_made_anew(request_: str) -> None:
 # Reading
 
 
-def test_listings_remembered_are_dropped_before_every_look(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listings_remembered_are_dropped_before_every_look(fs: PrivateMemory, objects: FsspecObjects) -> None:
     dropped: list[object] = []
-    monkeypatch.setattr(fs, "invalidate_cache", lambda path=None: dropped.append(path))
+    fs.invalidate_cache = lambda path=None: dropped.append(path)
     with pytest.raises(NotFoundError):
         objects.head("a")
     list(objects.list(""))
@@ -399,20 +324,16 @@ def test_listings_remembered_are_dropped_before_every_look(
     assert dropped == [None, None, None]
 
 
-def test_a_range_that_comes_short_is_corruption(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_range_that_comes_short_is_corruption(fs: PrivateMemory, objects: FsspecObjects) -> None:
     objects.put("a", [b"something"])
-    monkeypatch.setattr(fs, "cat_file", lambda path, start=None, end=None: b"some")
+    fs.cat_file = lambda path, start=None, end=None: b"some"
     with pytest.raises(CorruptionError, match="cut short"):
         objects.get("a", [(0, memoryview(bytearray(9)))])
     with pytest.raises(CorruptionError, match="cut short"):
         objects.read("a", 100)
 
 
-def test_an_object_that_changes_while_it_is_read_is_read_again(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_changes_while_it_is_read_is_read_again(fs: PrivateMemory, objects: FsspecObjects) -> None:
     objects.put("a", [b"something"])
     cat = fs.cat_file
 
@@ -421,54 +342,30 @@ def test_an_object_that_changes_while_it_is_read_is_read_again(
         content: bytes = cat(path, start, end)
         return content
 
-    monkeypatch.setattr(fs, "cat_file", overtaken)
+    fs.cat_file = overtaken
     with pytest.raises(StoreError, match="changed while it was read") as caught:
         objects.get("a", [(0, memoryview(bytearray(9)))])
     assert caught.value.transient
 
 
-def test_one_range_that_fails_fails_the_get(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_range_that_fails_fails_the_get(fs: PrivateMemory, objects: FsspecObjects) -> None:
     objects.put("a", [b"something"])
-    monkeypatch.setattr(fs, "cat_file", _raising(ConnectionResetError("gone")))
+    fs.cat_file = _raising(ConnectionResetError("gone"))
     with pytest.raises(StoreError) as caught:
         objects.get("a", [(0, memoryview(bytearray(9))), (3, memoryview(bytearray(2)))])
     assert caught.value.transient
 
 
-def test_ranges_that_lie_close_together_are_one_request(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = bytes(range(256)) * 20_000
-    objects.put("a", [content])
-    asked: list[tuple[int, int]] = []
-    cat_file = fs.cat_file
-
-    def counted(path: str, start: int, end: int, **kwargs: object) -> bytes:
-        asked.append((start, end))
-        return cat_file(path, start, end, **kwargs)
-
-    monkeypatch.setattr(fs, "cat_file", counted)
-    spans = [(3_000_000, 3_000_007), (0, 10), (1_000_000, 1_000_001), (5, 20)]
-    ranges = [(start, memoryview(bytearray(end - start))) for start, end in spans]
-    objects.get("a", ranges)
-    assert [bytes(out) for _, out in ranges] == [content[start:end] for start, end in spans]
-    assert sorted(asked) == [(0, 1_000_001), (3_000_000, 3_000_007)]
-
-
-def test_a_range_of_no_bytes_is_not_asked_for(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_range_of_no_bytes_is_not_asked_for(fs: PrivateMemory, objects: FsspecObjects) -> None:
     info = objects.put("a", [])
-    monkeypatch.setattr(fs, "cat_file", _raising(OSError("416")))
+    fs.cat_file = _raising(OSError("416"))
     assert objects.get("a", [(0, memoryview(bytearray(0)))]) == info
 
 
 # Listing and deleting
 
 
-def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path) -> None:
     fs = LocalFileSystem(skip_instance_cache=True)
     objects = FsspecObjects(fs, str(tmp_path))
     objects.put("run/deep/a", [b"something"])
@@ -479,45 +376,20 @@ def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypat
             raise PermissionError(13, "Permission denied")
         return ls(path, **options)
 
-    monkeypatch.setattr(fs, "ls", refuse)
+    fs.ls = refuse
     with pytest.raises(ReadOnlyError):
         list(objects.list(""))
 
 
-def test_placeholders_of_directories_are_not_objects(
-    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_placeholders_of_directories_are_not_objects(fs: PrivateMemory, objects: FsspecObjects) -> None:
     objects.put("run/a", [b"something"])
     find = fs.find
 
     def with_placeholder(path: str, **options: Any) -> Any:
         return {"/bucket/run/run/": {"name": "/bucket/run/run/", "size": 0, "type": "file"}, **find(path, **options)}
 
-    monkeypatch.setattr(fs, "find", with_placeholder)
+    fs.find = with_placeholder
     assert [listed.key for listed in objects.list("")] == ["run/a"]
-
-
-@pytest.mark.parametrize("concurrent", [False, True])
-def test_a_deletion_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, concurrent: bool) -> None:
-    fs = ConcurrentMemory() if concurrent else PrivateMemory()
-    objects = FsspecObjects(fs, "bucket/run")
-    for key in "abc":
-        objects.put(key, [b"something"])
-
-    async def fail(path: str) -> None:
-        raise ConnectionResetError("gone")
-
-    monkeypatch.setattr(fs, "_rm_file" if concurrent else "rm_file", fail if concurrent else _raising(OSError("no")))
-    with pytest.raises(StoreError) as caught:
-        objects.delete(["a", "b", "c"])
-    assert caught.value.path == "a"
-
-
-def test_files_keep_the_mode_that_the_filesystem_gives_them(tmp_path: Path) -> None:
-    FsspecObjects(LocalFileSystem(), str(tmp_path)).put("a", [b"something"])
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask
 
 
 def test_a_place_names_the_host_and_no_secret() -> None:
@@ -528,3 +400,11 @@ def test_a_place_names_the_host_and_no_secret() -> None:
     other = FsspecObjects(Remote(host="other", password="secret"), "run")
     assert one.places() == ("remote:one:https://one/dav:/run",)
     assert other.places() == ("remote:other:/run",)
+
+
+def test_a_deletion_that_fails_is_an_error(fs: PrivateMemory, objects: FsspecObjects) -> None:
+    objects.put("b", [b"something"])
+    fs.rm_file = _raising(OSError("no"))
+    with pytest.raises(StoreError) as caught:
+        objects.delete(["b"])
+    assert caught.value.path == "b"

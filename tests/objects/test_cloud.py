@@ -8,23 +8,19 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
 import pytest
 
-from tierfs.buffers import Buffers
 from tierfs.clock import ManualClock
 from tierfs.errors import (
-    AlreadyExistsError,
     ConflictError,
     CorruptionError,
     InvalidInputError,
     NotFoundError,
-    ReadOnlyError,
     StoreError,
-    TierfsError,
 )
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects import CREATE, Checksum, ObjectInfo, RetryingObjects, Take, Update
@@ -62,6 +58,9 @@ class Cloud:
         heeds_pins: If False, a request for a version gets the current one.
         piece_bytes: The size of the pieces in which an answer arrives.
         breaks_off_after: The most bytes that an answer has, or None for no limit.
+        begins_late_by: How many bytes after the requested one an answer begins.
+        bodies: The pieces of each put.
+        is_busy: Whether deletions are refused for now.
         before_fetch: Called before each request for bytes.
     """
 
@@ -71,6 +70,9 @@ class Cloud:
     heeds_pins: bool = True
     piece_bytes: int = 1000
     breaks_off_after: int | None = None
+    begins_late_by: int = 0
+    bodies: list[Sequence[memoryview]] = field(default_factory=list)
+    is_busy: bool = False
     before_fetch: Callable[[], None] = lambda: None
     has_bucket: bool = True
     page: int = 100
@@ -112,6 +114,7 @@ class Client:
 
     def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         cloud = self.cloud
+        cloud.bodies.append(body)
         if checksum is not None and compute(checksum.algorithm, body) != checksum:
             raise AnswerError(400)
         with cloud.lock:
@@ -133,6 +136,7 @@ class Client:
         cloud = self.cloud
         cloud.fetched.append((start, end))
         cloud.before_fetch()
+        start += cloud.begins_late_by
         content, info = cloud.at(key)
         if version is not None and cloud.heeds_pins and info.version != version:
             raise AnswerError(412)
@@ -169,6 +173,8 @@ class Client:
 
     def delete(self, keys: Sequence[str]) -> None:
         self.cloud.deleted_at_once.append(len(keys))
+        if self.cloud.is_busy:
+            raise AnswerError(503)
         with self.cloud.lock:
             for key in keys:
                 self.cloud.objects.pop(key, None)
@@ -252,7 +258,7 @@ def test_ranges_are_gathered_into_few_requests(
     assert sorted(cloud.fetched) == requests
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_ranges_of_every_kind_fill_their_buffers(cloud: Cloud, objects: CloudObjects, seed: int) -> None:
     random = Random(seed)
     content = random.randbytes(5_000_000)
@@ -284,7 +290,7 @@ def test_a_server_that_ignores_pins_is_found_out(cloud: Cloud, objects: CloudObj
         objects.get("a", [(0, memoryview(bytearray(5)))], version=first.version)
 
 
-@pytest.mark.parametrize("come", [0, 1, 999, 1000, 4999])
+@pytest.mark.parametrize("come", [0, 999, 1000])
 def test_an_answer_that_breaks_off_is_to_be_asked_for_again(cloud: Cloud, objects: CloudObjects, come: int) -> None:
     objects.put("a", [bytes(5000)])
     cloud.breaks_off_after = come
@@ -332,37 +338,13 @@ def test_an_answer_may_be_longer_than_what_was_asked_for(cloud: Cloud, objects: 
     assert out == b"456"
 
 
-def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
-    objects: CloudObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(cloud: Cloud, objects: CloudObjects) -> None:
     objects.put("a", [b"0123456789"])
-    fetch = Client.fetch
-
-    @contextmanager
-    def shifted(self: Client, key: str, start: int, end: int, version: Version | None) -> Iterator[Content]:
-        with fetch(self, key, start + 2, end + 2, version) as content:
-            yield content
-
-    monkeypatch.setattr(Client, "fetch", shifted)
+    cloud.begins_late_by = 2
     with pytest.raises(StoreError, match="begins at byte 4, after the requested byte 2"):
         objects.get("a", [(2, memoryview(bytearray(3)))])
     with pytest.raises(StoreError, match="begins at byte 2, after the requested byte 0"):
         objects.stream("a", 5, lambda _, take: take(5))
-
-
-def test_little_of_a_stream_is_in_memory(objects: CloudObjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    objects.put("a", [bytes(5_000_000)])
-    lent: list[int] = []
-    lend = Buffers.lend
-
-    def lend_it(self: Buffers, length: int) -> AbstractContextManager[memoryview]:
-        lent.append(length)
-        return lend(self, length)
-
-    monkeypatch.setattr(Buffers, "lend", lend_it)
-    objects.stream("a", 5_000_000, lambda _, take: [take(1_000_000) for _ in range(5)])
-    assert objects.streams
-    assert lent == [1 << 20]
 
 
 def test_a_read_with_limit_zero_requests_no_bytes(cloud: Cloud, objects: CloudObjects) -> None:
@@ -414,13 +396,6 @@ def test_one_failed_request_of_several_is_raised(cloud: Cloud, objects: CloudObj
     assert cloud.open_answers == 0
 
 
-def test_an_object_that_grew_shorter_is_corrupt(objects: CloudObjects) -> None:
-    objects.put("a", [b"short"])
-    for start in (0, 3, 5, 100):
-        with pytest.raises(CorruptionError):
-            objects.get("a", [(start, memoryview(bytearray(6)))])
-
-
 def test_a_read_is_bounded_before_its_bytes_arrive(cloud: Cloud, objects: CloudObjects) -> None:
     objects.put("a", [bytes(1_000_000)])
     with pytest.raises(CorruptionError, match="over the limit of 999999"):
@@ -429,38 +404,6 @@ def test_a_read_is_bounded_before_its_bytes_arrive(cloud: Cloud, objects: CloudO
 
 
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("status", "kind", "transient"),
-    [
-        (503, StoreError, True),
-        (429, StoreError, True),
-        (409, StoreError, True),
-        (400, StoreError, False),
-        (403, ReadOnlyError, False),
-        (404, NotFoundError, False),
-    ],
-)
-def test_the_status_of_the_answer_says_what_to_do(
-    objects: CloudObjects, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[TierfsError], transient: bool
-) -> None:
-    def fail(*_: object) -> None:
-        raise AnswerError(status)
-
-    for method in ("head", "list_page", "delete", "delete_version"):
-        monkeypatch.setattr(Client, method, fail)
-    calls = (
-        lambda: objects.head("a"),
-        *([lambda: list(objects.list(""))] if kind is not NotFoundError else []),  # a missing bucket, see below
-        lambda: objects.delete(["a"]),
-        lambda: objects.delete_version("a", Version("1")),
-    )
-    for call in calls:
-        with pytest.raises(kind) as caught:
-            call()
-        assert getattr(caught.value, "transient", False) == transient
-        assert isinstance(caught.value.__cause__, AnswerError)
 
 
 def test_a_bucket_that_is_not_there_is_no_object_that_is_not_there(cloud: Cloud, objects: CloudObjects) -> None:
@@ -473,55 +416,26 @@ def test_a_bucket_that_is_not_there_is_no_object_that_is_not_there(cloud: Cloud,
         list(objects.list(""))
 
 
-def test_conditions_that_do_not_hold_have_errors_of_their_own(objects: CloudObjects) -> None:
-    info = objects.put("a", [b"content"])
-    with pytest.raises(AlreadyExistsError):
-        objects.put("a", [b"other"], mode=CREATE)
-    with pytest.raises(ConflictError):
-        objects.put("a", [b"other"], mode=Update(Version("another")))
-    objects.delete(["a"])
-    with pytest.raises(ConflictError):
-        objects.put("a", [b"other"], mode=Update(info.version))
-
-
-def test_a_checksum_that_the_cloud_does_not_know_is_not_sent(cloud: Cloud, objects: CloudObjects) -> None:
-    with pytest.raises(InvalidInputError, match="does not verify md5 checksums"):
-        objects.put("a", [b"content"], checksum=compute("md5", [b"content"]))
-    assert cloud.objects == {}
-
-
 # Other behaviour
 
 
-def test_a_put_passes_buffers_without_a_copy(objects: CloudObjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Sequence[memoryview]] = []
-    put = Client.put
-
-    def spy(self: Client, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
-        sent.append(body)
-        return put(self, key, body, mode, checksum)
-
-    monkeypatch.setattr(Client, "put", spy)
+def test_a_put_passes_buffers_without_a_copy(cloud: Cloud, objects: CloudObjects) -> None:
     whole, lent = b"content", bytearray(b"content")
     objects.put("a", [whole, b"", lent])
-    assert [piece.obj for piece in sent[0]] == [whole, lent]
-    assert sent[0][1].obj is lent
+    assert [piece.obj for piece in cloud.bodies[0]] == [whole, lent]
+    assert cloud.bodies[0][1].obj is lent
+
+
+def test_a_deletion_that_is_refused_for_now_may_be_sent_again(cloud: Cloud, objects: CloudObjects) -> None:
+    cloud.is_busy = True
+    with pytest.raises(StoreError) as caught:
+        objects.delete(["a"])
+    assert caught.value.transient
 
 
 def test_deletions_are_sent_in_the_lots_that_the_cloud_takes(cloud: Cloud, objects: CloudObjects) -> None:
     objects.delete(f"{number}" for number in [*range(250), *range(250)])
     assert cloud.deleted_at_once == [100, 100, 50]
-
-
-def test_keys_to_delete_may_come_from_a_listing(objects: CloudObjects) -> None:
-    for number in range(250):
-        objects.put(f"run/{number}", [b""])
-    objects.delete(listed.key for listed in objects.list("run/"))
-    assert list(objects.list("")) == []
-
-
-def test_repr_shows_the_clients_settings(objects: CloudObjects) -> None:
-    assert repr(objects) == "CloudObjects('cloud://bucket/', SharedSession('cloud'))"
 
 
 class Lent(bytearray):

@@ -22,7 +22,6 @@ from tierfs.objects import (
     MemoryObjects,
     ObjectTier,
     RetryingObjects,
-    WrappedObjects,
 )
 from tierfs.testing import Fault, FaultyObjects, ObjectTierTests, PlannedFault
 
@@ -56,43 +55,6 @@ class TestFsspecObjectsOnMemory(ObjectTierTests):
     @pytest.fixture
     def objects(self) -> ObjectTier:
         return FsspecObjects(PrivateMemory(), "memory://bucket/store/")
-
-
-class TestFsspecObjectsBelowDirectory(ObjectTierTests):
-    @pytest.fixture
-    def objects(self, tmp_path: Path) -> ObjectTier:
-        fs = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"), skip_instance_cache=True)
-        return FsspecObjects(fs, "store")
-
-
-class TestWrappedObjects(ObjectTierTests):
-    @pytest.fixture
-    def objects(self, memory: MemoryObjects) -> ObjectTier:
-        return WrappedObjects(memory)
-
-
-class TestRetryingObjects(ObjectTierTests):
-    @pytest.fixture
-    def objects(self, memory: MemoryObjects) -> ObjectTier:
-        return RetryingObjects(memory, clock=ManualClock())
-
-
-class TestLimitedObjects(ObjectTierTests):
-    @pytest.fixture
-    def objects(self, memory: MemoryObjects) -> ObjectTier:
-        return LimitedObjects(memory, concurrency=1, clock=ManualClock())
-
-
-class TestMeasuredObjects(ObjectTierTests):
-    @pytest.fixture
-    def objects(self, memory: MemoryObjects) -> ObjectTier:
-        return MeasuredObjects(memory)
-
-
-class TestFaultyObjectsWithoutFaults(ObjectTierTests):
-    @pytest.fixture
-    def objects(self, memory: MemoryObjects) -> ObjectTier:
-        return FaultyObjects(memory)
 
 
 class TestStackOnLocal(ObjectTierTests):

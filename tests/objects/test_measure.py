@@ -43,11 +43,6 @@ def test_every_method_is_counted_apart(memory: MemoryObjects) -> None:
     }
 
 
-def test_a_tier_that_was_not_used_shows_zeros(memory: MemoryObjects) -> None:
-    empty = {"requests": 0, "errors": 0, "bytes": 0, "seconds": 0.0}
-    assert all(of == empty for of in MeasuredObjects(memory).snapshot().values())
-
-
 def test_time_is_counted_with_success_and_without(memory: MemoryObjects) -> None:
     clock = ManualClock()
     faulty = FaultyObjects(memory, clock=clock)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NewType, Protocol, TypeAlias
 
 from tierfs.digest import Buffer
+from tierfs.errors import ConflictError, CorruptionError
 from tierfs.format.descriptor import Capabilities
 
 Version = NewType("Version", str)
@@ -242,3 +243,36 @@ def walk_after(objects: ObjectTier, prefix: str, after: str) -> list[ObjectInfo]
         elif item.key > after:
             found.append(item)
     return found
+
+
+def check_version(key: str, found: Version | None, wanted: Version | None) -> None:
+    """Check that an object has the wanted version, if one is given.
+
+    Raises:
+        ConflictError: The object has another version, or ``found`` is None: no object is there.
+    """
+    if wanted is None or found == wanted:
+        return
+    if found is None:
+        raise ConflictError(f"{key} no longer exists", path=key)
+    raise ConflictError(f"{key} is at version {found}, not at {wanted}", path=key)
+
+
+def check_end(key: str, size: int, end: int) -> None:
+    """Check that an object of ``size`` bytes reaches offset ``end``.
+
+    Raises:
+        CorruptionError: The object is too short.
+    """
+    if size < end:
+        raise CorruptionError(f"{key} ends at byte {size}, before byte {end}: cut short", path=key)
+
+
+def check_limit(key: str, size: int, limit: int) -> None:
+    """Check that an object of ``size`` bytes may be read whole.
+
+    Raises:
+        CorruptionError: The object is larger than ``limit`` bytes.
+    """
+    if size > limit:
+        raise CorruptionError(f"{key} has {size} bytes, over the limit of {limit}", path=key)

@@ -5,12 +5,13 @@ The first use of a backend imports it: fsspec and asyncio take 7 MiB, which the 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from tierfs.errors import InvalidInputError
 from tierfs.objects.backends.local import LocalObjects
@@ -20,43 +21,16 @@ from tierfs.objects.wrappers.metrics import MeasuredObjects
 from tierfs.objects.wrappers.retry import ATTEMPTS, RetryingObjects
 from tierfs.objects.wrappers.throttle import LimitedObjects
 
-if TYPE_CHECKING:
-    from tierfs.objects.backends.cloud import CloudObjects
-
 OPTIONS = ("verify_writes",)
 """Options that tierfs interprets itself and does not pass to the filesystem: see `tierfs.objects.wrappers.verify`."""
 
 
-class _Cloud(NamedTuple):
-    """A cloud: the package it needs, the extra of tierfs that installs it, and how to connect and open."""
+_PACKAGES = {"s3": "s3fs", "azure": "adlfs", "gcs": "gcsfs"}
+"""By cloud, which is also the name of its backend and of the extra of tierfs: the package that it needs."""
 
-    package: str
-    extra: str
-    connect: Callable[[Mapping[str, object]], Any]
-    open: Callable[[Any, str], CloudObjects]
+_CLOUDS = {"s3": "s3", "s3a": "s3", "abfs": "azure", "abfss": "azure", "az": "azure", "gs": "gcs", "gcs": "gcs"}
 
-
-def _s3() -> _Cloud:
-    from tierfs.objects.backends.s3 import connect_s3, open_s3  # noqa: PLC0415 - see the module's description; as below
-
-    return _Cloud("s3fs", "s3", connect_s3, open_s3)
-
-
-def _azure() -> _Cloud:
-    from tierfs.objects.backends.azure import connect_azure, open_azure  # noqa: PLC0415
-
-    return _Cloud("adlfs", "azure", connect_azure, open_azure)
-
-
-def _gcs() -> _Cloud:
-    from tierfs.objects.backends.gcs import connect_gcs, open_gcs  # noqa: PLC0415
-
-    return _Cloud("gcsfs", "gcs", connect_gcs, open_gcs)
-
-
-_CLOUDS = {"s3": _s3, "s3a": _s3, "abfs": _azure, "abfss": _azure, "az": _azure, "gs": _gcs, "gcs": _gcs}
-
-# By package and options. The search for a store tries one directory after another, all in one bucket.
+# By cloud and options. The search for a store tries one directory after another, all in one bucket.
 _sessions: weakref.WeakValueDictionary[str, SharedSession[Any]] = weakref.WeakValueDictionary()
 _latest: list[SharedSession[Any]] = []  # keeps the session open between two directories, while no tier uses it
 
@@ -85,8 +59,7 @@ def connect(protocol: str, path: str, options: Mapping[str, object], *, attempts
 
         backend = MemoryObjects(path)
     elif protocol in _CLOUDS:
-        cloud = _CLOUDS[protocol]()
-        backend = cloud.open(_session_with(cloud, protocol, given), path)
+        backend = _open_cloud(_CLOUDS[protocol], protocol, path, given)
     else:
         from tierfs.objects.backends.fsspec import FsspecObjects, new_filesystem  # noqa: PLC0415
 
@@ -94,12 +67,14 @@ def connect(protocol: str, path: str, options: Mapping[str, object], *, attempts
     return MeasuredObjects(RetryingObjects(LimitedObjects(backend), attempts=attempts))
 
 
-def _session_with(cloud: _Cloud, protocol: str, options: Mapping[str, object]) -> SharedSession[Any]:
-    if importlib.util.find_spec(cloud.package) is None:
-        raise InvalidInputError(f"{protocol}:// needs a package that is missing: pip install 'tierfs[{cloud.extra}]'")
-    token = f"{cloud.package}:{json.dumps(options, sort_keys=True, default=repr)}"
+def _open_cloud(cloud: str, protocol: str, path: str, options: Mapping[str, object]) -> ObjectTier:
+    if importlib.util.find_spec(_PACKAGES[cloud]) is None:
+        raise InvalidInputError(f"{protocol}:// needs a package that is missing: pip install 'tierfs[{cloud}]'")
+    backend: Any = importlib.import_module(f"tierfs.objects.backends.{cloud}")
+    token = f"{cloud}:{json.dumps(options, sort_keys=True, default=repr)}"
     session = _sessions.get(token)
     if session is None:
-        session = _sessions[token] = SharedSession(protocol, partial(cloud.connect, options))
+        session = _sessions[token] = SharedSession(protocol, partial(backend.connect, options))
     _latest[:] = [session]
-    return session
+    opened: ObjectTier = backend.open_tier(session, path)
+    return opened

@@ -19,8 +19,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import NotFoundError
-from tierfs.objects._checks import nanoseconds
-from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
+from tierfs.objects.backends.cloud import CloudObjects, Content, nanoseconds, open_cloud
 from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
 from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.http_errors import cause_of, refused_options
@@ -63,7 +62,7 @@ class AzureSession:
             await self._fs.credential.close()
 
 
-def connect_azure(options: Mapping[str, object]) -> AzureSession:
+def connect(options: Mapping[str, object]) -> AzureSession:
     """Make a session from the options of `adlfs.AzureBlobFileSystem`.
 
     Raises:
@@ -93,7 +92,7 @@ async def _connect(options: Mapping[str, object], loop: LoopThread) -> AzureSess
     return AzureSession(fs, loop, owns_credential=options.get("credential") is None)
 
 
-def open_azure(session: SharedSession[AzureSession], path: str) -> CloudObjects:
+def open_tier(session: SharedSession[AzureSession], path: str) -> CloudObjects:
     """Return the object tier at ``container/prefix``."""
     return open_cloud(session, _AzureClient, path, scheme="abfs", checksums=_CHECKSUMS)
 

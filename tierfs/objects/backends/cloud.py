@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -23,9 +24,7 @@ from tierfs.errors import (
     StoreError,
 )
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects._checks import check_end, check_limit, check_version
-from tierfs.objects.backends.locations import plain
-from tierfs.objects.backends.shared_session import SharedSession
+from tierfs.objects.backends.shared_session import SharedSession, plain
 from tierfs.objects.backends.spans import RequestRange, spans_of, taking_from
 from tierfs.objects.checksums import computable
 from tierfs.objects.http_errors import translated_client
@@ -40,6 +39,9 @@ from tierfs.objects.protocol import (
     Update,
     Use,
     Version,
+    check_end,
+    check_limit,
+    check_version,
 )
 
 _ACCOUNT = re.compile(r"(?<=://)([^/@]+)@[^/]*")  # an account: the endpoint names it, too
@@ -294,3 +296,8 @@ def _check(key: str, content: Content, span: RequestRange, version: Version | No
         raise StoreError(
             f"{key}: the answer begins at byte {content.start}, after the requested byte {span.start}", path=key
         )
+
+
+def nanoseconds(time: datetime | None) -> int:
+    """Return a time in nanoseconds since the epoch; 0 if it is unknown."""
+    return int(time.timestamp() * 1_000_000_000) if time else 0

@@ -7,12 +7,13 @@ the version up once, before it starts, so it may miss a change during the read.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import fsspec
@@ -23,7 +24,6 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.digest import Buffer
 from tierfs.errors import (
     AlreadyExistsError,
-    ConflictError,
     CorruptionError,
     InvalidInputError,
     NotFoundError,
@@ -31,10 +31,8 @@ from tierfs.errors import (
     TierfsError,
 )
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects._checks import check_end, check_limit, check_version
 from tierfs.objects._stripes import locked
-from tierfs.objects.backends._entries import FileEntry, is_directory
-from tierfs.objects.backends.locations import plain
+from tierfs.objects.backends.shared_session import plain
 from tierfs.objects.backends.spans import spans_of, taking
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.http_errors import cause_of, refused_options, translate_client_error, translated_client
@@ -50,14 +48,15 @@ from tierfs.objects.protocol import (
     Update,
     Use,
     Version,
+    check_end,
+    check_limit,
+    check_version,
     walk_after,
 )
 
 # Filesystems that are a flat set of keys: they need no directories, a put is atomic, and `find` is one listing. On all
 # others `find` skips directories that it could not read, and `ls` does not.
 _FLAT = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"})
-# Filesystems whose `pipe_file(mode="create")` is known to reach the server as a condition.
-_EXCLUSIVE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
 _ON_THIS_HOST = frozenset({"file", "local", "memory"})
 # Filesystems, besides the flat and the asynchronous ones, whose clients are thread-safe. For the others fsspec expects
 # an instance per thread: over SFTP, paramiko drops the answer that another thread waits for.
@@ -65,7 +64,6 @@ _THREADED = frozenset({"dav", "file", "hdfs", "hf", "local", "webdav"})
 
 _AT = ("host", "port", "endpoint_url", "base_url", "account_name")  # options that say where a filesystem is
 
-_DELETES_AT_ONCE = 32
 _DIRECTORIES_REMEMBERED = 4096
 _NEW_TIME_WITHIN_S = 3.0  # the coarsest file times in use, FAT's, have a resolution of two seconds
 
@@ -104,9 +102,6 @@ class FsspecObjects:
         self._clock: Clock = clock or SystemClock()
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._flat = bool(protocols & _FLAT)
-        self._exclusive = bool(protocols & _EXCLUSIVE)
-        # Not every asynchronous one: `DirFileSystem` may wrap a filesystem that is not asynchronous.
-        self._concurrent = self._flat and fs.async_impl
         self._threaded = self._flat or fs.async_impl or bool(protocols & _THREADED)
         self._turn: contextlib.AbstractContextManager[object] = (
             contextlib.nullcontext() if self._threaded else _turns.setdefault(fs, threading.RLock())
@@ -153,7 +148,7 @@ class FsspecObjects:
             if before is not None and before.stamp == "":
                 raise _indistinguishable(key)
             try:
-                self._write(path, content, key, exclusive=isinstance(mode, Create) and self._exclusive)
+                self._write(path, content, key)
                 return self._settle(path, content, key, before).info
             except NotFoundError as error:
                 raise StoreError(f"{key}: the bucket or directory to write to does not exist", path=key) from error
@@ -169,7 +164,7 @@ class FsspecObjects:
             return info
         starts, ends = [span.start for span in spans], [span.end for span in spans]
         with self._asking(key):
-            pieces = self._cat_ranges([self._path(key)] * len(spans), starts, ends, on_error="return")
+            pieces = self.fs.cat_ranges([self._path(key)] * len(spans), starts, ends, on_error="return")
         piece = None
         try:
             for span, piece in zip(spans, pieces, strict=True):
@@ -230,17 +225,11 @@ class FsspecObjects:
         return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `ObjectTier.delete`."""
-        several = list(dict.fromkeys(keys))
-        step = _DELETES_AT_ONCE if self._concurrent else 1
-        for start in range(0, len(several), step):
-            some = several[start : start + step]
-            paths = [self._path(key) for key in some]
-            with locked(type(self.fs), paths):
-                for key, error in zip(some, self._remove(paths), strict=True):
-                    translation = error and translate_client_error(error, key)
-                    if translation is not None and not isinstance(translation, NotFoundError):
-                        raise translation from error and cause_of(error)
+        """See `ObjectTier.delete`. Sends one request after another."""
+        for key in dict.fromkeys(keys):
+            path = self._path(key)
+            with contextlib.suppress(NotFoundError), locked(type(self.fs), [path]), self._asking(key):
+                self.fs.rm_file(path)
 
     def delete_version(self, key: str, version: Version) -> None:
         """See `ObjectTier.delete_version`."""
@@ -252,13 +241,6 @@ class FsspecObjects:
             self._expect(key, found, version)
             with self._asking(key):
                 self.fs.rm_file(path)
-
-    def _cat_ranges(self, *asked: Any, on_error: str) -> Any:
-        inner = getattr(self.fs, "fs", None)
-        if self.fs.async_impl and isinstance(inner, fsspec.AbstractFileSystem) and not inner.async_impl:
-            # Before 2025.10, `DirFileSystem` calls a coroutine that a synchronous inner filesystem lacks.
-            return fsspec.AbstractFileSystem.cat_ranges(self.fs, *asked, on_error=on_error)
-        return self.fs.cat_ranges(*asked, on_error=on_error)
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
@@ -289,17 +271,12 @@ class FsspecObjects:
     def _expect(self, key: str, found: FileEntry | None, version: Version) -> None:
         check_version(key, None if found is None else found.info.version, version)
 
-    def _write(self, path: str, content: bytes, key: str, *, exclusive: bool) -> None:
+    def _write(self, path: str, content: bytes, key: str) -> None:
         if not self._flat:
             self._make_directory(path.rpartition("/")[0], key)
         try:
             with self._asking(key):
-                if exclusive:
-                    self.fs.pipe_file(path, content, mode="create")
-                else:
-                    self.fs.pipe_file(path, content)
-        except ConflictError as error:  # "create" is the only condition that is sent
-            raise AlreadyExistsError(f"{key} exists", path=key) from error
+                self.fs.pipe_file(path, content)
         except NotFoundError:
             self._directories_made.clear()  # another process removed one
             raise
@@ -332,23 +309,7 @@ class FsspecObjects:
                 raise _indistinguishable(key)
             self._clock.sleep(pause_s)
             pause_s *= 2
-            self._write(path, content, key, exclusive=False)
-
-    def _remove(self, paths: Sequence[str]) -> Sequence[BaseException | None]:
-        """Remove files, concurrently if the filesystem can, and return an error or None for each."""
-        if not self._concurrent:
-            return [_error_of(self._remove_one, path) for path in paths]
-
-        async def remove() -> list[BaseException | None]:
-            results = await asyncio.gather(*(self.fs._rm_file(path) for path in paths), return_exceptions=True)
-            return [result if isinstance(result, BaseException) else None for result in results]
-
-        errors: list[BaseException | None] = fsspec.asyn.sync(self.fs.loop, remove)
-        return errors
-
-    def _remove_one(self, path: str) -> None:
-        with self._asking(path[len(self.root) + 1 :]):
-            self.fs.rm_file(path)
+            self._write(path, content, key)
 
     def _mismatch(self, info: ObjectInfo, what: str) -> TierfsError:
         """Return the error for a read that got fewer or more bytes than requested."""
@@ -385,14 +346,6 @@ def _indistinguishable(key: str) -> StoreError:
     )
 
 
-def _error_of(action: Callable[[str], object], path: str) -> Exception | None:
-    try:
-        action(path)
-    except Exception as error:  # noqa: BLE001 - the caller translates it
-        return error
-    return None
-
-
 def new_filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.AbstractFileSystem:
     """Make an fsspec filesystem. Some connect at once.
 
@@ -418,3 +371,77 @@ def new_filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.Abstr
         raise refused_options(error, protocol) from cause_of(error)
     except Exception as error:  # noqa: BLE001 - raised again as an error of tierfs; SFTP and others connect at once
         raise translate_client_error(error, f"{protocol}://") from cause_of(error)
+
+
+# In order of preference. Fields that ``info`` has and listings may lack, like S3's version id, come last: an object
+# must have the same version in both.
+_TAGS = ("generation", "ETag", "etag", "versionId", "VersionId", "checksum")
+_TIMES = (
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "modified",
+    "modify",
+    "modificationTime",
+    "last_write_time",
+    "created",
+)
+_MILLISECONDS_FROM = 1e11  # in seconds this is the year 5138; WebHDFS counts milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file.
+
+    Attributes:
+        info: The file as an object.
+        stamp: The time in its version, empty if unknown; None if the filesystem has a tag for the version.
+    """
+
+    info: ObjectInfo
+    stamp: str | None
+
+    @classmethod
+    def of(cls, key: str, fields: Mapping[str, Any]) -> FileEntry:
+        """Make an entry from the filesystem's description of ``key``."""
+        size = int(fields.get("size") or 0)
+        stamp, modified_ns = _time(fields)
+        for name in _TAGS:
+            if fields.get(name):
+                return cls(ObjectInfo(key, size, Version(str(fields[name]).strip('"')), modified_ns), None)
+        version = Version(f"t{stamp}-{size:x}-{int(fields.get('ino') or 0):x}")
+        return cls(ObjectInfo(key, size, version, modified_ns), stamp)
+
+
+def is_directory(fields: Mapping[str, Any]) -> bool:
+    """Return whether a filesystem describes a directory."""
+    return fields.get("type") == "directory"
+
+
+def _time(fields: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the time of the last change, as text for the version and in nanoseconds; empty and 0 if unknown."""
+    for name in _TIMES:
+        value = fields.get(name)
+        if not value:
+            continue
+        seconds = _seconds(value)
+        if seconds is None:
+            return str(value), 0
+        # Microseconds: listings describe a file with a float, other calls with a datetime.
+        modified_ns = round(seconds * 1_000_000) * 1000
+        return f"{modified_ns:x}", modified_ns
+    return "", 0
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+    if isinstance(value, int | float):
+        return value / 1000 if value > _MILLISECONDS_FROM else value
+    return None

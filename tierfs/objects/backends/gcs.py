@@ -22,12 +22,21 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import StoreError
-from tierfs.objects._checks import check_version
-from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
+from tierfs.objects.backends.cloud import CloudObjects, Content, nanoseconds, open_cloud
 from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
 from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.http_errors import cause_of, refused_options
-from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
+from tierfs.objects.protocol import (
+    Checksum,
+    Create,
+    Listed,
+    ObjectInfo,
+    Prefix,
+    PutMode,
+    Update,
+    Version,
+    check_version,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -102,7 +111,7 @@ class GCSSession:
         self.loop.close(self._fs.session.close())
 
 
-def connect_gcs(options: Mapping[str, object]) -> GCSSession:
+def connect(options: Mapping[str, object]) -> GCSSession:
     """Make a session from the options of `gcsfs.GCSFileSystem`.
 
     Raises:
@@ -132,7 +141,7 @@ def connect_gcs(options: Mapping[str, object]) -> GCSSession:
     return GCSSession(fs, loop)
 
 
-def open_gcs(session: SharedSession[GCSSession], path: str) -> CloudObjects:
+def open_tier(session: SharedSession[GCSSession], path: str) -> CloudObjects:
     """Return the object tier at ``bucket/prefix``."""
     return open_cloud(session, _GCSClient, path, scheme="gs", checksums=_CHECKSUMS)
 
@@ -207,7 +216,7 @@ class _GCSClient:
             read_into: Callable[[memoryview], int] = BodyReader(session.loop, answer.content.iter_any())
             if size and "X-Goog-Generation" in told:
                 stamp = told.get("Last-Modified")
-                modified = _nanoseconds(parsedate_to_datetime(stamp)) if stamp else 0
+                modified = nanoseconds(parsedate_to_datetime(stamp) if stamp else None)
                 info = ObjectInfo(key, int(size), Version(told["X-Goog-Generation"]), modified)
             else:  # an emulator, which may answer only one request at a time
                 read_into = io.BytesIO(session.loop.run(answer.read())).readinto
@@ -267,7 +276,7 @@ class _GCSClient:
             resource["name"][len(self._base) :],
             int(resource["size"]),
             Version(resource["generation"]),
-            _nanoseconds(modified),
+            nanoseconds(modified),
         )
 
 
@@ -301,7 +310,3 @@ def _refusal(answer: aiohttp.ClientResponse, content: bytes) -> Exception:
     refusal: Exception = HttpError({**error, "code": answer.status})
     refusal.headers = answer.headers  # type: ignore[attr-defined]
     return refusal
-
-
-def _nanoseconds(time: datetime) -> int:
-    return int(time.timestamp()) * 1_000_000_000

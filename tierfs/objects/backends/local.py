@@ -29,7 +29,6 @@ from tierfs.clock import boot_id
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects._checks import check_end, check_limit, check_version
 from tierfs.objects.backends.spans import taking_from
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.os_errors import translate_os_error, translated
@@ -45,6 +44,9 @@ from tierfs.objects.protocol import (
     Update,
     Use,
     Version,
+    check_end,
+    check_limit,
+    check_version,
     walk_after,
 )
 

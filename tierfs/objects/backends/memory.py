@@ -17,7 +17,6 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, NotFoundError
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects._checks import check_end, check_limit, check_version
 from tierfs.objects.backends.spans import taking
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.protocol import (
@@ -32,6 +31,9 @@ from tierfs.objects.protocol import (
     Update,
     Use,
     Version,
+    check_end,
+    check_limit,
+    check_version,
     walk_after,
 )
 

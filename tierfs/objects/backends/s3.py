@@ -25,11 +25,20 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.gc_pause import Uncollected
-from tierfs.objects._checks import check_version, nanoseconds
-from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
+from tierfs.objects.backends.cloud import CloudObjects, Content, nanoseconds, open_cloud
 from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.http_errors import cause_of, refused_options
-from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
+from tierfs.objects.protocol import (
+    Checksum,
+    Create,
+    Listed,
+    ObjectInfo,
+    Prefix,
+    PutMode,
+    Update,
+    Version,
+    check_version,
+)
 
 if TYPE_CHECKING:
     import s3fs
@@ -83,7 +92,7 @@ class S3Session:
         self._client.close()
 
 
-def connect_s3(options: Mapping[str, object]) -> S3Session:
+def connect(options: Mapping[str, object]) -> S3Session:
     """Make a session from the options of `s3fs.S3FileSystem`.
 
     Raises:
@@ -137,7 +146,7 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
     return S3Session(fs, client)
 
 
-def open_s3(session: SharedSession[S3Session], path: str) -> CloudObjects:
+def open_tier(session: SharedSession[S3Session], path: str) -> CloudObjects:
     """Return the object tier at ``bucket/prefix``."""
     return open_cloud(session, _S3Client, path, scheme="s3", checksums=_CHECKSUMS)
 

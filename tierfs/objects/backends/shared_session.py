@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -67,3 +68,21 @@ def _close(sessions: list[Any], pid: int) -> None:
     while sessions and pid == os.getpid():
         with contextlib.suppress(Exception):  # no caller is left to handle an error
             sessions.pop().close()
+
+
+# A password may contain "@" or a slash. Without a password, a port number follows the host's colon.
+_NOT_THE_PLACE = re.compile(r"(?<=//)(?:[^/?]*@|[^/?@:]*:(?!\d+(?:/|$))[^?]*@)|\?.*|/$")
+_USUAL_PORTS = {"http": ":80", "https": ":443"}
+
+
+def plain(url: str) -> str:
+    """Normalize an endpoint's URL: lower case, and no user, password, query, final slash or default port.
+
+    ``localhost`` becomes 127.0.0.1.
+    """
+    scheme, colon, rest = _NOT_THE_PLACE.sub("", url).lower().partition("://")
+    host, slash, path = rest.partition("/")
+    host = host.removesuffix(_USUAL_PORTS.get(scheme, "/"))
+    if host.partition(":")[0] == "localhost":
+        host = host.replace("localhost", "127.0.0.1", 1)
+    return f"{scheme}{colon}{host}{slash}{path}"

@@ -20,10 +20,19 @@ from tierfs.errors import (
 )
 from tierfs.format import keys
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects._checks import check_version
 from tierfs.objects._stripes import locked
 from tierfs.objects.checksums import checksum_for, computable
-from tierfs.objects.protocol import CREATE, OVERWRITE, Checksum, Create, ObjectInfo, ObjectTier, PutMode, Update
+from tierfs.objects.protocol import (
+    CREATE,
+    OVERWRITE,
+    Checksum,
+    Create,
+    ObjectInfo,
+    ObjectTier,
+    PutMode,
+    Update,
+    check_version,
+)
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 
 VERIFY_WRITES = ("auto", "always", "never")
