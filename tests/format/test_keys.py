@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierfs.digest import DigestKind
-from tierfs.errors import FormatError
+from tierfs.errors import FormatError, InvalidInputError
 from tierfs.format.keys import (
     CHUNKS,
     TREE,
@@ -67,3 +67,26 @@ def test_a_path_is_read_back_from_its_key(path: str) -> None:
 def test_malformed_record_keys_are_refused(inside: str) -> None:
     with pytest.raises(FormatError):
         parse_record_key(TREE + inside)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("", "empty"),
+        ("/etc/passwd", "absolute"),
+        ("a/../b", r"'\.\.'"),
+        ("..", r"'\.\.'"),
+        ("a/./b", r"'\.'"),
+        ("a//b", "empty part"),
+        ("a/", "empty part"),
+        ("a\0b", "NUL"),
+        (".tierfs/store.json", "store's own"),
+        ("x" * 251, "250 bytes"),
+        ("/".join(["x" * 200] * 5), "800 bytes"),
+        ("ü" * 60, "250 bytes"),
+        ("\udc80", "Unicode"),
+    ],
+)
+def test_a_bad_path_has_no_key(path: str, why: str) -> None:
+    with pytest.raises(InvalidInputError, match=why):
+        record_key(path)

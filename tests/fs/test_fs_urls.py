@@ -97,7 +97,14 @@ def test_a_url_of_another_filesystem_is_refused(place):
 
 
 @pytest.mark.parametrize(
-    "url", ["tierfs::nothing", "tierfs::klingon://bucket/a", "tierfs::simplecache::memory://a", "tierfs://a::b://c"]
+    "url",
+    [
+        "tierfs::nothing",
+        "tierfs::klingon://bucket/a",
+        "tierfs::simplecache::memory://a",
+        "tierfs://a::b://c",
+        "tierfs::file:///\udcff",
+    ],
 )
 def test_a_url_that_makes_no_sense_is_refused(url):
     with pytest.raises((InvalidInputError, ValueError), match=r"tierfs|klingon"):

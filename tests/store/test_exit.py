@@ -48,8 +48,9 @@ def late(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["staged", "local", "object"])
-def test_a_threads_save_at_exit_is_kept(tmp_path, level):
-    run(tmp_path, level, "threading.Thread(target=save).start()\nbegun.wait()")
+@pytest.mark.parametrize("start", ["threading.Thread(target=save).start()", "ThreadPoolExecutor().submit(save)"])
+def test_a_threads_save_at_exit_is_kept(tmp_path, level, start):
+    run(tmp_path, level, f"{start}\nbegun.wait()")
     assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
 
 
@@ -85,12 +86,6 @@ def test_calls_of_the_filesystem_go_on_in_a_thread_when_the_program_ends(tmp_pat
     """
     run(tmp_path, "staged", script)
     assert late(tmp_path) == bytes(range(251)) * 200_000
-
-
-@pytest.mark.parametrize("level", ["staged", "local", "object"])
-def test_an_executors_save_at_exit_is_kept(tmp_path, level):
-    run(tmp_path, level, "ThreadPoolExecutor().submit(save)\nbegun.wait()")
-    assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
 
 
 @pytest.mark.parametrize("level", ["staged", "local", "object"])

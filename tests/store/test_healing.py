@@ -13,7 +13,7 @@ from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.host.pending.levels import Level
 from tierfs.objects import MeasuredObjects, MemoryObjects
-from tierfs.store import Store, copy, load, rename, save, verify, wait
+from tierfs.store import Store, copy, load, rename, save, wait
 from tierfs.store.tree.records import observe
 from tierfs.testing.damage import flip_bit, remove, truncate
 
@@ -162,15 +162,6 @@ def test_a_delta_whose_base_was_damaged_is_stored_again(tier, damage):
     damage(tier, keys.chunk_key(first[-1].name))
     flushing.save(path_of(3), data)
     assert load(flushing.bare(), path_of(3)) == data
-
-
-def test_a_damaged_record_that_is_saved_again_is_replaced(tier, damage):
-    store = open_on(tier)
-    save(store, "a", CONTENT)
-    damage(tier, keys.record_key("a"))
-    save(store, "a", CONTENT)
-    assert load(open_on(tier), "a") == CONTENT
-    assert verify(open_on(tier)).damage == []
 
 
 def test_files_at_object_are_readable_elsewhere(host, objects, damage):

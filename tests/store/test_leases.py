@@ -5,9 +5,10 @@ import uuid
 from dataclasses import replace
 
 import pytest
+from support.fake_flusher import until
 
 from tierfs.clock import ManualClock
-from tierfs.digest import BLOCK_BYTES, DigestKind
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind, digests_of
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
@@ -59,16 +60,49 @@ def remove_chunk(tier, name):
     tier.delete([keys.chunk_key(name)])
 
 
-def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier, clock):
+@pytest.mark.parametrize("by", ["a save", "a copy", "another writer"])
+def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier, clock, by):
     save(store, "a", CONTENT)
     name = rows_of(store, "a")[0].name
-    delete(store, "a")
     condemn(tier, name)
     clock.sleep(40)  # past half the lease: the writer renews it and reads the condemned list
-    save(store, "b", CONTENT)
+    if by == "a copy":
+        copy(store, "a", "b")
+    else:
+        delete(store, "a")
+        save(store if by == "a save" else open_on(tier, clock), "b", CONTENT)
     assert rows_of(store, "b")[0].name == name._replace(generation=1)
     remove_chunk(tier, name)
     assert load(store, "b") == CONTENT
+
+
+@pytest.mark.parametrize("how", ["ran out", "was swept"])
+def test_chunks_are_checked_again_after_a_lease(store, tier, clock, how):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    if how == "was swept":
+        tier.delete([info.key for info in tier.list(keys.LEASES)])
+    clock.sleep(61 if how == "ran out" else 40)
+    remove_chunk(tier, name)
+    save(store, "b", CONTENT)
+    assert load(store, "b") == CONTENT
+
+
+def begin(store, path):
+    """Write a file whose first chunk is sent before it is closed. Return the writer, and the chunk's name."""
+    content = CONTENT * 120
+    writer = Writer(store, path)
+    writer.write(content)
+    name = ChunkName(digests_of(DigestKind.XXH3_128, content[:CHUNK_BYTES])[1])
+    until(lambda: any(True for _ in store.objects.list(keys.chunk_key(name))), 20)
+    return writer, name
+
+
+@pytest.fixture
+def indirect(monkeypatch):
+    """Every table of chunks is stored in chunks of its own."""
+    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
 
 
 def test_a_listed_chunk_is_usable_until_condemned(store, tier, clock):
@@ -82,15 +116,6 @@ def test_a_listed_chunk_is_usable_until_condemned(store, tier, clock):
     clock.sleep(40)
     store.lease_cache.ensure()
     assert len(store.lease_cache.unverified([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])) == 2
-
-
-def test_a_new_writer_reads_the_condemned_lists_before_its_first_chunk(store, tier, clock):
-    save(store, "a", CONTENT)
-    name = rows_of(store, "a")[0].name
-    condemn(tier, name)
-    other = open_on(tier, clock)
-    save(other, "b", CONTENT)
-    assert rows_of(other, "b")[0].name.generation == 1
 
 
 def test_a_listed_chunk_does_not_count_as_seen(store):
@@ -170,16 +195,6 @@ def test_an_append_does_not_speak_for_the_chunks_that_it_keeps(tier, clock):
     assert load(store, "a") == chunks(2, 0) + OTHER
 
 
-def test_known_chunks_are_checked_again_after_a_lease(store, tier, clock):
-    save(store, "a", CONTENT)
-    name = rows_of(store, "a")[0].name
-    delete(store, "a")
-    clock.sleep(61)
-    remove_chunk(tier, name)
-    save(store, "b", CONTENT)
-    assert load(store, "b") == CONTENT
-
-
 def test_a_reused_chunk_is_read_back_once_a_lease(tier, clock):
     measured = MeasuredObjects(tier)
     store = open_on(measured, clock)
@@ -204,10 +219,7 @@ def test_an_own_remote_chunk_is_read_back_by_one_block(tier, clock):
 
 
 def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(store, tier, clock):
-    writer = Writer(store, "a")
-    writer.write(CONTENT)
-    writer._finish_rows()
-    name = writer._sink._rows[0].name
+    writer, name = begin(store, "a")
     clock.sleep(61)
     remove_chunk(tier, name)
     with pytest.raises(StoreError, match=r"collected while this writer had lost contact.*write the file again"):
@@ -216,34 +228,11 @@ def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(stor
 
 
 def test_a_writer_whose_chunk_was_condemned_stores_it_anew_before_it_publishes(store, tier, clock):
-    writer = Writer(store, "a")
-    writer.write(CONTENT)
-    writer._finish_rows()
-    name = writer._sink._rows[0].name
+    writer, name = begin(store, "a")
     condemn(tier, name)
     clock.sleep(40)
     writer.commit()
     assert rows_of(store, "a")[0].name == name._replace(generation=1)
-
-
-def test_a_copy_of_a_file_whose_chunk_is_condemned_refers_to_a_new_chunk(store, tier, clock):
-    save(store, "a", CONTENT)
-    name = rows_of(store, "a")[0].name
-    condemn(tier, name)
-    clock.sleep(40)
-    copy(store, "a", "b")
-    assert rows_of(store, "b")[0].name == name._replace(generation=1)
-
-
-def test_a_lease_that_was_swept_is_taken_anew_and_teaches_nothing(store, tier, clock):
-    save(store, "a", CONTENT)
-    name = rows_of(store, "a")[0].name
-    delete(store, "a")
-    tier.delete([info.key for info in tier.list(keys.LEASES)])
-    remove_chunk(tier, name)
-    clock.sleep(40)
-    save(store, "b", CONTENT)
-    assert load(store, "b") == CONTENT
 
 
 def test_a_lease_is_released_unless_a_put_may_still_take_effect(store, tier, clock):
@@ -283,18 +272,11 @@ def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
     (info,) = tier.list(keys.LEASES)
     lease = Lease.decode(tier.read(info.key, 4096)[0], info.key)
     assert (lease.sequence, lease.duration_s, keys.lease_key(lease.holder)) == (3, 60, info.key)
-
-
-def test_the_lease_of_a_new_holder_counts_from_one(store, tier, clock):
-    for _ in range(3):
-        store.lease_cache.ensure()
-        clock.sleep(31)
-    (swept,) = tier.list(keys.LEASES)
-    tier.delete([swept.key])
+    tier.delete([info.key])
     store.lease_cache.ensure()
-    (info,) = tier.list(keys.LEASES)
-    assert info.key != swept.key
-    assert Lease.decode(tier.read(info.key, 4096)[0], info.key).sequence == 1
+    (other,) = tier.list(keys.LEASES)
+    assert other.key != info.key
+    assert Lease.decode(tier.read(other.key, 4096)[0], other.key).sequence == 1
 
 
 def test_a_renewal_that_outlasts_the_lease_is_an_error(tier, clock):
@@ -319,28 +301,18 @@ def test_a_renewal_whose_answer_was_lost_is_recognised(tier, clock):
     assert len(list(tier.list(keys.LEASES))) == 1
 
 
-def test_leases_that_ran_out_long_ago_are_tidied_up(tier, clock, monkeypatch):
-    old = open_on(tier, clock)
-    save(old, "a", CONTENT)
-    (lease,) = tier.list(keys.LEASES)
-    now_ns = lease.modified_ns + (60 + 3600 + 10) * 1_000_000_000
-    monkeypatch.setattr("time.time_ns", lambda: now_ns)
-    save(open_on(tier, clock), "b", OTHER)
-    assert lease.key not in {info.key for info in tier.list(keys.LEASES)}
-    assert len(list(tier.list(keys.LEASES))) == 1
-
-
-@pytest.mark.parametrize("method", ["list", "delete"])
-def test_a_save_goes_on_where_leases_that_ran_out_cannot_be_tidied_up(tier, clock, monkeypatch, caplog, method):
+@pytest.mark.parametrize("method", ["list", "delete", None])
+def test_leases_that_ran_out_long_ago_are_tidied_up_where_that_is_possible(tier, clock, monkeypatch, caplog, method):
     save(open_on(tier, clock), "a", CONTENT)
     (lease,) = tier.list(keys.LEASES)
     now_ns = lease.modified_ns + (60 + 3600 + 10) * 1_000_000_000
     monkeypatch.setattr("time.time_ns", lambda: now_ns)
     faulty = FaultyObjects(tier)
-    faulty.inject(Fault.DENIED, method=method, key_part="" if method == "delete" else keys.LEASES)
-    save(open_on(faulty, clock), "b", CONTENT)
-    assert "expired leases remain" in caplog.text
-    assert lease.key in {info.key for info in tier.list(keys.LEASES)}
+    if method is not None:
+        faulty.inject(Fault.DENIED, method=method, key_part="" if method == "delete" else keys.LEASES)
+    save(open_on(faulty, clock), "b", OTHER)
+    assert ("expired leases remain" in caplog.text) == (method is not None)
+    assert (lease.key in {info.key for info in tier.list(keys.LEASES)}) == (method is not None)
 
 
 def test_something_else_among_the_condemned_lists_stops_nobody(store, tier):
@@ -356,39 +328,24 @@ def test_a_file_of_more_chunks_than_a_writer_remembers_is_published(store, monke
     assert load(store, "a") == content
 
 
-def test_the_chunks_of_an_indirect_table_are_settled_with_those_of_the_file(store, tier, clock, monkeypatch):
-    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
-    writer = Writer(store, "a")
-    writer.write(CONTENT)
-    writer._finish_rows()
+@pytest.mark.usefixtures("indirect")
+def test_the_chunks_of_an_indirect_table_are_settled_with_those_of_the_file(store, tier, clock):
+    writer, name = begin(store, "a")
     clock.sleep(61)
-    remove_chunk(tier, writer._sink._rows[0].name)
+    remove_chunk(tier, name)
     with pytest.raises(StoreError, match="collected"):
         writer.commit()
     save(store, "b", CONTENT)
+    save(store, "b", OTHER, mode=WriteMode.APPEND)
+    rename(store, "b", "d")
+    copy(store, "d", "b")
+    assert load(store, "b") == load(store, "d") == CONTENT + OTHER
     manifest = observe(store, "b").manifest
     assert manifest.indirect
     clock.sleep(61)
     remove_chunk(tier, manifest.rows[0].name)
     with pytest.raises(CorruptionError):
         copy(store, "b", "c")
-
-
-def test_an_indirect_file_is_appended_copied_and_renamed(store, monkeypatch):
-    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
-    save(store, "a", CONTENT)
-    writer = Writer(store, "a", mode=WriteMode.APPEND)
-    writer.write(OTHER)
-    writer.commit()
-    copy(store, "a", "b")
-    rename(store, "b", "c")
-    assert observe(store, "c").manifest.indirect
-    assert load(store, "c") == CONTENT + OTHER
-
-
-def test_a_file_held_in_its_manifest_takes_no_lease(store, tier):
-    save(store, "a", b"small")
-    assert not list(tier.list(keys.LEASES))
 
 
 def chunk_requests(measured, action):

@@ -5,7 +5,6 @@ import pytest
 from tierfs.errors import StoreError
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.segment import Segment
-from tierfs.store import load
 from tierfs.store.write.writer import Writer
 
 
@@ -49,17 +48,6 @@ def test_the_newest_of_several_drafts_of_a_path_counts(make_host):
         assert set(host.tiers.drafts.pending_below("dir")) == {f"dir/{length}" for length in range(1, 6)}
         assert host.tiers.drafts.pending_below("di") == {}
         assert set(host.tiers.drafts.pending_below("")) == {"a", *(f"dir/{length}" for length in range(1, 6))}
-
-
-def test_flushed_files_are_not_pending(make_host):
-    host = make_host()
-    with host.held():
-        for number in range(20):
-            put(host, f"f{number}", b"z" * number)
-    host.tiers.wait("", Level.OBJECT, 20)
-    assert host.tiers.drafts.pending_below("") == {}
-    assert pending(host, "f7") is None
-    assert load(host.plain(), "f7") == b"z" * 7
 
 
 def test_a_save_looks_at_no_draft_of_another_path(make_host, monkeypatch):

@@ -13,12 +13,10 @@ from support.opened import descriptors
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import (
-    AlreadyExistsError,
     ConflictError,
     CorruptionError,
     InvalidInputError,
     NotFoundError,
-    StoreError,
 )
 from tierfs.flusher.state import FlushState
 from tierfs.format import keys
@@ -51,7 +49,6 @@ from tierfs.store import (
     verify,
     wait,
 )
-from tierfs.store.tree.records import observe_published
 from tierfs.testing import flip_bit
 
 
@@ -63,27 +60,6 @@ def test_a_staged_file_is_read_back_before_and_after_it_reaches_the_object_tier(
     wait(any_host.store, "run/a", Level.OBJECT, 20)
     assert load(any_host.store, "run/a") == data
     assert load(any_host.plain(), "run/a") == data
-
-
-@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300])
-def test_a_wait_may_have_an_infinite_timeout(host, timeout_s):
-    save(host.store, "a", content(MIB))
-    wait(host.store, "a", Level.OBJECT, timeout_s)
-    assert level_of(host.store, "a") is Level.OBJECT
-
-
-def test_looking_past_the_local_tiers_teaches_the_store_and_its_flusher(any_host, monkeypatch):
-    store, told = any_host.store, []
-    monkeypatch.setattr(store.tiers, "report_damage", told.append)
-    save(store, "a", content(MIB))
-    wait(store, "a", Level.OBJECT, 20)
-    bare = store.without_local_tiers()
-    assert (bare.tiers, bare.ack) == (None, Level.OBJECT)
-    (row,) = observe_published(bare, "a").manifest.rows
-    assert store.records.status()["count"] == 1
-    bare.report_damage(row.name)
-    assert told == [chunk_key(row.name)]
-    assert store.lease_cache.is_damaged(row.name)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -175,43 +151,25 @@ def test_a_damaged_object_that_is_removed_late_is_stored_again_for_all_that_name
 
 
 @pytest.mark.parametrize("ask", [list_directory, find], ids=["list", "find"])
-def test_a_file_published_during_a_listing_is_listed(make_host, monkeypatch, ask):
-    host = make_host()
-    listed, put = host.objects.list, host.objects.put
-
-    def refuse(*_, **__):
-        raise StoreError("no puts yet", transient=True)
+def test_a_file_published_during_a_listing_is_listed(host, monkeypatch, ask):
+    listed = host.objects.list
 
     def publish_after_listing(prefix, **options):
         found = list(listed(prefix, **options))
         if prefix.startswith(keys.TREE):
-            monkeypatch.setattr(host.objects, "put", put)
+            host.objects.down = False
             host.tiers.wait("run", Level.OBJECT, 20)
         return iter(found)
 
-    monkeypatch.setattr(host.objects, "put", refuse)
+    host.objects.down = ("put",)
     save(host.store, "run/a", b"x" * 100)
     monkeypatch.setattr(host.objects, "list", publish_after_listing)
     assert [entry.path for entry in ask(host.store, "run")] == ["run/a"]
 
 
-def test_a_staged_file_is_listed_at_once(host):
-    with host.held():
-        save(host.store, "run/sub/a", content(100))
-        host.objects.down = False  # entries that are not pending come from there
-        assert [entry.path for entry in list_directory(host.store, "run")] == ["run/sub"]
-        assert [entry.path for entry in find(host.store, "run")] == ["run/sub", "run/sub/a"]
-        assert stat(host.store, "run").is_directory
-
-
 def test_a_path_that_is_new_is_not_asked_for_and_what_is_there_all_the_same_stands(host):
-    asked = []
-    writer = None
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("head", "read", "list"):
-            patch.setattr(host.objects, name, lambda *given, name=name, **_: asked.append((name, given)), raising=False)
+    with host.held():
         writer = Writer(host.store, "a", level=Level.OBJECT, is_new=True)
-    assert not asked
     save(host.plain(), "a", b"theirs")
     writer.write(b"ours")
     with pytest.raises(ConflictError):
@@ -237,12 +195,13 @@ def test_chunks_that_other_ranks_want_are_kept(host, make_host, monkeypatch, ran
     assert (usage.clean_bytes, usage.evicted_bytes == 0) == ((len(data), True) if ranks > 1 else (32 * MIB, False))
 
 
-def test_levels_are_reported_as_they_are_reached(host):
+@pytest.mark.parametrize("timeout_s", [30, float("inf"), 1e300])
+def test_levels_are_reported_as_they_are_reached(host, timeout_s):
     with host.held():
-        save(host.store, "a", content())
-        wait(host.store, "a", Level.LOCAL, 20)
+        save(host.store, "a", content(MIB))
+        wait(host.store, "a", Level.LOCAL, timeout_s)
         assert host.store.tiers.drafts.level("a") is Level.LOCAL
-    wait(host.store, "a", Level.OBJECT, 30)
+    wait(host.store, "a", Level.OBJECT, timeout_s)
     assert level_of(host.store, "a") is Level.OBJECT
 
 
@@ -257,30 +216,20 @@ def test_a_file_in_ram_alone_has_not_reached_local(make_host):
     assert level_of(host.store, "a") is Level.OBJECT
 
 
-def test_a_write_may_ask_for_another_level_than_the_stores(host):
-    save_at(host.store, "a", content(MIB), Level.OBJECT)
-    assert level_of(host.store, "a") is Level.OBJECT
-
-
-def test_pending_files_are_renamed_copied_and_deleted_without_the_object_tier(host):
+def test_a_pending_file_is_renamed_and_listed_at_once(host):
     data = content(3 * MIB)
     with host.held():
         save(host.store, "tmp", data)
-        save(host.store, "gone", content(10))
-        host.objects.down = False
-        assert load(host.store, "tmp") == data
-        host.objects.down = True
-        rename_while_down(host, "tmp", "final")
+        host.objects.down = ("put",)  # a target is looked up in the object tier
+        rename(host.store, "tmp", "run/sub/final")
+        assert load(host.store, "run/sub/final") == data
+        assert [entry.path for entry in list_directory(host.store, "run")] == ["run/sub"]
+        assert [entry.path for entry in find(host.store, "run")] == ["run/sub", "run/sub/final"]
+        assert stat(host.store, "run").is_directory
     wait(host.store, "", Level.OBJECT, 30)
-    assert load(host.plain(), "final") == data
+    assert load(host.plain(), "run/sub/final") == data
     with pytest.raises(NotFoundError):
         stat(host.plain(), "tmp")
-
-
-def rename_while_down(host, source, target):
-    # The target is looked up in the object tier, so the tier must answer.
-    host.objects.down = False
-    rename(host.store, source, target)
 
 
 def test_a_deleted_pending_file_is_gone_at_once_and_stays_gone(host):
@@ -331,12 +280,6 @@ def test_appending_to_a_pending_file_keeps_what_it_had(any_host):
     assert load(any_host.store, "a") == data + b"more"
     wait(any_host.store, "", Level.OBJECT, 20)
     assert load(any_host.plain(), "a") == data + b"more"
-
-
-def test_an_exclusive_create_sees_what_is_pending(host):
-    save(host.store, "a", b"x")
-    with pytest.raises(AlreadyExistsError):
-        Writer(host.store, "a", mode=WriteMode.CREATE)
 
 
 def test_a_given_up_file_leaves_nothing_behind(host):

@@ -54,22 +54,26 @@ class Host:
         self.tiers.close()
 
     @contextlib.contextmanager
-    def held(self):
-        """Make the object tier refuse everything, so that data stays in the local tiers."""
-        self.objects.down = True
+    def held(self, *methods):
+        """Make the object tier refuse everything, or these methods, so that data stays in the local tiers."""
+        self.objects.down = methods or True
         try:
             yield
         finally:
             self.objects.down = False
 
 
+METHODS = ("put", "get", "read", "head", "list", "delete")
+
+
 class Gate(MemoryObjects):
-    """An object tier that refuses requests while `down` is set."""
+    """An object tier that refuses requests while `down` is set: all of them if it is True, else those it names."""
 
     down = False
 
     def __getattribute__(self, name):
-        if name in ("put", "get", "read", "head", "list", "delete") and object.__getattribute__(self, "down"):
+        down = object.__getattribute__(self, "down")
+        if name in METHODS and (down is True or (down and name in down)):
 
             def refuse(*_args, **_kwargs):
                 raise StoreError("the object tier is down", transient=True)
