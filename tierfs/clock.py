@@ -1,11 +1,13 @@
-"""The clock as an argument, so that tests control time; and the id of the host's boot."""
+"""The clock as an argument, so that tests control time; a pace by that clock; and the id of the host's boot."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Protocol
 
+PACE_S = 1.0  # longest sleep of `Pace`, so that it notices a stop
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -54,6 +56,34 @@ class ManualClock:
     def sleep(self, seconds: float) -> None:
         """Advance the clock by ``seconds``."""
         self._now_s += seconds
+
+
+class Pace:
+    """Limits the bytes per second. Safe for use by many threads.
+
+    Args:
+        clock: The source of time.
+        bandwidth: Bytes per second; None or 0 for no limit.
+    """
+
+    def __init__(self, clock: Clock, bandwidth: float | None) -> None:
+        self._clock, self._bandwidth = clock, bandwidth
+        self._lock = threading.Lock()
+        self._next = clock.monotonic()
+        self._is_stopped = False
+
+    def take(self, count: int) -> None:
+        """Wait as long as this many bytes take after those of earlier calls, or until `stop`."""
+        if not self._bandwidth:
+            return
+        with self._lock:
+            self._next = end = max(self._clock.monotonic(), self._next) + count / self._bandwidth
+        while not self._is_stopped and (left := end - self._clock.monotonic()) > 0:
+            self._clock.sleep(min(left, PACE_S))
+
+    def stop(self) -> None:
+        """Let all calls of `take` return soon."""
+        self._is_stopped = True
 
 
 def boot_id() -> str:

@@ -198,7 +198,7 @@ def test_status_starts_no_flusher(host, url, no_flusher):
 
 
 def test_a_flusher_that_begins_later_makes_no_pending_file_younger(host, url, tell, no_flusher):
-    stage(url, files=3)  # the bandwidth limit lets one file pass at once
+    stage(url, files=3)
     time.sleep(1)
     no_flusher()
     with sidecar(host, url, "--bandwidth", "1KB"):

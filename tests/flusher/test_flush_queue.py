@@ -10,7 +10,7 @@ import pytest
 
 from tierfs.errors import ConflictError, StoreError
 from tierfs.flusher import queue
-from tierfs.flusher.queue import FlushItem, FlushQueue
+from tierfs.flusher.queue import FlushItem, FlushQueue, FlushStage
 
 PATHS = ["a", "b", "d/a", "d/b", "d/e/a", "d/e/b", "f/a"]
 
@@ -49,9 +49,9 @@ def is_to_be_kept(entries, entry):
     return any(other.conflict and other.draft.write_id in entry.builds_on() for other in entries)
 
 
-def next_ready(entries, now):
+def next_ready(drafts, entries, now):
     for entry in entries:
-        if entry.past_nvme and not (entry.busy or entry.conflict or entry.published or now < entry.retry_at):
+        if entry.past_nvme and not (drafts.is_busy(entry) or entry.conflict or entry.published or now < entry.retry_at):
             if not entry.uploaded or is_first(entries, entry) or is_to_be_kept(entries, entry):
                 return entry
     return None
@@ -71,8 +71,8 @@ def check(drafts, now):
     waiting = [entry for entry in entries if not entry.past_nvme and not entry.conflict]
     assert drafts.waiting(3) == waiting[:3]
     assert drafts.last_waiting() == max((entry.turn for entry in entries if not entry.past_nvme), default=None)
-    assert drafts.next_ready(now) is next_ready(entries, now)
-    assert drafts.busy == sum(entry.busy for entry in entries)
+    assert drafts.next_ready(now) is next_ready(drafts, entries, now)
+    assert drafts.busy == sum(map(drafts.is_busy, entries))
     assert drafts.has_conflicts == any(entry.conflict for entry in entries)
     for entry in entries:
         assert drafts.is_first(entry) == (not entry.published and is_first(entries, entry)) or entry.published
@@ -89,13 +89,17 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
         entries = list(drafts)
         now += rng.random()
         what = rng.choice(["add", "add", "persist", "persist", "take", "take", "take", "end", "end", "finish", "rare"])
-        idle = [entry for entry in entries if not entry.busy]
+        idle = [entry for entry in entries if not drafts.is_busy(entry)]
         if what == "add" and len(entries) < 14:
             after = rng.choice([None, None, *(entry.draft.write_id for entry in entries)])
             path = rng.choice(PATHS)
             base = rng.choice([None, *(entry.draft.write_id for entry in entries if entry.path == path)])
             taken = rng.random() < 0.2  # found in the nvme tier
-            drafts.add(item(next(numbers), path, after=after, base=base, past_nvme=taken))
+            drafts.add(
+                item(
+                    next(numbers), path, after=after, base=base, stage=FlushStage.READY if taken else FlushStage.WAITING
+                )
+            )
         elif what == "persist" and (waiting := drafts.waiting(3)):
             for entry in waiting[: rng.randint(1, 3)]:
                 if rng.random() < 0.8:
@@ -104,12 +108,12 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
                 drafts.pass_nvme(entry)
         elif what == "take" and (entry := drafts.next_ready(now)) is not None:
             drafts.begin(entry)
-        elif what == "end" and (busy := [entry for entry in entries if entry.busy]):
+        elif what == "end" and (busy := [entry for entry in entries if drafts.is_busy(entry)]):
             entry = rng.choice(busy)
             if rng.random() < 0.3:
                 drafts.fail(entry, StoreError("again", transient=True), now + rng.choice([0.0, 1.0, 3.0]))
             else:
-                entry.uploaded = True
+                entry.note("uploaded")
                 drafts.clear(entry)
                 if drafts.is_first(entry):
                     drafts.pass_on(entry)
@@ -139,11 +143,12 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
 def test_a_draft_is_looked_at_when_the_one_it_builds_on_is_found_to_be_in_conflict(is_first):
     # As an earlier flusher left them: this one may find the base after the draft that builds on it.
     drafts = FlushQueue()
-    base = item(1, "d/a", slot=None, past_nvme=True)
+    base = item(1, "d/a", slot=None, stage=FlushStage.READY)
     base.fail(ConflictError("theirs stands"), float("inf"))
-    built_on_it = item(2, "d/a", base=b"1", slot=None, past_nvme=True, uploaded=True)
-    before = item(0, "d/b", past_nvme=True, uploaded=True, busy=True)
+    built_on_it = item(2, "d/a", base=b"1", slot=None, stage=FlushStage.UPLOADED)
+    before = item(0, "d/b", stage=FlushStage.UPLOADED)
     drafts.add(before)
+    drafts.begin(before)
     for entry in (base, built_on_it) if is_first else (built_on_it, base):
         assert drafts.next_ready(0.0) is None
         drafts.add(entry)
@@ -156,7 +161,7 @@ def test_a_draft_is_looked_at_when_the_one_it_builds_on_is_found_to_be_in_confli
 def test_a_draft_that_is_found_late_goes_on_when_a_later_one_is_taken_back():
     # Both drafts change one path. The record of the later one is published, but its local copies cannot be released.
     drafts = FlushQueue()
-    later, early = (item(number, "d/b", slot=None, past_nvme=True, uploaded=True) for number in (2, 1))
+    later, early = (item(number, "d/b", slot=None, stage=FlushStage.UPLOADED) for number in (2, 1))
     drafts.add(later)
     drafts.begin(later)
     drafts.pass_on(later)
@@ -188,7 +193,7 @@ def looks_of(step):
 def fill(count, **what):
     drafts = FlushQueue()
     for number in range(count):
-        entry = item(number, f"run/d{number % 7}/f{number}", slot=None, past_nvme=True)
+        entry = item(number, f"run/d{number % 7}/f{number}", slot=None, stage=FlushStage.READY)
         for name, value in what.items():
             setattr(entry, name, value)
         entry.__class__ = Counted
@@ -197,7 +202,9 @@ def fill(count, **what):
 
 
 @pytest.mark.parametrize(
-    "what", [{"retry_at": 1e9}, {"uploaded": True}, {"uploaded": True, "retry_at": 1e9}, {}], ids=str
+    "what",
+    [{"retry_at": 1e9}, {"stage": FlushStage.UPLOADED}, {"stage": FlushStage.UPLOADED, "retry_at": 1e9}, {}],
+    ids=str,
 )
 def test_a_step_looks_at_as_few_drafts_of_many_as_of_few(what):
     found = []
@@ -232,7 +239,6 @@ def test_large_drafts_that_are_not_past_the_nvme_tier_are_known(monkeypatch):
         drafts.add(entry)
     assert list(drafts.large.values()) == [large, other]
     drafts.begin(large)
-    assert large.ahead
     assert list(drafts.large.values()) == [other]
     drafts.pass_nvme(large)
     assert drafts.next_ready(0.0) is None  # a thread works on it

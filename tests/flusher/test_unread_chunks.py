@@ -12,7 +12,7 @@ from tierfs.digest import DigestKind
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.flusher.access import Access
 from tierfs.flusher.nvme import WAITS_MAX, NvmePersister
-from tierfs.flusher.queue import FlushItem
+from tierfs.flusher.queue import FlushItem, FlushStage
 from tierfs.flusher.state import FlushState, NotAskedError, UnreadSegmentError
 from tierfs.flusher.upload import Uploader
 from tierfs.format.keys import ChunkName
@@ -47,7 +47,7 @@ def make_tier(tmp_path):
 
 
 def named(data):
-    return digest.hash_bytes(DigestKind.XXH3_128, data)
+    return digest.digests_of(DigestKind.XXH3_128, data)[1]
 
 
 class Pending:
@@ -65,7 +65,7 @@ class Pending:
         slot.segment.view(slot)[:] = stored
         self.slot = slot.segment.seal(slot, local_name(DigestKind.XXH3_128, name), b"", stamp_ns=1)
         draft = Draft("run/a", record, ObservedBase(), (SlotRef.of(slot),))
-        self.entry = FlushItem(draft, draft.turn(""), slot=self.slot, past_nvme=True)
+        self.entry = FlushItem(draft, draft.turn(""), slot=self.slot, stage=FlushStage.READY)
         self.state = FlushState(self.own, None, clock=SystemClock(), random=lambda: 0.5, fault=lambda _: None)
         self.state.entries.add(self.entry)
         self.state.access.use(self)
@@ -82,19 +82,17 @@ class Pending:
         self.uploader.advance(self.entry)
         return self.entry.error
 
-    def plan(self, draft, read):
+    def plan(self, draft, local):
         return ()
 
-    def put_chunk(self, length, fill, context, rows, *, read, pace):
-        raw = bytearray(length)
-        assert fill(memoryview(raw))
-        return Row(ChunkName(named(bytes(raw))), len(raw), len(raw))
+    def put_chunk(self, raw, digests, context, **about):
+        return Row(ChunkName(named(bytes(raw))), len(raw), len(raw)), True
 
     def find_chunk(self, row):
         self.while_asked()
         raise CorruptionError("it is not in the object tier")
 
-    def publish(self, draft, rows, *, read):
+    def publish(self, draft, rows, local):
         self.published = rows
 
 
@@ -153,7 +151,7 @@ def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chu
     draft.state.nvme_bytes = MIB
     if not is_told:
         draft.state.access = Access()
-    draft.entry.past_nvme = False
+    draft.entry.stage = FlushStage.WAITING
     persister = NvmePersister(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):
         assert not persister.persist([draft.entry])
@@ -167,7 +165,7 @@ def test_a_draft_on_its_way_to_the_nvme_tier_waits_for_its_segment(pending):
     draft = pending()
     draft.state.nvme = SimpleNamespace(has=lambda _: False, commit=lambda: None)
     draft.state.nvme_bytes = MIB
-    draft.entry.past_nvme = False
+    draft.entry.stage = FlushStage.WAITING
     persister = NvmePersister(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):
         assert not persister.persist([draft.entry])

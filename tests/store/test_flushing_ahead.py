@@ -120,11 +120,11 @@ def test_derived_chunks_are_uploaded_after_their_sources(make_host, monkeypatch)
     floats = {name: ("F32", master.tobytes()) for name, master in masters.items()}
     put_chunk, put = StorePublisher.put_chunk, []
 
-    def note_and_put(publisher, length, fill, context, rows, **options):
+    def note_and_put(publisher, raw, digests, context, *, rows, **options):
         put.append(context.tensors[0].name.partition(":")[2].partition(".")[0])
         assert bool(context.sources) == (put[-1] == "weight")
         assert all(rows[part.chunk] is not None for part in context.sources)
-        return put_chunk(publisher, length, fill, context, rows, **options)
+        return put_chunk(publisher, raw, digests, context, rows=rows, **options)
 
     monkeypatch.setattr(StorePublisher, "put_chunk", note_and_put)
     host = make_host(ram=256 * MIB, nvme=256 * MIB)
@@ -141,10 +141,10 @@ def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(make_host
     host = make_host(ram=256 * MIB, nvme=256 * MIB)
     put_chunk, put, go_on = StorePublisher.put_chunk, [], threading.Event()
 
-    def wait_and_put(publisher, length, *arguments, **options):
-        put.append(length)
+    def wait_and_put(publisher, raw, *arguments, **options):
+        put.append(len(raw))
         assert go_on.wait(20)
-        return put_chunk(publisher, length, *arguments, **options)
+        return put_chunk(publisher, raw, *arguments, **options)
 
     monkeypatch.setattr(StorePublisher, "put_chunk", wait_and_put)
     data = content(96 * MIB)

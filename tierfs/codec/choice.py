@@ -40,10 +40,6 @@ class Choice(NamedTuple):
         """The share of the raw size that a base saves; 0 if a delta does not pay or was not tried."""
         return 0.0 if self.delta is None or self.delta_ratio is None else self.static_ratio - self.delta_ratio
 
-    def alone(self) -> Choice:
-        """Return the choice without the results of a base."""
-        return self._replace(delta=None, delta_ratio=None)
-
 
 def sample_of(length: int) -> tuple[int, int]:
     """Return offset and length of the sample in a chunk of this length. It begins at an element of any width."""

@@ -119,6 +119,7 @@ class Flusher:
         with state.changed:
             state.stopping = True
             state.changed.notify_all()
+        self.uploader.pace.stop()
         for thread in self._threads:
             thread.join()
 
@@ -362,8 +363,9 @@ class Flusher:
         lost = self.scan.discard_lost(path)
         with state.changed:
             # The thread that has just kept a draft as a conflict is still busy with it for a moment.
-            state.changed.wait_for(lambda: not any(entry.busy for entry in self._discardable(path)), DISCARD_S)
-            kept = [entry for entry in self._discardable(path) if not entry.busy]
+            is_busy = state.entries.is_busy
+            state.changed.wait_for(lambda: not any(map(is_busy, self._discardable(path))), DISCARD_S)
+            kept = [entry for entry in self._discardable(path) if not is_busy(entry)]
         for entry in reversed(kept):
             if entry.number is not None:
                 assert self.nvme is not None

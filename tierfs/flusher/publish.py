@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tierfs.buffers import buffers
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.format import keys
-from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Manifest, Row, Tombstone
 from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
-from tierfs.store.chunks import ChunkSend, store_chunk
+from tierfs.store.chunks import SendPlan, send_chunk
 from tierfs.store.commit import PART, Commits
-from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, Fill, ReadRow
-from tierfs.store.encode.deriving import SourcePiece
+from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
-from tierfs.store.encode.pipeline import Encoded
 from tierfs.store.read.lookup import find_chunk
-from tierfs.store.read_back import is_sound, is_sound_base, replaced_chunks
+from tierfs.store.read_back import is_sound, replaced_chunks
 from tierfs.store.request_metrics import request_metrics
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
 from tierfs.store.tree.references import is_root
 from tierfs.store.write.preconditions import ensure_chunks_durable
+
+if TYPE_CHECKING:
+    from tierfs.clock import Pace
+    from tierfs.host.cache.sources import ChunkSources
 
 PLANS_MAX = 10_000
 """Number of files whose plan is kept. If a plan is dropped, the next save is encoded against an earlier save."""
@@ -70,10 +68,10 @@ class StorePublisher:
         if self._opened is not None:
             self._opened.store.lease_cache.release()
 
-    def plan(self, draft: Draft, read: ReadRow) -> Sequence[ChunkContext]:
+    def plan(self, draft: Draft, local: ChunkSources) -> Sequence[ChunkContext]:
         """Return the encoding context of each chunk of a file, or an empty sequence if nothing is known."""
         store, _, keyframes = self._open()
-        plan = keyframes.plan(draft, read, derives=store.encoder.derives)
+        plan = keyframes.plan(draft, local, derives=store.encoder.derives)
         if plan is not None:
             with self._lock:
                 self._plans[draft.write_id] = plan
@@ -88,34 +86,28 @@ class StorePublisher:
 
     def put_chunk(
         self,
-        length: int,
-        fill: Fill,
-        context: ChunkContext | None,
-        rows: Sequence[Row | None],
+        raw: memoryview,
+        digests: Sequence[bytes],
+        context: ChunkContext | None = None,
         *,
-        read: ReadRow,
-        pace: Callable[[int], None],
-    ) -> Row | None:
-        """Ensure that the object tier holds a chunk, and return its row; ``None`` if ``fill`` finds no bytes.
+        rows: Sequence[Row | None] = (),
+        local: ChunkSources | None = None,
+        pace: Pace | None = None,
+    ) -> tuple[Row, bool]:
+        """Ensure that the object tier holds a chunk. Return its row, and whether its bytes were sent.
 
         Args:
-            length: The chunk's length: 1 byte to 16 MiB.
-            fill: Reads the chunk's bytes.
+            raw: The chunk: 1 byte to 16 MiB. Borrowed, and overwritten.
+            digests: The digests of its blocks.
             context: The encoding context, if known.
-            rows: The file's rows, with ``None`` for a chunk that is not stored yet. The context's sources refer to them
-                by index.
-            read: Reads chunks that lie on this host.
-            pace: Called with the number of stored bytes before they are sent. It waits until they may be sent.
+            rows: See `SendPlan`, as for ``local`` and ``pace``.
+            local: See there.
+            pace: See there.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
         """
-        context = context or NO_CONTEXT
-        store = self._open().store
-        with buffers().lend(length) as raw:
-            if not fill(raw):
-                return None
-            return store_chunk(store, raw, _Sending(store, context, rows, read, pace), into=raw, unread=context.unread)
+        return send_chunk(self._open().store, raw, digests, SendPlan(context or NO_CONTEXT, rows, local, pace), raw)
 
     def find_chunk(self, row: Row) -> Row:
         """Return the row of a chunk that no local tier holds, because it was published before.
@@ -132,13 +124,13 @@ class StorePublisher:
             if is_sound(store, found, reread=not store.lease_cache.is_own(found.name)):
                 return found
 
-    def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
+    def publish(self, draft: Draft, rows: Sequence[Row], local: ChunkSources) -> None:
         """Publish the draft's record with these rows, on condition that its base is still current. Idempotent.
 
         Args:
             draft: The change.
             rows: The rows of its chunks. A chunk that garbage collection may delete is stored again.
-            read: Reads chunks that lie on this host.
+            local: Copies of the chunks on this host.
 
         Raises:
             ConflictError: Another writer changed the path after the draft's base was observed. That change stands.
@@ -147,7 +139,7 @@ class StorePublisher:
         """
         store, commits, keyframes = self._open()
         try:
-            self._publish(store, draft, rows, read)
+            self._publish(store, draft, rows, local)
         except ConflictError:
             if not isinstance(draft.record, Manifest) or not commits.overtake(draft.path, draft.record, rows):
                 with self._lock:
@@ -186,13 +178,13 @@ class StorePublisher:
         codecs = {**opened.store.encoder.status(), **opened.keyframes.fallbacks()}
         return {**request_metrics(opened.store.objects), "codecs": codecs}
 
-    def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:
+    def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], local: ChunkSources) -> None:
         observed = self._base(store, draft)
         if observed is None:
             return
         record, term = draft.record, None
         if isinstance(record, Manifest):
-            table, indirect, term = ensure_chunks_durable(store, draft.path, rows, read)
+            table, indirect, term = ensure_chunks_durable(store, draft.path, rows, local)
             record = replace(record, rows=table, indirect=indirect, previous=observed.previous)
         else:
             record = Tombstone(record.write_id, record.deleted_ns, Tombstone.check_of(observed.previous))
@@ -254,67 +246,3 @@ def _commit(store: Store, commits: Commits, directory: str) -> None:
             raise
         # The published file itself is fine.
         _logger.error("%s: the checkpoint cannot be committed: %s", store.where(directory), error)  # noqa: TRY400 - a trace adds nothing
-
-
-class _Sending(ChunkSend):
-    """Sends a chunk, encoded with all that this host knows about it."""
-
-    def __init__(
-        self,
-        store: Store,
-        context: ChunkContext,
-        rows: Sequence[Row | None],
-        read: ReadRow,
-        pace: Callable[[int], None],
-    ) -> None:
-        super().__init__(store, context)
-        self._rows = rows
-        self._read = read
-        self._pace = pace
-        self._chain_max = store.descriptor.chain_max
-
-    def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
-        context = self._context
-        if self._store.lease_cache.is_lost(ChunkName(digest)):
-            # Other chunks may be encoded against the lost chunk. Only a chunk that is encoded by itself heals them.
-            context = replace(context, base=None, sources=())
-        if context.base is not None and not self._may_need(context.base, digest, self._chain_max - 1):
-            context = replace(context, base=None)
-        sources = self._sources(context, digest)
-        read = self._read if context.base is None else partial(self._read_base, context.base)
-        return self._store.encoder.encode(raw, context, sources, into=into, read=read, fetch=self._fetch)
-
-    def _read_base(self, base: Row, row: Row, start: int, out: memoryview) -> bool:
-        """Read as `ReadRow`, but read the base only if its object is sound: the encoded chunk will need that object."""
-        return self._read(row, start, out) and (row.name != base.name or is_sound_base(self._store, base))
-
-    @contextlib.contextmanager
-    def putting(self, row: Row) -> Iterator[None]:
-        with super().putting(row):
-            self._pace(row.stored_length)
-            yield
-
-    def _sources(self, context: ChunkContext, digest: bytes) -> list[SourcePiece]:
-        """Return the context's sources with their stored rows, or none if a source is unsuitable."""
-        found: list[SourcePiece] = []
-        for index, offset, length in context.sources:
-            row = self._rows[index]
-            if row is None or not row.stored_length or not self._may_need(row, digest, self._chain_max):
-                return []
-            found.append(SourcePiece(row, offset, length))
-        return found
-
-    def _may_need(self, row: Row, digest: bytes, steps_max: int) -> bool:
-        """Return whether the chunk with this digest may be encoded against the chunk of a row.
-
-        It may not if the row is the chunk itself, or if the row or one of its bases is damaged or may be deleted at any
-        time. The chain from the row to chunks that are encoded by themselves has at most ``steps_max`` steps. A row
-        only tells whether its bases are encoded by themselves, so longer chains than one step are refused.
-        """
-        names = (row.name, *row.bases)
-        steps = 0 if not row.bases else 1 if all(name.recipe == NO_RECIPE for name in row.bases) else 2
-        return (
-            row.name.digest != digest
-            and steps <= min(steps_max, 1)
-            and not any(self._store.lease_cache.is_unusable(name) for name in names)
-        )

@@ -9,12 +9,13 @@ A draft that cannot be published delays the drafts that wait for it.
 from __future__ import annotations
 
 import bisect
+import enum
 import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from tierfs.errors import ConflictError, TierfsError
 from tierfs.format.manifest import Row
@@ -32,6 +33,33 @@ Turn: TypeAlias = tuple[int, int, int]
 """The sort key of the closing order: see `Draft.turn`."""
 
 
+class FlushStage(enum.Enum):
+    """How far a draft has come. `_NEXT` has the transitions."""
+
+    WAITING = enum.auto()
+    """It has to be brought to the nvme tier. Its chunks may be uploaded meanwhile."""
+    WAITING_UPLOADED = enum.auto()
+    """It has to be brought to the nvme tier, and its chunks are in the object tier already."""
+    READY = enum.auto()
+    """It is in the nvme tier, or bypasses it. Its chunks have to be uploaded."""
+    UPLOADED = enum.auto()
+    """Its record has to be published."""
+    PUBLISHED = enum.auto()
+    """Its record is published. Only the local tiers have to release it."""
+    CONFLICT = enum.auto()
+    """Another writer changed the path, so the draft is kept where it is and never published."""
+
+
+_NEXT: dict[Literal["past nvme", "uploaded", "published", "taken back", "conflict"], dict[FlushStage, FlushStage]] = {
+    "past nvme": {FlushStage.WAITING: FlushStage.READY, FlushStage.WAITING_UPLOADED: FlushStage.UPLOADED},
+    "uploaded": {FlushStage.WAITING: FlushStage.WAITING_UPLOADED, FlushStage.READY: FlushStage.UPLOADED},
+    "published": {FlushStage.UPLOADED: FlushStage.PUBLISHED},
+    "taken back": {FlushStage.PUBLISHED: FlushStage.UPLOADED},
+    "conflict": dict.fromkeys(FlushStage, FlushStage.CONFLICT),
+}
+"""The stage of a draft after an event, by its stage before. Where nothing is given, it stays as it was."""
+
+
 @dataclass(slots=True, eq=False)
 class FlushItem:
     """One draft in flight.
@@ -44,13 +72,7 @@ class FlushItem:
         level: The level that the draft has reached.
         rows: The rows to publish; ``None`` for a chunk that is not in the object tier yet.
         contexts: The encoding context of each chunk; ``None`` before the publisher was asked for them.
-        past_nvme: Whether no work is left to bring the draft to the nvme tier: it is there, bypasses it, or is kept as
-            a conflict.
-        ahead: Whether the running or last upload began before ``past_nvme`` was set.
-        uploaded: Whether all chunks are in the object tier.
-        published: Whether the record is published, and only the local tiers have to release the draft.
-        busy: Whether a thread is working on the draft.
-        conflict: Whether another writer changed the path, so that the draft is kept and never published.
+        stage: How far the draft has come.
         error: The last error.
         failures: Number of failures in a row.
         retry_at: Earliest time of the next attempt, monotonic seconds.
@@ -63,12 +85,7 @@ class FlushItem:
     level: Level = Level.STAGED
     rows: list[Row | None] = field(default_factory=list)
     contexts: Sequence[ChunkContext] | None = None
-    past_nvme: bool = False
-    ahead: bool = False
-    uploaded: bool = False
-    published: bool = False
-    busy: bool = False
-    conflict: bool = False
+    stage: FlushStage = FlushStage.WAITING
     error: TierfsError | None = None
     failures: int = 0
     retry_at: float = 0.0
@@ -77,12 +94,37 @@ class FlushItem:
     def path(self) -> str:
         return self.draft.path
 
+    @property
+    def past_nvme(self) -> bool:
+        """Whether no work is left to bring the draft to the nvme tier."""
+        return self.stage not in {FlushStage.WAITING, FlushStage.WAITING_UPLOADED}
+
+    @property
+    def uploaded(self) -> bool:
+        """Whether all chunks are known to be in the object tier."""
+        return self.stage in {FlushStage.WAITING_UPLOADED, FlushStage.UPLOADED, FlushStage.PUBLISHED}
+
+    @property
+    def conflict(self) -> bool:
+        """Whether the draft is kept as a conflict."""
+        return self.stage is FlushStage.CONFLICT
+
+    @property
+    def published(self) -> bool:
+        """Whether the record is published."""
+        return self.stage is FlushStage.PUBLISHED
+
+    def note(self, event: Literal["past nvme", "uploaded", "published", "taken back", "conflict"]) -> None:
+        """Change the stage as `_NEXT` says."""
+        self.stage = _NEXT[event].get(self.stage, self.stage)
+
     def fail(self, error: TierfsError, retry_at: float) -> None:
         """Note that an attempt failed. If the draft became a conflict meanwhile, keep that conflict and its error."""
         if not self.conflict:
             self.error, self.retry_at = error, retry_at
             self.failures += 1
-            self.conflict = isinstance(error, ConflictError)
+            if isinstance(error, ConflictError):
+                self.note("conflict")
 
     def clear(self, error: TierfsError | None = None) -> None:
         """Reset the failures after a success, or before a fresh attempt. ``error`` is kept to be reported.
@@ -105,7 +147,6 @@ class FlushQueue:
     draft through the methods of this class only.
 
     Attributes:
-        busy: Number of drafts that a thread is working on.
         large: Drafts of `LARGE_BYTES_MIN` or more that are not past the nvme tier and were never begun, by write id.
     """
 
@@ -122,7 +163,7 @@ class FlushQueue:
         self._rests = itertools.count()
         self._kept: dict[bytes, FlushItem] = {}  # in conflict, by write id
         self._passed: dict[bytes, FlushItem] = {}  # past the nvme tier but still in a slab, by write id
-        self.busy = 0
+        self._busy: set[FlushItem] = set()  # a thread works on them
         self.large: dict[bytes, FlushItem] = {}
 
     def __len__(self) -> int:
@@ -156,30 +197,33 @@ class FlushQueue:
     def pass_nvme(self, entry: FlushItem) -> None:
         """Note that no work is left to bring a draft to the nvme tier."""
         if not entry.past_nvme:
-            entry.past_nvme = True
-            _take_out(self._waiting, entry)
-            self.large.pop(entry.draft.write_id, None)
-            self._note_past_nvme(entry)
+            entry.note("past nvme")
+            self._end_waiting(entry)
+
+    def _end_waiting(self, entry: FlushItem) -> None:
+        _take_out(self._waiting, entry)
+        self.large.pop(entry.draft.write_id, None)
+        self._note_past_nvme(entry)
 
     def begin(self, entry: FlushItem) -> None:
         """Note that a thread begins to work on a draft."""
-        entry.busy, entry.ahead = True, not entry.past_nvme
-        self.busy += 1
+        self._busy.add(entry)
         self.large.pop(entry.draft.write_id, None)
         _take_out(self._ready, entry)
 
     def end(self, entry: FlushItem) -> None:
         """Note that the thread has finished its work on a draft."""
-        entry.busy = False
-        self.busy -= 1
+        self._busy.discard(entry)
         self._rouse(entry)
 
     def fail(self, entry: FlushItem, error: TierfsError, retry_at: float) -> None:
-        """Call `FlushItem.fail`. If the draft is in conflict now, it stays in its tier, so set ``past_nvme``."""
+        """Call `FlushItem.fail`. If the draft is in conflict now, it stays in its tier."""
+        was_past_nvme = entry.past_nvme
         entry.fail(error, retry_at)
         if entry.conflict and entry.draft.write_id in self._by_write_id:
             self._note_kept(entry)
-            self.pass_nvme(entry)
+            if not was_past_nvme:
+                self._end_waiting(entry)
 
     def clear(self, entry: FlushItem) -> None:
         """Call `FlushItem.clear`, and let `next_ready` consider the draft again."""
@@ -193,7 +237,7 @@ class FlushQueue:
 
     def pass_on(self, entry: FlushItem) -> None:
         """Note that a draft's record is published. The next draft may follow, unless it changes the same path."""
-        entry.published = True
+        entry.note("published")
         self._order.remove(entry.path, entry.turn)
         self._standing.add(entry.path)
         _take_out(self._ready, entry)
@@ -201,7 +245,7 @@ class FlushQueue:
 
     def take_back(self, entry: FlushItem) -> None:
         """Undo `pass_on`, so that the draft is published again."""
-        entry.published = False
+        entry.note("taken back")
         self._order.add(entry.path, entry.turn)
         self._standing.remove(entry.path)
         self._rouse(entry)
@@ -268,7 +312,7 @@ class FlushQueue:
 
     def _rouse(self, entry: FlushItem) -> None:
         """Let `next_ready` consider a draft again."""
-        is_open = entry.past_nvme and not (entry.busy or entry.conflict or entry.published)
+        is_open = entry.past_nvme and not (entry in self._busy or entry.conflict or entry.published)
         if is_open and entry.draft.write_id in self._by_write_id and _place(self._ready, entry) is None:
             _insert(self._ready, entry)
 
@@ -323,6 +367,14 @@ class FlushQueue:
     def blocker(self, entry: FlushItem) -> FlushItem | None:
         """Return the first draft in conflict that this one waits for, or None."""
         return min((one for one in self._kept.values() if self._is_before(one, entry)), key=_turn, default=None)
+
+    @property
+    def busy(self) -> int:
+        """Number of drafts that a thread is working on."""
+        return len(self._busy)
+
+    def is_busy(self, entry: FlushItem) -> bool:
+        return entry in self._busy
 
     @property
     def moving(self) -> int:

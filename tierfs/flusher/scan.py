@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
-from tierfs.flusher.queue import FlushItem
+from tierfs.flusher.queue import FlushItem, FlushStage
 from tierfs.flusher.state import FlushState
 from tierfs.format.keys import is_at_or_below
 from tierfs.host.pending.record import Draft, SlotRef
@@ -61,7 +61,7 @@ class PendingScan:
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - a trace adds nothing
                     continue
                 turn = draft.turn(self._boot, stored.seq)
-                entry = FlushItem(draft, turn, number=stored.seq, level=state.local_level, past_nvme=True)
+                entry = FlushItem(draft, turn, number=stored.seq, level=state.local_level, stage=FlushStage.READY)
                 if stored.state == "conflict":
                     entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
                 with state.changed:
@@ -130,10 +130,8 @@ class PendingScan:
                 now = segment.slot(slot.index)
                 if now is None or now.serial != slot.serial or now.state not in _PENDING:
                     return
-                kept = now.state is SlotState.CONFLICT
-                turn = draft.turn(self._boot)
-                entry = FlushItem(draft, turn, slot=slot, past_nvme=kept)
-                if kept:
+                entry = FlushItem(draft, draft.turn(self._boot), slot=slot)
+                if now.state is SlotState.CONFLICT:
                     entry.fail(ConflictError(f"{draft.path} was {KEPT}", path=draft.path), float("inf"))
                 state.entries.add(entry)
                 state.changed.notify_all()

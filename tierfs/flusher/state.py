@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tierfs.clock import Clock
+from tierfs.digest import DigestKind
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
 from tierfs.flusher.queue import FlushItem, FlushQueue
+from tierfs.format.manifest import Manifest
+from tierfs.host.cache.sources import ChunkSources, slot_at
 from tierfs.host.ground import Faults
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
@@ -140,13 +143,22 @@ class FlushState:
 
     def chunk(self, reference: SlotRef) -> Slot | None:
         """Return the slot that a draft refers to, or None if the slot was reused or its segment cannot be opened."""
-        segment = self.ram.segment(reference.segment)
-        slot = None if segment is None else segment.slot(reference.index)
-        return slot if slot is not None and slot.serial == reference.serial else None
+        return slot_at(self.ram, reference)
 
     def chunks(self, references: Sequence[SlotRef]) -> list[Slot]:
         """Return the slots of these references that still exist; see `chunk`."""
         return [slot for slot in map(self.chunk, references) if slot is not None]
+
+    def sources(self, kind: DigestKind, slots: Mapping[bytes, SlotRef | None]) -> ChunkSources:
+        """Return the copies of chunks on this host: see `ChunkSources` for the arguments."""
+        return ChunkSources(kind, self.ram, self.nvme, slots, self.counters)
+
+    def sources_of(self, draft: Draft) -> ChunkSources:
+        """Return the copies of a draft's chunks, and of others, on this host."""
+        if not isinstance(draft.record, Manifest):
+            return self.sources(DigestKind.XXH3_128, {})
+        digests = (row.name.digest for row in draft.record.rows)
+        return self.sources(draft.record.digest_kind, dict(zip(digests, draft.slots, strict=False)))
 
     def missing(self, entry: FlushItem, reference: SlotRef | None, error: TierfsError) -> TierfsError:
         """Return the error for a chunk that was found in no tier: ``error``, or a transient one if a retry may find it.
@@ -197,11 +209,3 @@ class FlushState:
         if ours and self.nvme is not None:
             self.nvme.drop_hold(*ours)
             self.holders.difference_update(ours)
-
-
-def read_slot(slot: Slot, start: int, out: memoryview) -> bool:
-    """Copy bytes of a chunk from its slot, beginning at ``start``. Return whether the slot still held the chunk."""
-    if start + len(out) > slot.length:
-        return False
-    slot.segment.read(slot, start, out)
-    return slot.segment.is_still(slot)

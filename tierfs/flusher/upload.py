@@ -5,28 +5,32 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
+from tierfs.buffers import buffers
+from tierfs.clock import Pace
+from tierfs.digest import DigestKind
+from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.flusher.queue import FlushItem
-from tierfs.flusher.state import FlushState, read_slot
+from tierfs.flusher.state import FlushState
+from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
+from tierfs.host.cache.sources import ChunkSources, slot_at
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import SlotRef, local_name
+from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table.table import SlotState
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
-    from tierfs.store.encode.contexts import ChunkContext, ReadRow
+    from tierfs.store.encode.contexts import ChunkContext
 
 # A connection to a cloud carries some tens of MB/s, however fast the host is. Each upload takes two chunks' memory.
 UPLOADS_MIN = 4
 UPLOADS_MAX = 16
 DRAFTS_AT_ONCE_MAX = 4
-PACE_S = 1.0  # longest sleep of `_pace`, so that it notices a stop
 RATE_S = 10  # seconds over which `Uploader.rate` averages
 _logger = logging.getLogger("tierfs.flush")
 
@@ -46,12 +50,14 @@ class Uploader:
     Args:
         state: Shared by the flusher's parts.
         bandwidth: See `tierfs.flusher.flusher.Flusher`.
+
+    Attributes:
+        pace: Limits the bytes that are sent per second.
     """
 
     def __init__(self, state: FlushState, *, bandwidth: int) -> None:
         self._state = state
-        self._bandwidth = bandwidth
-        self._paced_until = 0.0
+        self.pace = Pace(state.clock, bandwidth)
         self._chunks = ThreadPoolExecutor(uploads_at_once(), thread_name_prefix="tierfs-upload")
         self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
@@ -67,7 +73,7 @@ class Uploader:
     def begin(self, entry: FlushItem) -> None:
         """Submit a draft to a thread that runs `advance`. The caller holds the lock."""
         self._state.entries.begin(entry)
-        self._drafts.submit(self.advance, entry)
+        self._drafts.submit(self.advance, entry, ahead=not entry.past_nvme)
 
     def next(self) -> FlushItem | None:
         """Return a draft that can be advanced now, or None. The caller holds the lock."""
@@ -85,14 +91,14 @@ class Uploader:
                 found = entry
         return found
 
-    def advance(self, entry: FlushItem) -> None:
+    def advance(self, entry: FlushItem, *, ahead: bool = False) -> None:
         """Upload the missing chunks of a draft, and publish it if it is its turn.
 
-        A draft that had not reached the nvme tier at `begin` is only uploaded, in a single attempt.
+        If ``ahead`` is set, the draft was not past the nvme tier at `begin`. It is only uploaded, in a single attempt.
         """
         state = self._state
         try:
-            if entry.ahead:
+            if ahead:
                 self._go_ahead(entry)
             else:
                 self._go_on(entry)
@@ -118,6 +124,8 @@ class Uploader:
         state = self._state
         if not entry.uploaded:
             self._upload(publisher, entry)
+            with state.changed:
+                state.entries.clear(entry)
         with state.changed:
             turn = state.entries.is_first(entry)
         if turn:
@@ -145,9 +153,9 @@ class Uploader:
         record = entry.draft.record
         rows = record.rows if isinstance(record, Manifest) else ()
         entry.rows = entry.rows or [None] * len(rows)
-        reader = self._reader(entry)
+        local = self._state.sources_of(entry.draft)
         if entry.contexts is None:
-            entry.contexts = publisher.plan(entry.draft, reader)
+            entry.contexts = publisher.plan(entry.draft, local)
         missing = [index for index, row in enumerate(entry.rows) if row is None]
         contexts = dict(enumerate(entry.contexts))
         sources = {part.chunk for context in entry.contexts for part in context.sources}
@@ -155,7 +163,7 @@ class Uploader:
         def submit(indexes: Iterable[int]) -> list[Future[None]]:
             return [
                 self._chunks.submit(
-                    self._upload_chunk, publisher, entry, rows[index], index, contexts.get(index), reader
+                    self._upload_chunk, publisher, entry, rows[index], index, contexts.get(index), local
                 )
                 for index in indexes
             ]
@@ -174,9 +182,7 @@ class Uploader:
         if errors:
             raise errors[0]
         with self._state.changed:
-            entry.uploaded = True
-            if not entry.ahead:
-                self._state.entries.clear(entry)
+            entry.note("uploaded")
 
     def _upload_chunk(
         self,
@@ -185,7 +191,7 @@ class Uploader:
         row: Row,
         index: int,
         context: ChunkContext | None,
-        reader: ReadRow,
+        local: ChunkSources,
     ) -> None:
         state = self._state
         if state.stopping:
@@ -195,21 +201,11 @@ class Uploader:
         if row.stored_length:
             entry.rows[index] = row
             return
-        assert isinstance(entry.draft.record, Manifest)
-        name = local_name(entry.draft.record.digest_kind, row.name.digest)
         reference = entry.draft.slots[index]
-        seen = reference is not None and state.chunk(reference) is not None
-        for read in self._sources(name, reference if entry.slot is not None else None):
-            stored = self._put(publisher, row.raw_length, read, context, entry.rows, reader)
-            if stored is None:
-                continue
-            if stored.name.digest == row.name.digest:
-                entry.rows[index] = stored
-                return
-            state.counters["bad_local_copies"] += 1
-            _logger.error("%s: a local copy of one of its chunks is damaged and not used", entry.path)
+        seen = reference is not None and slot_at(state.ram, reference) is not None
+        stored = self._put(publisher, row, local, context, entry.rows)
         try:
-            entry.rows[index] = publisher.find_chunk(row)
+            entry.rows[index] = stored or publisher.find_chunk(row)
         except CorruptionError as error:
             lost = CorruptionError(
                 f"{entry.path}: no tier has a sound copy of one of its chunks, ram and nvme were tried, too: {error}",
@@ -217,43 +213,11 @@ class Uploader:
             )
             raise (lost if seen else state.missing(entry, reference, lost)) from error
 
-    def _sources(self, name: bytes, reference: SlotRef | None) -> Iterator[Callable[[int, memoryview], bool]]:
-        """Yield functions that read a chunk from a local tier, nearest tier first. The caller verifies the bytes."""
-        state = self._state
-        slots = [None if reference is None else state.chunk(reference), state.ram.find(name)]
-        for slot in slots:
-            if slot is not None:
-                yield lambda start, out, slot=slot: read_slot(slot, start, out)  # type: ignore[misc]
-        nvme = state.nvme
-        if nvme is not None:
-            yield lambda start, out: nvme.read_into(name, start, out)
-
-    def _reader(self, entry: FlushItem) -> ReadRow:
-        """Return a function that reads the draft's chunks, and other chunks that lie on this host."""
-        record = entry.draft.record
-        if not isinstance(record, Manifest):
-            return lambda *_: False
-        kind = record.digest_kind
-        digests = [row.name.digest for row in record.rows]
-        references = dict(zip(digests, entry.draft.slots, strict=False))
-
-        def read(row: Row, start: int, out: memoryview) -> bool:
-            reference = references.get(row.name.digest) if entry.slot is not None else None
-            return any(source(start, out) for source in self._sources(local_name(kind, row.name.digest), reference))
-
-        return read
-
     def put(self, chunk: Slot) -> None:
         """Put a slot's chunk into the object tier before any record names it."""
-
-        def read(start: int, out: memoryview) -> bool:
-            chunk.segment.read(chunk, start, out)
-            return True
-
-        stored = self._state.access.call(
-            lambda publisher: self._put(publisher, chunk.length, read, None, (), lambda *_: False)
-        )
-        if stored is None or stored.name.digest != chunk.name[1:]:
+        row = Row(ChunkName(chunk.name[1:]), chunk.length, 0)
+        local = self._state.sources(DigestKind(chunk.name[0]), {row.name.digest: SlotRef.of(chunk)})
+        if self._state.access.call(lambda publisher: self._put(publisher, row, local)) is None:
             raise StoreError(
                 "a chunk in the ram tier could not be read back as written; the flusher reads it again",
                 transient=True,
@@ -263,39 +227,23 @@ class Uploader:
     def _put(
         self,
         publisher: StorePublisher,
-        length: int,
-        read: Callable[[int, memoryview], bool],
-        context: ChunkContext | None,
-        rows: Sequence[Row | None],
-        reader: ReadRow,
+        row: Row,
+        local: ChunkSources,
+        context: ChunkContext | None = None,
+        rows: Sequence[Row | None] = (),
     ) -> Row | None:
-        """Put a chunk into the object tier. Return ``None`` if ``read`` does not find its bytes."""
+        """Put a chunk into the object tier. Return ``None`` if this host has no sound copy of it."""
         state = self._state
-        failures: list[TierfsError] = []
-        sent: list[int] = []
-
-        def fill(raw: memoryview) -> bool:
-            try:
-                is_there = read(0, raw)
-                if is_there:
-                    state.fault("before upload.chunk")
-            except TierfsError as error:
-                failures.append(error)  # an error of this host must not make the publisher try another way
-                return False
-            return is_there
-
-        def pace(count: int) -> None:
-            sent.append(count)
-            self._pace(count)
-
-        stored = publisher.put_chunk(length, fill, context, rows, read=reader, pace=pace)
-        if failures:
-            raise failures.pop()
-        if stored is not None:
-            state.moved_at = state.clock.monotonic()
-            state.fault("after upload.chunk")
-            if sent:  # the object tier did not have the chunk
-                self._count(length)
+        with buffers().lend(row.raw_length) as raw:
+            digests = local.read_whole(row, raw)
+            if digests is None:
+                return None
+            state.fault("before upload.chunk")
+            stored, is_sent = publisher.put_chunk(raw, digests, context, rows=rows, local=local, pace=self.pace)
+        state.moved_at = state.clock.monotonic()
+        state.fault("after upload.chunk")
+        if is_sent:
+            self._count(row.raw_length)
         return stored
 
     def rate(self) -> float:
@@ -311,17 +259,6 @@ class Uploader:
             for second in [second for second in self._uploaded if second < now - RATE_S]:
                 del self._uploaded[second]
 
-    def _pace(self, count: int) -> None:
-        """Wait until ``count`` more bytes may be sent, or the flusher stops."""
-        if not self._bandwidth:
-            return
-        state = self._state
-        with state.changed:
-            start = max(state.clock.monotonic(), self._paced_until)
-            self._paced_until = start + count / self._bandwidth
-        while not state.stopping and (left := start - state.clock.monotonic()) > 0:
-            state.clock.sleep(min(left, PACE_S))
-
     # -- records -------------------------------------------------------------------------------------------------------
 
     def _publish(self, publisher: StorePublisher, entry: FlushItem) -> None:
@@ -329,7 +266,7 @@ class Uploader:
         state.fault("before publish.record")
         rows = [row for row in entry.rows if row is not None]
         try:
-            publisher.publish(entry.draft, rows, read=self._reader(entry))
+            publisher.publish(entry.draft, rows, state.sources_of(entry.draft))
         finally:
             publisher.tell_host()
         state.moved_at = state.clock.monotonic()

@@ -5,68 +5,55 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tierfs.buffers import buffers
-from tierfs.digest import Buffer, digests_of
+from tierfs.clock import Pace
+from tierfs.digest import Buffer, combine, digests_of
 from tierfs.errors import AlreadyExistsError, CorruptionError, StoreError
 from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
-from tierfs.format.keys import ChunkName
+from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
-from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, ReadRow
+from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext
+from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.pipeline import Encoded
 from tierfs.store.read.fetch import fetch, fetch_object
 from tierfs.store.read.lookup import DAMAGED, GENERATIONS_MAX, are_there, inspect
-from tierfs.store.read_back import is_sound
+from tierfs.store.read_back import is_sound, is_sound_base
 from tierfs.store.store import Store
+
+if TYPE_CHECKING:
+    from tierfs.host.cache.sources import ChunkSources
 
 LOOK_BYTES_MIN = 1 << 20
 _logger = logging.getLogger("tierfs.store")
 
 
-class ChunkSend:
-    """Encodes and sends one chunk. This class serves writers without the flusher: it uses no base chunks.
+@dataclass(frozen=True, slots=True)
+class SendPlan:
+    """How to encode and send one chunk.
 
-    Args:
-        context: Facts about the chunk that guide its encoding.
+    Attributes:
+        context: Facts about the chunk.
+        rows: The stored chunks of its file, to which the context's sources refer by index; ``None`` for a chunk that is
+            not stored yet.
+        local: Copies of chunks on this host; ``None`` if the chunk is encoded by itself.
+        pace: Limits the bytes per second.
     """
 
-    def __init__(self, store: Store, context: ChunkContext = NO_CONTEXT) -> None:
-        self._store = store
-        self._context = context
-
-    def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
-        """Encode the chunk.
-
-        Args:
-            raw: The chunk. Borrowed. A block that is stored uncompressed may remain a view of this memory.
-            digest: The chunk's digest.
-            into: Memory for the encoded blocks, as long as the chunk. May be ``raw`` itself if the chunk may be
-                overwritten.
-        """
-        del digest
-        return self._store.encoder.encode(raw, self._context, (), into=into, read=lambda *_: False, fetch=self._fetch)
-
-    def putting(self, row: Row) -> AbstractContextManager[None]:
-        """Return a context manager to enter around the request that sends the chunk."""
-        del row
-        return self._store.encoder.sending()
-
-    def _fetch(self, row: Row, start: int, out: memoryview) -> None:
-        fetch(self._store, row, [(start, out)], self._store.url)
+    context: ChunkContext = NO_CONTEXT
+    rows: Sequence[Row | None] = ()
+    local: ChunkSources | None = None
+    pace: Pace | None = None
 
 
 def store_chunk(
-    store: Store,
-    raw: memoryview,
-    sending: ChunkSend | None = None,
-    *,
-    into: memoryview | None = None,
-    unread: set[bytes] | None = None,
+    store: Store, raw: memoryview, context: ChunkContext = NO_CONTEXT, *, into: memoryview | None = None
 ) -> Row:
     """Make sure that the store holds these bytes, and return their row. Identical bytes are sent once.
 
@@ -76,17 +63,30 @@ def store_chunk(
     Args:
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
-        sending: Encodes the bytes if they must be sent. By default they are encoded without a base.
+        context: Facts about the chunk that guide its encoding.
         into: Memory for the encoded bytes, as long as ``raw``. May be ``raw`` itself if the caller no longer needs its
             content. By default a buffer is borrowed.
-        unread: Digests of the chunks of the replaced file. Such a chunk is read back in full, even if this process read
-            it before. The call removes its digest from the set.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
     """
-    digests, name = digests_of(store.descriptor.digest_kind, raw)
+    digests, _ = digests_of(store.descriptor.digest_kind, raw)
+    with buffers().lend(len(raw)) if into is None else contextlib.nullcontext(into) as memory:
+        return send_chunk(store, raw, digests, SendPlan(context), memory)[0]
+
+
+def send_chunk(
+    store: Store, raw: memoryview, digests: Sequence[bytes], plan: SendPlan, into: memoryview
+) -> tuple[Row, bool]:
+    """Do the work of `store_chunk` for a chunk whose blocks have these digests.
+
+    Returns:
+        The row, and whether the bytes were sent.
+    """
+    name = combine(store.descriptor.digest_kind, len(raw), digests)
+    unread = plan.context.unread
     reread = unread is not None and name in unread
+    is_sent = False
     term = store.lease_cache.ensure()
     row = store.lease_cache.find(name)
     if row is not None and not is_sound(store, row, reread=reread):
@@ -94,12 +94,11 @@ def store_chunk(
     if row is None:
         row = _find_listed(store, name, len(raw))
         if row is None:
-            with buffers().lend(len(raw)) if into is None else contextlib.nullcontext(into) as memory:
-                row = _find_or_put(store, name, raw, digests, sending or ChunkSend(store), memory, reread=reread)
+            row, is_sent = _find_or_put(store, name, raw, digests, plan, into, reread=reread)
         store.lease_cache.learn(term, [row])
     if unread is not None:
         unread.discard(name)
-    return row
+    return row, is_sent
 
 
 def _find_listed(store: Store, digest: bytes, raw_length: int) -> Row | None:
@@ -126,21 +125,21 @@ def _find_or_put(
     name: bytes,
     raw: memoryview,
     digests: Sequence[bytes],
-    sending: ChunkSend,
+    plan: SendPlan,
     into: memoryview,
     *,
-    reread: bool = False,
-) -> Row:
+    reread: bool,
+) -> tuple[Row, bool]:
     encoded: Encoded | None = None
     for generation in range(GENERATIONS_MAX):
         standing = _look(store, ChunkName(name, generation), len(raw))
         if standing is not None and standing is not DAMAGED:
             store.lease_cache.earn_looks()
             if is_sound(store, standing, reread=reread):
-                return standing
+                return standing, encoded is not None
             standing = DAMAGED
         if encoded is None:
-            encoded = sending.encode(raw, name, into)
+            encoded = _encode(store, name, raw, plan, into)
             table = [
                 Block(d, codec, len(data), reason)
                 for d, (codec, reason, data) in zip(digests, encoded.blocks, strict=True)
@@ -150,14 +149,72 @@ def _find_or_put(
         row = Row(ChunkName(name, generation, envelope.recipe), len(raw), envelope.stored_length, encoded.needs)
         if (standing is DAMAGED and not encoded.bases) or _is_unusable(store, row.name):
             continue
-        found = _put(store, row, payload, sending)
+        found = _put(store, row, payload, plan.pace)
         if found is not DAMAGED:
-            return found
+            return found, True
     raise StoreError(
         f"{store.where(keys.chunk_key(ChunkName(name)))}: {GENERATIONS_MAX} generations of this chunk are damaged or "
         "condemned: run `tierfs verify`",
         tier="object",
     )
+
+
+def _encode(store: Store, digest: bytes, raw: memoryview, plan: SendPlan, into: memoryview) -> Encoded:
+    """Encode a chunk, against those bases and sources of the plan that it may need."""
+    context, chain_max = plan.context, store.descriptor.chain_max
+    if store.lease_cache.is_lost(ChunkName(digest)):
+        # Other chunks may be encoded against the lost chunk. Only a chunk that is encoded by itself heals them.
+        context = replace(context, base=None, sources=())
+    if context.base is not None and not _may_need(store, context.base, digest, chain_max - 1):
+        context = replace(context, base=None)
+    sources = [(plan.rows[part.chunk], part) for part in context.sources]
+    pieces = [
+        SourcePiece(row, part.offset, part.length)
+        for row, part in sources
+        if row is not None and row.stored_length and _may_need(store, row, digest, chain_max)
+    ]
+    bases = BaseReader(store, plan.local)
+    return store.encoder.encode(raw, context, pieces if len(pieces) == len(sources) else (), into=into, bases=bases)
+
+
+def _may_need(store: Store, row: Row, digest: bytes, steps_max: int) -> bool:
+    """Return whether the chunk with this digest may be encoded against the chunk of a row.
+
+    It may not if the row is the chunk itself, or if the row or one of its bases is damaged or may be deleted at any
+    time. The chain from the row to chunks that are encoded by themselves has at most ``steps_max`` steps. A row only
+    tells whether its bases are encoded by themselves, so longer chains than one step are refused.
+    """
+    steps = 0 if not row.bases else 1 if all(name.recipe == NO_RECIPE for name in row.bases) else 2
+    return (
+        row.name.digest != digest
+        and steps <= min(steps_max, 1)
+        and not any(store.lease_cache.is_unusable(name) for name in (row.name, *row.bases))
+    )
+
+
+class BaseReader:
+    """Reads the chunks that one chunk may be encoded against.
+
+    Args:
+        store: The store, without local tiers.
+        local: Copies on this host; ``None`` if there are none.
+    """
+
+    def __init__(self, store: Store, local: ChunkSources | None) -> None:
+        self._store = store
+        self._local = local
+
+    def read_source(self, row: Row, out: memoryview) -> bool:
+        """Copy a whole chunk from this host, verified. Return whether it is here."""
+        return self._local is not None and self._local.read_whole(row, out) is not None
+
+    def read_base(self, row: Row, out: memoryview) -> bool:
+        """Do the same as `read_source`, if the object is sound: the encoded chunk will need that object."""
+        return self.read_source(row, out) and is_sound_base(self._store, row)
+
+    def fetch(self, row: Row, out: memoryview) -> None:
+        """Copy a whole chunk from the object tier, verified. Raises a `TierfsError` if it cannot be read."""
+        fetch(self._store, row, [(0, out)], self._store.url)
 
 
 def _look(store: Store, name: ChunkName, raw_length: int) -> Row | None:
@@ -184,11 +241,13 @@ def _is_unusable(store: Store, name: ChunkName) -> bool:
     return store.lease_cache.is_unusable(name)
 
 
-def _put(store: Store, row: Row, payload: list[Buffer], sending: ChunkSend) -> Row:
+def _put(store: Store, row: Row, payload: list[Buffer], pace: Pace | None) -> Row:
     """Create a chunk object. Return the object that is stored afterwards, or `DAMAGED`."""
     checksum = checksum_for(store.objects.capabilities, payload)
     try:
-        with sending.putting(row):
+        with store.encoder.sending():
+            if pace is not None:
+                pace.take(row.stored_length)
             store.objects.put(keys.chunk_key(row.name), payload, mode=CREATE, checksum=checksum)
     except (AlreadyExistsError, StoreError) as error:
         if isinstance(error, AlreadyExistsError):
@@ -223,20 +282,19 @@ def _read_back(store: Store, row: Row) -> Row:
     return row
 
 
-def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> Row:
+def rescue(store: Store, row: Row, where: str, local: ChunkSources | None = None) -> Row:
     """Make a chunk safe to name that may no longer be: inspect it, and store it again if it is condemned or missing.
 
-    ``read`` reads the chunk from a tier of this host, if one holds it. ``where`` is the chunk's file, for
-    errors.
+    ``local`` finds copies of the chunk on this host. ``where`` is the chunk's file, for errors.
 
     Raises:
         StoreError: The last copy of the chunk is gone. The caller must write the file again.
     """
     with buffers().lend(row.raw_length) as raw:
-        return _rescue(store, row, where, read, raw)
+        return _rescue(store, row, where, local, raw)
 
 
-def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memoryview) -> Row:
+def _rescue(store: Store, row: Row, where: str, local: ChunkSources | None, raw: memoryview) -> Row:
     term = store.lease_cache.ensure()
     try:
         if not any(store.lease_cache.is_unusable(name) for name in (row.name, *row.bases)):
@@ -247,7 +305,7 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
                 return found
             if row.bases:
                 store.report_damage(row.name)  # otherwise `store_chunk` below finds it again
-        if read is None or not read(row, 0, raw) or digests_of(store.descriptor.digest_kind, raw)[1] != row.name.digest:
+        if local is None or local.read_whole(row, raw) is None:
             fetch(store, row, [(0, raw)], where)
     except CorruptionError as error:
         raise StoreError(

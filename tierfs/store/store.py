@@ -148,8 +148,7 @@ class Store:
             if self._encoder is None:
                 from tierfs.store.encode.encoder import Encoder  # noqa: PLC0415 - loads numpy
 
-                kind, is_near = self.descriptor.digest_kind, self.descriptor.endpoint.host_local
-                self._encoder = Encoder(kind, self._codecs, is_near=is_near)
+                self._encoder = Encoder(self._codecs, is_near=self.descriptor.endpoint.host_local)
             return self._encoder
 
     def hand_over(self, *, writes: bool) -> None:

@@ -37,17 +37,15 @@ def test_a_chunk_is_derived_only_where_a_row_can_name_all_that_it_takes_to_read_
     rows = [delta(number, raw) for number, raw in enumerate(wide)]
     held = {row.name: raw for row, raw in zip(rows, wide, strict=True)}
 
-    def read(row, start, out):
-        out[:] = held[row.name][start : start + len(out)]
-        return True
+    class Held:
+        def read_source(self, row, out):
+            out[:] = held[row.name]
+            return True
 
-    def fetch(row, start, out):
-        raise AssertionError("all of it lies on this host")
-
-    encoder = Encoder(KIND, Codecs.parse("all"), is_near=True)
+    encoder = Encoder(Codecs.parse("all"), is_near=True)
     sources = [SourcePiece(row, 0, row.raw_length) for row in rows]
     raw = memoryview(bytearray(narrow))
-    encoded = encoder.encode(raw, ChunkContext(), sources, into=raw, read=read, fetch=fetch)
+    encoded = encoder.encode(raw, ChunkContext(), sources, into=raw, bases=Held())
     assert ([block.codec for block in encoded.blocks] == [Codec.DERIVE]) is derived
     assert len(encoded.needs) == (2 * count if derived else 0)
     encode_rows((Row(named(1), len(narrow), 300, encoded.needs),))

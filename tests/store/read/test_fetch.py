@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import random
@@ -11,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.encoded import encoded_chunk
+from support.encoded import encoded_chunk, put_encoded
 from support.saving import Flushing, Training, condemn, remove
 from support.tiered import MIB, Host
 
@@ -56,32 +55,12 @@ def rows_of(store, path):
     return observe(store, path).manifest.rows
 
 
-class Untimed:
-    def putting(self, row):
-        del row
-        return contextlib.nullcontext()
-
-
-class Against(Untimed):
-    """Encode a chunk as the difference to a given one, whatever its content."""
-
-    def __init__(self, row, reference, codec=Codec.DPLANE):
-        self.row, self.reference, self.codec = row, reference, codec
-
-    def encode(self, raw, digest, into):
-        del digest, into
-        bases = blocks_of(memoryview(self.reference), len(self.reference) // len(raw))
-        blocks = encoded_chunk(raw, [BlockPlan(Coding(self.codec, 4), Reason.DELTA, base) for base in bases])
-        row = self.row
-        base = BaseRange(row.name, row.raw_length, row.stored_length, 0, len(self.reference))
-        return Encoded(blocks, (base,), (row.name, *row.bases))
-
-
-def store_against(store, raw, row, reference):
-    """Store a chunk as a delta, even if the store knows its bytes."""
-    store.lease_cache._known.clear()
-    store.lease_cache._looks = 0
-    return store_chunk(store, memoryview(raw), Against(row, reference))
+def store_against(store, raw, row, reference, codec=Codec.DPLANE):
+    """Store a chunk as the difference to a given one, whatever its content."""
+    bases = blocks_of(memoryview(reference), len(reference) // len(raw))
+    blocks = encoded_chunk(memoryview(raw), [BlockPlan(Coding(codec, 4), Reason.DELTA, base) for base in bases])
+    base = BaseRange(row.name, row.raw_length, row.stored_length, 0, len(reference))
+    return put_encoded(store, raw, Encoded(blocks, (base,), (row.name, *row.bases)))
 
 
 def data_like(data):
@@ -324,14 +303,8 @@ def chunk_of(flushing, blocks):
     """Store a chunk of ``blocks`` blocks of numbers and one of noise. Return its row and its bytes."""
     raw = Training(blocks * MIB // 4).master.tobytes() + os.urandom(MIB)
 
-    class Planes(Untimed):
-        def encode(self, raw, digest, into):
-            del digest, into
-            return Encoded(
-                encoded_chunk(raw, [BlockPlan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)])
-            )
-
-    return store_chunk(flushing.store, memoryview(raw), Planes()), raw
+    plans = [BlockPlan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)]
+    return put_encoded(flushing.store, raw, Encoded(encoded_chunk(memoryview(raw), plans))), raw
 
 
 def test_any_range_comes_out_the_same_on_however_many_threads(saved, flushing, threads):

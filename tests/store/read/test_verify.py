@@ -5,10 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.damaging import chunk_of, content, make_store, middle, reopened
 
-from tierfs.clock import ManualClock
+from tierfs.clock import ManualClock, Pace
 from tierfs.format import keys
 from tierfs.store import save, verify
-from tierfs.store.maintenance.pool import Pace
 from tierfs.store.read.verify import VerifyOptions, verify_chunks
 from tierfs.testing import Fault, PlannedFault
 

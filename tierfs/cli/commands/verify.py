@@ -12,9 +12,9 @@ from tierfs.cli.executors import add_executor_argument, open_executor
 from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import add_json_argument, print_json, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
+from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
 from tierfs.store import VerifyReport, verify
-from tierfs.store.maintenance.pool import Pace
 from tierfs.store.read.verify import ChunkJob, Damage, VerifyOptions, verify_chunks
 from tierfs.units import format_bytes, parse_share, parse_size
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tierfs.format.manifest import Row
-
-Fill = Callable[[memoryview], bool]
-"""Fills memory with a chunk's bytes, unverified; false if they are gone. May be called again."""
-ReadRow = Callable[[Row, int, memoryview], bool]
-"""Copies a chunk's bytes from an offset on out of a tier of this host, unverified; false if no tier has them."""
 
 
 class ChunkPart(NamedTuple):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tierfs import digest
 from tierfs.buffers import block_buffers, fresh
 from tierfs.codec import Codec, Coding, Reason, encode_block
-from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 from tierfs.format.envelope import BASES_MAX, BaseRange
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.contexts import ReadRow
 from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
+
+if TYPE_CHECKING:
+    from tierfs.store.chunks import BaseReader
 
 _DERIVE = BlockPlan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
 
@@ -40,8 +41,7 @@ class Deriver:
     Uses the memory of three chunks. Takes hardly longer than copying the sources if they are in memory.
     """
 
-    def __init__(self, kind: DigestKind, codecs: Codecs) -> None:
-        self._kind = kind
+    def __init__(self, codecs: Codecs) -> None:
         self._codecs = codecs
         self._reference: memoryview | None = None
         self._source: memoryview | None = None  # the chunk that was last read in parts
@@ -51,14 +51,14 @@ class Deriver:
         return f"Deriver({self._codecs})"
 
     def encode(
-        self, raw: memoryview, sources: Sequence[SourcePiece], read: ReadRow, into: memoryview
+        self, raw: memoryview, sources: Sequence[SourcePiece], bases: BaseReader, into: memoryview
     ) -> Encoded | None:
         """Encode a chunk as derived from wider elements.
 
         Args:
             raw: The chunk. Borrowed, and unchanged if the result is ``None``.
             sources: The wider elements, in order.
-            read: Reads chunks from this host.
+            bases: Reads the sources.
             into: See `tierfs.store.encode.pipeline.encode_chunk`.
 
         Returns:
@@ -75,10 +75,10 @@ class Deriver:
         for at, (row, offset, length) in sorted(zip(begins, sources, strict=False), key=lambda part: part[1].row.name):
             out = reference[at : at + length]
             if length == row.raw_length:
-                if not read_verified(self._kind, row, out, read):
+                if not bases.read_source(row, out):
                     return None
             else:
-                whole = self._read_source(row, read)
+                whole = self._read_source(row, bases)
                 if whole is None:
                     return None
                 out[:] = whole[offset : offset + length]
@@ -90,7 +90,7 @@ class Deriver:
                 return None
         return with_bases(encode_chunk(raw, plans, into, self._codecs.allowed), sources)
 
-    def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
+    def _read_source(self, row: Row, bases: BaseReader) -> memoryview | None:
         """Read a whole chunk from this host and verify it; ``None`` if this host does not have it.
 
         The last chunk is kept, because small tensors that follow each other often derive from parts of one chunk.
@@ -100,7 +100,7 @@ class Deriver:
         whole = self._source[: row.raw_length]
         if self._source_name != row.name:
             self._source_name = None
-            if not read_verified(self._kind, row, whole, read):
+            if not bases.read_source(row, whole):
                 return None
             self._source_name = row.name
         return whole
@@ -117,60 +117,3 @@ def with_bases(blocks: list[EncodedBlock], pieces: Sequence[SourcePiece]) -> Enc
 def _needs(pieces: Iterable[SourcePiece]) -> tuple[ChunkName, ...]:
     """Return the names of all chunk objects that are needed to read the pieces."""
     return tuple(dict.fromkeys(name for row, _, _ in pieces for name in (row.name, *row.bases)))
-
-
-class AbsentError(Exception):
-    """A chunk is not, or no longer, on this host."""
-
-
-class LocalBase:
-    """A copy of a chunk on this host, as a base for one chunk. For one thread.
-
-    A delta against wrong bytes cannot be decoded. So the whole base is verified before a chunk is encoded against it,
-    or before a finding about it is remembered.
-
-    Args:
-        kind: The store's digests.
-        row: The chunk.
-        read: Reads the chunk from this host; ``None`` if ``memory`` holds its verified bytes.
-        memory: Receives the bytes; as long as the chunk. Borrowed.
-    """
-
-    def __init__(self, kind: DigestKind, row: Row, read: ReadRow | None, memory: memoryview) -> None:
-        self._kind = kind
-        self._row = row
-        self._read = read
-        self._memory = memory
-
-    def __repr__(self) -> str:
-        return f"LocalBase({self._row.name}, is_verified={self.is_verified})"
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether the whole chunk was read and has its digest."""
-        return self._read is None
-
-    def whole(self) -> memoryview:
-        """Return the whole chunk, verified. Raises `AbsentError`."""
-        if self._read is not None:
-            if not read_verified(self._kind, self._row, self._memory, self._read):
-                raise AbsentError
-            self._read = None
-        return self._memory
-
-    def part(self, start: int, count: int) -> memoryview:
-        """Return a part of the chunk, verified only if the whole chunk is. Raises `AbsentError`."""
-        out = self._memory[start : start + count]
-        if self._read is not None and not self._read(self._row, start, out):
-            raise AbsentError
-        return out
-
-
-def read_verified(kind: DigestKind, row: Row, out: memoryview, read: ReadRow) -> bool:
-    """Read a whole chunk from this host into ``out``. Return whether ``out`` now holds the chunk's bytes."""
-    digests = []
-    for number, block in enumerate(blocks_of(out)):
-        if not read(row, number * BLOCK_BYTES, block):
-            return False
-        digests.append(digest.hash_bytes(kind, block))  # while the block is in the CPU caches
-    return digest.combine(kind, row.raw_length, digests) == row.name.digest

@@ -11,23 +11,26 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierfs._fork import PerProcess
 from tierfs.buffers import block_buffers, buffers
 from tierfs.codec import Codec, Reason
 from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
-from tierfs.digest import BLOCK_BYTES, DigestKind
+from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.contexts import ChunkContext, ReadRow, Tensor
-from tierfs.store.encode.deriving import AbsentError, Deriver, LocalBase, SourcePiece, with_bases
+from tierfs.store.encode.contexts import ChunkContext, Tensor
+from tierfs.store.encode.deriving import Deriver, SourcePiece, with_bases
 from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
 from tierfs.threads import Processors
+
+if TYPE_CHECKING:
+    from tierfs.store.chunks import BaseReader
 
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
@@ -47,9 +50,6 @@ _logger = logging.getLogger("tierfs.store")
 # As many threads encode at a time as there are processors: each uses memory for a base and a few blocks. These turns
 # are not the decoders' turns, because an encoding thread may first have to read a chunk from the object tier.
 _encoders = PerProcess(Processors)
-
-FetchRow = Callable[[Row, int, memoryview], None]
-"""Copies a chunk's verified bytes from an offset on out of the object tier; raises a `TierfsError` if it cannot."""
 
 
 class _Known(NamedTuple):
@@ -134,15 +134,13 @@ class Encoder:
     """Encodes the chunks of a store, and remembers what it found out about tensors. Safe for use by many threads.
 
     Args:
-        kind: The store's digests.
         codecs: The codecs that may be used.
         is_near: Whether the object tier is on this host, so that a base is cheap to fetch.
     """
 
-    def __init__(self, kind: DigestKind, codecs: Codecs, *, is_near: bool) -> None:
+    def __init__(self, codecs: Codecs, *, is_near: bool) -> None:
         self.codecs = codecs
         self._is_near = is_near
-        self._kind = kind
         self._lock = threading.Lock()
         self._choices: dict[str, _Known] = {}
         self._typical: dict[tuple[str, int], _Typical] = {}  # by kind and width of elements
@@ -150,7 +148,7 @@ class Encoder:
         self._counts: Counter[str] = Counter()
         self._encoding = self._sending = 0  # chunks in flight
         self._processors = len(os.sched_getaffinity(0))
-        self._deriver, self._deriving = Deriver(kind, codecs), threading.Lock()
+        self._deriver, self._deriving = Deriver(codecs), threading.Lock()
         self._fetching = threading.Semaphore(max(len(os.sched_getaffinity(0)) // PROCESSORS_A_FETCH, 1))
 
     def __repr__(self) -> str:
@@ -212,8 +210,7 @@ class Encoder:
         sources: Sequence[SourcePiece],
         *,
         into: memoryview,
-        read: ReadRow,
-        fetch: FetchRow,
+        bases: BaseReader,
     ) -> Encoded:
         """Encode a chunk in the way that makes it smallest; under pressure, leave it raw.
 
@@ -222,8 +219,7 @@ class Encoder:
             context: Facts about the chunk.
             sources: The sources that the context names, as they are stored.
             into: See `tierfs.store.encode.pipeline.encode_chunk`.
-            read: Reads chunks from this host.
-            fetch: Reads chunks from the object tier.
+            bases: Reads the context's base and the sources.
         """
         if not {Codec.DPLANE, Codec.SPARSE} & self.codecs.allowed:
             context = replace(context, base=None)  # no allowed codec would use it
@@ -231,9 +227,9 @@ class Encoder:
             encoded = None if is_encoded else Encoded([_raw_block(block) for block in blocks_of(raw)])
             if encoded is None and sources and self.derives:
                 with self._deriving, _encoders().turn():  # other threads send while this one waits for its turn
-                    encoded = self._deriver.encode(raw, sources, read, into)
+                    encoded = self._deriver.encode(raw, sources, bases, into)
             if encoded is None:
-                encoded = self._encode_chosen(raw, context, into, read, fetch)
+                encoded = self._encode_chosen(raw, context, into, bases)
         with self._lock:
             self._counts["raw_bytes"] += len(raw)
             for block in encoded.blocks:
@@ -242,17 +238,15 @@ class Encoder:
                 self._counts[f"{block.reason.name.lower()}_blocks"] += 1
         return encoded
 
-    def _encode_chosen(
-        self, raw: memoryview, context: ChunkContext, into: memoryview, read: ReadRow, fetch: FetchRow
-    ) -> Encoded:
+    def _encode_chosen(self, raw: memoryview, context: ChunkContext, into: memoryview, bases: BaseReader) -> Encoded:
         tensors = [*context.tensors, *[Tensor()] * (block_count(len(raw)) - len(context.tensors))]
         known = {tensor: self._known(tensor, context) for tensor in tensors}
         asked = _Asked(raw, into, tensors, known)
         row, attempt = context.base, None
         if row is not None and any(choice is None or choice.delta is not None for choice in known.values()):
-            attempt = self._try_local(asked, row, read)
+            attempt = self._try_local(asked, row, bases)
             if attempt is None:
-                attempt = self._try_fetched(asked, row, fetch)
+                attempt = self._try_fetched(asked, row, bases)
         if attempt is None:
             with _encoders().turn():
                 attempt = self._try(asked, None)
@@ -262,13 +256,12 @@ class Encoder:
             return Encoded(blocks)
         return with_bases(blocks, (SourcePiece(row, 0, len(raw)),))
 
-    def _try_local(self, asked: _Asked, row: Row, read: ReadRow) -> _Attempt | None:
+    def _try_local(self, asked: _Asked, row: Row, bases: BaseReader) -> _Attempt | None:
         """Run `_try` against a base on this host; return ``None`` if the base is absent or damaged."""
-        with _encoders().turn(), buffers().lend(row.raw_length) as memory, contextlib.suppress(AbsentError):
-            return self._try(asked, LocalBase(self._kind, row, read, memory))
-        return None
+        with _encoders().turn(), buffers().lend(row.raw_length) as memory:
+            return self._try(asked, memory) if bases.read_base(row, memory) else None
 
-    def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
+    def _try_fetched(self, asked: _Asked, row: Row, bases: BaseReader) -> _Attempt | None:
         """Run `_try` against a base in the object tier; return ``None`` if it is not worth fetching or unreadable.
 
         If the object tier is behind a network, few threads do this at a time. Each uses the memory of one more chunk
@@ -278,42 +271,29 @@ class Encoder:
             (_encoders().turn(), contextlib.nullcontext()) if self._is_near else (self._fetching, _encoders().turn())
         )
         with fetching, buffers().lend(row.raw_length) as memory:
-            if not self._is_worth_fetching(row, asked) or not self._fetch(row, memory, fetch):
+            if not self._is_worth_fetching(row, asked) or not self._fetch(row, memory, bases):
                 return None
             with encoding:
-                return self._try(asked, LocalBase(self._kind, row, None, memory))
+                return self._try(asked, memory)
 
-    def _try(self, asked: _Asked, base: LocalBase | None) -> _Attempt:
+    def _try(self, asked: _Asked, base: memoryview | None) -> _Attempt:
         """Encode block by block, each against the base's block where that is worth it.
-
-        The chunk is unchanged if this raises.
 
         Args:
             asked: The chunk.
-            base: The chunk to encode against, if any.
-
-        Raises:
-            AbsentError: The base is not on this host.
+            base: The bytes to encode against, if any. They are verified: a delta against wrong bytes cannot be decoded.
         """
         choices = dict(asked.known)
         found: list[tuple[Tensor, Choice]] = []
         plans: list[BlockPlan] = []
         for number, (block, tensor) in enumerate(zip(blocks_of(asked.raw), asked.tensors, strict=True)):
+            against = None if base is None else base[number * BLOCK_BYTES :][: len(block)]
             choice = choices[tensor]
             if choice is None:
-                choice = self._choose(number, block, tensor, base)
+                choice = self._choose(block, tensor, against)
                 found.append((tensor, choice))
                 choices[tensor] = choice if tensor.name else None
-            plans.append(_plan(choice, has_base=base is not None)._replace(part_of=tensor))
-        if base is not None and any(plan.reason is Reason.DELTA for plan in plans):
-            plans = [
-                plan._replace(base=block) if plan.reason is Reason.DELTA else plan
-                for plan, block in zip(plans, blocks_of(base.whole()), strict=True)
-            ]
-        if base is not None and not base.is_verified:
-            # The sample may have been compared with wrong bytes. So the finding about deltas must not be used for other
-            # chunks.
-            found = [(tensor, choice.alone()) for tensor, choice in found]
+            plans.append(_plan(choice, against)._replace(part_of=tensor))
         return _Attempt(encode_chunk(asked.raw, plans, asked.into, self.codecs.allowed), found)
 
     def _known(self, tensor: Tensor, context: ChunkContext) -> Choice | None:
@@ -324,17 +304,15 @@ class Encoder:
             return None
         return None if known.choice.delta_ratio is None and context.base is not None else known.choice
 
-    def _choose(self, number: int, block: memoryview, tensor: Tensor, base: LocalBase | None) -> Choice:
-        """Make the choice for a tensor from one of its blocks, which has this index in the chunk."""
+    def _choose(self, block: memoryview, tensor: Tensor, base: memoryview | None) -> Choice:
+        """Make the choice for a tensor from one of its blocks and the base's block."""
         start, count = sample_of(len(block))
-        if base is not None and tensor.name:
-            base.whole()  # the choice is remembered, so the base has to be verified
         with block_buffers().lend(count) as out:
             return choose(
                 block[start : start + count],
                 kind=tensor.kind,
                 width=tensor.width,
-                base=None if base is None else base.part(number * BLOCK_BYTES + start, count),
+                base=None if base is None else base[start : start + count],
                 allowed=self.codecs.allowed,
                 out=out,
             )
@@ -399,10 +377,10 @@ class Encoder:
             typical = self._typical.get((tensor.kind, tensor.width))
         return None if typical is None else typical.saved
 
-    def _fetch(self, row: Row, out: memoryview, fetch: FetchRow) -> bool:
+    def _fetch(self, row: Row, out: memoryview, bases: BaseReader) -> bool:
         """Fetch a base. Return whether it could be read."""
         try:
-            fetch(row, 0, out)
+            bases.fetch(row, out)
         except TierfsError as error:
             with self._lock:
                 self._counts["unreadable_bases"] += 1
@@ -413,9 +391,9 @@ class Encoder:
         return True
 
 
-def _plan(choice: Choice, *, has_base: bool) -> BlockPlan:
-    if has_base and choice.delta is not None and choice.delta_ratio is not None:
-        return BlockPlan(choice.delta, Reason.DELTA)
+def _plan(choice: Choice, base: memoryview | None) -> BlockPlan:
+    if base is not None and choice.delta is not None and choice.delta_ratio is not None:
+        return BlockPlan(choice.delta, Reason.DELTA, base)
     is_too_large = choice.delta is None and choice.delta_ratio is not None
     return BlockPlan(choice.static, Reason.DELTA_TOO_LARGE if is_too_large else Reason.NO_BASE)
 

@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierfs.codec import Span
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.record import Draft
-from tierfs.store.encode.contexts import ChunkContext, ChunkPart, ReadRow
+from tierfs.store.encode.contexts import ChunkContext, ChunkPart
 from tierfs.store.encode.parents import ListedNames, find_parent, given_parent, group_of
 from tierfs.store.encode.tensors import TensorPlace, layout_of, places, stored_layout, unknown_layout
 from tierfs.store.read.lookup import read_envelope
@@ -31,6 +31,9 @@ from tierfs.store.read.reader import expand_rows, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe
 from tierfs.threads import transfers
+
+if TYPE_CHECKING:
+    from tierfs.host.cache.sources import ChunkSources
 
 KEYFRAME_SAVES = 10
 # The age of a keyframe that is only known from a chunk encoded against it.
@@ -114,7 +117,7 @@ class KeyframeIndex:
             is_first = self._fallbacks[what] == 1
         _logger.log(logging.WARNING if is_first else logging.DEBUG, text, *arguments)
 
-    def plan(self, draft: Draft, read: ReadRow, *, derives: bool) -> FilePlan | None:
+    def plan(self, draft: Draft, local: ChunkSources, *, derives: bool) -> FilePlan | None:
         """Look up the facts about a file to publish.
 
         An error of the object tier or a chunk that this host lost leads to a plan with fewer facts, not to an
@@ -122,7 +125,7 @@ class KeyframeIndex:
 
         Args:
             draft: The file.
-            read: Reads chunks from this host.
+            local: Copies of the file's chunks on this host.
             derives: Whether to look for tensors that are copies of others.
 
         Returns:
@@ -131,7 +134,7 @@ class KeyframeIndex:
         manifest = draft.record
         if not isinstance(manifest, Manifest) or not manifest.rows or manifest.indirect:
             return None
-        file = _LocalFile(manifest.rows, read)
+        file = _LocalFile(manifest.rows, local)
         try:
             layout = layout_of(file.read_into, manifest.length)
         except TierfsError as error:
@@ -276,9 +279,9 @@ class KeyframeIndex:
 class _LocalFile:
     """A file whose chunks lie on this host, unverified. Its content is only used to choose bases and codecs."""
 
-    def __init__(self, rows: Sequence[Row], read: ReadRow) -> None:
+    def __init__(self, rows: Sequence[Row], local: ChunkSources) -> None:
         self._rows = rows
-        self._read = read
+        self._local = local
         self.starts = list(itertools.accumulate((row.raw_length for row in rows), initial=0))
 
     def parts(self, start: int, stop: int) -> list[ChunkPart]:
@@ -299,7 +302,7 @@ class _LocalFile:
         """
         at = 0
         for index, offset, length in self.parts(start, start + len(out)):
-            if not self._read(self._rows[index], offset, out[at : at + length]):
+            if not self._local.read(self._rows[index], offset, out[at : at + length]):
                 raise StoreError("a chunk to be examined is not on this host", tier="ram")
             at += length
 

@@ -1,14 +1,11 @@
-"""A bounded number of concurrent requests and of bytes per second, for tasks that go through a whole store."""
+"""A bounded number of concurrent requests, for tasks that go through a whole store."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TypeVar
-
-from tierfs.clock import Clock
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -50,22 +47,3 @@ class Pool:
                 yield begun.popleft().result()
         while begun:
             yield begun.popleft().result()
-
-
-class Pace:
-    """Limits the bytes per second. Safe for use by many threads."""
-
-    def __init__(self, clock: Clock, bandwidth: float | None) -> None:
-        self._clock, self._bandwidth = clock, bandwidth
-        self._lock = threading.Lock()
-        self._next = clock.monotonic()
-
-    def take(self, count: int) -> None:
-        """Wait as long as this many bytes take."""
-        if self._bandwidth is None:
-            return
-        with self._lock:
-            now = self._clock.monotonic()
-            self._next = max(now, self._next) + count / self._bandwidth
-            wait_s = self._next - now
-        self._clock.sleep(wait_s)

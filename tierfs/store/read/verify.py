@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from tierfs.buffers import buffers
+from tierfs.clock import Pace
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.format import keys
@@ -22,7 +23,7 @@ from tierfs.format.references import ReferenceList
 from tierfs.format.upkeep import Collector
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
-from tierfs.store.maintenance.pool import Pace, Pool
+from tierfs.store.maintenance.pool import Pool
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store

@@ -23,7 +23,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
-from tierfs.store.chunks import ChunkSend, store_chunk
+from tierfs.store.chunks import store_chunk
 from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import layout_of, places
@@ -140,12 +140,11 @@ class StagedFile:
         lengths, group = list(map(len, views)), group_of(path)
         save = self._store.encoder.count_save(group)
         layout = layout_of(partial(_read_from, views), sum(lengths))
-        contexts = [ChunkContext(tensors, save) for _, tensors in places(layout, lengths, group)]
-
         unread = replaced_chunks(self._store, path)
+        contexts = [ChunkContext(tensors, save, unread=unread) for _, tensors in places(layout, lengths, group)]
 
         def put(number: int) -> Row:
-            return store_chunk(self._store, views[number], ChunkSend(self._store, contexts[number]), unread=unread)
+            return store_chunk(self._store, views[number], contexts[number])
 
         missing = [number for number, chunk in enumerate(chunks) if chunk.row is None]
         for number, row in zip(missing, transfers().map(put, missing), strict=True):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row, encode_rows
 from tierfs.store.chunks import rescue, store_chunk
-from tierfs.store.encode.contexts import ReadRow
 from tierfs.store.offline import ask_briefly
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed
+
+if TYPE_CHECKING:
+    from tierfs.host.cache.sources import ChunkSources
 
 ATTEMPTS_MAX = 4
 DIRECT_ROW_BYTES_MAX = 8 << 20
@@ -48,10 +50,12 @@ class DurableChunks(NamedTuple):
     term: int | None
 
 
-def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> DurableChunks:
+def ensure_chunks_durable(
+    store: Store, path: str, rows: Sequence[Row], local: ChunkSources | None = None
+) -> DurableChunks:
     """Make sure that every chunk of a new manifest is in the store to stay: a writer's last step before publishing.
 
-    ``read`` reads chunks from this host, in case one must be stored again. ``path`` is for errors.
+    ``local`` finds copies on this host, in case a chunk must be stored again. ``path`` is for errors.
 
     Returns:
         The table for the manifest, and the term to pass to `publish`.
@@ -72,7 +76,7 @@ def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: Re
             return DurableChunks(table, indirect, term)
         saved = {}
         for row in unverified:
-            saved[row.name] = rescue(store, row, store.where(path), read)
+            saved[row.name] = rescue(store, row, store.where(path), local)
             checked[saved[row.name].name] = store.lease_cache.ensure()
         current = [saved.get(row.name, row) for row in current]
     raise StoreError(

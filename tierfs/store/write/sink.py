@@ -14,7 +14,7 @@ from tierfs.errors import CapacityError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import SlotRef, local_name
-from tierfs.store.chunks import ChunkSend, store_chunk
+from tierfs.store.chunks import store_chunk
 from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import places
@@ -38,7 +38,7 @@ class ObjectSink:
 
     Args:
         cutter: Finds the ends of chunks, and the elements in them.
-        unread: See `store_chunk`.
+        unread: See `ChunkContext.unread`.
     """
 
     def __init__(self, store: Store, path: str, cutter: Cutter, unread: set[bytes] | None = None) -> None:
@@ -102,13 +102,13 @@ class ObjectSink:
         start, self._sent = self._sent, self._sent + filled
         layout = self._cutter.layout(start, self._sent)
         ((_, tensors),) = places(layout, [filled], self._group, start=start)
-        sending = ChunkSend(self._store, ChunkContext(tensors, self._save))
+        context = ChunkContext(tensors, self._save, unread=self._unread)
 
         def store_it(buffer: memoryview) -> Row:
             raw, tiers = buffer[:filled], self._store.tiers
             cache = tiers.cache if tiers is not None and tiers.cache.keeps_reads else None
             try:
-                row = store_chunk(self._store, raw, sending, into=raw if cache is None else None, unread=self._unread)
+                row = store_chunk(self._store, raw, context, into=raw if cache is None else None)
                 if cache is not None:
                     cache.insert(local_name(self._store.descriptor.digest_kind, row.name.digest), raw)
                 return row

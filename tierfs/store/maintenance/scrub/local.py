@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tierfs.buffers import buffers
+from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.slab.table.table import DATA_STATES, SlotKind
 from tierfs.host.tiers import Tiers
-from tierfs.store.maintenance.pool import Pace
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import find_chunk
 from tierfs.store.store import Store

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tierfs.clock import Pace
 from tierfs.errors import CapacityError, FormatError, ReadOnlyError, StoreError
 from tierfs.format import keys
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.maintenance.examine import examine
-from tierfs.store.maintenance.pool import Pace, Pool
+from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.store import Store
 

@@ -1,0 +1,114 @@
+"""Finds the copies of a chunk on this host for the flusher: in a draft's slots, in any slot, in the nvme tier.
+
+Nothing is pinned. A slot or extent may be reused while a thread reads it, which is detected afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tierfs import digest
+from tierfs.digest import BLOCK_BYTES, DigestKind
+from tierfs.errors import CorruptionError, NotFoundError
+from tierfs.format import keys
+from tierfs.host.pending.record import SlotRef, local_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tierfs.format.manifest import Row
+    from tierfs.host.nvme.tier import NvmeTier
+    from tierfs.host.slab.ram import RamTier
+    from tierfs.host.slab.segment import Slot
+
+_logger = logging.getLogger("tierfs.flush")
+
+
+class ChunkSources:
+    """The copies of chunks in this host's tiers. Thread-safe.
+
+    Args:
+        kind: The kind of the chunks' digests.
+        ram: The ram tier.
+        nvme: The nvme tier; ``None`` if there is none.
+        slots: The slots to try first, by the digest of their chunk.
+        counters: ``bad_local_copies`` counts the copies that were read and do not have their digest.
+    """
+
+    def __init__(
+        self,
+        kind: DigestKind,
+        ram: RamTier,
+        nvme: NvmeTier | None,
+        slots: Mapping[bytes, SlotRef | None],
+        counters: Counter[str],
+    ) -> None:
+        self._kind = kind
+        self._ram = ram
+        self._nvme = nvme
+        self._slots = slots
+        self._counters = counters
+
+    def __repr__(self) -> str:
+        return f"ChunkSources({self._ram!r}, {self._nvme!r}, {len(self._slots)} slots)"
+
+    def read(self, row: Row, start: int, out: memoryview) -> bool:
+        """Copy bytes of a chunk from ``start`` on, unverified. Return whether a tier had them."""
+        return any(copy(start, out) for copy in self._copies(row))
+
+    def read_whole(self, row: Row, out: memoryview) -> list[bytes] | None:
+        """Copy a whole chunk into memory of its length, and verify it.
+
+        Returns:
+            The digests of its blocks; ``None`` if no tier has a sound copy. ``out`` is undefined then.
+
+        Raises:
+            StoreError: The nvme tier cannot be read.
+        """
+        for copy in self._copies(row):
+            digests = []
+            for start in range(0, len(out), BLOCK_BYTES):
+                block = out[start : start + BLOCK_BYTES]
+                if not copy(start, block):
+                    break
+                digests.append(digest.hash_bytes(self._kind, block))  # while the block is in the CPU caches
+            else:
+                if digest.combine(self._kind, len(out), digests) == row.name.digest:
+                    return digests
+                self._counters["bad_local_copies"] += 1
+                _logger.error("a local copy of %s is damaged and not used", keys.chunk_key(row.name))
+        return None
+
+    def _copies(self, row: Row) -> Iterator[Callable[[int, memoryview], bool]]:
+        """Yield a function for each copy, nearest tier first. It copies bytes from an offset on, if it has them."""
+        name, reference = local_name(self._kind, row.name.digest), self._slots.get(row.name.digest)
+        given = None if reference is None else slot_at(self._ram, reference)
+        if given is not None:
+            yield partial(_read_slot, given)
+        found = self._ram.find(name)
+        if found is not None and (given is None or SlotRef.of(found) != reference):
+            yield partial(_read_slot, found)
+        if self._nvme is not None:
+            yield partial(self._nvme.read_into, name)
+
+
+def slot_at(ram: RamTier, reference: SlotRef) -> Slot | None:
+    """Return the slot that a draft refers to, or None if the slot was reused or its segment cannot be opened."""
+    segment = ram.segment(reference.segment)
+    slot = None if segment is None else segment.slot(reference.index)
+    return slot if slot is not None and slot.serial == reference.serial else None
+
+
+def _read_slot(slot: Slot, start: int, out: memoryview) -> bool:
+    if start + len(out) > slot.length:
+        return False
+    try:
+        slot.segment.read(slot, start, out)
+    except (CorruptionError, NotFoundError) as error:
+        _logger.warning("a chunk cannot be read from its slab: %s", error)  # the segment was cut short or closed
+        return False
+    return slot.segment.is_still(slot)
