@@ -8,9 +8,6 @@ from __future__ import annotations
 import os
 from types import ModuleType
 
-# The newest function. A build without it comes from an older checkout.
-_NEWEST = "survey"
-
 
 def _load() -> tuple[ModuleType | None, str]:
     if os.environ.get("TIERFS_KERNELS") == "0":
@@ -19,8 +16,6 @@ def _load() -> tuple[ModuleType | None, str]:
         from tierfs import _kernels  # noqa: PLC0415 - may be missing
     except ImportError as error:
         return None, f"not built: {error}"
-    if not hasattr(_kernels, _NEWEST):
-        return None, "built from an older _kernels.c: pip install tierfs again"
     return _kernels, "compiled"
 
 

@@ -25,7 +25,7 @@ from harness import Aims, parser, say
 import tierfs
 from tierfs.dcp.address import Address
 from tierfs.store import copy, list_directory
-from tierfs.store.request_metrics import request_metrics
+from tierfs.store.status import request_metrics
 from tierfs.threads import transfers
 from tierfs.train import Deadline, Every, Manager, Preemption, YoungDaly
 

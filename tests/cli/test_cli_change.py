@@ -12,7 +12,7 @@ from tierfs.errors import StoreError
 from tierfs.format import keys
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer, delete, make_directory, rename, save
-from tierfs.store.request_metrics import request_metrics
+from tierfs.store.status import request_metrics
 from tierfs.testing import damage
 
 BIG = random.Random(5).randbytes(200_000)

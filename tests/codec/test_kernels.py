@@ -1,13 +1,10 @@
 """The compiled loops give the same bytes as numpy, and refuse the same input."""
 
-from types import ModuleType
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tierfs
 from tierfs import kernels
 from tierfs.codec import Codec, Coding, decode_block, encode_block
 from tierfs.codec.planes.planes import PlaneOrder, counts_of_planes
@@ -176,11 +173,6 @@ def test_kernels_see_in_a_sample_what_numpy_sees(seed, kind, width, order, size,
 def test_kernels_check_every_length(name, arguments):
     with pytest.raises(ValueError):
         getattr(compiled, name)(*arguments)
-
-
-def test_a_build_of_an_older_checkout_is_not_used(monkeypatch):
-    monkeypatch.setattr(tierfs, "_kernels", ModuleType("tierfs._kernels"))
-    assert kernels._load() == (None, "built from an older _kernels.c: pip install tierfs again")
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 127, 128, 1000, 4096, 100_003])

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.store import evict
-from tierfs.store.request_metrics import request_metrics
+from tierfs.store.status import request_metrics
 from tierfs.train import Every, Manager
 
 OPTIONS = {"ram": "0", "nvme": "0"}

@@ -19,7 +19,7 @@ from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
 from tierfs.store.read.lookup import find_chunk
 from tierfs.store.read_back import is_sound, replaced_chunks
-from tierfs.store.request_metrics import request_metrics
+from tierfs.store.status import request_metrics
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
 from tierfs.store.tree.references import is_root

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from tierfs.digest import BLOCK_BYTES
 
@@ -19,27 +19,18 @@ Part: TypeAlias = tuple[int, memoryview]
 """The offset of wanted bytes in a chunk or a file, and the writable memory that they fill."""
 
 
-class _Memory(Protocol):
-    """Memory of one dimension: a memoryview of bytes, or a tensor of them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: slice, /) -> Any: ...
-
-
-_M = TypeVar("_M", bound=_Memory)
-
-
-def by_chunk(parts: Iterable[tuple[int, _M]], starts: Sequence[int]) -> dict[int, list[tuple[int, _M]]]:
+def by_chunk(parts: Iterable[tuple[int, Any]], starts: Sequence[int]) -> dict[int, list[tuple[int, Any]]]:
     """Cut parts of a file where its chunks end.
 
     Args:
-        parts: Offsets in the file, each with its memory. In any order; all within the file. Empty parts are left out.
+        parts: Offsets in the file, each with its memory: a memoryview of bytes, or a tensor of them. In any order; all
+            within the file. Empty parts are left out.
         starts: The offset of each chunk, and the file's length.
 
     Returns:
         The wanted parts of each chunk by its index, with offsets in the chunk.
     """
-    found: dict[int, list[tuple[int, _M]]] = {}
+    found: dict[int, list[tuple[int, Any]]] = {}
     for offset, out in parts:
         at, end = offset, offset + len(out)
         index = bisect.bisect_right(starts, at) - 1

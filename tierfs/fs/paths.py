@@ -125,30 +125,21 @@ class _Instances(_Cached):
         return instance
 
 
-class Chained(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
-    """An asynchronous filesystem to which fsspec passes the rest of a chained URL.
+class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
+    """The base class of `TierFileSystem`, whose docstring describes the arguments.
+
+    fsspec passes it the rest of a chained URL.
 
     Attributes:
         _first: The path in the first chained URL of this instance. Empty if no URL had one.
     """
 
-    _first = ""
-    __getattribute__ = object.__getattribute__  # `CachingFileSystem` overrides it
-
-    @staticmethod
-    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
-        # Otherwise fsspec before 2026.3 replaces the path of an unchained URL by an empty path.
-        _, colon, rest = path.partition("://")
-        return {"target_protocol": None} if colon and rest else {}
-
-
-class PathSpace(Chained):
-    """The base class of `TierFileSystem`, whose docstring describes the arguments."""
-
     protocol = "tierfs"
     root_marker = ""
     transaction_type = TierTransaction
     _pid: int
+    _first = ""
+    __getattribute__ = object.__getattribute__  # `CachingFileSystem` overrides it
 
     def __init__(
         self,
@@ -192,6 +183,12 @@ class PathSpace(Chained):
         self._first = fo
         # fsspec calls this on instances too. On an instance, a bare path is a path of the object tier.
         self._strip_protocol = self._strip  # type: ignore[method-assign]
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        # Otherwise fsspec before 2026.3 replaces the path of an unchained URL by an empty path.
+        _, colon, rest = path.partition("://")
+        return {"target_protocol": None} if colon and rest else {}
 
     @property
     def loop(self) -> Any:

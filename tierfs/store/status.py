@@ -1,7 +1,15 @@
-"""The status of a store on this host, for people: tiers, queue, conflicts, errors."""
+"""The status of a store on this host, for people: tiers, queue, conflicts, errors.
+
+No other process can inspect a process's GPU memory. So each process with a device tier replaces a note, a small file in
+the store's directory, after every save. A note counts while the process that wrote it is alive.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -13,10 +21,15 @@ from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.pending.levels import Level
 from tierfs.host.segment_folder import unused_folders
-from tierfs.objects import PromisedObjects
-from tierfs.store.device_notes import read_notes
+from tierfs.objects import (
+    LimitedObjects,
+    MeasuredObjects,
+    ObjectTier,
+    PromisedObjects,
+    RetryingObjects,
+    WrappedObjects,
+)
 from tierfs.store.local_changes import tiers_below
-from tierfs.store.request_metrics import request_metrics
 from tierfs.store.store import Store
 from tierfs.urls_as_paths import misplaced
 
@@ -27,6 +40,19 @@ if TYPE_CHECKING:
 ASK_TIMEOUT_S = 5.0
 NO_NVME = "the flusher runs without it: %s"
 LOG_SAYS = "flusher.log in the store's state directory says why"
+_NOTE_PREFIX, _NOTE_SUFFIX = "device-", ".json"
+_NOTES_SUMMED = (
+    "budget_bytes",
+    "used_bytes",
+    "generations",
+    "snapshots",
+    "drained_bytes",
+    "skipped_bytes",
+    "drain_bytes_per_s",
+    "registered_bytes",
+    "unpinned",
+)
+_logger = logging.getLogger("tierfs.store")
 
 
 def status(store: Store) -> dict[str, Any]:
@@ -138,3 +164,78 @@ def _object_tier(store: Store) -> dict[str, Any]:
 
 def _counted_by(who: str, counts: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{who}_{name}": count for name, count in counts.items()}
+
+
+def request_metrics(objects: ObjectTier) -> dict[str, Any]:
+    """Return the counts since the tier was created, as plain values.
+
+    Returns:
+        ``object_requests``: for each method that was called, ``requests``, ``errors``, ``bytes`` and
+        ``seconds``; see `MeasuredObjects`. ``object_fallbacks``: how often the endpoint asked for fewer
+        requests (``throttled``), a request was sent again (``retried``), and the stored bytes differed from
+        those sent (``stored_wrong``).
+    """
+    requests: dict[str, dict[str, int | float]] = {}
+    fallbacks: dict[str, int] = {}
+    layer = objects
+    while isinstance(layer, WrappedObjects):
+        match layer:
+            case MeasuredObjects():
+                requests = {method: counts for method, counts in layer.snapshot().items() if counts["requests"]}
+            case RetryingObjects():
+                fallbacks["retried"] = layer.retries
+            case LimitedObjects():
+                fallbacks["throttled"] = layer.throttled
+            case PromisedObjects():
+                fallbacks["stored_wrong"] = layer.stored_wrong
+        layer = layer.inner
+    return {"object_requests": requests, "object_fallbacks": fallbacks}
+
+
+def leave_note(store: Store, report: Mapping[str, Any]) -> None:
+    """Replace this process's note by JSON values: the device tier as `TierWriter.status` shows it.
+
+    The store must have local tiers.
+    """
+    assert store.tiers is not None
+    host = store.tiers.ram.host
+    try:
+        path = host.store_directory(store.descriptor.uuid) / f"{_NOTE_PREFIX}{host.owner()}{_NOTE_SUFFIX}"
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({**report, "written_ns": time.time_ns()}))
+        os.replace(new, path)
+    except (OSError, TierfsError) as error:
+        store.tiers.counters.fall_back(
+            "no_device_note", "`tierfs status` does not show the device tier: %s", str(error)
+        )
+
+
+def read_notes(store: Store) -> dict[str, Any] | None:
+    """Return the sums over the notes of live processes, or None without any. Delete the notes of dead processes."""
+    assert store.tiers is not None
+    host = store.tiers.ram.host
+    found: list[dict[str, Any]] = []
+    for path in host.store_directory(store.descriptor.uuid).glob(f"{_NOTE_PREFIX}*{_NOTE_SUFFIX}"):
+        try:
+            if host.is_alive(path.stem.removeprefix(_NOTE_PREFIX)):
+                found.append(json.loads(path.read_text()))
+            else:
+                path.unlink(missing_ok=True)
+        except (OSError, ValueError) as error:  # noqa: PERF203 - one note that cannot be read must not hide the others
+            _logger.debug("%s is skipped: %s", path, error)
+    if not found:
+        return None
+    total: dict[str, Any] = {name: sum(int(note.get(name) or 0) for note in found) for name in _NOTES_SUMMED}
+    ages = [_age_s(note) for note in found if note.get("newest_age_s") is not None]
+    devices = sorted({str(note["device"]) for note in found if "device" in note})
+    return {
+        "gives": "none",
+        "processes": len(found),
+        "device": ", ".join(devices),
+        **total,
+        "newest_age_s": min(ages) if ages else None,
+    }
+
+
+def _age_s(note: Mapping[str, Any]) -> float:
+    return round(float(note["newest_age_s"]) + max(0.0, (time.time_ns() - int(note["written_ns"])) / 1e9), 3)

@@ -30,7 +30,7 @@ from tierfs.objects.registry import connect
 from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.session.url import Location, asks_to_create, target_url
 from tierfs.store import Entry, Store, find, make_directory, stat
-from tierfs.store.request_metrics import request_metrics
+from tierfs.store.status import request_metrics
 from tierfs.store.tree.kind import Kind
 
 _IN_STORE = ("tierfs::", "tierfs://")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickletools
 import struct
 from collections.abc import Generator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, ReadTo, Rest, Steps
 
@@ -53,9 +53,8 @@ _DTYPES: Mapping[str, Element] = {
 }
 
 
-class _Storage(NamedTuple):
-    length: int  # bytes
-    element: Element
+_Storage: TypeAlias = tuple[int, Element]
+"""The bytes of a storage, and its elements."""
 
 
 def follow_torchzip(start: bytes) -> Steps:
@@ -78,10 +77,11 @@ def follow_torchzip(start: bytes) -> Steps:
             signature = yield Read(len(LOCAL))
         elif storage is not None:
             has_items = True
-            yield Item(name.removeprefix(prefix), *storage)
+            length, element = storage
+            yield Item(name.removeprefix(prefix), length, element)
             if (yield Read(len(_BEHIND))) != _BEHIND:
                 return
-            signature = yield from _check_size(storage.length)
+            signature = yield from _check_size(length)
         elif has_items:
             break
         else:
@@ -204,7 +204,7 @@ class _Machine:
             ):
                 record = f"data/{key}"
                 element = _STORAGES[kind]
-                self.found.setdefault(record, _Storage(count * element.size, element))
+                self.found.setdefault(record, (count * element.size, element))
                 return record
         return None
 
@@ -216,4 +216,4 @@ class _Machine:
         if isinstance(record, str) and isinstance(dtype, _Global) and dtype in _DTYPES and record in self.found:
             length, element = self.found[record]
             if element is BYTES:
-                self.found[record] = _Storage(length, _DTYPES[dtype])
+                self.found[record] = (length, _DTYPES[dtype])

@@ -23,7 +23,7 @@ from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table.table import DATA_STATES, SlotKind
 from tierfs.session.settings import size_of
 from tierfs.store import Store
-from tierfs.store.device_notes import leave_note
+from tierfs.store.status import leave_note
 
 STAGES = ("auto", "device", "lazy", "ram", "all")
 _logger = logging.getLogger("tierfs.dcp")
