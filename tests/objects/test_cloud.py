@@ -114,7 +114,6 @@ class Client:
 
     def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         cloud = self.cloud
-        cloud.bodies.append(body)
         if checksum is not None and compute(checksum.algorithm, body) != checksum:
             raise AnswerError(400)
         with cloud.lock:
@@ -129,6 +128,7 @@ class Client:
                     raise AnswerError(412)
             info = ObjectInfo(key, sum(map(len, body)), Version(str(next(cloud.versions))))
             cloud.objects[key] = b"".join(body), info
+            cloud.bodies.append(body)
         return info
 
     @contextmanager
