@@ -2,10 +2,11 @@
 
 from tierfs.repeated_warnings import drop_repeats
 from tierfs.store.local_changes import discard_conflict, level_of, open_conflict, wait
+from tierfs.store.maintenance.examine import Damage
 from tierfs.store.offline import check_reachable
 from tierfs.store.read.prefetch import evict, prefetch
 from tierfs.store.read.reader import Reader, load, open_entry
-from tierfs.store.read.verify import Damage, VerifyReport, verify
+from tierfs.store.read.verify import VerifyReport, verify
 from tierfs.store.status import status
 from tierfs.store.store import Store
 from tierfs.store.tree.annotate import annotate, annotate_directory

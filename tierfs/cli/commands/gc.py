@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(report: GcReport, grace_s: int) -> None:
-    from tierfs.store.maintenance.gc.mark import VANISHED  # noqa: PLC0415 - it loads NumPy
+    from tierfs.store.maintenance.gc.record_losses import VANISHED  # noqa: PLC0415 - it loads NumPy
 
     for each in report.unreadable:
         print(f"{'vanished' if each.kind == VANISHED else 'unreadable'}  {printable(each.path or each.key)}")

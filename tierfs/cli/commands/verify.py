@@ -14,8 +14,8 @@ from tierfs.cli.terminal.output import add_json_argument, print_json, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
-from tierfs.store import VerifyReport, verify
-from tierfs.store.read.verify import ChunkJob, Damage, VerifyOptions, verify_chunks
+from tierfs.store import Damage, VerifyReport, verify
+from tierfs.store.read.verify import ChunkJob, VerifyOptions, verify_chunks
 from tierfs.units import format_bytes, parse_share, parse_size
 
 HELP = "read every byte of a file, a directory or a store back, and list damage"

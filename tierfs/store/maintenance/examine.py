@@ -23,6 +23,23 @@ OBJECT_BYTES_MAX = CHUNK_BYTES + ENVELOPE_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """An object that is damaged, missing or unreadable.
+
+    Attributes:
+        path: The file concerned; or the key, if the object belongs to no file.
+        key: Key of the object, or of the object that shows the damage.
+        kind: Category of the error.
+        problem: The problem, in words.
+    """
+
+    path: str
+    key: str
+    kind: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Examined:
     """The result of reading a chunk object.
 

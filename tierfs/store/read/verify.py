@@ -10,11 +10,10 @@ from typing import TypeAlias
 
 from tierfs.buffers import buffers
 from tierfs.clock import Pace
-from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
-from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
+from tierfs.format.envelope import block_count, envelope_bytes
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
@@ -23,6 +22,7 @@ from tierfs.format.references import ReferenceList
 from tierfs.format.upkeep import Collector
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
+from tierfs.store.maintenance.examine import Damage, examine
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
@@ -33,23 +33,6 @@ from tierfs.threads import transfers
 
 BATCH = 64
 OBJECT_BYTES_MAX = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One problem that was found.
-
-    Attributes:
-        path: The file concerned, or the key of an object that belongs to no file.
-        key: The object that is damaged or missing.
-        kind: Category of the error.
-        problem: The problem, in words.
-    """
-
-    path: str
-    key: str
-    kind: str
-    problem: str
 
 
 @dataclass(slots=True)
@@ -282,9 +265,14 @@ def _check_rest(
         try:
             if not key.startswith(keys.CHUNKS):
                 read_decoded(store.objects, key, OBJECT_BYTES_MAX, _check_content, key)
-            elif keys.parse_chunk_key(key, store.descriptor.digest_kind) not in seen and is_drawn():
-                pace.take(size)
-                _check_chunk(store, key)
+                return
+            name = keys.parse_chunk_key(key, store.descriptor.digest_kind)
+            if name in seen or not is_drawn():
+                return
+            pace.take(size)
+            found = examine(store, name, size)
+            if found is not None and not found.is_sound:
+                report.note(Damage(key, key, found.kind, found.problem))
         except NotFoundError:
             return  # deleted since the listing
         except TierfsError as error:
@@ -293,18 +281,6 @@ def _check_rest(
     prefixes = (keys.CHUNKS, keys.LEASES, keys.GC, keys.REFERENCES)
     listed = [(item.key, item.size) for prefix in prefixes for item in objects_below(store.objects, prefix)]
     transfers().map(check, [(keys.DESCRIPTOR, 0), *listed])
-
-
-def _check_chunk(store: Store, key: str) -> None:
-    """Read and check a chunk object that no file names."""
-    name = keys.parse_chunk_key(key, store.descriptor.digest_kind)
-    envelope, info, _ = read_decoded(store.objects, key, CHUNK_BYTES + ENVELOPE_BYTES_MAX, _envelope, key)
-    with buffers().lend(envelope.raw_length) as out:
-        fetch(store, Row(name, envelope.raw_length, info.size), [(0, out)], store.where(key))
-
-
-def _envelope(data: bytes, where: str) -> Envelope:
-    return Envelope.decode(data, where, stored_length=len(data))
 
 
 def _check_content(data: bytes, key: str) -> None:

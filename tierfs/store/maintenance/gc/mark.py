@@ -2,7 +2,8 @@
 
 A mark lists all records. It reads a checkpoint's reference list if that covers exactly the current versions, and
 otherwise every live record. A deletion leaves a tombstone, so a record that vanished without one was lost: the mark
-finds that in reference lists, in the metadata of checkpoints, and in the number of records. Other hosts keep writing meanwhile, so the result is not the state of any single moment.
+finds that in reference lists and in the metadata of checkpoints; `RecordLosses` finds the rest. Other hosts keep
+writing meanwhile, so the result is not the state of any single moment.
 docs/decisions/0056 says why that is safe: no new record names a chunk that the second mark is asked about.
 """
 
@@ -10,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, ReadOnlyError
 from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT, SaveMark, is_part
 from tierfs.format.header import Kind
@@ -24,39 +25,21 @@ from tierfs.format.references import CHECK_BYTES, REFERENCES_BYTES_MAX, Referenc
 from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import ObjectInfo, objects_below
 from tierfs.store.announced_saves import AnnouncedSaves
+from tierfs.store.maintenance.examine import Damage
 from tierfs.store.maintenance.gc.name_set import NameSet
+from tierfs.store.maintenance.gc.record_losses import VANISHED, RecordLosses
 from tierfs.store.maintenance.gc_turn import SECOND_NS, read_collector
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe_listed, read_record
-from tierfs.store.tree.references import is_root, names_of, parents_of, put_references, root_list, vanished_checkpoints
+from tierfs.store.tree.references import is_root, names_of, parents_of, put_references, root_list
 from tierfs.store.tree.walk import live_records
 
 BATCH = 256
 ATTEMPTS = 3
-# Reference lists in flight together take at most this much memory; a larger list is read alone.
-LIST_BYTES_AT_ONCE = 64 << 20
-VANISHED = "vanished"
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A record that is unreadable or has vanished: the chunks that it reaches are unknown.
-
-    Attributes:
-        path: Path of the file, or of the directory whose records have vanished. Empty if all that is known is that some
-            are missing.
-        key: Key of the record, or of the object that shows that records are missing.
-        kind: Category of the error, or `VANISHED`.
-        problem: The error in words.
-    """
-
-    path: str
-    key: str
-    kind: str
-    problem: str
-
-
+_Item = TypeVar("_Item")
 Part: TypeAlias = tuple[str, ObjectInfo, int]
 """A shard file: its path, its record, and its length in bytes."""
 
@@ -71,8 +54,7 @@ class Marked:
         by_list: Live records that a reference list covers.
         records: Records that were listed, tombstones included.
         tombstones: Records of deleted paths, except those that a checkpoint's metadata names.
-        unreadable: Unreadable and vanished records. If there are any, nothing may be condemned or deleted.
-        passed_over: Unreadable and vanished records that the user excused.
+        losses: Unreadable and vanished records. If the user did not excuse all, nothing may be condemned or deleted.
         stale_lists: Reference lists of directories that are no longer checkpoints, or that cover other records and
             could not be rebuilt.
         made_lists: Reference lists that were missing or stale, and were rebuilt.
@@ -82,12 +64,11 @@ class Marked:
     """
 
     reached: NameSet
+    losses: RecordLosses
     files: int = 0
     by_list: int = 0
     records: int = 0
     tombstones: list[ObjectInfo] = field(default_factory=list)
-    unreadable: list[Unreadable] = field(default_factory=list)
-    passed_over: list[Unreadable] = field(default_factory=list)
     stale_lists: list[ObjectInfo] = field(default_factory=list)
     made_lists: int = 0
     replaced: list[Part] = field(default_factory=list)
@@ -123,7 +104,7 @@ def mark(
     return _Mark(store.without_local_tiers(), pool, without, remake, records_min, is_old, alive, progress).run()
 
 
-def vanished_records(store: Store, *, concurrency: int = 16) -> list[Unreadable]:
+def vanished_records(store: Store, *, concurrency: int = 16) -> list[Damage]:
     """Return what shows that records of a store have vanished. Takes the requests of a mark; changes nothing.
 
     Raises:
@@ -136,13 +117,7 @@ def vanished_records(store: Store, *, concurrency: int = 16) -> list[Unreadable]
         records_min = 0
     with Pool(concurrency) as pool:
         found = mark(store, pool, records_min=records_min, is_old=lambda put_ns: now_ns - put_ns > grace_ns)
-    return [each for each in found.unreadable if each.kind == VANISHED]
-
-
-def is_below(path: str, root: str) -> bool:
-    """Return whether ``path`` is ``root`` or lies below it."""
-    path, root = path.strip("/"), root.strip("/")
-    return not root or path == root or path.startswith(f"{root}/")
+    return [each for each in found.losses.unexcused if each.kind == VANISHED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +151,12 @@ class _Mark:
     ) -> None:
         self._store = store
         self._pool = pool
-        self._without = without
         self._remake = remake
         self._records_min = records_min
-        self._is_old = is_old
         self._alive = alive
         self._progress = progress
-        self._found = Marked(NameSet(keys.name_bytes(store.descriptor.digest_kind)))
+        self._losses = RecordLosses(store, without, is_old)
+        self._found = Marked(NameSet(keys.name_bytes(store.descriptor.digest_kind)), self._losses)
         self._lists = {item.key: item for item in objects_below(store.objects, keys.REFERENCES)}
         self._announced = AnnouncedSaves(store)
         self._checkpoints: set[str] = set()  # directories whose metadata file was seen
@@ -220,39 +194,9 @@ class _Mark:
         kept = {keys.references_key(directory) for directory in self._checkpoints} - self._unsettled
         found.stale_lists = [item for key, item in self._lists.items() if key not in kept]
         explained = {root_list(item.key) for item in found.tombstones} | self._unsettled
-        unexplained = [item for item in found.stale_lists if item.key not in explained]
-        for directory in vanished_checkpoints(self._store, unexplained):
-            key = keys.record_key(inside(directory, ROOT))
-            self._note_vanished(inside(directory, ROOT), key, "a reference list names its checkpoint")
+        self._losses.check_lists(item for item in found.stale_lists if item.key not in explained)
+        self._losses.check_count(found.records, self._records_min)
         found.tombstones = [item for item in found.tombstones if item.key not in self._kept_tombstones]
-        if found.records < self._records_min:
-            missing = self._records_min - found.records
-            problem = f"{self._store.where(keys.TREE)}: {missing} fewer records are listed than the last gc left"
-            self._note(Unreadable("", keys.TREE, VANISHED, problem), excused=bool(self._without))
-
-    def _note_vanished(self, path: str, key: str, why: str) -> bool:
-        problem = f"{self._store.where(path)} has vanished without a tombstone: {why}"
-        return self._note(Unreadable(path, key, VANISHED, problem))
-
-    def _note(self, each: Unreadable, *, excused: bool = False) -> bool:
-        """Note a record that cannot be read. Return whether the user excused it."""
-        excused = excused or any(is_below(each.path, root) for root in self._without)
-        (self._found.passed_over if excused else self._found.unreadable).append(each)
-        return excused
-
-    def _records(self) -> Iterator[ObjectInfo]:
-        """List all records. If the endpoint ends the listing early, that is noted, because it may omit others, too."""
-        objects, last = self._store.objects, keys.TREE
-        for item in objects_below(objects, keys.TREE):
-            last = max(last, item.key)
-            yield item
-        while more := objects.list_after(keys.TREE, last):
-            omitted = [item.key for item in more if self._is_old(item.modified_ns)]  # the others may be new
-            if omitted:
-                problem = f"{self._store.where(keys.TREE)}: the endpoint ended a listing before {omitted[0]}"
-                self._note(Unreadable("", keys.TREE, StoreError.kind, problem))
-            yield from more
-            last = max(item.key for item in more)
 
     def _read_lost(self) -> None:
         """Add the chunks of the sound records that a repair moved aside, until the user deletes them."""
@@ -266,7 +210,7 @@ class _Mark:
 
     def _unowned(self) -> Iterator[tuple[str, ObjectInfo]]:
         """Yield the live records that no reference list can cover. Collect the checks of all others in `_owned`."""
-        for item in self._records():
+        for item in self._losses.list_records():
             try:
                 path = keys.parse_record_key(item.key)
             except FormatError:
@@ -301,8 +245,7 @@ class _Mark:
         """Add the names in valid reference lists. Return the directories whose records have to be read."""
         left = [directory for directory in self._owned if keys.references_key(directory) not in self._lists]
         listed = [directory for directory in self._owned if keys.references_key(directory) in self._lists]
-        sizes = {directory: self._lists[keys.references_key(directory)].size for directory in listed}
-        for group in _by_size(sorted(listed, key=sizes.__getitem__), sizes, LIST_BYTES_AT_ONCE):
+        for group in _batches(iter(listed), BATCH):
             self._alive()
             for directory, names in zip(group, self._pool.map(self._listed_names, group), strict=True):
                 if names is None:
@@ -402,11 +345,11 @@ class _Mark:
                 self._kept_tombstones.add(key)
             except NotFoundError:
                 gone += 1
-                self._note_vanished(path, key, f"{root} names it")
+                self._losses.vanished(path, key, f"{root} names it")
         if (count := self._count_vanished(directory)) <= gone:
             return not missing and not unnamed
         why = f"its reference list covers {count} more records than are left"
-        return self._note_vanished(directory or root, keys.references_key(directory), why) and not missing
+        return self._losses.vanished(directory or root, keys.references_key(directory), why) and not missing
 
     def _named(self, path: str, root: ObjectInfo | None) -> frozenset[str]:
         """Return the names of the files in a checkpoint's metadata; none if no save of tierfs put it there.
@@ -429,8 +372,8 @@ class _Mark:
         """Add the chunks that these records need. Yield each record's result; ``None`` if it is unreadable or gone."""
         found = self._found
         for outcome in self._pool.map(lambda item: _read_record(self._store, *item), batch):
-            if isinstance(outcome, Unreadable):
-                self._note(outcome)
+            if isinstance(outcome, Damage):
+                self._losses.note(outcome)
                 yield None
             elif outcome is not None:
                 found.files += 1
@@ -440,26 +383,12 @@ class _Mark:
                 yield None
 
 
-def _batches(items: Iterator[tuple[str, ObjectInfo]], size: int) -> Iterator[list[tuple[str, ObjectInfo]]]:
+def _batches(items: Iterator[_Item], size: int) -> Iterator[list[_Item]]:
     while batch := list(itertools.islice(items, size)):
         yield batch
 
 
-def _by_size(ordered: Iterable[str], sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
-    """Yield groups whose total size is at most ``limit``; a larger item is a group of its own."""
-    group: list[str] = []
-    total = 0
-    for name in ordered:
-        if group and (total + sizes[name] > limit or len(group) >= BATCH):
-            yield group
-            group, total = [], 0
-        group.append(name)
-        total += sizes[name]
-    if group:
-        yield group
-
-
-def _read_record(store: Store, path: str | None, info: ObjectInfo) -> _Read | Unreadable | None:
+def _read_record(store: Store, path: str | None, info: ObjectInfo) -> _Read | Damage | None:
     """Read the names of the chunks that a record needs; ``None`` if the record is gone.
 
     ``path`` is None for a record that a repair moved aside: it may be of any path.
@@ -485,7 +414,7 @@ def _read_record(store: Store, path: str | None, info: ObjectInfo) -> _Read | Un
             # The record may have been replaced meanwhile, and the chunks of its table collected.
             if attempt + 1 < ATTEMPTS and _was_replaced(store, info.key, version):
                 continue
-            return _unreadable(named, info.key, error)
+            return Damage(named, info.key, error.kind, str(error))
     raise AssertionError("every attempt returns")
 
 
@@ -494,7 +423,3 @@ def _was_replaced(store: Store, key: str, version: str) -> bool:
         return store.objects.head(key).version != version
     except NotFoundError:
         return True
-
-
-def _unreadable(path: str, key: str, error: TierfsError) -> Unreadable:
-    return Unreadable(path, key, error.kind, str(error))

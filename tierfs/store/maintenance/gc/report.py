@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tierfs.store.maintenance.gc.mark import Unreadable
+from tierfs.store.maintenance.examine import Damage
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ class GcReport:
     references: Tally = field(default_factory=Tally)
     replaced: Tally = field(default_factory=Tally)
     unfinished: Tally = field(default_factory=Tally)
-    unreadable: list[Unreadable] = field(default_factory=list)
-    passed_over: list[Unreadable] = field(default_factory=list)
+    unreadable: list[Damage] = field(default_factory=list)
+    passed_over: list[Damage] = field(default_factory=list)
     next_s: int | None = None
 
     @property

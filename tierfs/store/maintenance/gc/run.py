@@ -114,9 +114,9 @@ class _Run:
                 progress=self._progress,
             )
             report = self._report
-            report.files, report.unreadable, report.passed_over = marked.files, marked.unreadable, marked.passed_over
-            report.by_list, report.made_lists = marked.by_list, marked.made_lists
-            if not marked.unreadable:
+            report.files, report.by_list, report.made_lists = marked.files, marked.by_list, marked.made_lists
+            report.unreadable, report.passed_over = marked.losses.unexcused, marked.losses.excused
+            if not report.unreadable:
                 self._sweep(marked, lists)
                 self._publish()
                 if self._options.exclusive:

@@ -50,8 +50,7 @@ class RepairReport:
         mended: Objects that are sound again.
         moved: Objects that could not be saved, and where they are kept.
         left: Objects that were left unchanged, and why.
-        vanished: Files whose record vanished without a tombstone, or the directory or key that shows that some have:
-            see `tierfs.store.maintenance.gc.mark.Unreadable`.
+        vanished: Files whose record vanished without a tombstone, or the directory or key that shows that some have.
         lost: Files of which a part cannot be read. A file whose record was moved is in ``moved`` instead.
     """
 

@@ -29,7 +29,8 @@ from tierfs.format import keys
 from tierfs.format.upkeep import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
 from tierfs.objects.checksums import put_checked, read_decoded
 from tierfs.objects.protocol import CREATE, Update
-from tierfs.store.maintenance.gc.mark import Unreadable, mark
+from tierfs.store.maintenance.examine import Damage
+from tierfs.store.maintenance.gc.mark import mark
 from tierfs.store.maintenance.gc.sweep import PREFIXES, list_prefixes
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.maintenance.scrub.pieces import PIECE_S, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
@@ -91,7 +92,7 @@ class ScrubReport:
     known: dict[str, str] = field(default_factory=dict)
     oldest_ns: int = 0
     missing: int = 0
-    unreadable: list[Unreadable] = field(default_factory=list)
+    unreadable: list[Damage] = field(default_factory=list)
 
     @property
     def is_sound(self) -> bool:
@@ -228,7 +229,7 @@ class _Round:
             marked = mark(self._store, pool)
             found = list_prefixes(self._store, pool)
             self._report.missing = sum(marked.reached.missing_from(each.number, each.names) for each in found)
-        self._report.unreadable = marked.unreadable
+        self._report.unreadable = marked.losses.unexcused
 
     def _piece(self, prefix: str, after: str) -> ScrubPiece:
         options = self._options
