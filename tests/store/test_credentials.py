@@ -2,10 +2,10 @@
 
 import os
 import threading
-import time
 from dataclasses import replace
 
 import pytest
+from support.fake_flusher import until
 from support.tiered import save_at
 
 import tierfs
@@ -56,16 +56,16 @@ class Cloud:
         service = Service(engine, launcher._directory, version=__version__, linger_s=60)
         thread = threading.Thread(target=service.run)
         thread.start()
-        self.started.append((service, thread))
+        self.started.append((service, thread, engine))
 
     def end(self, client):
         """End the client's process. The next client counts as another process."""
         client.tiers.close()
         until(lambda: not self.started[-1][0]._connections)
-        opening._renew()
+        begin_another_process()
 
     def stop(self):
-        for service, thread in self.started:
+        for service, thread, _ in self.started:
             service.stop()
             thread.join()
 
@@ -94,14 +94,7 @@ def cloud(tmp_path, monkeypatch):
     for store in opened:
         store.tiers.close()
     cloud.stop()
-    opening._renew()
-
-
-def until(condition, timeout_s=20.0):
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, "it did not come to pass"
-        time.sleep(0.002)
+    begin_another_process()
 
 
 def begin_another_process():
@@ -113,7 +106,7 @@ def test_the_flusher_opens_the_store_before_anything_is_staged(cloud):
     writer.hand_over(writes=True)
     writer.tiers.writer.announce()
     until(lambda: cloud.started)
-    access = cloud.started[0][0]._engine._flusher._state.access
+    access = cloud.started[0][2]._flusher._state.access
     until(lambda: access.asked())
 
 
@@ -201,6 +194,6 @@ def test_a_process_without_credentials_takes_the_flusher_from_nobody(cloud):
     cloud.environment = "none"
     status(cloud.client())
     cloud.expired.clear()
-    until(cloud.started[0][0]._engine.is_idle)
+    until(cloud.started[0][2].is_idle)
     wait(trainer, "", Level.OBJECT, 20)
     assert len(cloud.started) == 1

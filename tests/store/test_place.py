@@ -53,6 +53,14 @@ def open_at(root, **options):
     return fsspec.url_to_fs(f"tierfs::file://{root}", skip_instance_cache=True, **options)
 
 
+def save_without_a_flusher(store, options, monkeypatch):
+    fs, path = open_at(store, ack="staged", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr("tierfs.host.write.writer.SlabWriter._tell", lambda _: None)
+        fs.pipe(f"{path}/a", b"saved")
+    return fs, path
+
+
 def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -213,7 +221,7 @@ class Remote(LocalFileSystem):
             raise ConnectionError("it is away")
 
 
-def test_a_copy_does_not_have_them_while_it_is_away_either(tmp_path, options, monkeypatch):
+def test_a_copy_does_not_have_them_while_it_is_away_either(tmp_path, options):
     fsspec.register_implementation("placed", Remote, clobber=True)
     store, copy = tmp_path / "remote", tmp_path / "copy"
     tierfs.init(f"placed://{store}")
@@ -225,7 +233,7 @@ def test_a_copy_does_not_have_them_while_it_is_away_either(tmp_path, options, mo
     look(store)
     with pytest.raises(InvalidInputError, match="has the id of a store"):
         look(copy)
-    monkeypatch.setattr(Remote, "away", str(copy))
+    Remote.away = str(copy)
     with pytest.raises(InvalidInputError, match="has the id of a store"):
         look(copy)
 
@@ -248,7 +256,7 @@ def test_unreadable_tiers_report_no_level(store, options, monkeypatch):
 
 def test_tiers_without_room_for_an_owner_hold_nothing(store, options, monkeypatch):
     monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
-    monkeypatch.setattr(opening, "_stores", {})
+    know_no_store(monkeypatch)
     fs, path = open_at(store)
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
@@ -270,12 +278,11 @@ def test_known_places_need_no_owner_file(host, monkeypatch, caplog):
 @pytest.mark.parametrize("is_pending", [True, False])
 def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(store, options, monkeypatch, is_pending):
     know_no_store(monkeypatch)
-    fs, path = open_at(store, ack="staged", **options)
-    with monkeypatch.context() as patch:
-        if is_pending:
-            patch.setattr("tierfs.host.write.writer.SlabWriter._tell", lambda _: None)
+    if is_pending:
+        fs, path = save_without_a_flusher(store, options, monkeypatch)
+    else:
+        fs, path = open_at(store, ack="staged", **options)
         fs.pipe(f"{path}/a", b"saved")
-    if not is_pending:
         fs.wait(path, "object", timeout=30)
     hidden = store.rename(store.with_name("hidden"))
     store.mkdir()
@@ -300,10 +307,7 @@ def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(st
 @pytest.fixture
 def left(store, options, monkeypatch):
     """A store that is gone, with changes that no flusher has flushed."""
-    fs, path = open_at(store, ack="staged", **options)
-    with monkeypatch.context() as patch:
-        patch.setattr("tierfs.host.write.writer.SlabWriter._tell", lambda _: None)
-        fs.pipe(f"{path}/a", b"saved")
+    save_without_a_flusher(store, options, monkeypatch)
     know_no_store(monkeypatch)
     return store
 
@@ -347,7 +351,7 @@ def test_another_stores_place_may_be_unknown(left, options, tmp_path, caplog):
 def test_no_store_is_made_where_one_with_changes_pending_was(left, options, tmp_path, monkeypatch):
     monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
     tierfs.init(f"file://{left}")
-    monkeypatch.setattr(opening, "_stores", {})
+    know_no_store(monkeypatch)
     hidden = left.rename(tmp_path / "hidden")
     for _ in range(2):
         with pytest.raises(StoreError, match=f"this host has changes pending for the store that was at {left}, "):

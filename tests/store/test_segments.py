@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.fake_flusher import until
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import CapacityError, CorruptionError, StoreError
@@ -24,13 +25,6 @@ from tierfs.store import Store, copy, kind_of, level_of, list_directory, load, s
 from tierfs.store.write.in_place import StagedFile
 
 FILES = 3
-
-
-def eventually(condition, timeout_s=20.0):
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, "it did not come to pass"
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -181,7 +175,7 @@ def test_open_segments_of_a_dead_process_outlive_their_files(left, make_host):
     host = make_host(ram=256 * MIB, nvme=0)
     with host.held():
         host.tiers.writer.announce()
-        eventually(lambda: status(host.store)["queue_files"] == len(files))
+        until(lambda: status(host.store)["queue_files"] == len(files))
         for path in host.tiers.ram.host.segments.glob("*.slab"):
             path.unlink()
         time.sleep(1.5)  # time for the flusher to look again
@@ -216,7 +210,7 @@ def test_spilled_chunks_stay_while_a_draft_is_unreadable(spilled, make_host, mon
         # Room for one segment beside the dead process's two, either of which may hold chunks of its draft.
         host = make_host(ram=64 * MIB, nvme=128 * MIB)
         host.tiers.writer.announce()
-        eventually(lambda: status(host.store)["unread_segments"] == 1)
+        until(lambda: status(host.store)["unread_segments"] == 1)
         save(host.store, "g", content(100 * MIB))
         time.sleep(3)  # time for the flusher to sweep
     wait(host.store, "", Level.OBJECT, 60)

@@ -107,7 +107,7 @@ class FakeEngine:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def until(condition, timeout_s=10.0, every_s=0.002):
+def until(condition, timeout_s=20.0, every_s=0.002):
     ends = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < ends, "it did not come to pass"
