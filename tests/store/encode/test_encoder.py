@@ -14,8 +14,8 @@ from support.saving import XXH3, Training, bfloat16
 
 from tierfs import digest
 from tierfs.buffers import Buffers, buffers
-from tierfs.codec import Codec, Coding, Reason, decode_block
-from tierfs.codec.choice import DELTA_WORTH, Choice
+from tierfs.codec import Codec, Reason, decode_block
+from tierfs.codec.choice import DELTA_WORTH
 from tierfs.errors import CorruptionError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
@@ -24,7 +24,7 @@ from tierfs.store.encode import pipeline as encoding
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ChunkContext, Tensor
 from tierfs.store.encode.deriving import SourcePiece
-from tierfs.store.encode.encoder import PASSED_MAX, REPROBE_SAVES, Encoder
+from tierfs.store.encode.encoder import REPROBE_SAVES, Encoder
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.threads import Processors
 
@@ -265,22 +265,12 @@ def test_a_sample_that_says_too_much_good_of_the_rest_is_not_believed_for_long(h
     assert total < 1.03 * alone
 
 
-def test_blocks_that_are_not_encoded_at_all_save_nothing(host):
-    row = replace(host.chunk(os.urandom(4 * MIB), host.remote), stored_length=3 * MIB)
-    choice = Choice(Coding(Codec.PLANE, 4), 0.8, Coding(Codec.DPLANE, 4), 0.2)
-    for blocks, worth in ((1, False), (4, True)):
-        asked = encoder_module._Asked(memoryview(b""), memoryview(b""), [MASTER] * blocks, {MASTER: choice})
-        assert encoder_for("auto")._is_worth_fetching(row, asked) is worth
-
-
-@pytest.mark.parametrize("alike", [False, True])
-def test_for_bytes_of_nothing_known_bases_are_fetched_while_that_saves_something(host, alike):
-    encoder = encoder_for("auto")
-    for save in range(5):
-        raw = os.urandom(2 * MIB)
-        base = replace(host.chunk(raw if alike else os.urandom(len(raw)), host.remote), stored_length=len(raw))
-        assert bool(encode(encoder, host, raw, save=save, base=base, tensor=Tensor()).bases) == alike
-    assert host.fetches == (5 if alike else 1)
+@pytest.mark.parametrize(("is_near", "fetches"), [(True, 1), (False, 0)])
+def test_a_base_of_unnamed_bytes_is_fetched_from_this_host_alone(host, is_near, fetches):
+    raw = os.urandom(2 * MIB)
+    base = host.chunk(raw, host.remote)
+    encoded = encode(encoder_for("auto", is_near=is_near), host, raw, base=base, tensor=Tensor())
+    assert (len(encoded.bases), host.fetches) == (fetches, fetches)
 
 
 def test_an_unknown_name_is_examined_for_itself(host):
@@ -292,28 +282,10 @@ def test_an_unknown_name_is_examined_for_itself(host):
     assert host.fetches == 3
 
 
-def test_one_that_saves_nothing_does_not_make_all_others_be_taken_for_such(host):
-    encoder = encoder_for("auto")
-    for alike in (True, True, False, True):
-        raw = os.urandom(MIB)
-        base = replace(host.chunk(raw if alike else os.urandom(MIB), host.remote), stored_length=MIB)
-        assert bool(encode(encoder, host, raw, base=base, tensor=Tensor()).bases) == alike
-
-
-def test_whether_a_base_saves_something_is_found_out_again_after_some_that_were_not_fetched(host):
-    encoder, raw = encoder_for("auto"), os.urandom(MIB)
-    encode(encoder, host, raw, base=host.chunk(os.urandom(MIB), host.remote), tensor=Tensor())
-    base = host.chunk(raw, host.remote)
-    found = [bool(encode(encoder, host, raw, base=base, tensor=Tensor()).bases) for _ in range(3 * PASSED_MAX)]
-    assert found == [False] * PASSED_MAX + [True] * 2 * PASSED_MAX
-    assert host.fetches == 1 + 2 * PASSED_MAX
-
-
 @pytest.mark.parametrize(("known", "fetched"), [(3, True), (1, False)])
 def test_a_bases_savings_are_counted_by_blocks(host, known, fetched):
     # The base saves most of the known tensor's blocks. The other blocks save nothing.
     encoder, tensor = encoder_for("auto"), Tensor("w", "float", 4)
-    encode(encoder, host, os.urandom(MIB), base=host.chunk(os.urandom(MIB), host.remote), tensor=Tensor())
     master = numbers(count=MIB // 4)
     encode(encoder, host, near(master).tobytes(), base=host.chunk(master.tobytes(), host.remote), tensor=tensor)
     fetches, raw = host.fetches, near(master).tobytes() * known + os.urandom((4 - known) * MIB)
@@ -337,13 +309,6 @@ def test_a_base_is_fetched_for_one_tensor_of_which_nothing_is_known(host):
     assert host.fetches == 2
 
 
-def test_only_a_base_says_what_one_saves(host):
-    encoder = encoder_for("auto")
-    raw = os.urandom(MIB)
-    encode(encoder, host, raw, tensor=Tensor())
-    assert encode(encoder, host, raw, save=1, base=host.chunk(raw, host.remote), tensor=Tensor()).bases
-
-
 @pytest.mark.parametrize(("stored", "fetches"), [(100, 3), (100 * MIB, 1)], ids=["worth it", "not worth it"])
 def test_a_base_is_fetched_where_it_saves_enough(host, stored, fetches):
     encoder, master = encoder_for("auto"), numbers()
@@ -360,38 +325,6 @@ def test_a_host_local_base_may_save_less(host, is_near, fetches):
     for save in range(3):
         encode(encoder, host, near(master).tobytes(), save=save, base=base)
     assert host.fetches == fetches
-
-
-def test_a_useless_host_local_base_is_not_fetched(host):
-    encoder = encoder_for("auto", is_near=True)
-    for save in range(3):
-        base = host.chunk(os.urandom(MIB), host.remote)
-        encode(encoder, host, os.urandom(MIB), save=save, base=base, tensor=Tensor())
-    assert host.fetches == 1
-
-
-def test_few_bases_are_fetched_at_a_time(host, monkeypatch):
-    # With four processors or fewer, one at a time.
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    encoder, fetch = encoder_for("auto"), host.fetch
-    begun, go_on, at_once = threading.Event(), threading.Event(), []
-
-    def slow(row, out):
-        at_once.append(row)
-        begun.set()
-        assert go_on.wait(60)
-        assert len(at_once) == 1
-        fetch(row, out)
-        at_once.clear()
-
-    monkeypatch.setattr(host, "fetch", slow)
-    bases = [host.chunk(os.urandom(MIB), host.remote) for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        tasks = [pool.submit(encode, encoder, host, os.urandom(MIB), base=base, tensor=Tensor()) for base in bases]
-        assert begun.wait(60)
-        go_on.set()
-        assert not any(task.result().bases for task in tasks)
-    assert host.fetches
 
 
 def test_a_base_that_cannot_be_read_is_none(host):

@@ -35,16 +35,8 @@ if TYPE_CHECKING:
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
 GROUPS_MAX = 10_000
-# The share of its own size that a base has to save to be fetched from the object tier for encoding.
+# The share of its own size that a base has to save to be fetched over a network for encoding.
 FETCH_WORTH = 0.5
-# The same for an object tier on this host, which is read as fast as any other tier.
-FETCH_NEAR_WORTH = 0.05
-# A quarter of the uploading threads, of which there are about as many as processors, may fetch bases at a time.
-PROCESSORS_A_FETCH = 4
-# The weight of the newest tensor in the typical saving.
-NEWEST = 0.1
-# After this many bases that were not fetched, the typical saving is measured again.
-PASSED_MAX = 32
 _logger = logging.getLogger("tierfs.store")
 
 # As many threads encode at a time as there are processors: each uses memory for a base and a few blocks. These turns
@@ -81,55 +73,6 @@ class _Known(NamedTuple):
         return 0 <= save - self.save < saves
 
 
-class _Asked(NamedTuple):
-    """A chunk to encode.
-
-    Attributes:
-        raw: The chunk.
-        into: Memory for the encoded blocks.
-        tensors: The tensor of each block.
-        known: The remembered choice for each tensor; ``None`` if the choice is still to be made.
-    """
-
-    raw: memoryview
-    into: memoryview
-    tensors: Sequence[Tensor]
-    known: Mapping[Tensor, Choice | None]
-
-
-class _Typical:
-    """The share of the raw size that a base typically saves for one kind of tensor.
-
-    See `Choice.saved`. ``saved`` is ``None`` if it has to be measured.
-    """
-
-    def __init__(self) -> None:
-        self.saved: float | None = None
-        self._passed = 0
-
-    def pass_by(self) -> None:
-        """Note that a base was not fetched."""
-        self._passed += 1
-        if self._passed >= PASSED_MAX:
-            self.saved, self._passed = None, 0
-
-    def add(self, choice: Choice) -> None:
-        if choice.delta_ratio is not None:
-            self.saved = choice.saved if self.saved is None else self.saved + (choice.saved - self.saved) * NEWEST
-
-
-class _Attempt(NamedTuple):
-    """An encoded chunk, and the choices that were made for it."""
-
-    blocks: list[EncodedBlock]
-    found: list[tuple[Tensor, Choice]]
-
-    @property
-    def needs_base(self) -> bool:
-        """Whether a block is encoded against the base."""
-        return any(block.codec.base_factor for block in self.blocks)
-
-
 class Encoder:
     """Encodes the chunks of a store, and remembers what it found out about tensors. Safe for use by many threads.
 
@@ -143,13 +86,11 @@ class Encoder:
         self._is_near = is_near
         self._lock = threading.Lock()
         self._choices: dict[str, _Known] = {}
-        self._typical: dict[tuple[str, int], _Typical] = {}  # by kind and width of elements
         self._saves: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
         self._encoding = self._sending = 0  # chunks in flight
         self._processors = len(os.sched_getaffinity(0))
         self._deriver, self._deriving = Deriver(codecs), threading.Lock()
-        self._fetching = threading.Semaphore(max(len(os.sched_getaffinity(0)) // PROCESSORS_A_FETCH, 1))
 
     def __repr__(self) -> str:
         return f"Encoder({self.codecs}, {self.status()})"
@@ -240,53 +181,43 @@ class Encoder:
 
     def _encode_chosen(self, raw: memoryview, context: ChunkContext, into: memoryview, bases: BaseReader) -> Encoded:
         tensors = [*context.tensors, *[Tensor()] * (block_count(len(raw)) - len(context.tensors))]
-        known = {tensor: self._known(tensor, context) for tensor in tensors}
-        asked = _Asked(raw, into, tensors, known)
-        row, attempt = context.base, None
-        if row is not None and any(choice is None or choice.delta is not None for choice in known.values()):
-            attempt = self._try_local(asked, row, bases)
-            if attempt is None:
-                attempt = self._try_fetched(asked, row, bases)
-        if attempt is None:
-            with _encoders().turn():
-                attempt = self._try(asked, None)
-        blocks = attempt.blocks
-        self._learn(attempt, tensors, context.save, raw)
-        if row is None or not attempt.needs_base:
+        row, done = context.base, None
+        with _encoders().turn():
+            known = {tensor: self._known(tensor, context) for tensor in tensors}
+            if row is not None and any(choice is None or choice.delta is not None for choice in known.values()):
+                with buffers().lend(row.raw_length) as memory:
+                    if bases.read_base(row, memory) or self._fetch(row, memory, tensors, known, bases):
+                        done = self._try(raw, into, tensors, known, memory)
+            blocks, found = done or self._try(raw, into, tensors, known, None)
+        self._learn(blocks, found, tensors, context.save, raw)
+        if row is None or not any(block.codec.base_factor for block in blocks):
             return Encoded(blocks)
         return with_bases(blocks, (SourcePiece(row, 0, len(raw)),))
 
-    def _try_local(self, asked: _Asked, row: Row, bases: BaseReader) -> _Attempt | None:
-        """Run `_try` against a base on this host; return ``None`` if the base is absent or damaged."""
-        with _encoders().turn(), buffers().lend(row.raw_length) as memory:
-            return self._try(asked, memory) if bases.read_base(row, memory) else None
-
-    def _try_fetched(self, asked: _Asked, row: Row, bases: BaseReader) -> _Attempt | None:
-        """Run `_try` against a base in the object tier; return ``None`` if it is not worth fetching or unreadable.
-
-        If the object tier is behind a network, few threads do this at a time. Each uses the memory of one more chunk
-        while it waits, and the first thread's findings may save the others a fetch.
-        """
-        fetching, encoding = (
-            (_encoders().turn(), contextlib.nullcontext()) if self._is_near else (self._fetching, _encoders().turn())
-        )
-        with fetching, buffers().lend(row.raw_length) as memory:
-            if not self._is_worth_fetching(row, asked) or not self._fetch(row, memory, bases):
-                return None
-            with encoding:
-                return self._try(asked, memory)
-
-    def _try(self, asked: _Asked, base: memoryview | None) -> _Attempt:
+    def _try(
+        self,
+        raw: memoryview,
+        into: memoryview,
+        tensors: Sequence[Tensor],
+        known: Mapping[Tensor, Choice | None],
+        base: memoryview | None,
+    ) -> tuple[list[EncodedBlock], list[tuple[Tensor, Choice]]]:
         """Encode block by block, each against the base's block where that is worth it.
 
         Args:
-            asked: The chunk.
+            raw: The chunk.
+            into: Memory for the encoded blocks.
+            tensors: The tensor of each block.
+            known: The remembered choice for each tensor; ``None`` if the choice is still to be made.
             base: The bytes to encode against, if any. They are verified: a delta against wrong bytes cannot be decoded.
+
+        Returns:
+            The blocks, and the choices that were made.
         """
-        choices = dict(asked.known)
+        choices = dict(known)
         found: list[tuple[Tensor, Choice]] = []
         plans: list[BlockPlan] = []
-        for number, (block, tensor) in enumerate(zip(blocks_of(asked.raw), asked.tensors, strict=True)):
+        for number, (block, tensor) in enumerate(zip(blocks_of(raw), tensors, strict=True)):
             against = None if base is None else base[number * BLOCK_BYTES :][: len(block)]
             choice = choices[tensor]
             if choice is None:
@@ -294,7 +225,7 @@ class Encoder:
                 found.append((tensor, choice))
                 choices[tensor] = choice if tensor.name else None
             plans.append(_plan(choice, against)._replace(part_of=tensor))
-        return _Attempt(encode_chunk(asked.raw, plans, asked.into, self.codecs.allowed), found)
+        return encode_chunk(raw, plans, into, self.codecs.allowed), found
 
     def _known(self, tensor: Tensor, context: ChunkContext) -> Choice | None:
         """Return the remembered choice for a tensor, if it still counts."""
@@ -317,16 +248,22 @@ class Encoder:
                 out=out,
             )
 
-    def _learn(self, attempt: _Attempt, tensors: Sequence[Tensor], save: int, raw: memoryview) -> None:
+    def _learn(
+        self,
+        blocks: Sequence[EncodedBlock],
+        choices: Sequence[tuple[Tensor, Choice]],
+        tensors: Sequence[Tensor],
+        save: int,
+        raw: memoryview,
+    ) -> None:
         """Remember the choices, and the tensors whose differences were too large although the sample's were small."""
         sizes: dict[Tensor, tuple[int, int]] = {}  # bytes of the delta blocks: encoded, raw
-        for tensor, block, source in zip(tensors, attempt.blocks, blocks_of(raw), strict=True):
+        for tensor, block, source in zip(tensors, blocks, blocks_of(raw), strict=True):
             if tensor.name and block.reason is Reason.DELTA:
                 encoded, count = sizes.get(tensor, (0, 0))
                 sizes[tensor] = encoded + len(block.data), count + len(source)
         with self._lock:
-            for tensor, choice in attempt.found:
-                self._typical.setdefault((tensor.kind, tensor.width), _Typical()).add(choice)
+            for tensor, choice in choices:
                 if tensor.name:
                     known = self._choices.pop(tensor.name, None)
                     misses = known.misses if known is not None and (known.is_miss or known.holds(save)) else 0
@@ -350,35 +287,24 @@ class Encoder:
                     missed = known.choice._replace(delta=None, delta_ratio=encoded / count)
                     self._choices[tensor.name] = _Known(save, missed, known.misses + 1)
 
-    def _is_worth_fetching(self, row: Row, asked: _Asked) -> bool:
-        """Return whether to fetch a base from the object tier."""
-        if self.codecs.always:
-            return True
-        tensors, known = asked.tensors, asked.known
-        worth = FETCH_NEAR_WORTH if self._is_near else FETCH_WORTH
-        savings = [self._saved(tensor, known[tensor]) for tensor in tensors]
-        expected = [saved for saved in savings if saved is not None]
-        blocks = block_count(row.raw_length)
-        if len(expected) < len(savings) or sum(expected) / blocks * row.raw_length >= worth * row.stored_length:
-            return True
-        with self._lock:
-            for key in {(tensor.kind, tensor.width) for tensor in tensors if not tensor.name}:
-                self._typical[key].pass_by()
-        return False
+    def _fetch(
+        self,
+        row: Row,
+        out: memoryview,
+        tensors: Sequence[Tensor],
+        known: Mapping[Tensor, Choice | None],
+        bases: BaseReader,
+    ) -> bool:
+        """Fetch a base from the object tier. Return false if that is not worth it, or the base cannot be read.
 
-    def _saved(self, tensor: Tensor, choice: Choice | None) -> float | None:
-        """Return the share of the raw size that a base is expected to save; ``None`` if that has to be measured.
-
-        Nothing is remembered of tensors without a name. For these, the typical saving of their kind counts.
+        Over a network it is worth it if the base is expected to save enough, or if that has to be measured. Nothing is
+        remembered of a tensor without a name, so it counts as saving nothing.
         """
-        if choice is not None or tensor.name:
-            return None if choice is None else choice.saved
-        with self._lock:
-            typical = self._typical.get((tensor.kind, tensor.width))
-        return None if typical is None else typical.saved
-
-    def _fetch(self, row: Row, out: memoryview, bases: BaseReader) -> bool:
-        """Fetch a base. Return whether it could be read."""
+        if not (self.codecs.always or self._is_near):
+            is_measured = all(choice is not None or not tensor.name for tensor, choice in known.items())
+            saved = sum(choice.saved for tensor in tensors if (choice := known[tensor]) is not None) / len(tensors)
+            if is_measured and saved * row.raw_length < FETCH_WORTH * row.stored_length:
+                return False
         try:
             bases.fetch(row, out)
         except TierfsError as error:
