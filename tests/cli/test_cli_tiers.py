@@ -25,9 +25,9 @@ from support.opened import know_no_store
 
 import tierfs
 from tierfs.cli import main
+from tierfs.cli.commands.flusher import NICER
 from tierfs.cli.commands.status import UploadRate, one_line, table
 from tierfs.errors import CorruptionError, StoreError
-from tierfs.flusher.priority import NICER
 from tierfs.flusher.upload import Uploader
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.pending.levels import Level
@@ -743,8 +743,8 @@ def test_one_that_cannot_give_way_counts_it(host):
 import argparse, sys
 from tierfs.cli import app as frame
 from tierfs.cli.commands import flusher
-from tierfs.flusher import priority
-priority.give_way = lambda: sys.argv[2] == "True"
+
+flusher.give_way = lambda: sys.argv[2] == "True"
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
 engine, _ = flusher._spawned(frame.build_parser("flusher").parse_intermixed_args(words))
 engine.start()

@@ -11,7 +11,7 @@ from support.tiered import save_at
 import tierfs
 from tierfs import __version__
 from tierfs.errors import ReadOnlyError, StoreError
-from tierfs.flusher.building import build_engine
+from tierfs.flusher.engine import build_engine
 from tierfs.flusher.publish import StorePublisher
 from tierfs.flusher.server import Service
 from tierfs.host.pending.levels import Level

@@ -14,7 +14,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "tierfs.cli.commands.flusher",
-        "tierfs.flusher.building",
+        "tierfs.flusher.engine",
         "tierfs.flusher.server",
         "tierfs.session.tiers",
         "tierfs.session.open",

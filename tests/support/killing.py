@@ -183,7 +183,7 @@ def through_fsspec(spec, hook):
 
 def flusher(spec):
     from tierfs import __version__
-    from tierfs.flusher import building
+    from tierfs.flusher import engine as building
     from tierfs.flusher import queue as flush_queue
     from tierfs.flusher.publish import StorePublisher
     from tierfs.flusher.server import Service

@@ -23,8 +23,8 @@ from tierfs.format.manifest import Manifest, Row, content_digest
 from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.store import Store
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.pipeline import blocks_of
+from tierfs.store.encode.tensors import ChunkContext
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.tree.records import observe
 from tierfs.store.write.cuts import Cutter

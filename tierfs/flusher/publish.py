@@ -15,8 +15,8 @@ from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
 from tierfs.store.chunks import SendPlan, send_chunk
 from tierfs.store.commit import PART, Commits
-from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
+from tierfs.store.encode.tensors import NO_CONTEXT, ChunkContext
 from tierfs.store.read.lookup import find_chunk
 from tierfs.store.read_back import is_sound, replaced_chunks
 from tierfs.store.status import request_metrics

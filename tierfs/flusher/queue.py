@@ -24,7 +24,7 @@ from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
 
 if TYPE_CHECKING:
-    from tierfs.store.encode.contexts import ChunkContext
+    from tierfs.store.encode.tensors import ChunkContext
 
 # Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
 # that to pay.

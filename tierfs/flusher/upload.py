@@ -25,7 +25,7 @@ from tierfs.host.slab.table.table import SlotState
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
-    from tierfs.store.encode.contexts import ChunkContext
+    from tierfs.store.encode.tensors import ChunkContext
 
 # A connection to a cloud carries some tens of MB/s, however fast the host is. Each upload takes two chunks' memory.
 UPLOADS_MIN = 4

@@ -216,7 +216,7 @@ class Launcher:
             return None
 
     def _start_thread(self, reason: str) -> None:
-        from tierfs.flusher.building import build_engine  # noqa: PLC0415 - needed only without a separate flusher
+        from tierfs.flusher.engine import build_engine  # noqa: PLC0415 - needed only without a separate flusher
         from tierfs.flusher.server import Service  # noqa: PLC0415
 
         if not self.fallbacks:

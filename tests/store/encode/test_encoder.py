@@ -22,10 +22,10 @@ from tierfs.format.manifest import Row
 from tierfs.store.encode import encoder as encoder_module
 from tierfs.store.encode import pipeline as encoding
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.contexts import ChunkContext, Tensor
 from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.encoder import REPROBE_SAVES, Encoder
 from tierfs.store.encode.pipeline import blocks_of
+from tierfs.store.encode.tensors import ChunkContext, Tensor
 from tierfs.threads import Processors
 
 MIB = 1 << 20

@@ -15,9 +15,9 @@ from tierfs.format import keys
 from tierfs.format.envelope import block_count
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import Store, chunks, delete, load, rename, save, verify
-from tierfs.store.encode.contexts import ChunkContext, Tensor
 from tierfs.store.encode.keyframes import KEYFRAME_SAVES, Keyframe
 from tierfs.store.encode.parents import group_of
+from tierfs.store.encode.tensors import ChunkContext, Tensor
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
 

@@ -56,6 +56,10 @@ STOP_TIMEOUT_S = 60.0
 CONDITION_S = 60.0
 # Code that visits every possible descriptor is slow if the limit is over a million. 256 clients need no more than this.
 DESCRIPTORS_ENOUGH = 65_536
+NICER = 10
+# If this file exists, the kernel divides the processors among sessions. Nice values then count only within a session:
+# see sched(7).
+_SESSION = Path("/proc/self/autogroup")
 _MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 _logger = logging.getLogger("tierfs.flush")
 
@@ -219,8 +223,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     when they are needed.
     """
     from tierfs.flusher.access import Way  # noqa: PLC0415 - only what a command needs
-    from tierfs.flusher.building import build_engine  # noqa: PLC0415
-    from tierfs.flusher.priority import give_way  # noqa: PLC0415
+    from tierfs.flusher.engine import build_engine  # noqa: PLC0415
     from tierfs.host.host import Host, state_directory  # noqa: PLC0415
 
     _raise_limits()
@@ -247,6 +250,28 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         fallbacks=fallbacks,
     )
     return engine, host.store_directory(uuid)
+
+
+def give_way(session: Path = _SESSION) -> bool:
+    """Raise the nice value of this thread, and of all threads that it starts later, by 10.
+
+    It then gets about a tenth of the processor time of a competing process with its former nice value. If this process
+    leads its session, the session gets the lower priority, too. See docs/decisions/0037-the-flusher-gives-way.md.
+
+    Returns:
+        False if the kernel refused to change the session, which makes the nice value ineffective. That is logged.
+    """
+    os.nice(NICER)
+    if os.getsid(0) != os.getpid() or not session.exists():
+        return True
+    try:
+        session.write_text(str(NICER))
+    except OSError as error:
+        _logger.warning(
+            "the flusher cannot lower its priority and competes with training for the processors: %s", error
+        )
+        return False
+    return True
 
 
 def _raise_limits() -> None:
@@ -281,7 +306,7 @@ def _open_as_told(way: Way, uuid: str, codecs: str, state: Path) -> Store:
 
 def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     """Build the engine for the writers on this host, with the credentials of this process."""
-    from tierfs.flusher.building import build_engine  # noqa: PLC0415 - only what a command needs
+    from tierfs.flusher.engine import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.host.host import Host  # noqa: PLC0415
     from tierfs.host.identity import claim  # noqa: PLC0415
     from tierfs.session.open import open_bare  # noqa: PLC0415

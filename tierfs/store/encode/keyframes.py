@@ -23,9 +23,16 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreErro
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.record import Draft
-from tierfs.store.encode.contexts import ChunkContext, ChunkPart
 from tierfs.store.encode.parents import ListedNames, find_parent, given_parent, group_of
-from tierfs.store.encode.tensors import TensorPlace, layout_of, places, stored_layout, unknown_layout
+from tierfs.store.encode.tensors import (
+    ChunkContext,
+    ChunkPart,
+    TensorPlace,
+    layout_of,
+    places,
+    stored_layout,
+    unknown_layout,
+)
 from tierfs.store.read.lookup import read_envelope
 from tierfs.store.read.reader import expand_rows, open_manifest
 from tierfs.store.store import Store

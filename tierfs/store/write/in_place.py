@@ -24,9 +24,8 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 from tierfs.store.chunks import store_chunk
-from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.parents import group_of
-from tierfs.store.encode.tensors import layout_of, places
+from tierfs.store.encode.tensors import ChunkContext, layout_of, places
 from tierfs.store.read_back import replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.write.writer import Writer

@@ -15,9 +15,8 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.store.chunks import store_chunk
-from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.parents import group_of
-from tierfs.store.encode.tensors import places
+from tierfs.store.encode.tensors import ChunkContext, places
 from tierfs.store.store import Store
 from tierfs.store.write.cuts import Cutter
 from tierfs.threads import processors, transfers
