@@ -152,7 +152,7 @@ class Broken(types.ModuleType):
 @pytest.mark.parametrize("losses", [None, Broken("losses")])
 def test_without_torch_repair_reports_all_but_checkpoints(root, capsys, monkeypatch, losses):
     next((root / ".tierfs" / "chunks").rglob("*.0")).unlink()
-    monkeypatch.setitem(sys.modules, "tierfs.checkpoint.losses", losses)  # its import fails
+    monkeypatch.setitem(sys.modules, "tierfs.checkpoint.verify", losses)  # its import fails
     code, shown = repair(capsys, root)
     assert (code, [each["path"] for each in shown["lost"]], shown["checkpoints"]) == (6, ["a"], None)
     assert main(["repair", str(root)]) == 6

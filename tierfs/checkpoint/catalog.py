@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tierfs.checkpoint.lines import line_of
+from tierfs.checkpoint.notes import line_of
 from tierfs.dcp.facts import Facts, read_announced_facts, read_facts
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import ROOT, is_save_id, metadata_file, rank_of

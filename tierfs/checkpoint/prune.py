@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing
-from tierfs.checkpoint.lines import Lines, read_lines
-from tierfs.checkpoint.notes import METRICS, NOTES, PINNED, metrics_of
+from tierfs.checkpoint.notes import METRICS, NOTES, PINNED, Lines, metrics_of, read_lines
 from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
 from tierfs.dcp.facts import read_facts
 from tierfs.errors import ConflictError, NotFoundError

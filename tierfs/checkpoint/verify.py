@@ -1,4 +1,7 @@
-"""Read every byte of a checkpoint, and report damaged tensors. Nothing is changed, and no code of a pickle is run."""
+"""Find the damaged and lost tensors of checkpoints. Nothing is changed, and no code of a pickle is run.
+
+`verify_checkpoint` reads every byte of a checkpoint. `checkpoint_losses` reads none: it is told what cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,24 @@ import bisect
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tierfs.buffers import buffers
+from tierfs.checkpoint.catalog import candidates, step_of
 from tierfs.codec.layout.safetensors import HeaderEntry, read_table
-from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.load.boxes import Box, BoxReader
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.format.checkpoint import metadata_file
 from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
-from tierfs.store import Reader, level_of, open_entry, stat
+from tierfs.store import Reader, Store, level_of, open_entry, stat
 from tierfs.store.read.fetch import bad_parts
 from tierfs.store.read.reader import expand_rows
 from tierfs.threads import transfers
@@ -281,3 +286,77 @@ def _error_of(read: Callable[[], object]) -> TierfsError | None:
     except TierfsError as error:
         return error
     return None
+
+
+Ranges = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLoss:
+    """The losses of a checkpoint.
+
+    Attributes:
+        path: The path of its directory.
+        step: The training step, if the directory's name contains it.
+        files: The names of the lost or damaged files in the directory.
+        names: The tensors and objects that cannot be loaded, sorted.
+        is_whole: Whether nothing of it can be loaded, because its metadata is lost.
+    """
+
+    path: str
+    step: int | None
+    files: tuple[str, ...]
+    names: tuple[str, ...]
+    is_whole: bool = False
+
+
+def checkpoint_losses(store: Store, lost: Mapping[str, Ranges], gone: Collection[str]) -> list[CheckpointLoss]:
+    """Return the losses of each checkpoint that lost something.
+
+    Args:
+        store: The store.
+        lost: Paths of files with unreadable parts, each with the offset and length of these parts in bytes.
+        gone: Paths of files that are lost as a whole.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    found = []
+    for path in gone:
+        directory, _, name = path.rpartition("/")
+        if name == metadata_file():
+            found.append(CheckpointLoss(directory, step_of(directory), (name,), (), is_whole=True))
+    for candidate in candidates(store, ""):
+        for rank in candidate.ranks:
+            loss = _loss(store, candidate.directory, rank, lost, gone)
+            if loss is not None:
+                found.append(loss)
+    return found
+
+
+def _loss(
+    store: Store, directory: str, rank: int | None, lost: Mapping[str, Ranges], gone: Collection[str]
+) -> CheckpointLoss | None:
+    step, metadata = step_of(directory), metadata_file(rank)
+    if inside(directory, metadata) in lost:
+        return CheckpointLoss(directory, step, (metadata,), (), is_whole=True)
+    try:
+        checkpoint = open_checkpoint(store, directory, rank=rank)
+    except (CorruptionError, FormatError, NotFoundError):
+        return None  # not a checkpoint, or already listed because of its metadata
+    missing: dict[str, Ranges] = {}
+    for name in checkpoint.files():
+        path = inside(directory, name)
+        if path in gone:
+            missing[name] = ((0, 1 << 62),)
+        elif path in lost:
+            missing[name] = lost[path]
+    if not missing:
+        return None
+    names = {
+        fqn
+        for fqn, place in checkpoint.places()
+        for begin, length in missing.get(place.file, ())
+        if begin < place.at + place.length and place.at < begin + length
+    }
+    return CheckpointLoss(directory, step, tuple(sorted(missing)), tuple(sorted(names)))

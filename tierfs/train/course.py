@@ -1,4 +1,4 @@
-"""`Course`: the line in which training goes on, and its record in the run's directory. See `tierfs.checkpoint.lines`."""
+"""`Course`: the line in which training goes on, and its record in the run's directory. See `tierfs.checkpoint.notes`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import reprlib
 import secrets
 from typing import Any
 
-from tierfs.checkpoint.lines import FIRST, NOTHING, Lines, line_of
+from tierfs.checkpoint.notes import FIRST, NOTHING, Lines, line_of
 from tierfs.train.agree import World
 from tierfs.train.restore import Restored
 from tierfs.train.run import RunDirectory

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from tierfs.checkpoint.lines import ABOUT, Lines
+from tierfs.checkpoint.notes import ABOUT, Lines
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.train.agree import World, reason_of

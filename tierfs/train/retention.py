@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from tierfs.checkpoint.lines import Lines
+from tierfs.checkpoint.notes import Lines
 from tierfs.checkpoint.retention import Decision, Rule, SavedCheckpoint, decide
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level

@@ -14,8 +14,21 @@ from typing import Any
 import torch
 
 from tierfs.checkpoint.catalog import Candidate, Standing, standing
-from tierfs.checkpoint.lines import ABOUT, FIRST, LINES, Lines, line_of, read_lines
-from tierfs.checkpoint.notes import DAMAGED, METRICS, PINNED, RECORD, is_pinned, metrics_of, read_note
+from tierfs.checkpoint.notes import (
+    ABOUT,
+    DAMAGED,
+    FIRST,
+    LINES,
+    METRICS,
+    PINNED,
+    RECORD,
+    Lines,
+    is_pinned,
+    line_of,
+    metrics_of,
+    read_lines,
+    read_note,
+)
 from tierfs.checkpoint.prune import remove, roots_of
 from tierfs.checkpoint.retention import Best, SavedCheckpoint
 from tierfs.dcp.address import Address

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierfs.checkpoint.lines import ABOUT
-from tierfs.checkpoint.notes import RECORD
+from tierfs.checkpoint.notes import ABOUT, RECORD
 from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, TierfsError

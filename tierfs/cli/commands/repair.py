@@ -18,7 +18,7 @@ from tierfs.session.descriptor_repair import mend_descriptor
 from tierfs.store import Store
 
 if TYPE_CHECKING:
-    from tierfs.checkpoint.losses import CheckpointLoss
+    from tierfs.checkpoint.verify import CheckpointLoss
     from tierfs.store.maintenance.repair import RepairReport
 
 HELP = "repair a store from sound parts and copies, move aside what stays damaged, and list the losses"
@@ -93,7 +93,7 @@ def _checkpoint_losses(store: Store, report: RepairReport) -> list[CheckpointLos
     if report.is_whole:
         return []
     try:
-        from tierfs.checkpoint.losses import checkpoint_losses  # noqa: PLC0415 - it loads torch
+        from tierfs.checkpoint.verify import checkpoint_losses  # noqa: PLC0415 - it loads torch
     except Exception as error:  # noqa: BLE001 - the repair must be reported even if torch is broken
         _logger.warning("lost files are listed without their checkpoints, because torch cannot be imported: %s", error)
         return None
