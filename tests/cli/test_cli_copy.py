@@ -21,7 +21,7 @@ from tierfs.cli.files import parallel as _parallel
 from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.errors import StoreError
 from tierfs.session import open_store, parse_url
-from tierfs.store import Writer, load, save
+from tierfs.store import Writer, save
 from tierfs.testing import damage
 
 ROOT = Path(__file__).parents[2]
@@ -34,12 +34,6 @@ FILES = {
     "a/b/.hidden": b"hidden",
 }
 TOTAL = sum(map(len, FILES.values()))
-
-
-@pytest.fixture
-def url(tmp_path):
-    tierfs.init(str(tmp_path / "store"))
-    return f"tierfs::file://{tmp_path}/store"
 
 
 @pytest.fixture
@@ -88,15 +82,6 @@ def test_progress_is_shown_on_stderr_when_it_is_asked_for(url, tree, tmp_path, c
         assert "100%" in shown.err
         assert "16.1 MiB/16.1 MiB" in shown.err
         assert re.search(r"[KMG]iB/s, 0:00:0", shown.err)
-
-
-def test_progress_is_shown_by_itself_only_on_a_terminal(url, tree, capsys, monkeypatch):
-    monkeypatch.setattr("tierfs.cli.terminal.progress.FIRST_S", 0.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["cp", str(tree / "small"), f"{url}/x"]) == 0
-    assert "100%" in capsys.readouterr().err
-    assert main(["cp", "--no-progress", str(tree / "small"), f"{url}/x"]) == 0
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -342,11 +327,3 @@ def test_several_tasks_run_at_once_and_the_first_error_ends_all():
     with pytest.raises(ValueError, match="first"):
         run_in_parallel(task, range(100))
     assert len(ended) < _parallel.FILES_AT_ONCE
-
-
-def test_a_file_is_whole_or_not_there_while_others_are_copied(url, tree):
-    put(f"{url}/run/small", b"old")
-    assert main(["cp", "-rT", str(tree), f"{url}/run"]) == 0
-    assert main(["cp", "-rT", str(tree), f"{url}/run"]) == 0
-    assert stored(f"{url}/run") == FILES
-    assert load(*open_store(parse_url(f"{url}/run/small"))) == b"small"

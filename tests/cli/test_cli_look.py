@@ -1,6 +1,5 @@
 """``init``, ``ls``, ``stat``, ``cat``, ``du``: create a store and look at its contents."""
 
-import json
 import random
 import re
 
@@ -35,20 +34,9 @@ def url(tmp_path):
     return f"tierfs::file://{tmp_path}/store"
 
 
-@pytest.fixture
-def tell(capsys):
-    """Run a command that succeeds and return its stdout."""
-
-    def run(*words):
-        assert main(list(words)) == 0
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_init_makes_a_store_once_and_finds_it_afterwards(tmp_path, tell):
-    made = json.loads(tell("init", f"{tmp_path}/new", "--json"))
-    found = json.loads(tell("init", f"tierfs::file://{tmp_path}/new/", "--json"))
+def test_init_makes_a_store_once_and_finds_it_afterwards(tmp_path, tell, told):
+    made = told("init", f"{tmp_path}/new")
+    found = told("init", f"tierfs::file://{tmp_path}/new/")
     assert (made.pop("made"), found.pop("made")) == (True, False)
     assert made == found
     assert made["url"] == f"file://{tmp_path}/new"
@@ -59,29 +47,29 @@ def test_init_makes_a_store_once_and_finds_it_afterwards(tmp_path, tell):
     assert made["uuid"] in shown
 
 
-def test_init_takes_another_digest(tmp_path, tell):
+def test_init_takes_another_digest(tmp_path, told):
     pytest.importorskip("blake3")
-    assert json.loads(tell("init", str(tmp_path), "--digest", "blake3", "--json"))["digest"] == "blake3"
+    assert told("init", str(tmp_path), "--digest", "blake3")["digest"] == "blake3"
 
 
-def test_init_says_what_the_endpoint_cannot_promise(tmp_path, tell, monkeypatch):
+def test_init_says_what_the_endpoint_cannot_promise(tmp_path, tell, monkeypatch, told):
     weak = Capabilities(conditional_create=True, conditional_update=False, list_after_write=False, atomic_put=True)
     monkeypatch.setattr(LocalObjects, "capabilities", property(lambda _: weak))
     missing = ["conditional updates", "list-after-write", "checksums verified by the server"]
-    told = json.loads(tell("init", str(tmp_path), "--json"))
-    assert (told["cannot_promise"], told["single_writer"]) == (missing, True)
+    document = told("init", str(tmp_path))
+    assert (document["cannot_promise"], document["single_writer"]) == (missing, True)
     shown = tell("init", str(tmp_path))
     assert ", ".join(missing) in shown
     assert "one process at a time" in shown
 
 
-def test_a_relative_path_is_a_local_one(tmp_path, tell, monkeypatch):
+def test_a_relative_path_is_a_local_one(tmp_path, tell, monkeypatch, told):
     monkeypatch.chdir(tmp_path)
-    assert json.loads(tell("init", "here", "--json"))["url"] == f"file://{tmp_path}/here"
+    assert told("init", "here")["url"] == f"file://{tmp_path}/here"
     assert tell("ls", "here") == ""
 
 
-def test_dots_in_a_local_path_are_resolved(tmp_path, tell, monkeypatch, url):
+def test_dots_in_a_local_path_are_resolved(tmp_path, monkeypatch, url, told):
     (tmp_path / "link").symlink_to(tmp_path / "store" / "run")
     for directory, path in [
         ("store", "../store/run"),
@@ -91,15 +79,15 @@ def test_dots_in_a_local_path_are_resolved(tmp_path, tell, monkeypatch, url):
         ("", "link/../run"),
     ]:
         monkeypatch.chdir(tmp_path / directory)
-        assert json.loads(tell("stat", path, "--json"))["url"] == f"{url}/run"
+        assert told("stat", path)["url"] == f"{url}/run"
 
 
-def test_a_named_store_can_be_used_by_its_name(url, tmp_path, tell, monkeypatch):
+def test_a_named_store_can_be_used_by_its_name(url, tmp_path, tell, monkeypatch, told):
     config = tmp_path / "config.toml"
     config.write_text(f'[stores.mine]\nurl = "{url.removeprefix("tierfs::")}"\n')
     monkeypatch.setenv("TIERFS_CONFIG", str(config))
     assert tell("ls", "tierfs://mine/run/deep") == "small\n"
-    assert json.loads(tell("stat", "tierfs://mine/run/big", "--json"))["url"] == "tierfs://mine/run/big"
+    assert told("stat", "tierfs://mine/run/big")["url"] == "tierfs://mine/run/big"
 
 
 def test_ls_shows_one_name_per_line(url, tell):
@@ -122,10 +110,10 @@ def test_ls_recursive_shows_everything_below(url, tell):
     assert tell("ls", "-R", f"{url}/run/empty") == ""
 
 
-def test_ls_prints_json(url, tell):
-    told = json.loads(tell("ls", "-R", f"{url}/run", "--json"))
-    assert told["url"] == f"{url}/run"
-    entries = {entry["name"]: entry for entry in told["entries"]}
+def test_ls_prints_json(url, told):
+    document = told("ls", "-R", f"{url}/run")
+    assert document["url"] == f"{url}/run"
+    entries = {entry["name"]: entry for entry in document["entries"]}
     assert list(entries) == ["big", "copy", "deep", "deep/small", "empty", "foreign"]
     assert entries["big"]["size"] == len(BIG)
     assert entries["big"]["digest"] == entries["copy"]["digest"]
@@ -134,37 +122,40 @@ def test_ls_prints_json(url, tell):
     assert [name for name, entry in entries.items() if entry["foreign"]] == ["foreign"]
 
 
-def test_a_name_cannot_command_the_terminal(url, tell):
+def test_a_name_cannot_command_the_terminal(url, tell, told):
     store, _ = open_store(parse_url(url))
     save(store, "odd/\x1b[31mred\nline é", b"x")
     assert tell("ls", f"{url}/odd") == "\\x1b[31mred\\nline é\n"
-    assert json.loads(tell("ls", f"{url}/odd", "--json"))["entries"][0]["name"] == "\x1b[31mred\nline é"
+    assert told("ls", f"{url}/odd")["entries"][0]["name"] == "\x1b[31mred\nline é"
 
 
-def test_stat_shows_a_file_with_its_chunks(url, tell):
-    told = json.loads(tell("stat", f"{url}/run/big", "--chunks", "--json"))
-    assert (told["type"], told["size"], told["chunks"], told["inline"]) == ("file", len(BIG), 2, False)
-    assert told["metadata"] == {"step": 7, "note": "warm"}
-    assert told["store"] == url.removeprefix("tierfs::")
-    assert [(chunk["offset"], chunk["length"]) for chunk in told["chunk_table"]] == [(0, 16 << 20), (16 << 20, 1048581)]
-    assert told["chunk_bytes"] == sum(chunk["stored_length"] for chunk in told["chunk_table"])
+def test_stat_shows_a_file_with_its_chunks(url, tell, told):
+    document = told("stat", f"{url}/run/big", "--chunks")
+    assert (document["type"], document["size"], document["chunks"], document["inline"]) == ("file", len(BIG), 2, False)
+    assert document["metadata"] == {"step": 7, "note": "warm"}
+    assert document["store"] == url.removeprefix("tierfs::")
+    assert [(chunk["offset"], chunk["length"]) for chunk in document["chunk_table"]] == [
+        (0, 16 << 20),
+        (16 << 20, 1048581),
+    ]
+    assert document["chunk_bytes"] == sum(chunk["stored_length"] for chunk in document["chunk_table"])
     store, _ = open_store(parse_url(url))
-    assert [store.objects.head(chunk["key"]).size for chunk in told["chunk_table"]] == [
-        chunk["stored_length"] for chunk in told["chunk_table"]
+    assert [store.objects.head(chunk["key"]).size for chunk in document["chunk_table"]] == [
+        chunk["stored_length"] for chunk in document["chunk_table"]
     ]
     shown = tell("stat", "--chunks", f"{url}/run/big")
     assert f"{len(BIG)} bytes" in shown
     assert '{"note": "warm", "step": 7}' in shown
-    assert all(chunk["key"] in shown for chunk in told["chunk_table"])
+    assert all(chunk["key"] in shown for chunk in document["chunk_table"])
     assert ".tierfs/chunks" not in tell("stat", f"{url}/run/big")
 
 
-def test_stat_shows_directories_small_files_and_foreign_ones(url, tell):
-    assert json.loads(tell("stat", url, "--json"))["type"] == "directory"
-    assert "created" in json.loads(tell("stat", f"{url}/run/empty", "--json"))
-    small = json.loads(tell("stat", f"{url}/run/deep/small", "--chunks", "--json"))
+def test_stat_shows_directories_small_files_and_foreign_ones(url, tell, told):
+    assert told("stat", url)["type"] == "directory"
+    assert "created" in told("stat", f"{url}/run/empty")
+    small = told("stat", f"{url}/run/deep/small", "--chunks")
     assert (small["inline"], small["chunk_table"]) == (True, [])
-    foreign = json.loads(tell("stat", f"{url}/run/foreign", "--json"))
+    foreign = told("stat", f"{url}/run/foreign")
     assert (foreign["foreign"], foreign["size"]) == (True, 8)
     assert re.search(r"^foreign +yes$", tell("stat", f"{url}/run/foreign"), flags=re.MULTILINE)
 
@@ -191,51 +182,39 @@ def test_cat_reads_a_file_that_tierfs_did_not_write(url, tell):
     assert tell("cat", f"{url}/run/foreign") == "not ours"
 
 
-def test_cat_never_holds_the_whole_file(url, capsysbinary, monkeypatch):
-    from tierfs.cli.commands import cat
-
-    pieces = []
-    monkeypatch.setattr("tierfs.cli.files.transfer.WINDOW_BYTES", 1 << 20)
-    read = cat.read_pieces
-    monkeypatch.setattr(cat, "read_pieces", lambda *args: (pieces.append(len(piece)) or piece for piece in read(*args)))
-    assert main(["cat", f"{url}/run/big"]) == 0
-    assert max(pieces) == 1 << 20
-    assert sum(pieces) == len(BIG)
-
-
-def test_du_counts_what_is_held_and_what_is_stored(url, tell):
-    told = json.loads(tell("du", url, "--json"))
-    assert list(told) == [
+def test_du_counts_what_is_held_and_what_is_stored(url, tell, told):
+    document = told("du", url)
+    assert list(document) == [
         "files", "logical_bytes", "stored_bytes", "shared_bytes", "freed_bytes", "deduplicated_bytes", "chunks",
         "unnamed_files", "unnamed_bytes", "foreign_files", "foreign_bytes", "requests",
     ]  # fmt: skip
-    assert (told["files"], told["logical_bytes"]) == (3, 2 * len(BIG) + 5)
-    assert (told["deduplicated_bytes"], told["chunks"]) == (len(BIG), 2)
-    assert (told["foreign_files"], told["foreign_bytes"]) == (1, 8)
-    assert len(BIG) < told["stored_bytes"] < len(BIG) * 1.01
-    assert json.loads(tell("du", f"{url}/run/deep/small", "--json"))["files"] == 1
+    assert (document["files"], document["logical_bytes"]) == (3, 2 * len(BIG) + 5)
+    assert (document["deduplicated_bytes"], document["chunks"]) == (len(BIG), 2)
+    assert (document["foreign_files"], document["foreign_bytes"]) == (1, 8)
+    assert len(BIG) < document["stored_bytes"] < len(BIG) * 1.01
+    assert told("du", f"{url}/run/deep/small")["files"] == 1
     shown = tell("du", url)
-    assert re.search(rf"^logical bytes +34 MiB +\({told['logical_bytes']}\)$", shown, flags=re.MULTILINE)
+    assert re.search(rf"^logical bytes +34 MiB +\({document['logical_bytes']}\)$", shown, flags=re.MULTILINE)
     assert re.search(r"^foreign bytes +8 B$", shown, flags=re.MULTILINE)
     assert "requests" not in shown
 
 
-def test_du_tells_what_is_shared_and_what_deleting_would_free(url, tell):
-    told = json.loads(tell("du", f"{url}/run/copy", "--json"))
-    assert told["shared_bytes"] > len(BIG)
-    assert told["freed_bytes"] == told["stored_bytes"] - told["shared_bytes"] < 1000
-    assert set(told["requests"]) <= {"put", "get", "read", "head", "list", "delete", "delete_version"}
-    assert all(isinstance(count, int) for count in told["requests"].values())
-    assert told["requests"]["read"] >= 1
+def test_du_tells_what_is_shared_and_what_deleting_would_free(url, tell, told):
+    document = told("du", f"{url}/run/copy")
+    assert document["shared_bytes"] > len(BIG)
+    assert document["freed_bytes"] == document["stored_bytes"] - document["shared_bytes"] < 1000
+    assert set(document["requests"]) <= {"put", "get", "read", "head", "list", "delete", "delete_version"}
+    assert all(isinstance(count, int) for count in document["requests"].values())
+    assert document["requests"]["read"] >= 1
     tell("rm", f"{url}/run/big")
-    told = json.loads(tell("du", f"{url}/run/copy", "--json"))
-    assert (told["shared_bytes"], told["freed_bytes"]) == (0, told["stored_bytes"])
+    document = told("du", f"{url}/run/copy")
+    assert (document["shared_bytes"], document["freed_bytes"]) == (0, document["stored_bytes"])
     shown = tell("du", f"{url}/run/copy")
-    assert re.search(rf"^freed bytes +17 MiB +\({told['freed_bytes']}\)$", shown, flags=re.MULTILINE)
+    assert re.search(rf"^freed bytes +17 MiB +\({document['freed_bytes']}\)$", shown, flags=re.MULTILINE)
     assert re.search(r"^shared bytes +0 B$", shown, flags=re.MULTILINE)
 
 
-def test_no_error_of_a_store_becomes_a_traceback(url, capsys, monkeypatch):
+def test_no_error_of_a_store_becomes_a_traceback(url, capsys, monkeypatch, fail):
     def fail(*_args, **_options):
         raise TierfsError("the tier is on fire", path="run")
 

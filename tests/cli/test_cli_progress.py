@@ -77,6 +77,10 @@ def test_a_fast_command_shows_nothing_on_a_terminal(monkeypatch):
     with Progress("cp", total_bytes=MIB) as progress:
         progress.advance(MIB)
     assert terminal.getvalue() == ""
+    monkeypatch.setattr(module, "FIRST_S", 0.0)
+    with Progress("cp", total_bytes=MIB, wanted=False) as progress:
+        progress.advance(MIB)
+    assert terminal.getvalue() == ""
 
 
 def test_a_line_without_numbers_is_gone_in_the_end(monkeypatch):

@@ -8,16 +8,6 @@ import pytest
 from tierfs.cli.app import main
 
 
-@pytest.fixture
-def root(tmp_path):
-    root = tmp_path / "store"
-    assert main(["init", str(root)]) == 0
-    for name in ("a", "b"):
-        (tmp_path / name).write_bytes(os.urandom(100_000))
-        assert main(["cp", str(tmp_path / name), f"tierfs::file://{root}/{name}"]) == 0
-    return root
-
-
 def scrub(capsys, *words):
     capsys.readouterr()
     code = main(["scrub", *map(str, words), "--json"])
@@ -68,10 +58,6 @@ def test_scrub_in_other_processes(root, capsys):
 )
 def test_invalid_arguments_are_refused(root, words):
     assert main(["scrub", str(root), *words]) == 2
-
-
-def test_a_part_of_a_store_is_refused(root):
-    assert main(["scrub", f"{root}/a"]) == 2
 
 
 def test_a_tier_that_holds_nothing_is_sound(root, capsys):

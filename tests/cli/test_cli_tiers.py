@@ -68,34 +68,6 @@ def nvme(host, monkeypatch):
 
 
 @pytest.fixture
-def url(host):
-    tierfs.init(str(host / "store"))
-    return f"tierfs::file://{host}/store"
-
-
-@pytest.fixture
-def tell(capsys):
-    """Run a command that succeeds and return its stdout."""
-
-    def run(*words):
-        assert main([str(word) for word in words]) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def fail(capsys):
-    """Run a command that fails, and return its exit code and the error it reports in JSON."""
-
-    def run(*words):
-        code = main([*map(str, words), "--json"])
-        return code, json.loads(capsys.readouterr().out)["error"]
-
-    return run
-
-
-@pytest.fixture
 def no_flusher(monkeypatch):
     """Refuse requests to the flusher, so that staged files stay, until the test calls the returned function."""
     request = FlusherClient.request
@@ -134,11 +106,11 @@ def until(condition, timeout_s=WAIT_S):
     return found
 
 
-def test_without_a_command_the_stores_of_this_host_are_shown(host, url, tell):
+def test_without_a_command_the_stores_of_this_host_are_shown(host, url, tell, told):
     stage(url, files=1)
-    told = json.loads(tell("--json"))
-    assert told["state_directory"] == str(host / "state")
-    assert [(one["place"], one["uuid"]) for one in told["stores"]] == [
+    shown = told()
+    assert shown["state_directory"] == str(host / "state")
+    assert [(one["place"], one["uuid"]) for one in shown["stores"]] == [
         (f"{host}/store", open_bare(parse_url(url))[0].descriptor.uuid)
     ]
     tell("wait", url)
@@ -175,12 +147,12 @@ def ended(process):
 # -- status ------------------------------------------------------------------------------------------------------------
 
 
-def test_status_shows_what_is_pending_without_a_flusher(url, tell, no_flusher):
+def test_status_shows_what_is_pending_without_a_flusher(url, tell, told, no_flusher):
     stage(url, files=3)
-    told = json.loads(tell("status", url, "--json"))
-    assert (told["queue_files"], told["queue_bytes"]) == (3, 3 * MIB)
-    assert told["flusher"] == {"running": False}
-    assert told["tiers"]["ram"]["dirty_bytes"] >= 3 * MIB
+    report = told("status", url)
+    assert (report["queue_files"], report["queue_bytes"]) == (3, 3 * MIB)
+    assert report["flusher"] == {"running": False}
+    assert report["tiers"]["ram"]["dirty_bytes"] >= 3 * MIB
     shown = tell("status", url)
     assert re.search(r"^queue +3 files, 3 MiB", shown, flags=re.MULTILINE)
     assert re.search(r"^flusher +not running$", shown, flags=re.MULTILINE)
@@ -189,43 +161,35 @@ def test_status_shows_what_is_pending_without_a_flusher(url, tell, no_flusher):
     assert re.search(r"^object .* object +survives the loss of this process, not of this host$", shown, re.MULTILINE)
 
 
-def test_status_starts_no_flusher(host, url, no_flusher):
-    stage(url, files=2)
-    with program("status", url, "--watch", "0.1", stdout=subprocess.PIPE) as process:
-        lines = [process.stdout.readline() for _ in range(10)]
-        assert all("queue 2 files 2 MiB" in line and "flusher not running" in line for line in lines)
-    assert not is_running(store_directory(host, url))
-
-
-def test_a_flusher_that_begins_later_makes_no_pending_file_younger(host, url, tell, no_flusher):
+def test_a_flusher_that_begins_later_makes_no_pending_file_younger(host, url, told, no_flusher):
     stage(url, files=3)
     time.sleep(1)
     no_flusher()
     with sidecar(host, url, "--bandwidth", "1KB"):
-        report = json.loads(tell("status", url, "--json"))
+        report = told("status", url)
     assert report["flusher"]["running"]
     assert 1 <= report["oldest_age_s"] < WAIT_S
 
 
-def test_status_shows_the_flusher_and_what_it_counted(url, tell):
+def test_status_shows_the_flusher_and_what_it_counted(url, tell, told):
     stage(url, files=2)
     tell("wait", url)
-    told = json.loads(tell("status", url, "--json"))
-    assert told["flusher"]["running"] is True
-    until(lambda: json.loads(tell("status", url, "--json"))["rate_bytes_per_s"] > 0)
+    report = told("status", url)
+    assert report["flusher"]["running"] is True
+    until(lambda: told("status", url)["rate_bytes_per_s"] > 0)
     shown = tell("status", url)
-    assert f"runs, pid {told['flusher']['pid']}" in shown
+    assert f"runs, pid {report['flusher']['pid']}" in shown
     assert re.search(r"^  flusher published files +2$", shown, flags=re.MULTILINE)
     assert re.search(r"^  flusher uploaded bytes +2 MiB$", shown, flags=re.MULTILINE)
-    assert told["tiers"]["object"]["requests"]["flusher_put"]["requests"] >= 4  # two chunks, two records
+    assert report["tiers"]["object"]["requests"]["flusher_put"]["requests"] >= 4  # two chunks, two records
     assert re.search(r"^  flusher put +\d+ +0 +2(\.\d+)? MiB +\d+\.\d{3}$", shown, flags=re.MULTILINE)
     metrics = tell("status", url, "--prometheus")
     assert f'tierfs_flusher_published_files_total{{store="{url.removeprefix("tierfs::")}"}} 2\n' in metrics
 
 
-def test_a_sidecar_collects_and_scrubs_and_status_says_so(host, url, tell):
+def test_a_sidecar_collects_and_scrubs_and_status_says_so(host, url, tell, told):
     with sidecar(host, url, "--gc-every", "1h", "--scrub-bandwidth", "100MB"):
-        until(lambda: set(json.loads(tell("status", url, "--json")).get("upkeep", {})) == {"gc", "scrub"})
+        until(lambda: set(told("status", url).get("upkeep", {})) == {"gc", "scrub"})
         shown = tell("status", url)
         assert re.search(r"^last gc +20.*Z, deleted 0 chunks", shown, flags=re.MULTILINE)
         assert re.search(r"^last scrub +20.*Z, verified 0 chunks", shown, flags=re.MULTILINE)
@@ -259,19 +223,15 @@ def test_a_sidecar_serves_its_metrics_on_request(host, url, tell):
     assert main(["flusher", "run", url, "--metrics", "0", "--linger", "1"]) == 2
 
 
-def test_status_of_a_store_without_local_tiers_shows_the_object_tier_alone(url, tell, monkeypatch):
-    opening._stores.clear()
-    monkeypatch.setenv("TIERFS_RAM", "0")
-    assert re.search(r"^ram +off$", tell("status", url), flags=re.MULTILINE)
-
-
-def test_status_watched_by_a_program_is_one_line_each_time(url):
+def test_status_watched_by_a_program_is_one_line_each_time_and_starts_no_flusher(host, url, no_flusher):
+    stage(url, files=2)
     with program("status", url, "--watch", "0.1", stdout=subprocess.PIPE) as process:
-        lines = [process.stdout.readline() for _ in range(3)]
+        lines = [process.stdout.readline() for _ in range(10)]
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 0
     for line in lines:
-        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ; queue 0 files 0 B; .*; flusher not running; ", line)
+        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ; queue 2 files 2 MiB; .*; flusher not running; ", line)
+    assert not is_running(store_directory(host, url))
 
 
 def test_status_watched_on_a_terminal_is_painted_in_place_and_gives_the_cursor_back(url):
@@ -309,13 +269,10 @@ def test_status_watched_on_a_terminal_is_painted_in_place_and_gives_the_cursor_b
         assert lines[0].startswith("store")
 
 
-@pytest.mark.parametrize("words", [["--watch", "soon"], ["--watch", "0"], ["--watch", "nan"], ["--watch", "--json"]])
-def test_a_watch_that_makes_no_sense_is_wrong_usage(url, words, fail):
-    code, error = fail("status", url, *words)
+@pytest.mark.parametrize("words", [["soon"], ["0"], ["nan"], ["--json"]])
+def test_an_invalid_watch_is_wrong_usage(url, words, fail):
+    code, error = fail("status", url, "--watch", *words)
     assert (code, error["kind"]) == (2, "invalid-input")
-
-
-def test_the_url_before_watch_is_asked_for(url, fail):
     assert "before --watch" in fail("status", "--watch", url)[1]["message"]
 
 
@@ -339,20 +296,9 @@ def test_the_table_names_conflicts_and_errors_and_counts_what_is_not_zero():
     assert any(re.fullmatch(r"  process waits for room +2", line) for line in shown)
     assert not any("slow" in line for line in shown)
     assert not any("\n" in line for line in shown)
-
-
-def test_unlisted_conflicts_are_counted():
-    conflicts = [{"path": f"run/c{number}", "message": "theirs stands"} for number in range(20)]
-    shown = report(conflicts=conflicts, conflict_files=500, failing_files=7)
-    assert "  ... and 480 more" in table(shown, None)
-    assert "conflicts 500, errors 7" in one_line(shown, None)
-
-
-def test_fallbacks_of_a_tier_are_shown():
-    tiers = {
-        "nvme": {"used_bytes": 1, "budget_bytes": 2, "dirty_bytes": 0, "clean_bytes": 1, "fallbacks": {"buffered": 3}}
-    }
-    assert any(re.fullmatch(r"  nvme fallback buffered +3", line) for line in table(report(tiers=tiers), None))
+    some = report(conflicts=conflicts[:20], conflict_files=500, failing_files=7)
+    assert "  ... and 480 more" in table(some, None)
+    assert "conflicts 500, errors 7" in one_line(some, None)
 
 
 def test_status_shows_requests_and_read_backs():
@@ -392,11 +338,11 @@ def test_one_line_holds_what_changes():
 # -- wait --------------------------------------------------------------------------------------------------------------
 
 
-def test_wait_returns_when_everything_is_in_the_object_tier(url, tell):
+def test_wait_returns_when_everything_is_in_the_object_tier(url, told):
     stage(url, files=3)
-    told = json.loads(tell("wait", url, "--json"))
-    assert (told["url"], told["level"]) == (url, "object")
-    assert json.loads(tell("status", url, "--json"))["queue_files"] == 0
+    waited = told("wait", url)
+    assert (waited["url"], waited["level"]) == (url, "object")
+    assert told("status", url)["queue_files"] == 0
     bare, _ = open_bare(parse_url(url))
     assert [entry.path for entry in list_directory(bare, "run")] == ["run/f0", "run/f1", "run/f2"]
 
@@ -481,24 +427,24 @@ def conflict(url, no_flusher):
     return url
 
 
-def test_a_conflict_is_waited_for_in_vain_shown_and_discarded(conflict, fail, tell, capsys):
+def test_a_conflict_is_waited_for_in_vain_shown_and_discarded(conflict, fail, tell, capsys, told):
     code, error = fail("wait", conflict)
     assert (code, error["kind"]) == (5, "conflict")
     assert "run/f0" in error["message"]
-    assert [item["path"] for item in json.loads(tell("status", conflict, "--json"))["conflicts"]] == ["run/f0"]
+    assert [item["path"] for item in told("status", conflict)["conflicts"]] == ["run/f0"]
     assert "`tierfs flusher discard`" in tell("status", conflict)
-    assert json.loads(tell("flusher", "discard", f"{conflict}/run/f0", "--json")) == {"discarded": 1}
-    assert json.loads(tell("status", conflict, "--json"))["conflicts"] == []
+    assert told("flusher", "discard", f"{conflict}/run/f0") == {"discarded": 1}
+    assert told("status", conflict)["conflicts"] == []
     assert tell("cat", f"{conflict}/run/f0") == "theirs"
     code, error = fail("flusher", "discard", f"{conflict}/run/f0")
     assert code == 3
     assert "tierfs status" in error["message"]
 
 
-def test_a_conflicts_data_can_be_exported(conflict, host, fail, tell):
+def test_a_conflicts_data_can_be_exported(conflict, host, fail, tell, told):
     assert fail("wait", conflict)[0] == 5
     target = host / "ours"
-    size = json.loads(tell("flusher", "export", f"{conflict}/run/f0", str(target), "--json"))["bytes"]
+    size = told("flusher", "export", f"{conflict}/run/f0", str(target))["bytes"]
     assert target.stat().st_size == size > 0
     assert target.read_bytes() != b"theirs"
     assert fail("flusher", "export", f"{conflict}/run/f0", str(target))[0] == 4
@@ -522,44 +468,6 @@ def test_an_export_that_fails_leaves_no_file(conflict, host, fail, tell, monkeyp
 # -- prefetch, evict ---------------------------------------------------------------------------------------------------
 
 
-def test_prefetched_files_stay_until_evicted(host, tell, monkeypatch):
-    monkeypatch.setenv("TIERFS_RAM", "0")
-    monkeypatch.setenv("TIERFS_NVME", "0")
-    tierfs.init(f"{host}/store")
-    url = f"tierfs::file://{host}/store"
-    save(open_store(parse_url(url))[0], "run/a", os.urandom(3 * MIB))
-    config = host / "config.toml"  # the same store, with local tiers
-    config.write_text(f'[stores.mine]\nurl = "file://{host}/store"\nram = "64MiB"\nnvme = "64MiB"\n')
-    monkeypatch.setenv("TIERFS_CONFIG", str(config))
-    monkeypatch.delenv("TIERFS_RAM")
-    monkeypatch.delenv("TIERFS_NVME")
-    assert json.loads(tell("prefetch", "tierfs://mine/run", "--json")) == {"bytes": 3 * MIB}
-    held = json.loads(tell("status", "tierfs://mine", "--json"))["tiers"]["nvme"]
-    assert held["clean_bytes"] >= 3 * MIB
-    assert "MiB of tierfs://mine/run/a dropped" in tell("evict", "tierfs://mine/run/a")
-    assert json.loads(tell("evict", "tierfs://mine/run", "--json")) == {"bytes": 0}
-
-
-def test_prefetched_files_outlive_the_command(host, monkeypatch):
-    for name in ("TIERFS_RAM", "TIERFS_NVME"):
-        monkeypatch.setenv(name, "0")
-    tierfs.init(f"{host}/store")
-    url = f"tierfs::file://{host}/store"
-    save(open_store(parse_url(url))[0], "run/a", os.urandom(3 * MIB))
-    for name in ("TIERFS_RAM", "TIERFS_NVME"):
-        monkeypatch.setenv(name, "64MiB")
-
-    def tell(*arguments):
-        command = [sys.executable, "-m", "tierfs.cli", *arguments]
-        return subprocess.run(command, capture_output=True, check=False, timeout=60, text=True)
-
-    assert json.loads(tell("prefetch", url, "--json").stdout) == {"bytes": 3 * MIB}
-    assert json.loads(tell("status", url, "--json").stdout)["tiers"]["nvme"]["clean_bytes"] >= 3 * MIB
-    refused = tell("prefetch", url, "--tier", "ram")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "would be dropped" in refused.stderr
-
-
 def test_prefetch_shows_a_bar_that_ends_full(nvme, url, capsys):
     stage(url, files=2)
     assert main(["wait", url]) == 0
@@ -567,6 +475,26 @@ def test_prefetch_shows_a_bar_that_ends_full(nvme, url, capsys):
     shown = capsys.readouterr()
     assert "100%" in shown.err
     assert "2 MiB of" in shown.out
+
+
+def test_prefetched_files_outlive_the_command_until_they_are_evicted(host, monkeypatch):
+    for name in ("TIERFS_RAM", "TIERFS_NVME"):
+        monkeypatch.setenv(name, "0")
+    url = f"tierfs::{tierfs.init(f'{host}/store').url}"
+    save(open_store(parse_url(url))[0], "run/a", os.urandom(3 * MIB))
+    for name in ("TIERFS_RAM", "TIERFS_NVME"):
+        monkeypatch.setenv(name, "64MiB")
+
+    def tell(*words):
+        return subprocess.run([*PROGRAM, *words], capture_output=True, check=False, timeout=60, text=True)
+
+    assert json.loads(tell("prefetch", url, "--json").stdout) == {"bytes": 3 * MIB}
+    assert json.loads(tell("status", url, "--json").stdout)["tiers"]["nvme"]["clean_bytes"] >= 3 * MIB
+    refused = tell("prefetch", url, "--tier", "ram")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "would be dropped" in refused.stderr
+    assert f"MiB of {url}/run/a dropped" in tell("evict", f"{url}/run/a").stdout
+    assert json.loads(tell("evict", f"{url}/run", "--json").stdout) == {"bytes": 0}
 
 
 @pytest.mark.parametrize("command", ["prefetch", "evict"])
@@ -579,29 +507,29 @@ def test_a_path_that_is_not_there_is_an_error(nvme, url, command, fail):
     assert fail(command, f"{url}/nothing", "--tier", "nvme")[0] == 3
 
 
-def test_a_flusher_without_the_nvme_tier_is_told_of(nvme, host, url, tell, fail):
+def test_a_flusher_without_the_nvme_tier_is_told_of(nvme, host, url, tell, fail, told):
     with sidecar(host, url, "--nvme", "0"):
         stage(url, files=1)
         tell("wait", url)
-        tier = json.loads(tell("status", url, "--json"))["tiers"]["nvme"]
+        tier = told("status", url)["tiers"]["nvme"]
         assert (tier["gives"], "flusher.log" in tier["problem"]) == ("", True)
         assert "the flusher runs without it" in tell("status", url)
         code, error = fail("prefetch", url)
         assert code == 9
         assert "says whether the flusher has one" in error["message"]
     tell("flusher", "stop", url)
-    assert json.loads(tell("status", url, "--json"))["tiers"]["nvme"]["gives"]
+    assert told("status", url)["tiers"]["nvme"]["gives"]
 
 
 # -- flusher -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_flusher_in_the_foreground_flushes_until_it_is_told_to_stop(host, url, no_flusher, tell):
+def test_a_flusher_in_the_foreground_flushes_until_it_is_told_to_stop(host, url, no_flusher, told):
     stage(url, files=2)
     with sidecar(host, url) as process:
         no_flusher()
-        until(lambda: json.loads(tell("status", url, "--json"))["queue_files"] == 0)
-        assert json.loads(tell("status", url, "--json"))["flusher"]["pid"] == process.pid
+        until(lambda: told("status", url)["queue_files"] == 0)
+        assert told("status", url)["flusher"]["pid"] == process.pid
         process.terminate()
         code, log = ended(process)
     assert code == 0
@@ -613,22 +541,18 @@ def test_a_flusher_in_the_foreground_flushes_until_it_is_told_to_stop(host, url,
     assert {event["bytes"] for event in published} == {str(MIB)}
 
 
-def test_ctrl_c_ends_a_flusher_as_cleanly_and_its_log_may_be_json(host, url):
+def test_ctrl_c_ends_a_flusher_whose_log_may_be_json_and_a_second_one_is_refused(host, url):
     with sidecar(host, url, "--log-format", "json") as process:
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, os.getpid())
+        done = subprocess.run([*PROGRAM, "flusher", "run", url], check=False, capture_output=True, text=True)
         process.send_signal(signal.SIGINT)
         code, log = ended(process)
-    assert code == 0
-    events = [json.loads(line) for line in log.splitlines()]
-    assert events[-1]["message"].endswith("has ended")
-    assert events[-1]["level"] == "info"
-
-
-def test_a_second_flusher_says_that_one_runs(host, url):
-    with sidecar(host, url):
-        done = subprocess.run([*PROGRAM, "flusher", "run", url], check=False, capture_output=True, text=True)
     assert done.returncode == 4
     assert f"tierfs flusher stop {url}" in done.stderr
     assert "exit_code=4" in done.stderr
+    assert code == 0
+    last = json.loads(log.splitlines()[-1])
+    assert (last["message"].endswith("has ended"), last["level"]) == (True, "info")
 
 
 @pytest.mark.parametrize("uuid", ["", "../../x", "ab" * 15, "AB" * 16, "ab" * 16 + "\n"])
@@ -637,15 +561,15 @@ def test_an_id_that_no_store_has_is_refused(url, uuid, capsys):
     assert "--uuid" in capsys.readouterr().err
 
 
-def test_stop_ends_the_flusher_that_runs_and_says_whether_there_was_one(host, url, tell):
+def test_stop_ends_the_flusher_that_runs_and_says_whether_there_was_one(host, url, tell, told):
     with sidecar(host, url) as process:
-        assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True
+        assert told("flusher", "stop", url)["stopped"] is True
         assert ended(process)[0] == 0
     assert "was not running" in tell("flusher", "stop", url)
 
 
 def test_stop_ends_the_flusher_of_a_store_that_this_host_knows_while_its_object_tier_is_away(
-    host, url, tell, fail, monkeypatch
+    host, url, told, fail, monkeypatch
 ):
     location, (store, _) = parse_url(url), open_bare(parse_url(url))
 
@@ -656,14 +580,14 @@ def test_stop_ends_the_flusher_of_a_store_that_this_host_knows_while_its_object_
         monkeypatch.setattr(opening, "read_descriptor", away)
         assert fail("flusher", "stop", url)[0] == 8  # this host does not know the store yet
         opening._known_stores(location).remember(store.url, store.descriptor, store.objects.places())
-        assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True
+        assert told("flusher", "stop", url)["stopped"] is True
         assert ended(process)[0] == 0
 
 
-def test_stop_ends_a_flusher_though_it_is_not_known_any_more_whose_tiers_these_are(host, url, tell):
+def test_stop_ends_a_flusher_though_it_is_not_known_any_more_whose_tiers_these_are(host, url, told):
     with sidecar(host, url) as process:
         (store_directory(host, url) / "place.json").write_text("[")
-        assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True
+        assert told("flusher", "stop", url)["stopped"] is True
         assert ended(process)[0] == 0
 
 
@@ -681,12 +605,14 @@ def test_a_flusher_that_does_not_linger_ends_when_its_client_goes(host, url):
         assert ended(process)[0] == 0
 
 
-def test_a_flusher_for_a_client_opens_the_store_with_what_that_sends(host, url, tell):
+def test_a_flusher_for_a_client_gives_way_to_it_and_logs_nothing(host, url, tell, told):
     stage(url, files=1)
     tell("wait", url)
     directory = store_directory(host, url)
-    argv = until(lambda: arguments_of_flusher(directory))
-    assert "--uuid" in argv
+    pid = until(lambda: told("status", url)["flusher"].get("pid"))
+    assert directory.name in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + NICER, 19)
     assert (directory / "flusher.log").read_text() == ""
 
 
@@ -707,84 +633,58 @@ def test_drafts_of_a_client_that_died_early_are_flushed(host, url, no_flusher):
         assert ended(process) == (0, "")
 
 
-def test_a_flusher_answers_its_client_before_it_loads_the_way_to_the_object_tier(host):
-    code = """
-import argparse, sys
+SPAWNED = """
+import resource, sys
 from tierfs.cli import app as frame
 from tierfs.cli.commands import flusher
 from tierfs.flusher.server import Service
+{before}
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
 engine, directory = flusher._spawned(frame.build_parser("flusher").parse_intermixed_args(words))
 engine.start()
+{after}
+engine.stop()
+engine.close()
+"""
+ANSWERS = """
 engine.handle("hello", {"options": {}}, None)
 late = {"fsspec", "asyncio", "ssl", "rich", "tierfs.store", "tierfs.objects", "tierfs.fs", "torch"} & set(sys.modules)
-engine.stop()
-engine.close()
 assert not late, late
+assert "priority_refused" not in engine.handle("status", {}, None)["counters"]
 """
-    subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=WAIT_S)
-
-
-def test_a_flusher_for_a_client_gives_way_to_it(host, url, tell):
-    stage(url, files=1)
-    directory = store_directory(host, url)
-    until(lambda: (directory / "flusher.sock").exists())
-    pid = json.loads(tell("status", url, "--json"))["flusher"]["pid"]
-    assert niceness(pid) == min(niceness(os.getpid()) + NICER, 19)
-
-
-def test_one_that_was_started_by_hand_has_the_priority_that_it_was_given(host, url):
-    with sidecar(host, url) as process:
-        assert niceness(process.pid) == niceness(os.getpid())
-
-
-def test_one_that_cannot_give_way_counts_it(host):
-    code = """
-import argparse, sys
-from tierfs.cli import app as frame
-from tierfs.cli.commands import flusher
-
-flusher.give_way = lambda: sys.argv[2] == "True"
-words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
-engine, _ = flusher._spawned(frame.build_parser("flusher").parse_intermixed_args(words))
-engine.start()
-counters = engine.handle("status", {}, None)["counters"]
-engine.stop()
-engine.close()
-assert counters.get("priority_refused", 0) == (sys.argv[2] != "True"), counters
-"""
-    for gives_way in (True, False):
-        command = [sys.executable, "-c", code, str(host / "state"), str(gives_way)]
-        subprocess.run(command, check=True, timeout=WAIT_S)
-
-
-def niceness(pid):
-    return os.getpriority(os.PRIO_PROCESS, pid)
-
-
-def test_a_flusher_for_a_client_is_not_bound_by_the_soft_limits_of_that_client(host):
-    code = """
-import argparse, resource, sys
-from tierfs.cli import app as frame
-from tierfs.cli.commands import flusher
+COUNTS = 'assert engine.handle("status", {}, None)["counters"]["priority_refused"] == 1'
+LIMITED = """
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
-words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
-flusher._spawned(frame.build_parser("flusher").parse_intermixed_args(words))
+"""
+UNLIMITED = """
 assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 65536)
 assert len(set(resource.getrlimit(resource.RLIMIT_AS))) == 1
 """
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("flusher.give_way = lambda: True", ANSWERS),
+        ("flusher.give_way = lambda: False", COUNTS),
+        (LIMITED, UNLIMITED),
+    ],
+    ids=["loads the object tier late", "counts that it cannot give way", "has no limits of the client"],
+)
+def test_a_flusher_that_a_client_spawns(host, before, after):
+    code = SPAWNED.format(before=before, after=after)
     subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=WAIT_S)
 
 
-def arguments_of_flusher(directory):
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            argv = (process / "cmdline").read_bytes().decode().split("\0")
-            if "flusher" in argv and directory.name in argv:
-                return argv
-    return None
+@pytest.mark.parametrize(
+    ("where", "code", "words"),
+    [("tierfs::memory://bucket/run", 2, "memory of one process"), ("/nothing/there", 3, "kind=store-not-found")],
+)
+def test_a_flusher_for_no_store_of_this_host_is_refused(where, code, words, capsys):
+    assert main(["flusher", "run", where]) == code
+    assert words in capsys.readouterr().err
 
 
 def test_a_flusher_never_writes_into_another_store_that_took_the_place_of_its_own(host, url, no_flusher, fail):
@@ -814,16 +714,6 @@ def test_a_flusher_never_writes_into_another_store_that_took_the_place_of_its_ow
 )
 def test_options_that_belong_to_another_action_are_wrong_usage(url, words, capsys):
     assert main(["flusher", *words, url]) == 2
-
-
-def test_a_store_in_the_memory_of_a_process_has_no_flusher_elsewhere(capsys):
-    assert main(["flusher", "run", "tierfs::memory://bucket/run"]) == 2
-    assert "memory of one process" in capsys.readouterr().err
-
-
-def test_a_flusher_for_no_store_exits_with_its_category(host, capsys):
-    assert main(["flusher", "run", str(host / "nothing")]) == 3
-    assert "kind=store-not-found" in capsys.readouterr().err
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------

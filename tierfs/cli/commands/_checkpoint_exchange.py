@@ -217,7 +217,4 @@ def _replace(directory: str, new: str) -> None:
     except BaseException:
         os.rename(aside, directory)
         raise
-    try:
-        shutil.rmtree(aside)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # the rest, if an interrupt came
+    shutil.rmtree(aside)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import errno
 import os
-import stat
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +120,6 @@ class _Materializer:
             status = os.lstat(target)
         except FileNotFoundError:
             status = None
-        if status is not None and stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
         if status is not None and self._record.knows(relative, content, status):
             self.done.add(unchanged=1)
             self._progress.advance(entry.length)
