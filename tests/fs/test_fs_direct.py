@@ -74,7 +74,7 @@ def test_a_tensors_codec_is_remembered_for_later_saves(place, monkeypatch):
     # This holds for saves of many files. Every `REPROBE_SAVES` saves, the codecs are tried again.
     tried, choose = [], encoder.choose
     monkeypatch.setattr(encoder, "choose", lambda *all_, **about: tried.append(about["kind"]) or choose(*all_, **about))
-    fs, files, counts = writer(place, "all"), 20, []
+    fs, files, counts = writer(place, "all"), 5, []
     for step in range(encoder.REPROBE_SAVES + 1):
         tried.clear()
         for number in range(files):

@@ -99,17 +99,10 @@ def test_eight_threads_write_and_read_fifty_files_each(place):
 def test_threads_may_write_to_one_handle(place, length):
     interval = sys.getswitchinterval()
     pieces = {bytes([number]) * length for number in range(1, 161)}
-    todo = list(pieces)
-
-    def write():
-        while todo:
-            handle.write(todo.pop())
-
     sys.setswitchinterval(1e-6)
     try:
         with place.fs.open(place / "a", "wb") as handle, ThreadPoolExecutor(8) as pool:
-            for future in [pool.submit(write) for _ in range(8)]:
-                future.result()
+            assert list(pool.map(handle.write, pieces)) == [length] * len(pieces)
     finally:
         sys.setswitchinterval(interval)
     data = place.fs.cat(place / "a")
@@ -351,8 +344,7 @@ def close_at_once(
         begin.wait(30)
 
 
-@pytest.mark.parametrize("mode", ["wb", "xb", "ab"])
-@pytest.mark.parametrize("nvme", ["0", "8MiB"])
+@pytest.mark.parametrize(("mode", "nvme"), [("wb", "0"), ("wb", "8MiB"), ("xb", "8MiB"), ("ab", "0")])
 def test_one_of_many_open_writers_saves_and_the_others_conflict(directory_place, tmp_path, nvme, mode):
     root = directory_place.root
     tiers = {"ack": "staged", "ram": "64MiB", "nvme": nvme, "state_dir": str(tmp_path / "state")}
