@@ -99,24 +99,6 @@ def test_a_hello_that_has_changed_is_said_on_each_connection_that_is_used_from_t
     assert [arguments["options"]["key"] for arguments, _ in running.engine.hellos] == ["old", "new"]
 
 
-def test_a_stale_socket_and_the_lock_of_a_dead_process_are_no_obstacle(directory):
-    launched = launcher(directory)()
-    until(lambda: wire.identity_of(directory))
-    os.kill(launched.pid, signal.SIGKILL)
-    until(lambda: launched.status() is not None)
-    assert wire.identity_of(directory)
-    with process_client(directory) as client:
-        assert client.request("echo")["pid"] != launched.pid
-
-
-def test_a_state_directory_with_a_very_long_path_works(directory, threads):
-    deep = directory / ("d" * 200) / ("e" * 200)
-    deep.mkdir(parents=True)
-    with process_client(deep) as client:
-        assert client.request("echo")["pid"] != os.getpid()
-    until(lambda: nobody_holds_the_lock(deep))
-
-
 def test_a_flusher_that_cannot_start_is_an_error_at_once_that_quotes_its_log(directory):
     (directory / LOG_NAME).write_text("of an earlier one\n")
     argv = [sys.executable, "-c", "import tierfs.flusher.no_such_module"]
@@ -283,18 +265,6 @@ def test_a_flusher_that_others_used_up_before_its_starter_got_to_it_is_started_a
     with FlusherClient(directory, launch, "1.0", dict) as client:
         client.request("echo", timeout_s=5)
     assert len(threads.all) == 2
-
-
-def test_no_request_is_lost_when_processes_retire_as_soon_as_they_can(directory):
-    pids = set()
-    for turn in range(8):
-        with process_client(directory) as client:
-            pids.add(client.request("echo", timeout_s=20)["pid"])
-        time.sleep(0.02 * (turn % 3))
-    until(lambda: nobody_holds_the_lock(directory))
-    history = (directory / "history").read_text().split()
-    assert {str(pid) for pid in pids} <= set(history)
-    assert len(pids) > 1
 
 
 def test_a_request_whose_flusher_is_killed_is_repeated_by_the_next(directory):
@@ -600,12 +570,6 @@ def test_the_flusher_outlives_the_client_that_started_it(directory, how):
     os.kill(pid, signal.SIGTERM)
     assert pid == int(done.stdout)
     assert (directory / LOG_NAME).read_text() == ""
-
-
-def test_a_flusher_that_was_started_leaves_no_zombie(directory):
-    with process_client(directory) as client:
-        pid = client.request("echo")["pid"]
-    until(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
 def test_a_full_backlog_is_waited_for(directory, monkeypatch):

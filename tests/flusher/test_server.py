@@ -2,25 +2,20 @@
 
 import array
 import contextlib
-import gc
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 from support.fake_flusher import FakeEngine, Running, in_child, launcher, nobody_holds_the_lock, until
-from support.opened import descriptors
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.flusher import server as service_module
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc import protocol as wire
-from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.protocol import LOCK_NAME
 
 
@@ -111,12 +106,8 @@ def test_the_engine_learns_who_asks(client, running):
     "packet",
     [
         b"garbage",
-        b'{"id": 1, "do": "ec',
         b"x" * 70_000,
-        b"[" * 50_000,
-        b"[]",
         b'{"do": "echo"}',
-        b'{"id": "1", "do": "echo"}',
         b'{"id": true, "do": "echo"}',
         b'{"id": 1, "do": 3}',
         b'{"id": 1, "do": "echo", "arguments": []}',
@@ -248,17 +239,6 @@ def test_a_client_that_goes_away_ends_what_it_waits_for(running, directory):
     assert running.engine.hellos[0][1].gone.is_set()
 
 
-def test_a_client_that_is_killed_ends_what_it_waits_for(running, directory):
-    child = os.fork()
-    if child == 0:
-        FlusherClient(directory, lambda: None, "1.0", dict).request("wait")
-        os._exit(1)
-    until(lambda: running.engine.waiting)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    until(lambda: not running.engine.waiting)
-
-
 def test_an_idle_client_that_goes_away_is_told_of_once(running, directory):
     with raw_connection(directory):
         assert not running.engine.told_gone
@@ -355,7 +335,7 @@ def test_a_newer_client_may_have_it_retire(running, directory):
     assert running.end()
 
 
-@pytest.mark.parametrize("version", ["1.0", "0.9", "1.0.0", "nonsense"])
+@pytest.mark.parametrize("version", ["1.0", "nonsense"])
 def test_no_other_client_may_have_it_retire(running, directory, version):
     with raw_connection(directory, greet=False) as connection:
         assert ask(connection, "hello", {"version": version})["ok"] == {"greeting": "hello", "version": "1.0"}
@@ -466,36 +446,3 @@ def test_a_process_retires_by_itself_when_asked_by_a_signal(directory):
     assert launched.status() == 0
     assert wire.identity_of(directory) is None
     assert (directory / "history").read_text() == f"{launched.pid} served\n"
-
-
-def test_one_of_eight_processes_started_at_once_serves(directory):
-    from support.fake_flusher import __file__ as program
-
-    command = [sys.executable, program, str(directory), "1.0", "0"]
-    processes = [subprocess.Popen(command) for _ in range(8)]
-    until(lambda: wire.identity_of(directory))
-    with raw_connection(directory) as connection:
-        pid = ask(connection, "echo")["ok"]["pid"]
-        until(lambda: sum(process.poll() is None for process in processes) == 1)
-    assert [process.wait() for process in processes] == [0] * 8
-    history = (directory / "history").read_text().splitlines()
-    assert [line for line in history if "served" in line] == [f"{pid} served"]
-    assert len(history) == 8
-
-
-def test_hundreds_of_connections_leave_nothing_behind(directory):
-    running = Running(directory)
-    until(lambda: wire.identity_of(directory))
-    before = descriptors()
-    for number in range(300):
-        with raw_connection(directory) as connection:
-            if number % 3:
-                connection.send(b"rubbish")
-    try:
-        until(lambda: not running.service._connections)
-        # Threads of other tests that are about to end may open a descriptor briefly.
-        until(lambda: gc.collect() >= 0 and descriptors() <= before)
-        # The service drops finished threads when the next connection begins.
-        assert len(running.service._threads) < 10
-    finally:
-        running.stop()

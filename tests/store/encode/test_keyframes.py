@@ -15,7 +15,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import block_count
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import Store, chunks, delete, load, rename, save, verify
-from tierfs.store.encode.keyframes import KEYFRAME_SAVES, Keyframe
+from tierfs.store.encode.keyframes import KEYFRAME_SAVES
 from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import ChunkContext, Tensor
 from tierfs.store.tree.records import observe
@@ -171,7 +171,7 @@ def test_a_given_parent_counts(flushing, training):
     assert needs(rows) <= names(base)
 
 
-@pytest.mark.parametrize("form", ["/{}", "{}/", "store/{}", "tierfs::store/{}"])
+@pytest.mark.parametrize("form", ["/{}", "tierfs::store/{}"])
 def test_a_parent_may_be_given_as_a_url_of_the_store(flushing, training, form):
     path = "elsewhere/pretrained.safetensors"
     base = flushing.save(path, training.file())
@@ -186,7 +186,7 @@ def test_a_parent_that_is_not_there_is_counted(flushing, training):
     assert flushing.publisher.asked()["codecs"]["unknown_parents"] == 1
 
 
-@pytest.mark.parametrize("parent", ["nowhere", "../out", "", "/", "a\0b", "x" * 5000, 7, None, ["a"], {"a": 1}])
+@pytest.mark.parametrize("parent", ["nowhere", "../out", "a\0b", 7])
 def test_a_parent_that_is_none_keeps_nobody_from_saving(flushing, training, parent):
     data = training.file()
     assert not needs(flushing.save("model", data, {"parent": parent}))
@@ -259,14 +259,6 @@ def test_the_step_may_be_in_names_below_and_may_be_there_for_something_else(flus
         rows = flushing.save(path(2, rank), Training(seed=rank).step().file())
         assert needs(rows)
         assert needs(rows) <= names(base)
-
-
-def test_a_directory_that_is_called_as_its_likes_have_in_common_is_none_of_them(flushing, training):
-    flushing.save("run/step_#/rank_1/shard.safetensors", training.file())
-    flushing.restart()
-    data = training.step().file()
-    assert not needs(flushing.save("run/step_2/rank_1/shard.safetensors", data))
-    assert load(flushing.bare(), "run/step_2/rank_1/shard.safetensors") == data
 
 
 def torch_file(training, tensors):
@@ -400,28 +392,6 @@ def test_a_header_that_grows_and_a_tensor_that_comes_by_shift_no_base(flushing, 
     assert needs([rows[-1]])
     assert not needs(rows[:-1])
     assert load(flushing.bare(), path_of(2)) == data
-
-
-class ChangesWhileItIsLookedAt:
-    """A keyframe that adds another one to its series when it is read, unless the index is locked."""
-
-    def __init__(self, row, keyframes, series):
-        self._row, self._keyframes, self._series = row, keyframes, series
-
-    @property
-    def row(self):
-        if not self._keyframes._lock.locked():
-            self._series.keyframes[f"other {len(self._series.keyframes)}"] = Keyframe(self._row, 0)
-        return self._row
-
-
-def test_anchors_that_another_save_changes_meanwhile_keep_nobody_from_looking_again(flushing, training):
-    flushing.save(path_of(1), training.file())
-    keyframes = flushing.publisher._opened.keyframes
-    series = keyframes._known[path_of(1)]
-    for place, keyframe in series.keyframes.items():
-        series.keyframes[place] = ChangesWhileItIsLookedAt(keyframe.row, keyframes, series)
-    keyframes._look_again(series)
 
 
 def test_saves_that_are_under_way_at_once_are_encoded_against_what_is_published(flushing, training):
@@ -724,22 +694,6 @@ def test_a_conflict_leaves_no_keyframe(flushing, training):
     with pytest.raises(ConflictError):
         flushing.publish(draft, rows)
     assert not flushing.publisher._plans
-
-
-def test_little_is_kept_of_what_is_never_published(flushing, training, monkeypatch):
-    monkeypatch.setattr(sys.modules["tierfs.flusher.publish"], "PLANS_MAX", 2)
-    drafts = [flushing.draft(f"run/{number}/file", training.file()) for number in range(4)]
-    uploaded = [flushing.upload(draft) for draft in drafts]
-    assert list(flushing.publisher._plans) == [draft.write_id for draft in drafts[2:]]
-    for draft, rows in zip(drafts, uploaded, strict=True):
-        flushing.publish(draft, rows)
-        assert load(flushing.bare(), draft.path) == training.file()
-    assert not flushing.publisher._plans
-
-
-def test_a_chunk_of_which_nothing_is_known_is_stored(flushing):
-    row = flushing.put(b"x" * 100, ChunkContext(), [])
-    assert row.raw_length == 100
 
 
 def test_chunks_without_context_are_counted_and_logged_once(flushing, training, caplog):

@@ -151,14 +151,6 @@ def test_a_chunk_and_its_base_are_fetched_once_for_all_that_is_wanted(objects):
     assert measured.snapshot()["get"]["requests"] - before == len(needs)
 
 
-def test_parts_far_apart_of_a_delta_take_those_of_its_base(objects):
-    flushing, data = with_deltas(objects)
-    store = flushing.bare()
-    parts = [(at, memoryview(bytearray(10))) for at in (len(data) - 20, 3 * MIB, 3 * MIB + 5, 9 * MIB)]
-    open_entry(store, stat(store, PATHS[1]), exact=True).read_parts(parts)
-    assert all(out == data[at : at + 10] for at, out in parts)
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_reads_of_all_blocks_fetch_and_keep_the_chunk(objects, flushing, tmp_path, exact):
     row, raw = chunk_of(flushing, 7)
@@ -292,7 +284,7 @@ def test_a_chunk_that_stands_in_two_ways_is_read_by_the_one_that_is_named(flushi
 # -- many threads ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[1, 2, 5])
+@pytest.fixture(params=[1, 2])
 def threads(request, monkeypatch):
     """The number of processors."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(request.param)))
@@ -305,16 +297,6 @@ def chunk_of(flushing, blocks):
 
     plans = [BlockPlan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)]
     return put_encoded(flushing.store, raw, Encoded(encoded_chunk(memoryview(raw), plans))), raw
-
-
-def test_any_range_comes_out_the_same_on_however_many_threads(saved, flushing, threads):
-    store = flushing.bare()
-    for path, data in saved.items():
-        reader = open_entry(store, stat(store, path))
-        for start, end in ranges(len(data), threads):
-            out = bytearray(b"?" * (end - start))
-            reader.read_into(start, memoryview(out))
-            assert out == data[start:end]
 
 
 @pytest.fixture
@@ -342,7 +324,7 @@ def test_a_streamed_chunk_keeps_one_block_in_memory(streaming, monkeypatch):
     assert max(lent) == MIB
 
 
-@pytest.mark.parametrize("change", ["1", "5", "15", "16", "100", "less", "more"])
+@pytest.mark.parametrize("change", ["1", "16", "less", "more"])
 def test_a_chunk_of_another_length_than_its_row_tells_is_refused(streaming, change):
     flushing, row, raw = streaming
     length = {"less": row.stored_length - 1, "more": row.stored_length + 1}.get(change) or int(change)
@@ -355,7 +337,7 @@ def test_a_chunk_of_another_length_than_its_row_tells_is_refused(streaming, chan
         )
 
 
-@pytest.mark.parametrize("length", [0, 15, 16, 17, 1 << 20, 1 << 21, (1 << 32) - 1])
+@pytest.mark.parametrize("length", [0, 17, 1 << 20, (1 << 32) - 1])
 def test_a_chunk_that_lies_about_its_heads_length_is_refused(streaming, length):
     flushing, row, raw = streaming
     objects, key = flushing.store.objects, keys.chunk_key(row.name)

@@ -81,7 +81,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("length", [1, 7, 4096, 10_000])
+@pytest.mark.parametrize("length", [7, 4096])
 def test_cuts_do_not_depend_on_the_written_pieces(name, length):
     data = FILES[name]
     with small_chunks():
@@ -210,7 +210,7 @@ def model():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", [4099, MIB, 17 * MIB + 1, 1 << 40])
+@pytest.mark.parametrize("length", [4099, 17 * MIB + 1])
 def test_a_file_has_the_same_chunks_in_every_tier(make_host, name, length):
     data = memoryview(MODELS[name]())
     host = make_host(ram=64 * MIB)
