@@ -19,8 +19,7 @@ from tierfs.format.manifest import Row
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
-from tierfs.store.encode.deriving import SourcePiece
-from tierfs.store.encode.pipeline import Encoded
+from tierfs.store.encode.pipeline import Encoded, SourcePiece
 from tierfs.store.encode.tensors import NO_CONTEXT, ChunkContext
 from tierfs.store.read.fetch import fetch, fetch_object
 from tierfs.store.read.lookup import DAMAGED, GENERATIONS_MAX, are_there, inspect

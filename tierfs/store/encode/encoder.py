@@ -24,8 +24,16 @@ from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.deriving import Deriver, SourcePiece, with_bases
-from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
+from tierfs.store.encode.pipeline import (
+    BlockPlan,
+    Deriver,
+    Encoded,
+    EncodedBlock,
+    SourcePiece,
+    blocks_of,
+    encode_chunk,
+    with_bases,
+)
 from tierfs.store.encode.tensors import ChunkContext, Tensor
 from tierfs.threads import Processors
 
