@@ -23,6 +23,7 @@ from tierfs.host.slab import peers
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.table.table import SlotKind
+from tierfs.store.encode.keyframes import FilePlan
 
 STORE = uuid.uuid4().hex
 MIB = 1 << 20
@@ -83,7 +84,7 @@ class Pending:
         return self.entry.error
 
     def plan(self, draft, local):
-        return ()
+        return FilePlan()
 
     def put_chunk(self, raw, digests, context, **about):
         return Row(ChunkName(named(bytes(raw))), len(raw), len(raw)), True
@@ -92,7 +93,7 @@ class Pending:
         self.while_asked()
         raise CorruptionError("it is not in the object tier")
 
-    def publish(self, draft, rows, local):
+    def publish(self, draft, plan, rows, local):
         self.published = rows
 
 

@@ -91,7 +91,7 @@ class Flushing:
         self.descriptor = descriptor_for(objects, **fields)
         objects.put(keys.DESCRIPTOR, [self.descriptor.encode()])
         self.local = {}
-        self.reads = 0
+        self.reads, self.plans = 0, {}
         self.restart()
 
     def restart(self):
@@ -134,7 +134,8 @@ class Flushing:
 
     def upload(self, draft):
         """Plan a draft and put its chunks. Return their rows."""
-        contexts = list(self.publisher.plan(draft, self))
+        plan = self.plans[draft.write_id] = self.publisher.plan(draft, self)
+        contexts = list(plan.contexts)
         contexts += [ChunkContext()] * (len(draft.record.rows) - len(contexts))
         rows = [None] * len(contexts)
         for index in sorted(range(len(contexts)), key=lambda index: bool(contexts[index].sources)):
@@ -147,7 +148,8 @@ class Flushing:
         return self.publisher.put_chunk(view, digests, context, rows=rows, local=self)[0]
 
     def publish(self, draft, rows):
-        self.publisher.publish(draft, rows, self)
+        plan = self.plans.get(draft.write_id) or self.publisher.plan(draft, self)
+        self.publisher.publish(draft, plan, rows, self)
         return observe(self.store, draft.path).manifest.rows
 
     def save(self, path, data, metadata=None):

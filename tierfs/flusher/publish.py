@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from tierfs.clock import Pace
     from tierfs.host.cache.sources import ChunkSources
 
-PLANS_MAX = 10_000
-"""Number of files whose plan is kept. If a plan is dropped, the next save is encoded against an earlier save."""
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -54,7 +52,6 @@ class StorePublisher:
         self._check = check
         self._lock = threading.Lock()
         self._opened: _OpenedStore | None = None
-        self._plans: dict[bytes, FilePlan] = {}  # by write id, until the file is published
 
     def __repr__(self) -> str:
         return f"StorePublisher({None if self._opened is None else self._opened.store!r})"
@@ -68,21 +65,15 @@ class StorePublisher:
         if self._opened is not None:
             self._opened.store.lease_cache.release()
 
-    def plan(self, draft: Draft, local: ChunkSources) -> Sequence[ChunkContext]:
-        """Return the encoding context of each chunk of a file, or an empty sequence if nothing is known."""
+    def plan(self, draft: Draft, local: ChunkSources) -> FilePlan:
+        """Return the facts about a file that guide its encoding. `publish` takes them back."""
         store, _, keyframes = self._open()
         plan = keyframes.plan(draft, local, derives=store.encoder.derives)
-        if plan is not None:
-            with self._lock:
-                self._plans[draft.write_id] = plan
-                while len(self._plans) > PLANS_MAX:
-                    del self._plans[next(iter(self._plans))]
-        contexts = [] if plan is None else plan.contexts
         unread = replaced_chunks(store, draft.path)
         if unread and isinstance(draft.record, Manifest):
-            given = [*contexts, *[NO_CONTEXT] * (len(draft.record.rows) - len(contexts))]
-            contexts = [replace(context, unread=unread) for context in given]
-        return contexts
+            given = [*plan.contexts, *[NO_CONTEXT] * (len(draft.record.rows) - len(plan.contexts))]
+            plan = plan._replace(contexts=[replace(context, unread=unread) for context in given])
+        return plan
 
     def put_chunk(
         self,
@@ -124,11 +115,12 @@ class StorePublisher:
             if is_sound(store, found, reread=not store.lease_cache.is_own(found.name)):
                 return found
 
-    def publish(self, draft: Draft, rows: Sequence[Row], local: ChunkSources) -> None:
+    def publish(self, draft: Draft, plan: FilePlan, rows: Sequence[Row], local: ChunkSources) -> None:
         """Publish the draft's record with these rows, on condition that its base is still current. Idempotent.
 
         Args:
             draft: The change.
+            plan: The result of `plan` for it.
             rows: The rows of its chunks. A chunk that garbage collection may delete is stored again.
             local: Copies of the chunks on this host.
 
@@ -142,13 +134,8 @@ class StorePublisher:
             self._publish(store, draft, rows, local)
         except ConflictError:
             if not isinstance(draft.record, Manifest) or not commits.overtake(draft.path, draft.record, rows):
-                with self._lock:
-                    self._plans.pop(draft.write_id, None)
                 raise
-        with self._lock:
-            plan = self._plans.pop(draft.write_id, None)
-        if plan is not None:
-            keyframes.note(draft, plan, rows)
+        keyframes.note(draft, plan, rows)
         directory = draft.path.rpartition("/")[0]
         if isinstance(draft.record, Manifest) and is_root(draft.path):
             commits.note_published(directory)

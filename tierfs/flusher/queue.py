@@ -13,7 +13,7 @@ import enum
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -24,7 +24,7 @@ from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
 
 if TYPE_CHECKING:
-    from tierfs.store.encode.tensors import ChunkContext
+    from tierfs.store.encode.keyframes import FilePlan
 
 # Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
 # that to pay.
@@ -71,7 +71,7 @@ class FlushItem:
         number: The draft's seq in ``nvme.db``; ``None`` before the draft is there.
         level: The level that the draft has reached.
         rows: The rows to publish; ``None`` for a chunk that is not in the object tier yet.
-        contexts: The encoding context of each chunk; ``None`` before the publisher was asked for them.
+        plan: The facts that guide the encoding; ``None`` before the publisher was asked for them.
         stage: How far the draft has come.
         error: The last error.
         failures: Number of failures in a row.
@@ -84,7 +84,7 @@ class FlushItem:
     number: int | None = None
     level: Level = Level.STAGED
     rows: list[Row | None] = field(default_factory=list)
-    contexts: Sequence[ChunkContext] | None = None
+    plan: FilePlan | None = None
     stage: FlushStage = FlushStage.WAITING
     error: TierfsError | None = None
     failures: int = 0

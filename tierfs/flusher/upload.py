@@ -154,11 +154,11 @@ class Uploader:
         rows = record.rows if isinstance(record, Manifest) else ()
         entry.rows = entry.rows or [None] * len(rows)
         local = self._state.sources_of(entry.draft)
-        if entry.contexts is None:
-            entry.contexts = publisher.plan(entry.draft, local)
+        if entry.plan is None:
+            entry.plan = publisher.plan(entry.draft, local)
         missing = [index for index, row in enumerate(entry.rows) if row is None]
-        contexts = dict(enumerate(entry.contexts))
-        sources = {part.chunk for context in entry.contexts for part in context.sources}
+        contexts = dict(enumerate(entry.plan.contexts))
+        sources = {part.chunk for context in contexts.values() for part in context.sources}
 
         def submit(indexes: Iterable[int]) -> list[Future[None]]:
             return [
@@ -265,8 +265,9 @@ class Uploader:
         state = self._state
         state.fault("before publish.record")
         rows = [row for row in entry.rows if row is not None]
+        assert entry.plan is not None, "uploaded without a plan"
         try:
-            publisher.publish(entry.draft, rows, state.sources_of(entry.draft))
+            publisher.publish(entry.draft, entry.plan, rows, state.sources_of(entry.draft))
         finally:
             publisher.tell_host()
         state.moved_at = state.clock.monotonic()

@@ -86,14 +86,14 @@ class FilePlan(NamedTuple):
     """Facts about a file to publish.
 
     Attributes:
-        series: The earlier saves of the file; ``None`` for a file that is too small for deltas.
-        places: The places of its chunks.
-        contexts: The context of each chunk.
+        series: The earlier saves of the file; ``None`` for a file without deltas.
+        places: The places of its chunks; empty if nothing is known about it.
+        contexts: The context of each chunk; empty if nothing is known about it.
     """
 
-    series: SaveSeries | None
-    places: list[TensorPlace]
-    contexts: list[ChunkContext]
+    series: SaveSeries | None = None
+    places: Sequence[TensorPlace] = ()
+    contexts: Sequence[ChunkContext] = ()
 
 
 class KeyframeIndex:
@@ -124,7 +124,7 @@ class KeyframeIndex:
             is_first = self._fallbacks[what] == 1
         _logger.log(logging.WARNING if is_first else logging.DEBUG, text, *arguments)
 
-    def plan(self, draft: Draft, local: ChunkSources, *, derives: bool) -> FilePlan | None:
+    def plan(self, draft: Draft, local: ChunkSources, *, derives: bool) -> FilePlan:
         """Look up the facts about a file to publish.
 
         An error of the object tier or a chunk that this host lost leads to a plan with fewer facts, not to an
@@ -136,11 +136,11 @@ class KeyframeIndex:
             derives: Whether to look for tensors that are copies of others.
 
         Returns:
-            ``None`` for a file without rows, a file with an indirect table, or a draft that is no file.
+            An empty plan for a file without rows, a file with an indirect table, or a draft that is no file.
         """
         manifest = draft.record
         if not isinstance(manifest, Manifest) or not manifest.rows or manifest.indirect:
-            return None
+            return FilePlan()
         file = _LocalFile(manifest.rows, local)
         try:
             layout = layout_of(file.read_into, manifest.length)
