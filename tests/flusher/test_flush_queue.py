@@ -231,10 +231,10 @@ def test_a_step_looks_at_as_few_drafts_of_many_as_of_few(what):
     assert many <= few + 60  # a binary search takes some more steps
 
 
-def test_large_drafts_that_are_not_past_the_nvme_tier_are_known(monkeypatch):
-    monkeypatch.setattr(queue, "LARGE_BYTES_MIN", 1000)
-    drafts = FlushQueue()
-    small, large, other = (item(number, f"f{number}", length=length) for number, length in enumerate((999, 1000, 5000)))
+def test_large_drafts_that_are_not_past_the_nvme_tier_are_known():
+    drafts, least = FlushQueue(), queue.LARGE_BYTES_MIN
+    lengths = enumerate((least - 1, least, 5 * least))
+    small, large, other = (item(number, f"f{number}", length=length) for number, length in lengths)
     for entry in (small, large, other):
         drafts.add(entry)
     assert list(drafts.large.values()) == [large, other]
