@@ -3,7 +3,6 @@
 import threading
 import time
 import uuid
-from collections import Counter
 
 import pytest
 from support.served import ServedObjects
@@ -43,14 +42,9 @@ class SkewedClock:
         self.now_ns = lambda: true.now_ns() + int(ahead_s * 1e9)
 
 
-class Counted(Counter):
-    def __call__(self, name, count):
-        self[name] += count
-
-
 def make(store, **policy):
-    counts = Counted()
-    return Upkeep(lambda: store, UpkeepPolicy(**policy), counts, turn_s=1), counts
+    upkeep = Upkeep(lambda: store, UpkeepPolicy(**policy), turn_s=1)
+    return upkeep, upkeep.counters
 
 
 def test_upkeep_is_off_by_default():
@@ -169,8 +163,8 @@ def test_it_goes_on_after_an_error_and_ends_when_it_is_told_to(store, caplog, er
     def connect():
         raise error
 
-    counts = Counted()
-    upkeep = Upkeep(connect, UpkeepPolicy(gc_every_s=1), counts, turn_s=0.01)
+    upkeep = Upkeep(connect, UpkeepPolicy(gc_every_s=1), turn_s=0.01)
+    counts = upkeep.counters
     upkeep.start()
     ends = time.monotonic() + 5
     while counts[counter] < 3 and time.monotonic() < ends:

@@ -25,7 +25,6 @@ from tierfs.errors import (
 from tierfs.flusher import scan
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.nvme import NvmePersister
-from tierfs.flusher.queue import FlushQueue
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.upload import Uploader
 from tierfs.format import keys
@@ -42,27 +41,16 @@ from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import (
     Writer,
     copy,
-    delete,
     discard_conflict,
     evict,
     find,
     load,
-    rename,
     save,
     stat,
     status,
-    verify,
     wait,
 )
 from tierfs.testing import Fault, FaultyObjects, PlannedFault
-
-
-def test_many_versions_of_one_file_end_with_the_last(any_host):
-    for number in range(12):
-        save(any_host.store, "a", str(number).encode() * 70_000)
-    assert load(any_host.store, "a") == b"11" * 70_000
-    wait(any_host.store, "", Level.OBJECT, 30)
-    assert load(any_host.plain(), "a") == b"11" * 70_000
 
 
 def test_writes_go_on_while_the_object_tier_is_down(host):
@@ -239,29 +227,6 @@ def test_a_lost_answer_to_a_publish_is_settled_by_the_write_id(tmp_path, descrip
         host.close()
 
 
-def test_all_published_leaves_nothing_dirty(host):
-    for number in range(6):
-        save(host.store, f"run/{number}", content(5 * MIB))
-    rename(host.store, "run/0", "run/zero")
-    delete(host.store, "run/1")
-    wait(host.store, "", Level.OBJECT, 30)
-    report = status(host.store)
-    assert report["queue_files"] == 0
-    assert report["tiers"]["ram"]["dirty_bytes"] == report["tiers"]["nvme"]["dirty_bytes"] == 0
-    assert not verify(host.plain()).damage
-
-
-def test_a_reopened_host_goes_on_with_what_is_pending(host):
-    data = content(5 * MIB)
-    with host.held():
-        save_at(host.store, "a", data, Level.LOCAL)
-        host.close()
-        host.open()
-        assert host.tiers.drafts.pending("a").level is Level.LOCAL
-    wait(host.store, "a", Level.OBJECT, 30)
-    assert load(host.plain(), "a") == data
-
-
 class Commits:
     """Count the index's commits by purpose."""
 
@@ -337,7 +302,7 @@ def test_files_whose_common_commit_fails_are_stored_one_by_one_and_each_once(hos
     assert not unforeseen(host)
 
 
-@pytest.mark.parametrize("bad", ["a", "b", "c"])
+@pytest.mark.parametrize("bad", ["a", "b"])
 def test_a_file_that_cannot_be_stored_takes_none_of_those_with_it_along(host, monkeypatch, pending_run, bad):
     write, refused = NvmeTier.write, []
 
@@ -484,17 +449,6 @@ def test_local_is_reached_behind_a_conflict(make_host):
         wait(here.store, "run/b", Level.OBJECT, 20)
 
 
-def test_a_file_larger_than_ram_goes_on_to_the_object_tier_where_the_nvme_tier_is_full(make_host):
-    host = make_host(ram=64 * MIB, nvme=64 * MIB)
-    data = content(200 * MIB)
-    save(host.store, "a", data)
-    wait(host.store, "a", Level.OBJECT, 60)
-    assert load(host.plain(), "a") == data
-    report = status(host.store)
-    assert report["counters"]["flusher_nvme_passed_by"]
-    assert report["tiers"]["nvme"]["dirty_bytes"] == 0
-
-
 def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host):
     host = make_host(ram=64 * MIB, nvme=64 * MIB)
     data = content(200 * MIB)
@@ -565,18 +519,6 @@ def test_a_damaged_copy_is_not_replaced_by_another_one(host):
     assert host.tiers.nvme.find(name) is None
     assert status(host.store)["counters"].get("flusher_nvme_repaired", 0) == 0
     assert load(host.store, "a") == data
-
-
-def test_a_copy_that_could_not_be_made_is_no_repair(host, monkeypatch):
-    data = content(16 * MIB)
-    save(host.store, "a", data)
-    wait(host.store, "a", Level.OBJECT, 20)
-    (name,) = names_of(host, data)
-    flip(host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena", data)
-    monkeypatch.setattr("tierfs.host.slab.segment.Segment.is_still", lambda *_: False)
-    host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
-    assert host.tiers.nvme.find(name) is None
-    assert status(host.store)["counters"].get("flusher_nvme_repaired", 0) == 0
 
 
 def flip(path, data):
@@ -849,31 +791,6 @@ def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, m
             assert {"d/earlier", "d/later"} <= {entry.path for entry in state.entries}
 
 
-def test_an_unnoted_draft_is_found_by_the_next_look(host, monkeypatch):
-    this, add, discover = threading.current_thread(), FlushQueue.add, PendingScan.discover
-
-    def fail(self, entry):
-        if entry.path == "second":
-            raise MemoryError
-        add(self, entry)
-
-    with host.held():
-        save_at(host.store, "before", b"x", Level.LOCAL)  # so that a flusher runs
-        flusher, state = host.flusher, host.flusher._state
-        monkeypatch.setattr(FlushQueue, "add", fail)
-        monkeypatch.setattr(
-            PendingScan, "discover", lambda self: discover(self) if threading.current_thread() is this else None
-        )
-        for name in ("first", "second", "third"):
-            save_at(host.store, name, b"x", Level.STAGED)
-        with pytest.raises(MemoryError):
-            flusher.scan.discover()
-        monkeypatch.setattr(FlushQueue, "add", add)
-        flusher.scan.discover()
-        with state.changed:
-            assert [entry.path for entry in state.entries] == ["before", "first", "second", "third"]
-
-
 def test_files_that_could_not_be_marked_clean_are_found_by_a_later_walk(host, monkeypatch):
     # The first of three files that were committed together fails, so the flusher does not try the others.
     mark, persist_all, failed = Segment.mark, NvmePersister.persist_all, []
@@ -914,9 +831,7 @@ def test_concurrent_looks_share_their_result(host, monkeypatch):
         save_at(host.store, "a", b"x", Level.STAGED)
         assert taking.wait(20)
         flusher, known = host.flusher, []
-        waiting = threading.Thread(
-            target=lambda: known.append(flusher.wait(lambda entry: entry.path == "a", Level.LOCAL, 20))
-        )
+        waiting = threading.Thread(target=lambda: known.append(flusher.wait("a", Level.LOCAL, 20)))
         waiting.start()
         waiting.join(0.3)
         go_on.set()

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tierfs.errors import InvalidInputError
 from tierfs.flusher.access import Way
 from tierfs.flusher.flusher import Flusher
-from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.server import Peer
 from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
-from tierfs.format.keys import is_at_or_below
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 
@@ -67,11 +65,7 @@ class FlushEngine:
 
     def keep_up(self, open_store: Callable[[], Store], policy: UpkeepPolicy) -> None:
         """Also collect garbage and scrub in the background. Call this before `start`."""
-
-        def count(name: str, more: int) -> None:
-            self._flusher.note(name, more)  # looked up here: `start` makes the flusher
-
-        self._upkeep = Upkeep(open_store, policy, count)
+        self._upkeep = Upkeep(open_store, policy)
 
     def start(self) -> None:
         """Build the flusher and start it. The caller holds the lock of the store's flusher.
@@ -83,6 +77,7 @@ class FlushEngine:
         try:
             self._started.start()
             if self._upkeep is not None:
+                self._upkeep.counters = self._started.counters
                 self._upkeep.start()
         except BaseException:
             self._started.stop()
@@ -153,17 +148,7 @@ class FlushEngine:
         path = str(arguments.get("path") or "")
         write_id = bytes.fromhex(arguments["write_id"]) if "write_id" in arguments else None
         level, timeout_s = Level.parse(arguments["level"]), arguments.get("timeout_s")
-
-        def selects(entry: FlushItem) -> bool:
-            if write_id is not None:
-                return entry.draft.write_id == write_id
-            return is_at_or_below(entry.path, path)
-
-        def wait() -> dict[str, Any]:
-            known = self._flusher.wait(selects, level, timeout_s, peer.gone.is_set, write_id=write_id, path=path)
-            return {"known": known}
-
-        return wait
+        return lambda: {"known": self._flusher.wait(path, level, timeout_s, write_id=write_id, gone=peer.gone)}
 
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         return lambda: {"pid": os.getpid(), **self._flusher.report()}
@@ -255,9 +240,8 @@ def build_engine(
             nvme_problem=problem,
         )
         if problem:
-            flusher.note("nvme_unavailable")
-        for what in fallbacks:
-            flusher.note(what)
+            flusher.counters["nvme_unavailable"] += 1
+        flusher.counters.update(fallbacks)
         if publisher is not None:
             flusher.use(publisher)
         if own is not None:

@@ -35,6 +35,7 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
 from tierfs.flusher.upload import Uploader
+from tierfs.format.keys import is_at_or_below
 from tierfs.host.ground import Faults, no_faults
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
@@ -71,6 +72,7 @@ class Flusher:
         nvme_problem: Why a configured nvme tier could not be opened; empty if none is configured or it is open.
 
     Attributes:
+        counters: Counts of events, by name.
         scan: Finds drafts.
         persister: Moves drafts, and chunks for later reads, to the nvme tier.
         uploader: Moves drafts to the object tier.
@@ -92,6 +94,7 @@ class Flusher:
         self.nvme = nvme
         self.nvme_problem = nvme_problem
         self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults, connect=connect)
+        self.counters = self._state.counters
         self.scan = PendingScan(self._state)
         self.uploader = Uploader(self._state, bandwidth=bandwidth)
         self.persister = NvmePersister(self._state, self.uploader.put)
@@ -173,10 +176,6 @@ class Flusher:
             self._state.nudged = True
             self._state.changed.notify_all()
 
-    def note(self, what: str, count: int = 1) -> None:
-        """Add to a counter, such as that of a fallback."""
-        self._state.counters[what] += count
-
     def _keep_on(self, step: Callable[[], None]) -> None:
         """Repeat a step until the flusher stops."""
         while not self._state.stopping:
@@ -187,7 +186,7 @@ class Flusher:
         try:
             step()
         except Exception:  # the thread must go on after any error: no other thread flushes
-            self.note("unforeseen_errors")
+            self.counters["unforeseen_errors"] += 1
             with state.changed:
                 state.persisting_since = None
                 state.changed.wait(SWEEP_S)
@@ -220,26 +219,24 @@ class Flusher:
 
     def wait(
         self,
-        selects: Callable[[FlushItem], bool],
+        path: str,
         level: Level,
         timeout_s: float | None,
-        is_gone: Callable[[], bool] = lambda: False,
         *,
         write_id: bytes | None = None,
-        path: str | None = None,
+        gone: threading.Event | None = None,
     ) -> bool:
-        """Wait until all selected drafts that are pending at the time of the call have reached ``level``.
+        """Wait until all drafts at or below a path that are pending now, or one of them, have reached ``level``.
 
         Args:
-            selects: Returns whether to wait for a draft.
+            path: The path. No draft at or below it may be lost.
             level: The level to reach.
             timeout_s: How long to wait; ``None`` for no limit.
-            is_gone: Returns whether the client has hung up, which ends the wait.
-            write_id: The write id of the one draft to consider. If ``None``, consider all drafts.
-            path: Check that no draft at or below this path is lost. ``None`` for no check.
+            write_id: The write id of the one draft to wait for. If ``None``, wait for all.
+            gone: Set when the client has hung up, which ends the wait.
 
         Returns:
-            Whether a pending draft was selected.
+            Whether such a draft was pending.
 
         Raises:
             TimeoutError: The drafts did not reach the level in time. The message has their number and size, one path,
@@ -248,14 +245,15 @@ class Flusher:
         """
         state = self._state
         deadline = None if timeout_s is None else state.clock.monotonic() + timeout_s
-        self._discover_all(deadline, is_gone)
-        if path is not None:
-            self.scan.check_lost(path)
+        gone = gone or threading.Event()
+        self._discover_all(deadline, gone)
+        self.scan.check_lost(path)
         self.nudge()
         with state.changed:
-            named = None if write_id is None else state.entries.get(write_id)
-            among = state.entries if write_id is None else filter(None, [named])
-            waiting = [entry for entry in among if selects(entry)]
+            if write_id is None:
+                waiting = [entry for entry in state.entries if is_at_or_below(entry.path, path)]
+            else:
+                waiting = list(filter(None, [state.entries.get(write_id)]))
             is_known = bool(waiting)
             for entry in waiting:
                 if not entry.conflict:
@@ -264,13 +262,13 @@ class Flusher:
             is_local = level <= state.local_level
             state.local_waits += is_local
             try:
-                self._wait_for(waiting, level, deadline, is_gone)
+                self._wait_for(waiting, level, deadline, gone)
             finally:
                 state.local_waits -= is_local
                 state.changed.notify_all()
         return is_known
 
-    def _discover_all(self, deadline: float | None, is_gone: Callable[[], bool]) -> None:
+    def _discover_all(self, deadline: float | None, gone: threading.Event) -> None:
         """Find the drafts in all segments. While a segment cannot be opened, retry for up to `SEE_S_MAX` seconds.
 
         Then raise a transient error, so that the client asks again.
@@ -281,7 +279,7 @@ class Flusher:
             unread = state.ram.unread()
             self.scan.discover()
             unread |= state.ram.unread()
-            if not unread or is_gone():
+            if not unread or gone.is_set():
                 return
             text = f"{min(unread)} cannot be opened, and may hold the awaited change"
             now = state.clock.monotonic()
@@ -294,9 +292,7 @@ class Flusher:
                 raise StoreError("the flusher is ending", transient=True)
             state.clock.sleep(SEE_S)
 
-    def _wait_for(
-        self, waiting: list[FlushItem], level: Level, deadline: float | None, is_gone: Callable[[], bool]
-    ) -> None:
+    def _wait_for(self, waiting: list[FlushItem], level: Level, deadline: float | None, gone: threading.Event) -> None:
         """Wait for these drafts as `wait` does. The caller holds the lock."""
         state, look_at = self._state, float("-inf")
         while True:
@@ -308,7 +304,7 @@ class Flusher:
                     self._raise_hopeless(entry, level)
                 # Every change wakes the waiting requests. Walking over all drafts each time would take too long.
                 look_at = now + LOOK_SHARE * (state.clock.monotonic() - now)
-            if not waiting or is_gone():
+            if not waiting or gone.is_set():
                 return
             if left is not None and left <= 0:
                 raise TimeoutError(self._describe(waiting, level))

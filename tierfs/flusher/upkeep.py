@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,21 +52,22 @@ class Upkeep:
     Args:
         open_store: Opens the store, without local tiers, when it is first needed.
         policy: The work to do.
-        count: Called with the name of a counter and its increment.
         turn_s: Interval between checks for due work, in seconds.
+
+    Attributes:
+        counters: Counts of the work by name. May be replaced before `start`.
     """
 
     def __init__(
         self,
         open_store: Callable[[], Store],
         policy: UpkeepPolicy,
-        count: Callable[[str, int], object],
         *,
         turn_s: float = TURN_S,
     ) -> None:
         self._open_store = open_store
         self._policy = policy
-        self._count = count
+        self.counters: Counter[str] = Counter()
         self._turn_s = turn_s
         self._ended = threading.Event()
         self._store: Store | None = None
@@ -99,10 +101,10 @@ class Upkeep:
             try:
                 self.turn()
             except TierfsError as error:
-                self._count("upkeep_failures", 1)
+                self.counters["upkeep_failures"] += 1
                 _logger.warning("upkeep failed and is retried later: %s", error)
             except Exception:  # the thread must go on after any error: no other thread collects and scrubs
-                self._count("unforeseen_errors", 1)
+                self.counters["unforeseen_errors"] += 1
                 _logger.exception("unexpected error in upkeep, which is retried later")
             self._ended.wait(self._turn_s)
 
@@ -118,12 +120,12 @@ class Upkeep:
         except ConflictError as error:
             _logger.info("gc skipped: %s", error)  # another gc is running
             return
-        self._count("gc_runs", 1)
-        self._count("gc_deleted_bytes", report.deleted.bytes)
+        self.counters["gc_runs"] += 1
+        self.counters["gc_deleted_bytes"] += report.deleted.bytes
         if report.missing:
             _logger.error("%d chunks that files need are missing: run `tierfs repair`", report.missing)
         if report.is_blocked:
-            self._count("gc_blocked", 1)
+            self.counters["gc_blocked"] += 1
             first = report.unreadable[0]
             _logger.error(
                 "gc deletes nothing, because %d records cannot be read or have vanished: %s",
@@ -155,10 +157,10 @@ class Upkeep:
         )
         report = scrub(store, options, stop=self._ended)
         healed = sum(1 for each in report.damage if each.healed)
-        self._count("scrubbed_chunks", report.chunks)
-        self._count("scrubbed_bytes", report.bytes)
-        self._count("scrub_healed", healed)
-        self._count("scrub_damaged", len(report.damage) - healed)
+        self.counters["scrubbed_chunks"] += report.chunks
+        self.counters["scrubbed_bytes"] += report.bytes
+        self.counters["scrub_healed"] += healed
+        self.counters["scrub_damaged"] += len(report.damage) - healed
 
     def _check(self) -> None:
         """Abort a running gc if the flusher ends."""
