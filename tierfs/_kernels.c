@@ -30,7 +30,7 @@
 
 enum { TILE = 2048, SAMPLE = 512, WINDOW = 16, SKIP = 255, SEVEN_PART = 64, PLANES_MAX = 8 };
 #define HIGHEST 0x8080808080808080u
-/* How elements change before they are split: the numbers of tierfs.codec.planes.planes.PlaneOrder, and one more. */
+/* How elements change before they are split: the numbers of tierfs.codec.planes.PlaneOrder, and one more. */
 enum { AS_IT_IS, SIGN_LAST, ZIGZAG_UPPER, ZIGZAG_WHOLE, ORDERS };
 
 /* ---- copies ------------------------------------------------------------------------------------------------------- */
@@ -352,7 +352,7 @@ static PyObject *py_split(PyObject *Py_UNUSED(self), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Count every second byte of a plane, and compare it with the next: see tierfs.codec.planes.packing.PlaneCounts. */
+/* Count every second byte of a plane, and compare it with the next: see tierfs.codec.packing.PlaneCounts. */
 static PyObject *survey(const uint8_t *plane, size_t size)
 {
     Py_ssize_t counts[256 + WINDOW] = {0}, squares = 0, repeated = 0, upper = 0, inside = 0, most_inside = -1;

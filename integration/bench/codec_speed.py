@@ -16,8 +16,7 @@ import numpy as np
 from codec_states import steps_of
 from harness import SEED, timed
 
-from tierfs.codec import Codec, Coding, decode_block, encode_block, encode_blocks
-from tierfs.codec.planes import frames
+from tierfs.codec import Codec, Coding, decode_block, encode_block, encode_blocks, frames
 from tierfs.digest import BLOCK_BYTES, DigestKind, hash_bytes
 
 # Blocks of a class of tensors. The blocks of all classes exceed the processor's caches.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tierfs import kernels
 from tierfs.codec import Codec, Coding, decode_block, encode_block
-from tierfs.codec.planes.planes import PlaneOrder, counts_of_planes
+from tierfs.codec.planes import PlaneOrder, counts_of_planes
 from tierfs.errors import TierfsError
 
 compiled = kernels.active

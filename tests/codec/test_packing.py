@@ -9,8 +9,8 @@ import pytest
 from support.coded import block, decode, encode
 
 from tierfs.codec import Codec, Coding, decode_block
-from tierfs.codec.planes.packing import Mode
-from tierfs.codec.planes.planes import encode_planes
+from tierfs.codec.packing import Mode
+from tierfs.codec.planes import encode_planes
 from tierfs.digest import BLOCK_BYTES
 
 COUNT = 40_001

@@ -10,8 +10,8 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tierfs.codec.damage import DamageError
-from tierfs.codec.planes import frames
+from tierfs.codec import frames
+from tierfs.codec.frames import DamageError
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
@@ -152,8 +152,7 @@ def _check(raw: memoryview, coding: Coding, out: memoryview) -> None:
 def _encode_together(
     raws: Sequence[memoryview], coding: Coding, bases: Sequence[memoryview | None], outs: Sequence[memoryview]
 ) -> list[tuple[Codec, int]]:
-    from tierfs.codec import delta  # noqa: PLC0415
-    from tierfs.codec.planes import numbers, planes  # noqa: PLC0415
+    from tierfs.codec import delta, numbers, planes  # noqa: PLC0415
 
     if len(raws) == 1 or any(numbers.constant_element(raw) for raw in raws):
         return [_encode_alone(raw, coding, base, out) for raw, base, out in zip(raws, bases, outs, strict=True)]
@@ -169,7 +168,7 @@ def _encode_together(
 
 
 def _encode_alone(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int]:
-    from tierfs.codec.planes import numbers  # noqa: PLC0415
+    from tierfs.codec import numbers  # noqa: PLC0415
 
     element = numbers.constant_element(raw)
     if element is not None:
@@ -180,8 +179,7 @@ def _encode_alone(raw: memoryview, coding: Coding, base: memoryview | None, out:
 
 
 def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int | None]:
-    from tierfs.codec import delta  # noqa: PLC0415
-    from tierfs.codec.planes import planes  # noqa: PLC0415
+    from tierfs.codec import delta, planes  # noqa: PLC0415
 
     codec, width = coding
     reference = _reference(codec, raw, base)
@@ -249,7 +247,7 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
     # Import only the module that is needed: importing all of them takes 20 us a block while the caches are cold.
     with lent():
         if codec == Codec.PLANE:
-            from tierfs.codec.planes.planes import decode_plane  # noqa: PLC0415
+            from tierfs.codec.planes import decode_plane  # noqa: PLC0415
 
             decode_plane(encoded, out)
         elif codec == Codec.DPLANE:
@@ -257,7 +255,7 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
 
             decode_difference(encoded, out, reference)
         elif codec == Codec.CONST:
-            from tierfs.codec.planes.numbers import decode_constant  # noqa: PLC0415
+            from tierfs.codec.numbers import decode_constant  # noqa: PLC0415
 
             decode_constant(encoded, out)
         elif codec == Codec.SPARSE:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierfs import kernels
-from tierfs.codec.damage import DamageError
-from tierfs.codec.planes.numbers import check_gaps, gaps_of, positions_of, unzigzag, zigzag
-from tierfs.codec.planes.packing import Mode, PlaneFit
-from tierfs.codec.planes.planes import (
+from tierfs.codec.frames import DamageError
+from tierfs.codec.numbers import check_gaps, gaps_of, positions_of, unzigzag, zigzag
+from tierfs.codec.packing import Mode, PlaneFit
+from tierfs.codec.planes import (
     PlaneOrder,
     PlaneReader,
     PlaneWriter,

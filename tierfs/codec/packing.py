@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from tierfs import kernels
-from tierfs.codec.damage import DamageError
-from tierfs.codec.planes import frames
-from tierfs.codec.planes.numbers import check_gaps, gaps_of, positions_of, rare_positions
+from tierfs.codec import frames
+from tierfs.codec.frames import DamageError
+from tierfs.codec.numbers import check_gaps, gaps_of, positions_of, rare_positions
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.digest import Buffer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tierfs.codec.damage import DamageError
+from tierfs.codec.frames import DamageError
 from tierfs.codec.scratch import WIDTHS, Elements, elements_of, scratch
 
 _SKIP = 255

@@ -1,4 +1,4 @@
-"""Zstandard frames of a known size, and their compression parameters."""
+"""Zstandard frames of a known size, and the error by which all decoders report wrong bytes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import threading
 
 import zstandard
 
-from tierfs.codec.damage import DamageError
 from tierfs.digest import Buffer
 
 _local = threading.local()
+
+
+class DamageError(Exception):
+    """Encoded bytes break a rule of FORMAT.md. `decode_block` adds their place and raises `CorruptionError`."""
 
 
 def compress(data: Buffer) -> bytes:

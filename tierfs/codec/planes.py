@@ -17,9 +17,9 @@ from types import ModuleType
 import numpy as np
 
 from tierfs import kernels
-from tierfs.codec.damage import DamageError
-from tierfs.codec.planes.numbers import unzigzag, zigzag
-from tierfs.codec.planes.packing import WORTH, Mode, PlaneCounts, PlaneFit, counts_of, fit_of, pack, unpack, unpack_wide
+from tierfs.codec.frames import DamageError
+from tierfs.codec.numbers import unzigzag, zigzag
+from tierfs.codec.packing import WORTH, Mode, PlaneCounts, PlaneFit, counts_of, fit_of, pack, unpack, unpack_wide
 from tierfs.codec.scratch import WIDTHS, Elements, elements_of, scratch
 from tierfs.digest import Buffer
 

@@ -1,1 +1,0 @@
-"""Byte planes: split, packed, and compressed one by one."""
