@@ -10,6 +10,26 @@ import tempfile
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
+from support import forked_flusher
+
+from tierfs.session import tiers
+
+# Files that take long, the longest first, so that all processes that share the files end at the same time.
+LONG = (
+    "test_feature_pairs",
+    "test_writer",
+    "test_endings",
+    "test_kills",
+    "test_pairs",
+    "test_writer_ranks",
+    "test_dcp_ranks",
+    "test_flushing",
+    "test_demo",
+    "test_fsspec_conformance",
+    "test_mount_tree",
+    "test_conformance",
+    "test_two_hosts",
+)
 
 # The time of an example depends on the machine more than on the code.
 settings.register_profile("tierfs", deadline=None)
@@ -30,7 +50,14 @@ def pytest_configure():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    return len(os.sched_getaffinity(0))  # xdist itself counts processors that this process may not use
+    processors = len(os.sched_getaffinity(0))  # xdist itself counts processors that this process may not use
+    # The tests wait for disks, other processes and leases for a third of their time: some workers more use it.
+    return processors + min(processors, 4) // 2
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 def pytest_collection_finish():
@@ -58,6 +85,14 @@ def state_of_its_own():
     MemoryFileSystem.store.clear()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def flushers_are_forked():
+    """Fork the flushers that this process starts. Other processes start theirs as usual."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "spawn", forked_flusher.spawn)
+        yield
 
 
 @pytest.fixture(autouse=True)

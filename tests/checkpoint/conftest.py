@@ -2,7 +2,6 @@
 
 from support.dcp_stores import (  # noqa: F401
     all_stores_are_closed,
-    flushers_are_forked,
     plans_are_forgotten,
     store,
     url,

@@ -31,6 +31,7 @@ from tierfs.errors import CorruptionError, StoreError
 from tierfs.flusher.upload import Uploader
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.pending.levels import Level
+from tierfs.host.rpc import launch
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.protocol import LOCK_NAME
 from tierfs.host.rpc.stopping import stop_flusher
@@ -605,7 +606,8 @@ def test_a_flusher_that_does_not_linger_ends_when_its_client_goes(host, url):
         assert ended(process)[0] == 0
 
 
-def test_a_flusher_for_a_client_gives_way_to_it_and_logs_nothing(host, url, tell, told):
+def test_a_flusher_for_a_client_gives_way_to_it_and_logs_nothing(host, url, tell, told, monkeypatch):
+    monkeypatch.setattr(localtiers, "spawn", launch.spawn)
     stage(url, files=1)
     tell("wait", url)
     directory = store_directory(host, url)

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from support import dcp_ranks
+from support.torch_ranks import run_world
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -58,7 +58,7 @@ def from_one(lab, mesh):
 @pytest.fixture(scope="module")
 def outcomes(lab, from_one):
     """The outcomes of two ranks, which start after one rank has saved."""
-    mp.spawn(dcp_ranks.run_rank, args=(lab,), nprocs=dcp_ranks.WORLD)
+    run_world(dcp_ranks.run_rank, dcp_ranks.WORLD, lab)
     return dcp_ranks.read_outcomes(lab)
 
 

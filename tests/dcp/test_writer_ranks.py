@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from support import writer_ranks
+from support.torch_ranks import run_world
 
 import tierfs
 
@@ -21,7 +21,7 @@ def outcomes(tmp_path_factory):
     """The problems that each rank found, by scenario."""
     directory = tmp_path_factory.mktemp("writer-ranks")
     tierfs.init(f"file://{directory}/store")
-    mp.spawn(writer_ranks.main, (directory, f"tierfs::file://{directory}/store"), nprocs=writer_ranks.WORLD)
+    run_world(writer_ranks.main, writer_ranks.WORLD, directory, f"tierfs::file://{directory}/store")
     return [json.loads((directory / f"outcomes-{rank}.json").read_text()) for rank in range(writer_ranks.WORLD)]
 
 

@@ -4,14 +4,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support import forked_flusher
 from support.fake_device import DRAIN_FIRST, TRAINER_FIRST, FakeDevice
 
 import tierfs
 from tierfs.device import accelerator as accelerators
 from tierfs.device.drain import _drains
 from tierfs.device.tier import _live
-from tierfs.session import tiers as localtiers
 
 
 class Cuda:
@@ -70,7 +68,6 @@ def fake(monkeypatch):
 @pytest.fixture
 def url(tmp_path, monkeypatch):
     """The URL of a store in a directory, on a host with its own state directory."""
-    monkeypatch.setattr(localtiers, "spawn", forked_flusher.spawn)
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     tierfs.init(f"file://{tmp_path}/store")
     return f"tierfs::file://{tmp_path}/store"

@@ -7,8 +7,6 @@ import fsspec
 import pytest
 
 import tierfs
-from support import forked_flusher
-from tierfs.session import tiers as localtiers
 from tierfs.session.open import open_store
 from tierfs.session.url import parse_url
 
@@ -26,12 +24,6 @@ def close_all_stores():
         _, store = opened._stores.popitem()
         if store.tiers is not None:
             store.tiers.close()
-
-
-@pytest.fixture(autouse=True)
-def flushers_are_forked(monkeypatch):
-    """Fork the flushers that this process starts. Other processes start theirs as usual."""
-    monkeypatch.setattr(localtiers, "spawn", forked_flusher.spawn)
 
 
 @pytest.fixture(autouse=True)

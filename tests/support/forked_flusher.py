@@ -3,31 +3,30 @@
 Starting Python takes longer than all the work of a flusher in these tests.
 """
 
-import multiprocessing
 import os
 import sys
 
+from support.zygote import Zygote
 from tierfs.cli.app import main
+from tierfs.host.rpc import launch
 from tierfs.host.rpc.launch import Launched, _open_log
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "tierfs.cli.commands.flusher",
-        "tierfs.flusher.engine",
-        "tierfs.flusher.server",
-        "tierfs.session.tiers",
-        "tierfs.session.open",
-    ]
+_zygote = Zygote(
+    "tierfs.cli.commands.flusher",
+    "tierfs.flusher.engine",
+    "tierfs.flusher.server",
+    "tierfs.session.tiers",
+    "tierfs.session.open",
 )
 
 
 def spawn(argv, log):
     """Start a flusher. Replaces `tierfs.host.rpc.launch.spawn`."""
+    if os.getpid() != _zygote.owner:
+        return launch.spawn(argv, log)
     os.close(_open_log(log))
-    process = _context.Process(target=_run, args=(argv[3:], str(log), dict(os.environ)), daemon=True)
     start = log.stat().st_size
-    process.start()
+    process = _zygote.start(_run, argv[3:], str(log), daemon=True)
     return _Forked(process, log, start)
 
 
@@ -40,11 +39,9 @@ class _Forked(Launched):
         return self._process.exitcode
 
 
-def _run(words, log, environment):
+def _run(words, log):
     os.setsid()
     os.chdir("/")
-    os.environ.clear()
-    os.environ.update(environment)
     descriptor = os.open(log, os.O_APPEND | os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

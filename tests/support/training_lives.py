@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import tierfs
+from support.torch_ranks import zygote
 from tierfs.train import Every, Manager, Preemption, TrainState
 
 ITEMS, BATCH = 24, 2
@@ -29,16 +29,10 @@ class Lives:
     """Starts lives as forks of one process that has imported torch."""
 
     def __init__(self) -> None:
-        self._processes = multiprocessing.get_context("forkserver")
         self._started: list[Life] = []
-        self._processes.set_forkserver_preload([__name__, "tierfs.train.manager", "tierfs.train.state"])
 
     def start(self, size: int, directory: Path, name: str, url: str, settings: dict[str, Any]) -> Life:
-        environment = {key: value for key, value in os.environ.items() if key.startswith("TIERFS_")}
-        given = size, str(directory), name, url, {"environment": environment, **settings}
-        ranks = [self._processes.Process(target=live, args=(rank, *given)) for rank in range(size)]
-        for rank in ranks:
-            rank.start()
+        ranks = [zygote.start(live, rank, size, str(directory), name, url, settings) for rank in range(size)]
         self._started.append(Life(ranks, [directory / f"{name}-{rank}.jsonl" for rank in range(size)]))
         return self._started[-1]
 
@@ -157,7 +151,7 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
     """
     os.setsid()
     os.dup2(os.open(Path(directory, f"{life}-{rank}.err"), os.O_WRONLY | os.O_CREAT), 2)
-    os.environ.update(settings.get("environment", {}), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     if size > 1:

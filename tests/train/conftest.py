@@ -1,7 +1,7 @@
 """Fixtures of the tests of the training manager."""
 
 import pytest
-from support.dcp_stores import all_stores_are_closed, flushers_are_forked, plans_are_forgotten  # noqa: F401
+from support.dcp_stores import all_stores_are_closed, plans_are_forgotten  # noqa: F401
 
 import tierfs
 

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from support import passing_child
+from support.torch_ranks import zygote
 from test_writer import noise, same
 
 import tierfs
@@ -33,10 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning
 
 class Child:
     def __init__(self):
-        context = mp.get_context("spawn")
-        self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=passing_child.serve, args=(theirs,), daemon=True)
-        self.process.start()
+        self.conn, theirs = mp.Pipe()
+        self.process = zygote.start(passing_child.serve, theirs, daemon=True)
         theirs.close()
 
     def ask(self, *request):
