@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import signal
-import sys
 import tempfile
 
 import pytest
@@ -12,7 +11,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 from support import forked_flusher
 
+from tierfs.repeated_warnings import forget_repeats
+from tierfs.session import open as opened
 from tierfs.session import tiers
+from tierfs.session.compose import open_tiers
 
 # Files that take long, the longest first, so that all processes that share the files end at the same time.
 LONG = (
@@ -107,9 +109,7 @@ def memory_is_freed():
 @pytest.fixture(autouse=True)
 def warnings_are_logged_in_each_test():
     yield
-    repeats = sys.modules.get("tierfs.repeated_warnings")
-    if repeats is not None:
-        repeats.forget_repeats()
+    forget_repeats()
 
 
 @pytest.fixture(autouse=True)
@@ -117,17 +117,12 @@ def stores_are_closed(request):
     """Close the stores that a test opened, before its `tmp_path` goes, so that its descriptors do not stay open."""
     if "tmp_path" in request.fixturenames:
         request.getfixturevalue("tmp_path")
-    opened = sys.modules.get("tierfs.session.open")
-    earlier = set() if opened is None else {id(store) for store in opened._stores.values()}
+    earlier = {id(store) for store in opened._stores.values()}
     yield
-    opened = sys.modules.get("tierfs.session.open")
-    if opened is None:
-        return
     for key, store in list(opened._stores.items()):
         if id(store) not in earlier:
             del opened._stores[key]
             if store.tiers is not None:
                 store.tiers.close()
-                open_tiers = sys.modules["tierfs.session.compose"].open_tiers
-                for kept in [key for key, tiers in open_tiers.items() if tiers is store.tiers]:
+                for kept in [key for key, of in open_tiers.items() if of is store.tiers]:
                     del open_tiers[kept]

@@ -83,12 +83,12 @@ from tierfs.store import (
     prefetch,
     rename,
     stat,
-    transfers,
 )
 from tierfs.store import wait as wait_for
 from tierfs.store.local_changes import level_of
 from tierfs.store.read.reader import open_entry
 from tierfs.testing import Fault
+from tierfs.threads import transfers
 
 EXAMPLES = int(os.environ.get("TIERFS_STATEFUL_EXAMPLES", "0"))
 SEED = os.environ.get("TIERFS_STATEFUL_SEED")
@@ -147,7 +147,7 @@ def small_and_repeatable():
         patch.setattr(importlib.import_module("tierfs.store.write.sink"), "SLOT_BYTES_MIN", 4096)
         patch.setattr(growth, "SMALL_BYTES", 4 * CHUNK)
         patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
-        patch.setattr(transfers.transfers, "shared", InlineTransfers())
+        patch.setattr(transfers, "shared", InlineTransfers())
         patch.setattr(ahead, "AHEAD_BYTES_MIN", 2 * CHUNK)
         patch.setattr(queue, "LARGE_BYTES_MIN", 2 * CHUNK)
         # Housekeeping, which has arguments, would never end on the thread of the test.
