@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.flipping import flip_shard
+from support.pairs import pairs
 from support.training_lives import Life, Lives
 from tierfs.dcp.address import Address
-from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.format.keys import chunk_key, inside
-from tierfs.store import stat
 from tierfs.store.maintenance.gc.report import GcOptions
 from tierfs.store.maintenance.gc.run import collect
 from tierfs.train import Best, Every, Latest, Manager, Preemption, YoungDaly
@@ -50,25 +48,9 @@ TERMINATED = 128 + signal.SIGTERM
 ENDED_WITH = {"kill": -signal.SIGKILL, "terminate": TERMINATED, "usr1 and terminate": TERMINATED}
 
 
-def covering(seed: int) -> Iterator[dict[str, Any]]:
-    """Yield draws, one value of each factor, until each pair of values was in one of them."""
-    chance = random.Random(seed)
-    names = list(FACTORS)
-    missing = {
-        frozenset([(one, a), (other, b)])
-        for one, other in itertools.combinations(names, 2)
-        for a, b in itertools.product(FACTORS[one], FACTORS[other])
-    }
-
-    def pairs(draw: dict[str, Any]) -> set[frozenset[tuple[str, Any]]]:
-        return {frozenset(each) for each in itertools.combinations(draw.items(), 2)}
-
-    while missing:
-        begun = dict(chance.choice(sorted(missing, key=lambda pair: sorted(map(str, pair)))))
-        tries = [{name: begun.get(name, chance.choice(list(FACTORS[name]))) for name in names} for _ in range(50)]
-        best = max(tries, key=lambda draw: len(pairs(draw) & missing))
-        missing -= pairs(best)
-        yield best
+def covering(seed: int) -> list[dict[str, Any]]:
+    """Return draws, one value of each factor, so that each pair of values is in one of them."""
+    return pairs({name: list(values) for name, values in FACTORS.items()}, seed)
 
 
 class Draw:
@@ -134,7 +116,7 @@ class Draw:
         if ending == "damaged":
             host = "there"  # this host has no sound copy
             self.wait_until(lambda: newest in self.full(host))
-            self.flip(newest)
+            flip_shard(f"{self.url}/step_{newest}", **self.options)
             newest = max((step for step in self.full(host) if step != newest), default=None)
             if self.draw["on_corrupt"] == "raise" or newest is None:
                 refused = self.start("refused", made, host)
@@ -187,16 +169,6 @@ class Draw:
         store = Address.of(self.url, self.of_host("elsewhere")).open()[0]
         report = collect(store, GcOptions(dry_run=True))
         assert (report.missing, list(report.unreadable)) == (0, [])
-
-    def flip(self, step: int) -> None:
-        """Flip a byte of the longest chunk of a checkpoint in the object tier."""
-        store, path = Address.of(f"{self.url}/step_{step}", self.of_host("elsewhere")).open()
-        files = open_checkpoint(store, path).files()
-        manifest = stat(store, inside(path, max(files, key=lambda name: files[name]))).manifest
-        key = chunk_key(max(manifest.rows, key=lambda row: row.raw_length).name)
-        data = bytearray(store.objects.read(key, 1 << 30)[0])
-        data[len(data) * 2 // 3] ^= 0xFF
-        store.objects.put(key, [data])
 
     @staticmethod
     def wait_until(is_true: Callable[[], bool]) -> None:

@@ -113,7 +113,7 @@ def test_a_save_that_is_read_back_damaged_fails_and_is_marked(root, monkeypatch)
         damage = run._saves._read_back
 
         def damage_in(handle):
-            flip_shard(root, handle.step)
+            flip_shard(f"{root}/step_{handle.step}")
             return damage(handle)
 
         monkeypatch.setattr(run._saves, "_read_back", damage_in)

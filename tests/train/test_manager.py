@@ -119,7 +119,7 @@ def test_a_damaged_step_is_marked_and_passed_over(root, caplog):
     with manager(root) as run:
         for step in (1, 2, 3):
             run.save(step, state(step)).wait("object", timeout=30)
-    flip_shard(root, 3)
+    flip_shard(f"{root}/step_3")
     found = blank()
     with manager(root) as run, caplog.at_level(logging.ERROR, "tierfs.train"):
         restored = run.restore(found)
@@ -137,7 +137,7 @@ def test_a_host_loads_its_own_copy_of_a_marked_step(root, tmp_path, caplog, is_s
     with manager(root, **own) as run:
         for step in (1, 2):
             run.save(step, state(step)).wait("object", timeout=30)
-        flip_shard(root, 2)
+        flip_shard(f"{root}/step_2")
         with manager(root, state_dir=str(tmp_path / "other")) as other:
             assert other.restore(blank()).step == 1
         if not is_sound:
@@ -150,7 +150,7 @@ def test_a_host_loads_its_own_copy_of_a_marked_step(root, tmp_path, caplog, is_s
 def test_a_marked_step_may_be_saved_anew(root):
     with manager(root) as run:
         run.save(1, state(1)).wait("object", timeout=30)
-        flip_shard(root, 1)
+        flip_shard(f"{root}/step_1")
         with pytest.raises(CorruptionError, match="none can be loaded"):
             run.restore(blank())
         run.save(1, state(9), force=True).wait("object", timeout=30)
@@ -162,7 +162,7 @@ def test_a_marked_step_may_be_saved_anew(root):
 def test_no_loadable_checkpoint_is_an_error(root):
     with manager(root) as run:
         run.save(1, state(1)).wait("object", timeout=30)
-    flip_shard(root, 1)
+    flip_shard(f"{root}/step_1")
     for _ in range(2):  # the first restore finds the damage, the second its mark
         with manager(root) as run, pytest.raises(CorruptionError, match="none can be loaded"):
             run.restore(blank())
@@ -172,7 +172,7 @@ def test_a_damaged_step_is_an_error_if_that_is_wished(root):
     with manager(root) as run:
         for step in (1, 2):
             run.save(step, state(step)).wait("object", timeout=30)
-    flip_shard(root, 2)
+    flip_shard(f"{root}/step_2")
     with manager(root, on_corrupt="raise") as run, pytest.raises(CorruptionError, match="step_2"):
         run.restore(blank())
 
