@@ -1,58 +1,25 @@
 """The steps of a gc run: reasons to keep, kills at each step, damage, concurrent gcs, stale answers."""
 
 import json
-import random
-import uuid
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from support.served import KilledError, ServedObjects, StepLink
+from support.damaging import GRACE_S, LEASE_S, make_world, middle, pass_grace
+from support.served import KilledError, StepLink
 
-from tierfs.clock import ManualClock
-from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, InvalidInputError, StoreError
 from tierfs.format import keys
-from tierfs.format.descriptor import Descriptor
 from tierfs.objects import OVERWRITE
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, Writer, delete, load, save, usage, verify
-from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.gc_turn import Turn
 
-LEASE_S, GRACE_S = 20, 60
 ONE, TWO, THREE = b"one" * 1000, b"two" * 2000, b"three" * 3000
-
-
-def make_world(**options):
-    clock = ManualClock()
-    tier = ServedObjects(f"/gc-{uuid.uuid4().hex}", clock)
-    descriptor = Descriptor(
-        "0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=LEASE_S, grace_s=GRACE_S
-    )
-    descriptor = replace(descriptor, **options)
-    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
-    drawn = random.Random(1)
-
-    def open_on(objects=tier):
-        return Store(objects, descriptor, url="store", clock=clock, random_bytes=drawn.randbytes)
-
-    def gc(objects=tier, **how):
-        return collect(open_on(objects), GcOptions(concurrency=1, **how))
-
-    def count(prefix):
-        return sum(1 for _ in tier.list(prefix))
-
-    return SimpleNamespace(clock=clock, tier=tier, open_on=open_on, gc=gc, count=count, store=open_on())
 
 
 @pytest.fixture
 def world():
     return make_world()
-
-
-def pass_grace(world):
-    world.clock.sleep(GRACE_S + 5)
 
 
 def three_files(world):
@@ -82,7 +49,7 @@ def test_chunks_are_deleted_one_grace_after_condemnation(world):
     delete(world.store, "b")
     first = world.gc()
     assert (first.young.count, first.condemned.count, first.reached.count) == (1, 0, 2), "too young"
-    pass_grace(world)
+    pass_grace(world.store)
     second = world.gc()
     assert (second.condemned.count, second.deleted.count) == (1, 0)
     assert second.tombstones.count == 1
@@ -94,7 +61,7 @@ def test_chunks_are_deleted_one_grace_after_condemnation(world):
     assert (fourth.deleted.count, fourth.deleted.bytes) == (1, second.condemned.bytes)
     assert world.count(keys.CHUNKS) == 2
     assert world.count(keys.TREE) == 2
-    pass_grace(world)
+    pass_grace(world.store)
     assert world.gc().lists.count == 1
     assert [item.key for item in world.tier.list(keys.GC)] == [keys.COLLECTOR]
     assert (load(world.store, "a"), load(world.store, "c")) == (ONE, THREE)
@@ -103,7 +70,7 @@ def test_chunks_are_deleted_one_grace_after_condemnation(world):
 def test_a_save_outlives_the_tombstone_that_it_replaces(world):
     save(world.store, "b", TWO)
     delete(world.store, "b")
-    pass_grace(world)
+    pass_grace(world.store)
     first, second = Writer(world.store, "b"), Writer(world.open_on(), "b")
     first.write(ONE)
     second.write(THREE)
@@ -127,13 +94,13 @@ def test_chunks_that_files_need_and_that_are_missing_are_counted(world, dry_run)
 def test_a_dry_run_changes_nothing_and_says_the_same(world):
     three_files(world)
     delete(world.store, "b")
-    pass_grace(world)
+    pass_grace(world.store)
     before = {item.key: item.version for item in world.tier.list("")}
     would = world.gc(dry_run=True)
     assert {item.key: item.version for item in world.tier.list("")} == before
     did = world.gc()
     assert (would.condemned, would.tombstones, would.reached) == (did.condemned, did.tombstones, did.reached)
-    pass_grace(world)
+    pass_grace(world.store)
     assert world.gc(dry_run=True).deleted == world.gc().deleted
     json.dumps(did.as_dict())
 
@@ -165,7 +132,7 @@ def test_an_exclusive_dry_run_changes_nothing_and_tells_the_truth(world):
 def test_exclusive_deletes_what_an_earlier_run_condemned(world):
     three_files(world)
     delete(world.store, "b")
-    pass_grace(world)
+    pass_grace(world.store)
     assert world.gc().condemned.count == 1
     would, did = world.gc(dry_run=True, exclusive=True), world.gc(exclusive=True)
     assert (did.deleted.count, did.waiting.count) == (1, 0)
@@ -233,13 +200,13 @@ def steps_of(world):
     save(world.store, "d", ONE + TWO)
     save(world.store, "e", TWO + THREE)
     delete(world.store, "b")
-    pass_grace(world)
+    pass_grace(world.store)
     world.gc()
-    pass_grace(world)
+    pass_grace(world.store)
     delete(world.open_on(), "c")
     world.gc()
     delete(world.open_on(), "e")
-    pass_grace(world)
+    pass_grace(world.store)
 
 
 def test_gc_goes_on_after_a_kill_at_every_step():
@@ -260,7 +227,7 @@ def test_gc_goes_on_after_a_kill_at_every_step():
         for path, content in (("a", ONE), ("d", ONE + TWO)):
             assert load(world.open_on(), path) == content
         for _ in range(4):
-            pass_grace(world)
+            pass_grace(world.store)
             world.gc()
         for path, content in (("a", ONE), ("d", ONE + TWO)):
             assert load(world.open_on(), path) == content
@@ -269,20 +236,13 @@ def test_gc_goes_on_after_a_kill_at_every_step():
         assert world.count(keys.GC) == 1
 
 
-def flip(world, key):
-    data, _ = world.tier.read(key, 1 << 20)
-    damaged = bytearray(data)
-    damaged[len(damaged) // 2] ^= 1
-    world.tier.put(key, [damaged])
-
-
 def test_a_record_that_cannot_be_read_stops_everything_until_a_person_gives_it_up(world):
     three_files(world)
     delete(world.store, "b")
-    pass_grace(world)
+    pass_grace(world.store)
     world.gc()
-    pass_grace(world)
-    flip(world, keys.record_key("a"))
+    pass_grace(world.store)
+    middle(world.store, keys.record_key("a"))
     before = world.count(keys.CHUNKS)
     report = world.gc()
     assert report.is_blocked
@@ -298,16 +258,16 @@ def test_a_record_that_cannot_be_read_stops_everything_until_a_person_gives_it_u
 def test_a_damaged_condemned_list_goes_after_a_grace_and_nothing_is_deleted_for_it(world):
     three_files(world)
     delete(world.store, "b")
-    pass_grace(world)
+    pass_grace(world.store)
     world.gc()
     (key,) = [item.key for item in world.tier.list(keys.GC) if keys.is_condemned_key(item.key)]
-    flip(world, key)
-    pass_grace(world)
+    middle(world.store, key)
+    pass_grace(world.store)
     report = world.gc()
     assert (report.deleted.count, report.condemned.count) == (0, 1), "it is condemned anew"
-    pass_grace(world)
+    pass_grace(world.store)
     assert world.gc().deleted.count == 1
-    pass_grace(world)
+    pass_grace(world.store)
     world.gc()
     save(world.open_on(), "b", TWO)
     assert load(world.open_on(), "b") == TWO
@@ -316,15 +276,15 @@ def test_a_damaged_condemned_list_goes_after_a_grace_and_nothing_is_deleted_for_
 def test_a_damaged_record_of_the_collector_is_made_anew(world):
     three_files(world)
     delete(world.store, "b")
-    pass_grace(world)
+    pass_grace(world.store)
     world.gc()
     first = {item.key for item in world.tier.list(keys.GC)}
-    flip(world, keys.COLLECTOR)
+    middle(world.store, keys.COLLECTOR)
     with pytest.raises(ConflictError):
         world.gc()
-    pass_grace(world)
+    pass_grace(world.store)
     world.gc()
-    pass_grace(world)
+    pass_grace(world.store)
     assert world.gc().deleted.count == 1
     assert {item.key for item in world.tier.list(keys.GC)} == first, "no list is published under a number that was used"
 
@@ -363,7 +323,7 @@ def test_usage_says_to_the_byte_what_gc_frees(world):
         delete(world.store, path)
     for _ in range(4):
         world.gc()
-        pass_grace(world)
+        pass_grace(world.store)
     assert before - stored() == said
 
 
@@ -375,5 +335,5 @@ def test_an_interval_follows_the_longest_lease(world):
         Store(world.tier, replace(world.store.descriptor, lease_s=300), url="store", clock=world.clock), "d", ONE + ONE
     )
     delete(world.store, "b")
-    pass_grace(world)
+    pass_grace(world.store)
     assert world.gc().next_s > 2 * 300

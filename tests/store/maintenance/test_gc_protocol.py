@@ -1,70 +1,39 @@
 """Each rule of the gc protocol, with an interleaving that needs it: without the rule, a needed chunk is deleted."""
 
-import random
-import uuid
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.served import ServedObjects, StepLink
+from support.damaging import GRACE_S, LEASE_S, make_world
+from support.served import StepLink
 
-from tierfs.clock import ManualClock
-from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, CorruptionError, StoreError
-from tierfs.format import keys
-from tierfs.format.descriptor import Descriptor
 from tierfs.format.manifest import Manifest
-from tierfs.store import Store, Writer, delete, load, rename, save
+from tierfs.store import Writer, delete, load, rename, save
 from tierfs.store.leases import LeaseCache
-from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.maintenance.gc.run import _Run
 from tierfs.store.maintenance.gc_turn import Turn
 from tierfs.store.tree import copy as copying
 from tierfs.testing import Fault, FaultyObjects
 
-LEASE_S, GRACE_S = 20, 60
 CONTENT = b"content" * 1000
 
 
 @pytest.fixture
 def world():
-    clock = ManualClock()
-    tier = ServedObjects(f"/protocol-{uuid.uuid4().hex}", clock)
-    descriptor = Descriptor(
-        "0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=LEASE_S, grace_s=GRACE_S
-    )
-    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
-    drawn = random.Random(1)
-
-    def open_on(objects):
-        return Store(objects, descriptor, url="store", clock=clock, random_bytes=drawn.randbytes)
-
-    def run_gc(objects=tier):
-        return collect(open_on(objects), GcOptions(concurrency=1))
+    world = make_world()
 
     def pass_time(seconds=GRACE_S + 5):
-        clock.sleep(seconds)
+        world.clock.sleep(seconds)
 
     def collect_all():
         """Condemn, delete, and remove the condemned lists."""
         for _ in range(4):
-            run_gc()
+            world.gc()
             pass_time()
 
-    def chunks():
-        return [item.key for item in tier.list(keys.CHUNKS)]
-
-    return SimpleNamespace(
-        clock=clock,
-        tier=tier,
-        open_on=open_on,
-        gc=run_gc,
-        pass_time=pass_time,
-        collect_all=collect_all,
-        chunks=chunks,
-        writer=open_on(tier),
-    )
+    return SimpleNamespace(**vars(world), pass_time=pass_time, collect_all=collect_all, writer=world.store)
 
 
 def check(world, *paths):

@@ -1,44 +1,20 @@
 """Reference lists: when they are written, when a mark may use them, and when it must not."""
 
 import random
-import uuid
 
 import pytest
-from support.served import KilledError, ServedObjects, StepLink
+from support.damaging import content, gc, keys_below, make_store, pass_grace, paths, reopened, run
+from support.served import KilledError, StepLink
 
-from tierfs.clock import ManualClock
-from tierfs.digest import DigestKind
-from tierfs.errors import CorruptionError, FormatError, StoreError
+from tierfs.errors import CorruptionError, FormatError
 from tierfs.format import keys
-from tierfs.format.descriptor import Descriptor
 from tierfs.format.references import ReferenceList, record_check
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store import Store, copy, delete, load, rename, save, usage, usages, verify
-from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store import copy, delete, load, rename, save, usage, usages, verify
 from tierfs.store.maintenance.gc.name_set import NameSet, encode_names
-from tierfs.store.maintenance.repair import repair
 from tierfs.store.tree.references import write_references
+from tierfs.testing import Fault, PlannedFault
 from tierfs.testing.damage import flip_bit
-
-GRACE_S = 60
-
-
-def make_store():
-    clock = ManualClock()
-    tier = ServedObjects(f"/references-{uuid.uuid4().hex}", clock)
-    descriptor = Descriptor(
-        "0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=20, grace_s=GRACE_S
-    )
-    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
-    return Store(tier, descriptor, url="store", clock=clock)
-
-
-def open_on(store, objects=None):
-    return Store(objects or store.objects, store.descriptor, url="store", clock=store.clock)
-
-
-def content(number):
-    return random.Random(number).randbytes(2000 + number)
 
 
 def checkpoint(store, directory, *numbers):
@@ -50,7 +26,7 @@ def checkpoint(store, directory, *numbers):
 
 @pytest.fixture
 def store():
-    store = make_store()
+    store = make_store("auto")
     checkpoint(store, "run/1", 1, 2)
     checkpoint(store, "run/2", 2, 3)
     save(store, "loose", content(50))
@@ -69,27 +45,15 @@ class Reads(WrappedObjects):
         return super().read(key, limit)
 
 
-def gc(store, objects=None, **how):
-    return collect(open_on(store, objects), GcOptions(concurrency=1, **how))
-
-
 def read_by(store):
     objects = Reads(store.objects)
     report = gc(store, objects)
     return report, [key for key in objects.read_keys if key.startswith((keys.TREE, keys.REFERENCES))]
 
 
-def pass_grace(store):
-    store.clock.sleep(GRACE_S + 5)
-
-
 def decoded(store, directory):
     key = keys.references_key(directory)
     return ReferenceList.decode(store.objects.read(key, 1 << 20)[0], key)
-
-
-def lists(store):
-    return {item.key for item in store.objects.list(keys.REFERENCES)}
 
 
 def test_a_list_is_written_with_the_checkpoint(store):
@@ -98,7 +62,7 @@ def test_a_list_is_written_with_the_checkpoint(store):
     versions = {item.key: item.version for item in store.objects.list(keys.directory_prefix("run/1"))}
     assert found.records == b"".join(sorted(record_check(key, version) for key, version in versions.items()))
     assert len(found.names) == 3 * 28
-    assert lists(store) == {keys.references_key("run/1"), keys.references_key("run/2")}
+    assert keys_below(store, keys.REFERENCES) == {keys.references_key("run/1"), keys.references_key("run/2")}
 
 
 def test_a_mark_reads_one_object_for_each_checkpoint(store):
@@ -110,23 +74,23 @@ def test_a_mark_reads_one_object_for_each_checkpoint(store):
 
 
 def overwritten(store):
-    save(open_on(store), "run/1/__1_0", content(11))
+    save(reopened(store), "run/1/__1_0", content(11))
 
 
 def added(store):
-    save(open_on(store), "run/1/more", content(11))
+    save(reopened(store), "run/1/more", content(11))
 
 
 def deleted(store):
-    delete(open_on(store), "run/1/__1_0")
+    delete(reopened(store), "run/1/__1_0")
 
 
 def moved_in(store):
-    rename(open_on(store), "loose", "run/1/loose")
+    rename(reopened(store), "loose", "run/1/loose")
 
 
 def copied_in(store):
-    copy(open_on(store), "loose", "run/1/loose")
+    copy(reopened(store), "loose", "run/1/loose")
 
 
 def damaged(store):
@@ -145,22 +109,17 @@ def of_another(store):
 @pytest.mark.parametrize("change", [overwritten, added, deleted, moved_in, copied_in, damaged, removed, of_another])
 def test_a_list_that_does_not_speak_for_what_is_there_counts_for_nothing_and_is_made_again(store, change):
     change(store)
-    before = {entry: load(open_on(store), entry) for entry in paths(store)}
+    before = {entry: load(reopened(store), entry) for entry in paths(store)}
     for _ in range(4):
         report, _ = read_by(store)
         assert not report.is_blocked
         pass_grace(store)
-    assert {entry: load(open_on(store), entry) for entry in paths(store)} == before
-    assert verify(open_on(store)).damage == []
+    assert {entry: load(reopened(store), entry) for entry in paths(store)} == before
+    assert verify(reopened(store)).damage == []
     report, read = read_by(store)
     assert report.by_list >= 6 - (change is deleted)
     assert keys.references_key("run/1") in read
     assert count_unneeded(store) == 0
-
-
-def paths(store):
-    live = [item for item in store.objects.list(keys.TREE) if item.size > 80]
-    return [keys.parse_record_key(item.key) for item in live]
 
 
 def count_unneeded(store):
@@ -175,9 +134,9 @@ def test_the_list_goes_with_its_checkpoint_and_what_it_named_too(store):
     for _ in range(4):
         gc(store)
         pass_grace(store)
-    assert lists(store) == {keys.references_key("run/2")}
+    assert keys_below(store, keys.REFERENCES) == {keys.references_key("run/2")}
     assert count_unneeded(store) == 0
-    assert load(open_on(store), "run/2/__2_0") == content(2), "it shares that with the one that is gone"
+    assert load(reopened(store), "run/2/__2_0") == content(2), "it shares that with the one that is gone"
 
 
 def test_a_checkpoint_inside_of_another_has_a_list_of_its_own(store):
@@ -203,7 +162,7 @@ def test_a_checkpoint_that_appears_inside_of_another_during_a_mark_loses_nothing
         step(what)
         if what.startswith("listed") and what.endswith("/loose!") and not done:
             done.append(what)
-            save(open_on(store), "run/1/inner/.metadata", content(71))
+            save(reopened(store), "run/1/inner/.metadata", content(71))
 
     link.step = step
     delete(store, "loose")
@@ -211,14 +170,14 @@ def test_a_checkpoint_that_appears_inside_of_another_during_a_mark_loses_nothing
     for _ in range(4):
         gc(store, link)
         pass_grace(store)
-    assert load(open_on(store), "run/1/inner/data") == content(70)
-    assert verify(open_on(store)).damage == []
+    assert load(reopened(store), "run/1/inner/data") == content(70)
+    assert verify(reopened(store)).damage == []
 
 
 def test_a_mark_that_is_killed_while_it_makes_lists_again_does_no_harm():
-    steps = StepLink(make_store().objects).steps
+    steps = StepLink(make_store("auto").objects).steps
     for kill_at in range(1, 60):
-        store = make_store()
+        store = make_store("auto")
         checkpoint(store, "run/1", 1, 2)
         removed(store)
         link = StepLink(store.objects, kill_at=kill_at)
@@ -231,24 +190,16 @@ def test_a_mark_that_is_killed_while_it_makes_lists_again_does_no_harm():
         pass_grace(store)
         assert not gc(store).is_blocked
         assert decoded(store, "run/1").path == "run/1"
-        assert load(open_on(store), "run/1/__1_0") == content(1)
+        assert load(reopened(store), "run/1/__1_0") == content(1)
         steps = max(steps, link.steps)
     assert steps > 20
 
 
-def test_a_save_does_not_fail_where_the_list_cannot_be_written(monkeypatch):
-    store = make_store()
-    put = store.objects.put
-
-    def refuse(key, data, **how):
-        if key.startswith(keys.REFERENCES):
-            raise StoreError("no", transient=False)
-        return put(key, data, **how)
-
-    monkeypatch.setattr(store.objects, "put", refuse)
-    checkpoint(store, "run/1", 1)
-    assert lists(store) == set()
-    monkeypatch.undo()
+def test_a_save_does_not_fail_where_the_list_cannot_be_written():
+    store = make_store("auto")
+    refused = PlannedFault(Fault.DENIED, "put", key_part=keys.REFERENCES)
+    checkpoint(reopened(store, refused), "run/1", 1)
+    assert keys_below(store, keys.REFERENCES) == set()
     assert gc(store).made_lists == 1
 
 
@@ -273,17 +224,17 @@ def test_repair_makes_missing_and_damaged_lists_again(store):
     removed(store)
     flip_bit(store.objects, keys.references_key("run/2"), 400)
     flip_bit(store.objects, keys.references_key("run/2"), 500)
-    report = repair(open_on(store), concurrency=1)
+    report = run(reopened(store))
     assert sorted(each.key for each in report.mended) == sorted(
         keys.references_key(name) for name in ("run/1", "run/2")
     )
     assert gc(store).by_list == 6
-    assert verify(open_on(store)).damage == []
+    assert verify(reopened(store)).damage == []
 
 
 def test_verify_finds_a_damaged_list(store):
     damaged(store)
-    assert [each.key for each in verify(open_on(store)).damage] == [keys.references_key("run/1")]
+    assert [each.key for each in verify(reopened(store)).damage] == [keys.references_key("run/1")]
 
 
 @pytest.mark.parametrize("at", [16, 17, 19, 23, 27])

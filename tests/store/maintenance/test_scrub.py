@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from support.damaging import content, make_store, reopened
 from support.saving import Training
 from support.tiered import MIB, Host
 
@@ -19,8 +20,7 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.host.pending.levels import Level
 from tierfs.objects import MemoryObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store import Store, delete, load, save, verify, wait
-from tierfs.store.encode.codecs import Codecs
+from tierfs.store import delete, load, save, verify, wait
 from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub import ScrubOptions, read_scrub_record, scrub, scrub_piece
 from tierfs.store.maintenance.scrub.local import scrub_local
@@ -44,16 +44,8 @@ class SlowObjects(WrappedObjects):
         return super().get(key, ranges, version=version)
 
 
-def make_store(codecs="auto", wrap=lambda tier, clock: tier):
-    clock = ManualClock()
-    tier = wrap(MemoryObjects(f"/scrub-{uuid.uuid4().hex}"), clock)
-    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0)
-    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
-    return Store(tier, descriptor, url=f"store-{uuid.uuid4().hex}", clock=clock, codecs=Codecs.parse(codecs))
-
-
-def content(number, size=3000):
-    return random.Random(number).randbytes(size + number)
+def slow(store):
+    return reopened(store, objects=SlowObjects(store.objects, store.clock))
 
 
 def chunk_keys(store):
@@ -69,7 +61,7 @@ def in_a_block(store, key):
 
 
 def test_a_sound_store_is_verified_once_around():
-    store = make_store()
+    store = make_store("auto")
     for number in range(20):
         save(store, f"f{number}", content(number))
     report = scrub(store)
@@ -79,7 +71,7 @@ def test_a_sound_store_is_verified_once_around():
 
 
 def test_runs_go_on_where_the_last_one_ended_the_least_recently_verified_first():
-    store = make_store(wrap=SlowObjects)
+    store = slow(make_store("auto"))
     for number in range(30):
         save(store, f"f{number}", content(number))
     store.objects.reads.clear()
@@ -95,7 +87,7 @@ def test_runs_go_on_where_the_last_one_ended_the_least_recently_verified_first()
 
 
 def test_chunks_verified_in_the_future_are_verified_again():
-    store = make_store()
+    store = make_store("auto")
     save(store, "a", b"a" * 200_000)
     options = ScrubOptions(min_age_s=86400)
     store.clock.sleep(10 * 365 * 86400)  # until the clock is set right
@@ -106,8 +98,8 @@ def test_chunks_verified_in_the_future_are_verified_again():
     assert scrub(store, options).chunks == 0
 
 
-def test_a_killed_scrub_keeps_its_progress(monkeypatch):
-    store = make_store(wrap=SlowObjects)
+def test_a_killed_scrub_keeps_its_progress():
+    store = slow(make_store("auto"))
     for number in range(30):
         save(store, f"f{number}", content(number))
     store.objects.reads.clear()
@@ -119,13 +111,12 @@ def test_a_killed_scrub_keeps_its_progress(monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         scrub(store, ALONE, run_piece=killed)
-    monkeypatch.undo()
     scrub(store, ScrubOptions(max_seconds=9, concurrency=1))
     assert len(set(store.objects.reads)) >= 28
 
 
 def test_a_bandwidth_is_kept():
-    store = make_store()
+    store = make_store("auto")
     for number in range(10):
         save(store, f"f{number}", content(number, 100_000))
     before = store.clock.monotonic()
@@ -152,7 +143,7 @@ def test_an_object_is_healed_from_a_replica(damage, codecs):
 
 
 def test_damage_that_nothing_heals_is_named_until_it_is_gone():
-    store = make_store()
+    store = make_store("auto")
     save(store, "a", content(1))
     save(store, "b", content(2))
     key = chunk_keys(store)[0]
@@ -170,7 +161,7 @@ def test_damage_that_nothing_heals_is_named_until_it_is_gone():
 
 @pytest.mark.parametrize("options", [ALONE, ScrubOptions(max_seconds=0), ScrubOptions(dry_run=True)])
 def test_a_missing_chunk_and_an_unreadable_record_are_no_sound_store(options):
-    store = make_store()
+    store = make_store("auto")
     for number in range(3):
         save(store, f"f{number}", content(number))
     assert scrub(store, options).is_sound
@@ -185,7 +176,7 @@ def test_a_missing_chunk_and_an_unreadable_record_are_no_sound_store(options):
 
 
 def test_a_scrub_without_healing_changes_nothing():
-    store = make_store()
+    store = make_store("auto")
     save(store, "a", content(1))
     (key,) = chunk_keys(store)
     in_the_envelope(store, key)
@@ -207,7 +198,8 @@ class RefusingObjects(WrappedObjects):
 
 @pytest.mark.parametrize("error", [CapacityError("the disk is full"), ReadOnlyError("read-only")])
 def test_a_store_that_takes_no_put_is_still_verified(error):
-    store = make_store("off", wrap=lambda tier, _: RefusingObjects(tier))
+    sound = make_store("off")
+    store = reopened(sound, objects=RefusingObjects(sound.objects))
     replica = make_store("off")
     for each in (store, replica):
         save(each, "a", content(1))
@@ -233,7 +225,7 @@ def test_another_object_of_the_same_content_heals():
 
 
 def test_a_missing_object_is_made_again_under_its_name():
-    store, replica = make_store(), make_store()
+    store, replica = make_store("auto"), make_store("auto")
     for target in (store, replica):
         save(target, "a", content(1))
     (key,) = chunk_keys(store)
@@ -246,7 +238,7 @@ def test_a_missing_object_is_made_again_under_its_name():
 
 
 def test_pieces_run_on_any_executor():
-    store = make_store()
+    store = make_store("auto")
     for number in range(40):
         save(store, f"f{number}", content(number))
     key = chunk_keys(store)[7]
@@ -257,7 +249,7 @@ def test_pieces_run_on_any_executor():
 
 
 def test_a_piece_that_fails_ends_the_run_and_what_is_done_is_noted():
-    store = make_store()
+    store = make_store("auto")
     for number in range(40):
         save(store, f"f{number}", content(number))
 
@@ -274,7 +266,7 @@ def test_a_piece_that_fails_ends_the_run_and_what_is_done_is_noted():
 
 
 def test_a_damaged_scrub_record_is_made_anew():
-    store = make_store()
+    store = make_store("auto")
     save(store, "a", content(1))
     scrub(store, ALONE)
     flip_bit(store.objects, keys.SCRUB, 200)

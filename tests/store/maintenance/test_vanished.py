@@ -2,56 +2,18 @@
 
 import itertools
 import json
-import random
-import uuid
 
 import pytest
-from support.served import KilledError, ServedObjects, StepLink
+from support.damaging import content, gc, keys_below, make_store, pass_grace, paths, reopened, run
+from support.served import KilledError, StepLink
 
-from tierfs.clock import ManualClock
-from tierfs.digest import DigestKind
 from tierfs.format import keys
 from tierfs.format.checkpoint import ROOT, SaveMark
-from tierfs.format.descriptor import Descriptor
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store import Store, delete, load, rename, save, usage, verify
+from tierfs.store import delete, load, rename, save, usage, verify
 from tierfs.store.commit import PART, Commits
-from tierfs.store.maintenance.gc import GcOptions, collect
-from tierfs.store.maintenance.repair import repair
 from tierfs.store.tree.references import write_references
 from tierfs.store.write.writer import Writer
-
-GRACE_S = 60
-
-
-def make_store():
-    clock = ManualClock()
-    tier = ServedObjects(f"/vanished-{uuid.uuid4().hex}", clock)
-    descriptor = Descriptor(
-        "0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=20, grace_s=GRACE_S
-    )
-    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
-    return Store(tier, descriptor, url="store", clock=clock)
-
-
-def open_on(store, objects=None):
-    return Store(objects or store.objects, store.descriptor, url="store", clock=store.clock)
-
-
-def gc(store, objects=None, **how):
-    return collect(open_on(store, objects), GcOptions(concurrency=1, **how))
-
-
-def pass_grace(store):
-    store.clock.sleep(GRACE_S + 5)
-
-
-def content(number):
-    return random.Random(number).randbytes(2000 + number)
-
-
-def lists(store):
-    return {item.key for item in store.objects.list(keys.REFERENCES)}
 
 
 def part(store, path, seed):
@@ -71,16 +33,12 @@ def checkpoint(store, directory, *shards, sequence=1):
 
 @pytest.fixture
 def store():
-    store = make_store()
+    store = make_store("auto")
     for step in (1, 2, 3):
         checkpoint(store, f"run/{step}", *range(step * 10, step * 10 + 4))
     save(store, "loose", content(50))
     pass_grace(store)
     return store
-
-
-def chunks(store):
-    return {item.key for item in store.objects.list(keys.CHUNKS)}
 
 
 def collect_all(store, objects=None, **how):
@@ -149,18 +107,18 @@ VANISHED = [
 ]
 
 
-@pytest.mark.parametrize("how", [{}, {"exclusive": True}])
+@pytest.mark.parametrize("how", [{}, {"exclusive": True}], ids=["shared", "exclusive"])
 @pytest.mark.parametrize("lose", VANISHED)
 def test_records_that_vanished_stop_gc(store, lose, how):
     named = lose(store)
-    before = chunks(store), lists(store)
+    before = keys_below(store, keys.CHUNKS), keys_below(store, keys.REFERENCES)
     for _ in range(3):
         report = gc(store, **how)
         assert report.is_blocked
         assert report.deleted.count + report.condemned.count + report.references.count == 0
         assert {each.path for each in report.unreadable} >= set(named)
         pass_grace(store)
-    assert (chunks(store), lists(store)) == before
+    assert (keys_below(store, keys.CHUNKS), keys_below(store, keys.REFERENCES)) == before
 
 
 @pytest.mark.parametrize("lose", VANISHED)
@@ -174,18 +132,14 @@ def test_a_person_can_give_vanished_records_up(store, lose):
     if lose is every_second_record:
         return
     assert not collect_all(store).is_blocked
-    assert load(open_on(store), "loose") == content(50)
-
-
-def paths(store):
-    return [keys.parse_record_key(item.key) for item in store.objects.list(keys.TREE) if item.size > 80]
+    assert load(reopened(store), "loose") == content(50)
 
 
 @pytest.mark.parametrize("lose", VANISHED)
 def test_verify_and_repair_name_what_vanished(store, lose):
     named = lose(store)
-    damage = {each.path for each in verify(open_on(store)).vanished}
-    report = repair(open_on(store), concurrency=1)
+    damage = {each.path for each in verify(reopened(store)).vanished}
+    report = run(reopened(store))
     assert damage
     assert not report.is_whole
     assert damage >= set(named)
@@ -239,20 +193,20 @@ def test_changes_through_tierfs_never_look_like_a_loss(store, first, second):
                 change(store)
             except FileNotFoundError:
                 continue
-        before = {path: load(open_on(store), path) for path in paths(store)}
+        before = {path: load(reopened(store), path) for path in paths(store)}
         for _ in range(4):
             assert not gc(store).unreadable
             pass_grace(store)
-        assert {path: load(open_on(store), path) for path in before if path in paths(store)}.items() <= before.items()
-        save(open_on(store), f"run/2/late-{change.__name__}", content(1))
+        assert {path: load(reopened(store), path) for path in before if path in paths(store)}.items() <= before.items()
+        save(reopened(store), f"run/2/late-{change.__name__}", content(1))
     assert not gc(store).unreadable
-    report = verify(open_on(store))
+    report = verify(reopened(store))
     assert report.damage + report.vanished == []
 
 
 def test_a_killed_gc_never_makes_a_deletion_look_like_a_loss():
     for kill_at in range(1, 400):
-        store = make_store()
+        store = make_store("auto")
         checkpoint(store, "run/1", 1, 2)
         checkpoint(store, "run/2", 3)
         deleted(store)
@@ -279,18 +233,18 @@ class Cut(WrappedObjects):
 
 @pytest.mark.parametrize("how", [{}, {"exclusive": True}])
 def test_a_listing_that_ends_early_stops_gc(how):
-    store = make_store()
+    store = make_store("auto")
     for number in range(150):
         save(store, f"run/{number:03}", content(number))
     pass_grace(store)
-    before = chunks(store)
+    before = keys_below(store, keys.CHUNKS)
     for _ in range(3):
         report = gc(store, Cut(store.objects), **how)
         assert report.is_blocked
         assert "ended" in report.unreadable[0].problem
         pass_grace(store)
     assert gc(store, Cut(store.objects), without=["run"]).is_blocked
-    assert chunks(store) == before
+    assert keys_below(store, keys.CHUNKS) == before
     assert not gc(store).is_blocked
 
 
@@ -299,12 +253,12 @@ def test_records_put_behind_the_end_of_a_listing_do_not_stop_gc(store):
         def list(self, prefix, *, delimiter=False):
             yield from super().list(prefix, delimiter=delimiter)
             if prefix == keys.TREE:
-                save(open_on(store), "zz", content(99))
+                save(reopened(store), "zz", content(99))
 
     for _ in range(3):
         assert not gc(store, Busy(store.objects)).is_blocked
         pass_grace(store)
-    assert load(open_on(store), "zz") == content(99)
+    assert load(reopened(store), "zz") == content(99)
 
 
 def test_fewer_records_than_the_last_gc_left_stop_gc(store):
@@ -312,14 +266,14 @@ def test_fewer_records_than_the_last_gc_left_stop_gc(store):
         save(store, f"plain/{number}", content(number + 200))
     delete(store, "plain/0")
     assert not collect_all(store).is_blocked
-    before = chunks(store)
+    before = keys_below(store, keys.CHUNKS)
     vanish(store, "plain/3", "plain/4")
     save(store, "plain/new", content(300))
     for _ in range(3):
         report = collect_all(store)
         assert report.is_blocked
         assert "1 fewer" in report.unreadable[0].problem
-    assert chunks(store) >= before
+    assert keys_below(store, keys.CHUNKS) >= before
     assert not gc(store, without=["plain"]).is_blocked
     assert not gc(store).is_blocked
 
@@ -332,13 +286,13 @@ def test_sound_records_below_lost_keep_their_chunks(store):
     for key in (a, b):
         store.objects.put(key, [store.objects.read(f"aside/{key}", 1 << 20)[0]])
         store.objects.delete([f"aside/{key}"])
-    before = chunks(store)
-    assert len(repair(open_on(store), concurrency=1).lost_files) == 2
+    before = keys_below(store, keys.CHUNKS)
+    assert len(run(reopened(store)).lost_files) == 2
     collect_all(store)
-    assert chunks(store) == before
+    assert keys_below(store, keys.CHUNKS) == before
     store.objects.delete([item.key for item in store.objects.list(keys.LOST)])
     collect_all(store)
-    assert len(chunks(store)) == len(before) - 2
+    assert len(keys_below(store, keys.CHUNKS)) == len(before) - 2
 
 
 def names(store, directory="last"):
@@ -346,7 +300,7 @@ def names(store, directory="last"):
 
 
 def test_gc_removes_shard_files_that_no_save_names():
-    store = make_store()
+    store = make_store("auto")
     for number in range(1, 21):
         part(store, f"last/killed-{number}", number + 500)
         store.clock.sleep(1)
@@ -371,7 +325,7 @@ def test_gc_removes_shard_files_that_no_save_names():
     assert names(store) == kept
     collect_all(store)
     assert names(store) == kept
-    assert len(chunks(store)) == len(paths(store)), "each file has one chunk"
+    assert len(keys_below(store, keys.CHUNKS)) == len(paths(store)), "each file has one chunk"
     report = gc(store)
     assert (report.replaced.count, report.unreadable) == (0, [])
 
