@@ -33,7 +33,7 @@ from tierfs.objects import (
 )
 from tierfs.objects.checksums import compute, verify_checksum
 from tierfs.objects.protocol import Create, Listed, Version
-from tierfs.objects.wrappers.retry import ATTEMPTS, RetryingObjects
+from tierfs.objects.wrappers.limits import ATTEMPTS, RetryingObjects
 from tierfs.testing import Fault, FaultyObjects
 
 NOTHING = Capabilities(conditional_create=False, conditional_update=False, list_after_write=False, atomic_put=False)

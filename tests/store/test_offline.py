@@ -170,7 +170,7 @@ def far(monkeypatch, tmp_path):
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("tierfs.session.open.LOOK_S", 0.2)
     monkeypatch.setattr("tierfs.store.offline.LOOK_S", 0.2)
-    monkeypatch.setattr("tierfs.objects.wrappers.retry.RetryingObjects._wait", lambda *_: False)
+    monkeypatch.setattr("tierfs.objects.wrappers.limits.RetryingObjects._wait", lambda *_: False)
     fsspec.register_implementation("far", FarFileSystem, clobber=True)
     FarFileSystem.store.clear()
     FarFileSystem.problem = None

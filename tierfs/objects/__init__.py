@@ -27,9 +27,8 @@ from tierfs.objects.protocol import (
     Version,
 )
 from tierfs.objects.registry import connect
+from tierfs.objects.wrappers.limits import LimitedObjects, RetryingObjects
 from tierfs.objects.wrappers.metrics import MeasuredObjects
-from tierfs.objects.wrappers.retry import RetryingObjects
-from tierfs.objects.wrappers.throttle import LimitedObjects
 from tierfs.objects.wrappers.verify import PromisedObjects, as_promised
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 

@@ -19,7 +19,7 @@ from tierfs.format import keys
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.checksums import compute
 from tierfs.objects.protocol import CREATE, OVERWRITE, Checksum, ObjectInfo, ObjectTier, PutMode, Update
-from tierfs.objects.wrappers.retry import RetryingObjects
+from tierfs.objects.wrappers.limits import RetryingObjects
 
 _CONTENT = b"tierfs tries what this endpoint heeds. "
 _REFUSED = "a request whose condition held was refused"

@@ -9,10 +9,9 @@ from tierfs.store.read.reader import Reader, load, open_entry
 from tierfs.store.read.verify import VerifyReport, verify
 from tierfs.store.status import status
 from tierfs.store.store import Store
-from tierfs.store.tree.annotate import annotate, annotate_directory
-from tierfs.store.tree.copy import copy, rename, transfer
+from tierfs.store.tree.copy import annotate, copy, rename, transfer
 from tierfs.store.tree.delete import delete
-from tierfs.store.tree.directory import make_directory, remove_directory
+from tierfs.store.tree.directory import annotate_directory, make_directory, remove_directory
 from tierfs.store.tree.kind import is_directory_nearby, kind_of, last_known, look
 from tierfs.store.tree.listing import (
     Entry,

@@ -11,7 +11,7 @@ from tierfs.errors import ConflictError, InvalidInputError, StoreError
 from tierfs.format import keys
 from tierfs.objects import OVERWRITE
 from tierfs.objects.wrappers.wrapper import WrappedObjects
-from tierfs.store import Store, Writer, delete, load, save, usage, verify
+from tierfs.store import Store, Writer, delete, load, save, verify
 from tierfs.store.maintenance.gc_turn import Turn
 
 ONE, TWO, THREE = b"one" * 1000, b"two" * 2000, b"three" * 3000
@@ -307,24 +307,6 @@ def test_old_metadata_is_told_as_that(world):
     stale.head(keys.COLLECTOR)
     with pytest.raises(StoreError, match="clocks are not the cause"):
         world.gc(stale)
-
-
-def test_usage_says_to_the_byte_what_gc_frees(world):
-    save(world.store, "run/one", ONE + TWO)
-    save(world.store, "run/two", THREE)
-    save(world.store, "other", THREE)
-
-    def stored():
-        return sum(item.size for prefix in (keys.CHUNKS, keys.TREE) for item in world.tier.list(prefix))
-
-    said = usage(world.store, "run").freed_bytes
-    before = stored()
-    for path in ("run/one", "run/two"):
-        delete(world.store, path)
-    for _ in range(4):
-        world.gc()
-        pass_grace(world.store)
-    assert before - stored() == said
 
 
 def test_an_interval_follows_the_longest_lease(world):

@@ -27,7 +27,7 @@ from tierfs.store import (
 )
 from tierfs.store.chunks import store_chunk
 from tierfs.store.maintenance.gc import GcOptions, collect
-from tierfs.store.maintenance.repair.records import RECORD_BYTES_MAX
+from tierfs.store.maintenance.repair_records import RECORD_BYTES_MAX
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows

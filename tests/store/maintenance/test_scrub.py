@@ -22,8 +22,9 @@ from tierfs.objects import MemoryObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import delete, load, save, verify, wait
 from tierfs.store.maintenance.repair_chunks import Healer
-from tierfs.store.maintenance.scrub import ScrubOptions, read_scrub_record, scrub, scrub_piece
-from tierfs.store.maintenance.scrub.local import scrub_local
+from tierfs.store.maintenance.scrub import ScrubOptions, read_scrub_record, scrub
+from tierfs.store.maintenance.scrub_local import scrub_local
+from tierfs.store.maintenance.scrub_piece import scrub_piece
 from tierfs.testing.damage import flip_bit, remove
 
 ALONE = ScrubOptions(concurrency=1)

@@ -19,7 +19,7 @@ from tierfs.store import Store
 
 if TYPE_CHECKING:
     from tierfs.checkpoint.verify import CheckpointLoss
-    from tierfs.store.maintenance.repair import RepairReport
+    from tierfs.store.maintenance.repair_report import RepairReport
 
 HELP = "repair a store from sound parts and copies, move aside what stays damaged, and list the losses"
 EXAMPLES = """\

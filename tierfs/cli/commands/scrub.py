@@ -16,8 +16,9 @@ from tierfs.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from tierfs.store import Store
-    from tierfs.store.maintenance.scrub import ScrubPart, ScrubPiece, ScrubReport
-    from tierfs.store.maintenance.scrub.local import LocalReport
+    from tierfs.store.maintenance.scrub import ScrubReport
+    from tierfs.store.maintenance.scrub_local import LocalReport
+    from tierfs.store.maintenance.scrub_piece import ScrubPart, ScrubPiece
 
 HELP = "verify every chunk of a store, the least recently verified first, and heal what is damaged"
 EXAMPLES = """\
@@ -97,14 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> ScrubPart:
     """Verify and heal one piece of the store at ``url`` in another process: see `scrub_piece`."""
-    from tierfs.store.maintenance.scrub import scrub_piece  # noqa: PLC0415 - it loads NumPy
+    from tierfs.store.maintenance.scrub_piece import scrub_piece  # noqa: PLC0415 - it loads NumPy
 
     others = [store_place(replica, bare=True).store for replica in replicas]
     return scrub_piece(store_place(url).store, piece, replicas=others)
 
 
 def _run_local(arguments: argparse.Namespace, store: Store, bandwidth: int | None) -> int:
-    from tierfs.store.maintenance.scrub.local import scrub_local  # noqa: PLC0415 - it loads NumPy
+    from tierfs.store.maintenance.scrub_local import scrub_local  # noqa: PLC0415 - it loads NumPy
 
     with Progress("scrub", wanted=arguments.progress) as progress:
         report = scrub_local(

@@ -1,12 +1,13 @@
-"""Copy and rename files by writing manifests. Data is copied only between stores, or from a foreign file."""
+"""Copy, rename and annotate files by writing manifests. Data is copied only between stores, or from a foreign file."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from tierfs.buffers import buffers
-from tierfs.errors import AlreadyExistsError, NotFoundError
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.format.manifest import Manifest
 from tierfs.host.pending.levels import Level
@@ -110,6 +111,30 @@ def place(store: Store, source: Observed, target: Observed, **changes: Any) -> t
     )
     replace_record(store, target, placed, staged=staged, slots=source.slots, term=term)
     return placed, staged
+
+
+def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_id: bytes) -> Manifest:
+    """Replace all of a file's metadata by writing one manifest.
+
+    ``metadata`` holds JSON values. ``write_id`` is that of the version that the caller saw.
+
+    Raises:
+        NotFoundError: There is no file.
+        ReadOnlyError: tierfs did not write the file.
+        ConflictError: The path holds another version now. That version stands.
+        StoreError: The object tier failed. If the error is transient, the metadata may or may not be changed.
+    """
+    observed = observe(store, path)
+    manifest = observed.manifest
+    if manifest is None:
+        refuse_foreign(store, path)
+        raise NotFoundError(f"{store.where(path)} is not there", path=path)
+    if manifest.write_id != write_id:
+        raise ConflictError(
+            f"{store.where(path)} was changed by another writer since it was opened: their version is kept", path=path
+        )
+    changed, _ = place(store, observed, observed, metadata=dict(metadata))
+    return changed
 
 
 def transfer(source: Store, source_path: str, target: Store, target_path: str, *, move: bool = False) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from collections.abc import Mapping
+from dataclasses import replace
 
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
 from tierfs.format.header import Kind
@@ -110,3 +112,21 @@ def remove_directory(store: Store, path: str) -> None:
     observed = observe_marker(store, path) if path else None
     if observed is not None and observed.manifest is not None:
         bury(store, observed)
+
+
+def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) -> None:
+    """Add to the metadata of a directory. From then on the directory exists even while it is empty.
+
+    Raises:
+        NotFoundError: The directory was removed meanwhile.
+        ConflictError, StoreError, ReadOnlyError: As for any change of a record.
+    """
+    observed = observe_marker(store, path)
+    if observed.manifest is None:
+        make_directory(store, path, exist_ok=True)
+        observed = observe_marker(store, path)
+    if observed.manifest is None:
+        raise NotFoundError(f"{store.where(path)} was removed in the meantime", path=path)
+    merged = {**observed.manifest.metadata, **metadata}
+    record = replace(observed.manifest, write_id=store.random_bytes(16), previous=observed.previous, metadata=merged)
+    publish(store, observed, record)

@@ -26,10 +26,10 @@ from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
 from tierfs.store.maintenance.gc.mark import vanished_records
 from tierfs.store.maintenance.gc.sweep import PREFIXES
 from tierfs.store.maintenance.pool import Pool
-from tierfs.store.maintenance.repair.records import Aside, Mender
-from tierfs.store.maintenance.repair.report import FileLoss, RepairReport
 from tierfs.store.maintenance.repair_chunks import Healer
-from tierfs.store.maintenance.scrub.rounds import read_scrub_record
+from tierfs.store.maintenance.repair_records import Mender
+from tierfs.store.maintenance.repair_report import FileLoss, RepairReport
+from tierfs.store.maintenance.scrub import read_scrub_record
 from tierfs.store.read.fetch import bad_parts, fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
@@ -85,7 +85,7 @@ class _Repair:
         self._report = RepairReport(dry_run)
         self._healer = Healer(store, replicas, dry_run=dry_run)
         bare_replicas = [replica.without_local_tiers() for replica in replicas]
-        self._mender = Mender(bare, bare_replicas, None if dry_run else Aside(bare), self._report)
+        self._mender = Mender(bare, bare_replicas, dry_run, self._report)
         self._needed: dict[ChunkName, Row] = {}  # the lengths are 0 for an object that is only a base
         self._healed: set[ChunkName] = set()
         self._lost: set[ChunkName] = set()

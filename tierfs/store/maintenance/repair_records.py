@@ -18,7 +18,7 @@ from tierfs.format.header import CHECKSUM_BYTES
 from tierfs.format.manifest import TOMBSTONE_BYTES, Record, decode_record
 from tierfs.objects.checksums import put_idempotent, twice
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
-from tierfs.store.maintenance.repair.report import RepairItem, RepairReport
+from tierfs.store.maintenance.repair_report import RepairItem, RepairReport
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.directory import new_marker
@@ -35,18 +35,20 @@ class Mender:
     Args:
         store: The store, without its local tiers.
         replicas: Other copies of it.
-        aside: Keeps objects that cannot be repaired; ``None`` for a dry run.
+        dry_run: Change nothing.
         report: Gets what was done.
 
     Attributes:
         unwritten: In a dry run, the records that a repair would have put, by path.
     """
 
-    def __init__(self, store: Store, replicas: Sequence[Store], aside: Aside | None, report: RepairReport) -> None:
+    def __init__(self, store: Store, replicas: Sequence[Store], dry_run: bool, report: RepairReport) -> None:
         self._store = store
         self._replicas = replicas
-        self._aside = aside
+        self._dry_run = dry_run
         self._report = report
+        moment = datetime.fromtimestamp(store.clock.now_ns() / 1e9, timezone.utc)
+        self._aside = f"{keys.LOST}{moment:%Y%m%dT%H%M%SZ}-{store.random_bytes(4).hex()}/"
         self.unwritten: dict[str, Record] = {}
 
     def record(self, path: str, info: ObjectInfo) -> Record | None:
@@ -90,7 +92,7 @@ class Mender:
             # a tombstone.
             if self._put(key, candidate, version):
                 self._report.mend(key, problem, source)
-            if self._aside is None:
+            if self._dry_run:
                 self.unwritten[path] = record
             return record
         try:
@@ -105,7 +107,7 @@ class Mender:
             StoreError, ReadOnlyError, CapacityError: The object tier failed.
         """
         try:
-            target = "" if self._aside is None else self._aside.move(key, limit)
+            target = "" if self._dry_run else self._move(key, limit)
         except CorruptionError as error:
             self._report.leave(key, problem, str(error))
         except (NotFoundError, ConflictError):
@@ -134,8 +136,8 @@ class Mender:
         elif marker is not None and _is_bare(data, replace(marker, previous="").encode(path)):
             known_by = "its name"
         target = ""
-        if self._aside is not None:
-            target = self._aside.copy(key, data)
+        if not self._dry_run:
+            target = self._copy(key, data)
             if marker is not None:
                 publish(store, observed, marker)
             else:
@@ -146,9 +148,24 @@ class Mender:
             self._report.moved.append(RepairItem(key, problem, target))
         return marker
 
+    def _copy(self, key: str, data: bytes) -> str:
+        """Keep the bytes of an object; return the key of the copy."""
+        target = self._aside + key.removeprefix(f"{keys.PRIVATE}/")
+        put_idempotent(self._store.objects, target, data, mode=CREATE)
+        _logger.warning("%s is kept as %s", self._store.where(key), target)
+        return target
+
+    def _move(self, key: str, limit: int) -> str:
+        """Keep an object's bytes, and delete the object if it has not changed. Return the key of the copy."""
+        data, info = self._store.objects.read(key, limit)
+        target = self._copy(key, data)
+        with contextlib.suppress(NotFoundError):  # an earlier try deleted it, and its response was lost
+            self._store.objects.delete_version(key, info.version)
+        return target
+
     def _put(self, key: str, data: bytes, version: Version) -> bool:
         """Replace a damaged object. Return whether it was replaced, or would be in a dry run."""
-        if self._aside is None:
+        if self._dry_run:
             return True
         try:
             put_idempotent(self._store.objects, key, data, mode=Update(version))
@@ -172,33 +189,3 @@ def _is_alike(damaged: bytes, candidate: bytes) -> bool:
     if len(damaged) != len(candidate):
         return False
     return sum(a != b for a, b in zip(damaged, candidate, strict=True)) <= ALIKE_BYTES_MAX
-
-
-class Aside:
-    """The place where one repair keeps objects."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        moment = datetime.fromtimestamp(store.clock.now_ns() / 1e9, timezone.utc)
-        self._prefix = f"{keys.LOST}{moment:%Y%m%dT%H%M%SZ}-{store.random_bytes(4).hex()}/"
-
-    def copy(self, key: str, data: bytes) -> str:
-        """Keep the bytes of an object; return the key of the copy."""
-        target = self._prefix + key.removeprefix(f"{keys.PRIVATE}/")
-        put_idempotent(self._store.objects, target, data, mode=CREATE)
-        _logger.warning("%s is kept as %s", self._store.where(key), target)
-        return target
-
-    def move(self, key: str, limit: int) -> str:
-        """Keep an object's bytes, and delete the object if it has not changed. Return the key of the copy.
-
-        Raises:
-            NotFoundError, ConflictError: The object was deleted before it was read, or changed meanwhile.
-            CorruptionError: The object is larger than ``limit`` bytes, and stays.
-            StoreError, ReadOnlyError, CapacityError: The object tier failed.
-        """
-        data, info = self._store.objects.read(key, limit)
-        target = self.copy(key, data)
-        with contextlib.suppress(NotFoundError):  # an earlier try deleted it, and its response was lost
-            self._store.objects.delete_version(key, info.version)
-        return target

@@ -33,7 +33,7 @@ from tierfs.store.maintenance.examine import Damage
 from tierfs.store.maintenance.gc.mark import mark
 from tierfs.store.maintenance.gc.sweep import PREFIXES, list_prefixes
 from tierfs.store.maintenance.pool import Pool
-from tierfs.store.maintenance.scrub.pieces import PIECE_S, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
+from tierfs.store.maintenance.scrub_piece import PIECE_S, ScrubDamage, ScrubPart, ScrubPiece, scrub_piece
 from tierfs.store.store import Store
 
 DAMAGED_MAX = 10_000
