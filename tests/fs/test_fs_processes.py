@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 import tierfs
 from tierfs.errors import StoreError
+from tierfs.objects import WrappedObjects
 from tierfs.session import open_store, parse_url
 from tierfs.store import load, save
 
@@ -109,21 +111,29 @@ def test_threads_may_write_to_one_handle(place, length):
     assert {data[start : start + length] for start in range(0, len(data), length)} == pieces
 
 
-def test_a_close_waits_for_the_write_of_another_thread(place):
+def test_a_close_waits_for_the_write_of_another_thread(place, put_between):
+    sending, go_on = threading.Event(), threading.Event()
+
+    class Slow(WrappedObjects):
+        def put(self, key, *arguments, **options):
+            if "/chunks/" in key:
+                sending.set()
+                assert go_on.wait(20)
+            return super().put(key, *arguments, **options)
+
+    put_between(Slow)
+    data = b"".join(bytes([number]) * (16 * MIB) for number in range(6))  # more than may be on the way at once
     handle = place.fs.open(place / "a", "wb")
-    closer = threading.Thread(target=handle.close)
-    check_open = handle._check_open
-
-    def let_the_closer_try():
-        handle._check_open = check_open
-        check_open()
-        closer.start()
-        closer.join(0.2)
-
-    handle._check_open = let_the_closer_try
-    assert handle.write(b"late") == 4
-    closer.join()
-    assert place.fs.cat(place / "a") == b"late"
+    with ThreadPoolExecutor(2) as pool:
+        written = pool.submit(handle.write, data)
+        assert sending.wait(20)
+        closed = pool.submit(handle.close)
+        with pytest.raises(FutureTimeoutError):
+            closed.result(0.2)
+        go_on.set()
+        assert written.result(20) == len(data)
+        closed.result(20)
+    assert place.fs.cat(place / "a") == data
     with pytest.raises(ValueError, match="closed file"):
         handle.write(b"later")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 import sqlite3
 import sys
 import threading
@@ -345,7 +344,7 @@ def test_a_damaged_copy_in_ram_is_put_aside_and_the_next_tier_serves(host):
     save_at(host.store, "a", data, Level.OBJECT)
     for segment in host.tiers.ram.own_segments():
         for slot in segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,)):
-            os.pwrite(segment._fd.number, b"damage", slot.offset + MIB + 17)
+            flip(segment, slot.offset + MIB + 17)
     assert load(host.store, "a") == data
     assert host.tiers.counters["ram_quarantined"] == 3
     assert load(host.store, "a") == data
@@ -471,14 +470,23 @@ def stop_looking(host, patch):
         pass
 
 
+def flip(segment, at, bits=1):
+    """Flip bits of a byte of a segment."""
+    with segment.path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ bits]))
+
+
 def damage_draft(host, *, with_path):
     """Flip a bit of the one draft in the ram tier."""
     (slot,) = host.tiers.ram.drafts()
-    memory = slot.segment._fd.number
-    (byte,) = os.pread(memory, 1, slot.offset + 40)
-    os.pwrite(memory, bytes([byte ^ 1]), slot.offset + 40)
+    flip(slot.segment, slot.offset + 40)
     if with_path:
-        os.pwrite(memory, bytes(4), PAGE_BYTES + slot.index * HEAD_BYTES + 4)  # the length of its metadata
+        with slot.segment.path.open("r+b") as file:
+            file.seek(PAGE_BYTES + slot.index * HEAD_BYTES + 4)
+            file.write(bytes(4))  # the length of its metadata
 
 
 @pytest.mark.parametrize("with_path", [False, True])
@@ -518,8 +526,7 @@ def save_and_damage_the_head(host, monkeypatch, at):
         stop_looking(host, patch)
         save(host.store, "a", b"after")
         (slot,) = host.tiers.ram.drafts()
-        head, memory = PAGE_BYTES + slot.index * HEAD_BYTES + at, slot.segment._fd.number
-        os.pwrite(memory, bytes([os.pread(memory, 1, head)[0] ^ 0x80]), head)
+        flip(slot.segment, PAGE_BYTES + slot.index * HEAD_BYTES + at, 0x80)
     host.close()
     host.open()
 
