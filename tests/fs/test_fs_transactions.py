@@ -45,11 +45,6 @@ def test_an_exception_discards_everything(place, random_bytes, size):
         raise KeyError("boom")
     assert place.names() == ["a"]
     assert place.fs.cat(place / "a") == b"old"
-
-
-def test_after_an_exception_writes_are_published_at_once_again(place):
-    with pytest.raises(KeyError), place.fs.transaction:
-        raise KeyError("boom")
     place.fs.pipe(place / "a", b"new")
     assert place.fs.cat(place / "a") == b"new"
 
@@ -69,16 +64,6 @@ def test_pipe_put_text_and_compressed_files_take_part(place, tmp_path):
     assert place.fs.cat(place / "text") == b"text"
     with place.fs.open(place / "gz", compression="gzip") as file:
         assert file.read() == b"gz"
-
-
-def test_start_and_end_do_what_with_does(place):
-    place.fs.start_transaction()
-    place.fs.pipe(place / "a", b"x")
-    assert place.names() == []
-    place.fs.end_transaction()
-    assert place.names() == ["a"]
-    place.fs.pipe(place / "b", b"x")
-    assert place.names() == ["a", "b"]
 
 
 def test_an_exception_in_one_file_that_is_handled_discards_that_file_alone(place):

@@ -168,19 +168,6 @@ def test_an_object_tier_that_fails_in_the_middle_of_a_save(store, tier, fault, p
     assert all(damage.path != "run/one.bin" for damage in verify(fresh(store)).damage)
 
 
-@pytest.mark.parametrize("method", ["get", "read"])
-def test_a_bit_that_flips_on_the_way_is_never_handed_out(store, tier, method):
-    for number in range(20):
-        faulty = FaultyObjects(tier, seed=number)
-        reading = Store(faulty, store.descriptor, url=store.url)
-        faulty.inject(Fault.BIT_FLIP, method=method)
-        try:
-            content = load(reading, "run/one.bin")
-        except (CorruptionError, FormatError):
-            continue
-        assert content == ONE
-
-
 def write_as_nobody(directory):
     """Check the errors that a user without rights gets. Runs in its own process."""
     if os.geteuid() == 0:
