@@ -10,7 +10,7 @@ setup:
     python3 -m venv .venv
     .venv/bin/pip install -q -e '.[dev]'
 
-# unit tests: offline, one process a core
+# unit tests: offline, some processes more than cores
 test *paths="tests":
     {{python}} -m pytest -q -n auto --dist loadfile --no-loadscope-reorder {{paths}}
 
