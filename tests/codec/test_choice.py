@@ -23,7 +23,7 @@ def partly(base: bytes, share: float) -> bytes:
     return found.tobytes()
 
 
-def test_bytes_are_not_tried_against_what_hardly_any_are_the_same_of() -> None:
+def test_bytes_are_not_tried_against_an_unlike_base() -> None:
     base = os.urandom(SAMPLE_BYTES)
     greater = bytes((byte + 1) % 256 for byte in base)
     assert of(greater, base).delta_ratio == 1

@@ -133,7 +133,7 @@ def test_a_safetensors_file_without_tensors_is_a_header():
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_a_file_of_torch_save_is_its_storages_and_what_is_between(protocol):
+def test_a_file_of_torch_save_is_its_storages_and_gaps(protocol):
     kinds = KINDS | NOT_IN_SAFETENSORS
     tensors = state(kinds)
     data = saved({"step": 3, "note": "storage", "state": tensors, "empty": torch.zeros(0)}, pickle_protocol=protocol)

@@ -75,7 +75,7 @@ def test_scratch_memory_is_returned_after_an_error():
     assert len(module._free) == 1
 
 
-def test_many_threads_that_decode_in_turns_share_the_memory_of_one():
+def test_threads_that_decode_in_turns_share_memory():
     raw = np.random.default_rng(1).standard_normal(1 << 18).astype(np.float32).tobytes()
     out = memoryview(bytearray(len(raw)))
     codec, length = encode_block(memoryview(raw), Coding(Codec.PLANE, 4), None, out)

@@ -45,7 +45,7 @@ def test_every_golden_file_reads_as_it_was_written():
         assert hashlib.sha256(load(store, path)).hexdigest() == digest, path
 
 
-def test_the_golden_store_lists_its_files_and_directories_and_no_tombstone():
+def test_the_golden_store_lists_its_files_and_directories():
     entries = find(open_at(GOLDEN / "store"), "")
     assert {entry.path for entry in entries if not entry.is_directory} == set(EXPECTED["files"])
     assert set(EXPECTED["directories"]) <= {entry.path for entry in entries if entry.is_directory}
@@ -74,7 +74,7 @@ def test_a_damaged_golden_object_is_refused_and_verify_names_it(case, copied):
                 shutil.copy(GOLDEN / "store" / key, copied / key)
 
 
-def test_the_golden_files_have_every_codec_at_every_width_and_a_chain_of_two_steps():
+def test_the_golden_files_have_every_codec_at_every_width():
     store = open_at(GOLDEN / "store")
     codecs = Counter()
     for path in EXPECTED["files"]:
@@ -97,7 +97,7 @@ def dump(data: bytes) -> str:
     return "\n".join(lines)
 
 
-def test_the_worked_example_in_the_specification_is_the_golden_file():
+def test_the_example_in_the_specification_is_the_golden_file():
     tree = GOLDEN / "store" / ".tierfs" / "tree"
     record = (tree / "a" / "hello.txt!").read_bytes()
     store = open_at(GOLDEN / "store")
@@ -110,7 +110,7 @@ def test_the_worked_example_in_the_specification_is_the_golden_file():
     assert parse_record_key(".tierfs/tree/a/hello.txt!") == "a/hello.txt"
 
 
-def test_the_golden_record_of_the_collector_reads_as_it_was_written():
+def test_the_golden_collector_record_reads_as_it_was_written():
     data = (GOLDEN / "store" / ".tierfs" / "gc" / "collector").read_bytes()
     record = Collector.decode(data, "collector")
     assert (record.holder, record.fence, record.sequence, record.duration_s) == (bytes(range(16)), 1_700_000_001, 3, 60)

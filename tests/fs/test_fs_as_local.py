@@ -182,7 +182,7 @@ def test_a_file_does_not_take_the_name_of_a_directory(directory_place, verb, tar
     assert place.fs.cat(place / "f") == b"file"
 
 
-def test_a_directory_of_files_that_tierfs_did_not_write_is_not_opened(directory_place):
+def test_a_directory_of_foreign_files_is_not_opened(directory_place):
     os.makedirs(directory_place / "theirs")
     with open(directory_place / "theirs/x", "wb") as file:
         file.write(b"x")

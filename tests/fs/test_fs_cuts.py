@@ -47,7 +47,7 @@ def sizes(place):
 
 @pytest.mark.parametrize("piece", [MIB, 1 << 30])
 @pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
-def test_a_changed_tensor_and_a_longer_header_cost_that_tensor_and_the_header(place, tensors, make, piece):
+def test_a_changed_tensor_and_header_cost_only_these(place, tensors, make, piece):
     first = make(tensors, "short")
     second = make({**tensors, "layer.a": tensors["layer.a"] + 1}, "longer " * 100)
     assert len(second) - len(first) > 600
@@ -77,7 +77,7 @@ def test_torch_and_safetensors_read_back_what_they_wrote(place, tensors, tmp_pat
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_file_that_was_put_has_the_chunks_of_one_that_was_written(place, tensors, tmp_path):
+def test_a_put_file_has_the_chunks_of_a_written_one(place, tensors, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(safetensors_file(tensors, "x"))
     place.fs.put_file(str(tmp_path / "model.safetensors"), place / "a")
     before = place.chunks()
@@ -99,7 +99,7 @@ def test_appended_bytes_follow_the_tensors_chunks(place, tensors, extra):
     assert len(place.chunks() - before) <= 2 + 2 * len(extra) // (16 * MIB)
 
 
-def test_a_file_that_grows_from_nothing_is_cut_like_one_that_was_written_at_once(place, tensors):
+def test_a_file_grown_by_appending_is_cut_like_a_whole_one(place, tensors):
     data = safetensors_file(tensors, "x")
     begin = 8 + int.from_bytes(data[:8], "little")
     for end in (5, begin, begin + 100):

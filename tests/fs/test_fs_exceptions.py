@@ -81,7 +81,7 @@ def test_an_exception_inside_with_publishes_nothing(place, door, size, error, ra
     assert [message for message in warnings_in(caplog) if "not published" in message and "boom" in message]
 
 
-def test_an_exception_that_is_handled_inside_with_does_not_keep_the_file_back(place, door):
+def test_a_handled_exception_inside_with_discards_nothing(place, door):
     open_file, convert = door
     with open_file() as file:
         with contextlib.suppress(KeyError):
@@ -90,7 +90,7 @@ def test_an_exception_that_is_handled_inside_with_does_not_keep_the_file_back(pl
     assert place.names() == ["a"]
 
 
-def test_a_file_written_while_an_exception_is_handled_is_published(place, door):
+def test_a_file_written_in_an_exception_handler_is_published(place, door):
     open_file, convert = door
     try:
         {}["the reason to write"]
@@ -100,7 +100,7 @@ def test_a_file_written_while_an_exception_is_handled_is_published(place, door):
     assert place.names() == ["a"]
 
 
-def test_an_exception_on_its_way_through_finally_publishes_nothing(place, door):
+def test_an_exception_that_passes_finally_publishes_nothing(place, door):
     open_file, convert = door
     opened = open_file()
     file = opened.open() if isinstance(opened, fsspec.core.OpenFile) else opened
@@ -115,7 +115,7 @@ def test_an_exception_on_its_way_through_finally_publishes_nothing(place, door):
     assert place.names() == []
 
 
-def test_closing_in_an_exception_handler_never_passes_for_publishing(place):
+def test_closing_in_an_exception_handler_raises(place):
     handle = place.fs.open(place / "a", "wb")
     pieces = iter([b"whole"])
     with pytest.raises(StoreError, match=r"call commit\(\)"):
@@ -155,7 +155,7 @@ def test_a_handle_dropped_without_close_publishes_nothing(place, door, size, ran
     assert [message for message in warnings_in(caplog) if "dropped without being closed" in message]
 
 
-def test_dropping_a_handle_does_not_wait_for_the_chunks_on_their_way(place, put_between, random_bytes):
+def test_dropping_a_handle_waits_for_no_request(place, put_between, random_bytes):
     release = threading.Event()
 
     class Blocked(WrappedObjects):
@@ -180,7 +180,7 @@ def test_dropping_a_handle_does_not_wait_for_the_chunks_on_their_way(place, put_
     assert not waited
 
 
-def test_a_text_wrapper_of_somebody_else_that_is_dropped_publishes_nothing(place):
+def test_a_dropped_text_wrapper_of_io_publishes_nothing(place):
     file = io.TextIOWrapper(place.fs.open(place / "a.gz", "wb", compression="gzip"))
     file.write("half")
     with pytest.warns(ResourceWarning, match="unclosed"):
@@ -221,7 +221,7 @@ def write_until_it_fails(file, convert, random_bytes) -> int:
 
 
 @pytest.mark.parametrize(("fault", "error"), [(Fault.DENIED, ReadOnlyError), (Fault.FULL, CapacityError)])
-def test_a_failed_write_is_not_forgotten_by_the_next_write_or_close(place, faulty, random_bytes, fault, error):
+def test_a_failed_write_fails_the_next_write_and_close(place, faulty, random_bytes, fault, error):
     place.fs.pipe(place / "a", b"old content")
     faulty.inject(fault, method="put", key_part="chunks")
     file = place.fs.open(place / "a", "wb")
@@ -238,7 +238,7 @@ def test_a_failed_write_is_not_forgotten_by_the_next_write_or_close(place, fault
 
 
 @pytest.mark.parametrize(("mode", "compression"), [("w", None), ("wb", "gzip"), ("w", "gzip")])
-def test_a_write_that_fails_below_a_wrapper_is_not_forgotten_by_it(
+def test_a_write_that_fails_below_a_wrapper_fails_its_close(
     place, monkeypatch, mode, compression, recwarn, random_bytes
 ):
     convert = (lambda data: data) if "b" in mode else (lambda data: data.decode("latin-1"))

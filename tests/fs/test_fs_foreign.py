@@ -92,7 +92,7 @@ def test_a_copy_of_one_is_ours(foreign):
     foreign.fs.rm(foreign / "copy")
 
 
-def test_one_that_changes_while_it_is_read_is_an_error_not_a_mixture(foreign):
+def test_a_foreign_file_that_changes_during_a_read_is_an_error(foreign):
     with foreign.fs.open(foreign / "theirs") as file:
         foreign.raw.pipe(foreign / "theirs", DATA[::-1])
         with pytest.raises(ConflictError, match="changed"):
@@ -106,7 +106,7 @@ def test_a_new_version_is_seen_at_once(foreign):
     assert foreign.fs.ukey(foreign / "theirs") != before
 
 
-def test_our_file_hides_one_of_theirs_that_appears_under_its_name(foreign):
+def test_a_later_foreign_file_of_the_same_name_is_hidden(foreign):
     foreign.raw.pipe(foreign / "data/ours", b"theirs, later")
     assert foreign.fs.cat(foreign / "data/ours") == b"ours"
     assert foreign.fs.info(foreign / "data/ours")["size"] == 4

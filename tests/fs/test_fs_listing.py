@@ -139,7 +139,7 @@ def test_times_know_their_zone_and_a_write_changes_one_of_them(place):
     assert place.fs.created(place / "a") == created
 
 
-def test_times_of_nothing_and_of_a_directory_that_has_none_are_errors(tree):
+def test_times_of_paths_without_times_are_errors(tree):
     for times in (tree.fs.created, tree.fs.modified):
         with pytest.raises(FileNotFoundError):
             times(tree / "missing")

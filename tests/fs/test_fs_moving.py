@@ -40,7 +40,7 @@ def test_moving_or_copying_a_file_puts_one_manifest_and_no_chunk(place, content,
     assert place.fs.exists(place / "a") == (verb == "cp")
 
 
-def test_a_moved_file_keeps_its_times_and_metadata_and_a_copy_is_new(place):
+def test_a_moved_file_keeps_its_times_and_a_copy_is_new(place):
     with place.fs.open(place / "a", "wb", metadata={"step": 7}) as file:
         file.write(b"x")
     before = place.fs.info(place / "a")

@@ -95,7 +95,7 @@ def test_an_empty_part_is_refused_in_memory(memory_place):
     assert memory_place.names() == []
 
 
-def test_an_empty_part_is_passed_over_on_a_disk_as_its_filesystem_does(directory_place):
+def test_an_empty_part_is_dropped_in_a_directory(directory_place):
     directory_place.fs.pipe(directory_place / "d//a", b"x")
     assert directory_place.names() == ["d/a"]
     assert directory_place.fs.cat(directory_place / "d///a") == b"x"

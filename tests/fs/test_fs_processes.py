@@ -138,7 +138,7 @@ def test_a_close_waits_for_the_write_of_another_thread(place, put_between):
         handle.write(b"later")
 
 
-def test_threads_share_a_read_handle_s_store_but_not_its_position(place):
+def test_handles_of_threads_have_their_own_positions(place):
     data = Random(1).randbytes(5 * MIB)
     place.fs.pipe(place / "a", data)
 
@@ -184,7 +184,7 @@ def test_an_open_file_that_is_not_open_yet_can_be_pickled(place):
         assert file.read() == "text"
 
 
-def test_an_unpickled_read_handle_goes_on_where_the_pickled_one_was(place, random_bytes):
+def test_an_unpickled_read_handle_keeps_its_position(place, random_bytes):
     data = random_bytes(3 * MIB, 1)
     place.fs.pipe(place / "a", data)
     with place.fs.open(place / "a") as file:
@@ -201,7 +201,7 @@ def test_an_unpickled_read_handle_goes_on_where_the_pickled_one_was(place, rando
                 assert again.read() == text.read() == "sécond\nthird"
 
 
-def test_text_handles_of_other_filesystems_are_pickled_as_fsspec_says(tmp_path):
+def test_text_handles_of_other_filesystems_are_pickled_by_fsspec(tmp_path):
     (tmp_path / "a").write_text("text")
     with fsspec.open(f"file://{tmp_path}/a", "r") as text, pickle.loads(pickle.dumps(text)) as again:
         assert again.read() == "text"
@@ -217,7 +217,7 @@ def test_a_write_handle_cannot_be_pickled(place, mode):
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_child_uses_the_instance_it_inherited_or_its_own(place):
+def test_a_forked_child_uses_an_inherited_or_own_instance(place):
     place.fs.pipe(place / "shared", b"shared")
 
     def child() -> None:
@@ -253,7 +253,7 @@ def test_a_read_handle_is_of_no_use_in_a_forked_child(place):
 
 
 @pytest.mark.parametrize("way", ["close", "raise", "drop"])
-def test_a_forked_child_cannot_publish_or_spoil_what_its_parent_is_writing(directory_place, way):
+def test_a_forked_child_does_not_publish_its_parents_file(directory_place, way):
     place = directory_place
     data = 40 * Random(6).randbytes(MIB - 1)
     with place.fs.open(place / "a", "wb") as file:

@@ -66,7 +66,7 @@ def test_cat_file_reads_across_the_borders_of_blocks_and_chunks(place, large, la
         assert place.fs.cat_file(large_path, start, end) == large[start:end]
 
 
-def test_cat_ranges_reads_many_ranges_of_many_files_in_the_order_asked_for(place, large, large_path):
+def test_cat_ranges_answers_in_the_order_of_the_request(place, large, large_path):
     contents = {place / f"dir/{number}": Random(number).randbytes(1000 * number) for number in range(1, 20)}
     place.fs.pipe(contents)
     contents[large_path] = large
@@ -87,7 +87,7 @@ def test_cat_ranges_takes_one_start_and_end_for_all(place):
     assert place.fs.cat_ranges(paths, [0, 5], 7) == [b"0123456", b"fg"]
 
 
-def test_cat_ranges_returns_errors_in_their_place_or_raises_the_first(place):
+def test_cat_ranges_returns_errors_or_raises_the_first(place):
     place.fs.pipe(place / "a", b"0123456789")
     paths = [place / "a", place / "missing", place / "a"]
     first, missing, last = place.fs.cat_ranges(paths, [0, 0, 5], [5, 5, 10], on_error="return")
@@ -151,7 +151,7 @@ def test_cat_ranges_with_urls_raises_what_is_missing_or_damaged(place, random_by
         fresh.cat_ranges([f"{place.url}/good", f"{place.url}/missing"], [0, 0], [5, 5], on_error="raise")
 
 
-def test_cat_ranges_refuses_lists_of_different_lengths_and_a_single_path(place):
+def test_cat_ranges_refuses_unequal_lists_and_a_single_path(place):
     with pytest.raises(ValueError, match="2 paths with 1 starts"):
         place.fs.cat_ranges([place / "a", place / "b"], [0], [1, 2])
     with pytest.raises(TypeError):
@@ -255,9 +255,7 @@ def test_a_read_handle_knows_its_size_name_and_description(place):
 
 
 @pytest.mark.parametrize("size", [1000, 17 * MIB])
-def test_a_read_handle_goes_on_with_the_old_version_after_an_overwrite(
-    place, random_bytes: Callable[[int, int], bytes], size
-):
+def test_a_read_handle_keeps_its_version_after_an_overwrite(place, random_bytes: Callable[[int, int], bytes], size):
     old, new = random_bytes(size, 1), random_bytes(size // 2, 2)
     place.fs.pipe(place / "a", old)
     with place.fs.open(place / "a") as file:
@@ -267,7 +265,7 @@ def test_a_read_handle_goes_on_with_the_old_version_after_an_overwrite(
     assert place.fs.cat(place / "a") == new
 
 
-def test_a_read_handle_goes_on_after_its_file_was_deleted_or_moved(place, random_bytes):
+def test_a_read_handle_outlives_a_delete_or_move_of_its_file(place, random_bytes):
     content = random_bytes(3 * MIB, 3)
     place.fs.pipe({place / "a": content, place / "b": content})
     with place.fs.open(place / "a") as deleted, place.fs.open(place / "b") as moved:

@@ -11,7 +11,7 @@ from tierfs.testing import Fault
 # -- directories -------------------------------------------------------------------------------------------------
 
 
-def test_the_root_and_a_directory_without_a_record_are_directories(place):
+def test_a_root_and_a_directory_without_a_record_exist(place):
     place.fs.pipe(place / "d/a", b"x")
     for path in (place.root, place / "d"):
         with pytest.raises(AlreadyExistsError):
@@ -92,7 +92,7 @@ def test_rm_refuses_a_directory_unless_told_to_go_into_it(place, made):
     assert place.names() == ["d/a"]
 
 
-def test_rm_recursive_of_the_root_empties_the_store_which_stays_one(place):
+def test_rm_recursive_of_the_root_empties_the_store(place):
     place.fs.pipe({place / "a": b"x", place / "d/b": b"x"})
     place.fs.mkdir(place / "e")
     place.fs.rm(place.root, recursive=True)

@@ -66,7 +66,7 @@ def test_pipe_put_text_and_compressed_files_take_part(place, tmp_path):
         assert file.read() == b"gz"
 
 
-def test_an_exception_in_one_file_that_is_handled_discards_that_file_alone(place):
+def test_a_handled_exception_discards_its_file_alone(place):
     with place.fs.transaction:
         place.fs.pipe(place / "a", b"whole")
         with pytest.raises(KeyError), place.fs.open(place / "b", "wb") as file:
@@ -103,7 +103,7 @@ def test_an_exclusive_create_sees_what_the_transaction_wrote(place):
     assert place.fs.cat(place / "a") == b"first"
 
 
-def test_an_append_to_what_the_transaction_wrote_is_refused_rather_than_lost(place):
+def test_an_append_to_a_file_of_the_transaction_is_refused(place):
     with place.fs.transaction:
         place.fs.pipe(place / "a", b"first")
         with pytest.raises(InvalidInputError, match="transaction"):
@@ -112,7 +112,7 @@ def test_an_append_to_what_the_transaction_wrote_is_refused_rather_than_lost(pla
 
 
 @pytest.mark.parametrize("mode", ["wb", "w"])
-def test_a_file_left_open_at_the_end_publishes_nothing_and_says_so(place, mode):
+def test_an_unclosed_file_fails_the_transaction(place, mode):
     with pytest.raises(InvalidInputError, match="not closed"), place.fs.transaction:
         place.fs.pipe(place / "a", b"whole")
         file = place.fs.open(place / "b", mode)
@@ -122,7 +122,7 @@ def test_a_file_left_open_at_the_end_publishes_nothing_and_says_so(place, mode):
     assert place.names() == ["c"]
 
 
-def test_a_conflict_discards_the_files_after_it_and_ends_the_transaction(place):
+def test_a_conflict_discards_the_files_after_it(place):
     url_fs = fsspec.filesystem("tierfs", target_protocol=place.protocol)
     with pytest.raises(ConflictError), place.fs.transaction:
         for name in ("a", "b", "c"):

@@ -59,7 +59,7 @@ def read_tree(directory) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("size", [0, 10, 100_000, 17 * MIB])
-def test_put_of_a_file_tells_its_size_then_steps_that_add_up_to_it(place, tmp_path, random_bytes, size):
+def test_put_of_a_file_reports_its_size_and_steps(place, tmp_path, random_bytes, size):
     (tmp_path / "local").write_bytes(random_bytes(size, 1))
     callback = Recorder()
     place.fs.put_file(str(tmp_path / "local"), place / "a", callback=callback)
@@ -70,7 +70,7 @@ def test_put_of_a_file_tells_its_size_then_steps_that_add_up_to_it(place, tmp_pa
 
 
 @pytest.mark.parametrize("size", [0, 10, 100_000, 17 * MIB])
-def test_get_of_a_file_tells_its_size_then_steps_that_add_up_to_it(place, tmp_path, random_bytes, size):
+def test_get_of_a_file_reports_its_size_and_steps(place, tmp_path, random_bytes, size):
     place.fs.pipe(place / "a", random_bytes(size, 2))
     callback = Recorder()
     place.fs.get_file(place / "a", str(tmp_path / "local"), callback=callback)
@@ -124,7 +124,7 @@ def test_put_of_an_empty_directory_makes_one(place, tmp_path):
     assert place.fs.isdir(place / "copy/empty")
 
 
-def test_a_get_that_fails_leaves_the_local_file_as_it_was_and_nothing_beside_it(place, tmp_path, random_bytes):
+def test_a_failed_get_leaves_the_local_file_unchanged(place, tmp_path, random_bytes):
     place.fs.pipe(place / "a", random_bytes(20 * MIB, 3))
     place.store.objects.delete(place.chunks())
     (tmp_path / "local").write_bytes(b"old")
@@ -213,7 +213,7 @@ class Partial(io.RawIOBase):
         return len(data[:3])
 
 
-def test_get_goes_on_where_a_file_took_a_part_and_says_so_where_it_takes_no_more(place):
+def test_get_continues_after_a_partial_write(place):
     place.fs.pipe(place / "a", b"0123456789")
     out = Partial(100)
     place.fs.get_file(place / "a", out)

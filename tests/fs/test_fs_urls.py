@@ -260,7 +260,7 @@ def test_a_store_is_found_by_walking_up(place):
     assert place.names() == ["far/down/the/tree"]
 
 
-def test_a_write_without_a_store_names_the_command_that_makes_one(memory_root, tmp_path):
+def test_a_write_without_a_store_names_the_init_command(memory_root, tmp_path):
     for fs, root in (("memory", memory_root), ("file", f"{tmp_path}/none")):
         with pytest.raises(StoreNotFoundError, match=f"tierfs init {fs}://{root}/run"):
             fsspec.filesystem("tierfs", target_protocol=fs).pipe(f"{root}/run/a", b"x")
@@ -318,13 +318,13 @@ def test_the_option_create_makes_a_store_at_the_first_write(memory_root, wish):
 
 
 @pytest.mark.parametrize("wish", [False, "false", "0", "no"])
-def test_the_option_create_may_forbid_what_the_environment_allows(memory_root, monkeypatch, wish):
+def test_the_option_create_comes_before_the_environment(memory_root, monkeypatch, wish):
     monkeypatch.setenv("TIERFS_CREATE", "1")
     with pytest.raises(StoreNotFoundError):
         tierfs.TierFileSystem(target_protocol="memory", create=wish).pipe(f"{memory_root}/a", b"x")
 
 
-def test_the_environment_is_asked_at_the_write_not_when_the_instance_is_made(memory_root, monkeypatch):
+def test_the_environment_is_read_at_each_write(memory_root, monkeypatch):
     fs = fsspec.filesystem("tierfs", target_protocol="memory")
     with pytest.raises(StoreNotFoundError):
         fs.pipe(f"{memory_root}/a", b"x")
@@ -333,7 +333,7 @@ def test_the_environment_is_asked_at_the_write_not_when_the_instance_is_made(mem
     assert fs.cat(f"{memory_root}/a") == b"x"
 
 
-def test_a_store_that_is_made_at_a_write_is_not_put_inside_another(place, monkeypatch):
+def test_a_write_creates_no_store_inside_another(place, monkeypatch):
     monkeypatch.setenv("TIERFS_CREATE", "1")
     place.fs.pipe(place / "run/a", b"x")
     assert place.names() == ["run/a"]
@@ -373,7 +373,7 @@ def test_a_hint_that_tierfs_does_not_know_is_passed_over(place, name):
 
 
 @pytest.mark.parametrize("name", ["colour", "acks", "encoding"])
-def test_an_option_of_a_write_that_tierfs_does_not_know_is_refused(place, name, tmp_path):
+def test_an_unknown_option_of_a_write_is_refused(place, name, tmp_path):
     (tmp_path / "local").write_bytes(b"x")
     for write in (
         lambda **options: place.fs.open(place / "a", "wb", **options),
@@ -465,7 +465,7 @@ def test_create_in_the_configuration_makes_the_store_at_its_url(config, memory_r
     assert fs.ls("new", detail=False) == ["new/run"]
 
 
-def test_without_create_a_named_store_that_is_missing_names_the_command(config, memory_root):
+def test_a_missing_named_store_names_the_init_command(config, memory_root):
     config(f'[stores.new]\nurl = "memory://{memory_root}/team"\n')
     with pytest.raises(StoreNotFoundError, match=f"tierfs init memory://{memory_root}/team"):
         fsspec.filesystem("tierfs").pipe("new/run/a", b"x")
@@ -506,7 +506,7 @@ def test_an_unknown_name_names_the_file_to_edit(config, tmp_path, text):
         ("[stores.ml]\nurl = 'klingon://x'\n", "klingon"),
     ],
 )
-def test_a_configuration_that_is_no_good_is_an_error_that_names_it(config, tmp_path, text, problem):
+def test_an_invalid_configuration_is_named_in_the_error(config, tmp_path, text, problem):
     config(text)
     with pytest.raises(InvalidInputError, match=problem) as caught:
         fsspec.filesystem("tierfs").exists("ml/a")

@@ -151,7 +151,7 @@ def test_a_metadata_file_of_no_save_is_replaced(hosts):
     assert content(first.plain(), f"run/{ROOT}") == document("rank-0")
 
 
-def test_a_metadata_file_of_no_save_is_not_replaced_by_a_save_that_began_before(hosts):
+def test_metadata_of_no_save_outlives_a_save_that_began_before(hosts):
     first, second = hosts
     with second.held():
         put(second, "run/rank-1")
@@ -165,7 +165,7 @@ def test_a_metadata_file_of_no_save_is_not_replaced_by_a_save_that_began_before(
         Commits(first.store).check_stands(f"run/{ROOT}", began)
 
 
-def test_a_save_of_one_host_takes_the_place_of_one_that_began_before(hosts):
+def test_a_later_save_of_one_host_replaces_an_earlier_one(hosts):
     # Another host completes the earlier save after the later one was closed and before it is flushed.
     first, second = hosts
     with second.held():
@@ -181,7 +181,7 @@ def test_a_save_of_one_host_takes_the_place_of_one_that_began_before(hosts):
     assert content(second.plain(), f"run/{ROOT}") == document("rank-2")
 
 
-def test_a_save_of_one_host_that_was_overtaken_on_its_way_holds_up_none_after_it(hosts, caplog):
+def test_an_overtaken_save_holds_up_no_later_one(hosts, caplog):
     first, second = hosts
     with first.held():
         put(first, "run/rank-0")
@@ -196,7 +196,7 @@ def test_a_save_of_one_host_that_was_overtaken_on_its_way_holds_up_none_after_it
     assert content(second.plain(), f"run/{ROOT}") == document("rank-0")
 
 
-def test_a_save_that_was_removed_before_it_was_flushed_does_not_come_back(hosts):
+def test_a_save_removed_before_its_flush_stays_removed(hosts):
     first, second = hosts
     put(first, f"run/{ROOT}", level=Level.OBJECT)
     with first.held():
@@ -207,7 +207,7 @@ def test_a_save_that_was_removed_before_it_was_flushed_does_not_come_back(hosts)
     assert not is_there(second.store, f"run/{ROOT}")
 
 
-def test_a_complete_save_is_kept_until_the_one_that_replaces_it_is_safe(hosts, root):
+def test_a_complete_save_is_kept_until_its_successor_is_safe(hosts, root):
     first, second = hosts
     objects = MemoryObjects(root)  # reaches the object tier even when the flusher does not
     looking = Commits(Store(objects, first.descriptor, url="memory://store", tiers=first.tiers, ack=Level.STAGED))
@@ -306,7 +306,7 @@ def test_malformed_metadata_fails_the_save_not_the_part(hosts, caplog):
     assert not announced(first.plain(), "run")
 
 
-def test_a_damaged_record_of_an_announced_save_keeps_nobody_from_saving(hosts, caplog):
+def test_a_damaged_announcement_blocks_no_save(hosts, caplog):
     first, _ = hosts
     Commits(first.store).announce("run", document("never"), mark(1))
     key = record_key(f"run/{PENDING}/{mark(1).save_id}")
@@ -336,7 +336,7 @@ def test_an_announced_save_is_not_a_failed_one(hosts, caplog):
     assert is_there(second.store, f"run/{ROOT}")
 
 
-def test_a_look_that_fails_for_a_moment_is_repeated_with_the_part(hosts):
+def test_a_failed_look_for_complete_saves_is_repeated(hosts):
     # The part is published already. Its draft is published again, which finds the record, and then looks for saves.
     first, second = hosts
     Commits(first.store).announce("run", document("rank-1"), mark(1))
@@ -385,7 +385,7 @@ def test_a_save_into_a_new_directory_looks_once(counted, directory):
     assert commits.begin(path, "b" * 32)[0] > began
 
 
-def test_names_that_begin_alike_are_not_taken_for_what_a_save_looks_for(counted):
+def test_names_that_begin_alike_are_no_checkpoints(counted):
     for name in (
         "run/.metadata2",
         "run/.metadat",
@@ -402,7 +402,7 @@ def test_names_that_begin_alike_are_not_taken_for_what_a_save_looks_for(counted)
 
 
 @ALL
-def test_a_checkpoint_in_a_directory_of_that_name_is_no_announcement(counted, directory):
+def test_a_checkpoint_below_the_pending_name_is_no_announcement(counted, directory):
     others = [at(directory, f"{PENDING}/{ROOT}"), at(directory, f"{PENDING}/step_1/{ROOT}")]
     for path in others:
         put_plain(counted, path, mark(1))
@@ -437,7 +437,7 @@ def test_a_checkpoint_that_was_removed_is_nothing_new(counted):
 
 
 @pytest.mark.parametrize("how", ["new", "after a removal"])
-def test_metadata_that_somebody_else_wrote_is_refused_before_the_save_begins(counted, how):
+def test_foreign_metadata_is_refused_before_the_save_begins(counted, how):
     path = f"run/{ROOT}"
     if how == "after a removal":
         put_plain(counted, path, mark(1))
@@ -575,7 +575,7 @@ def test_a_save_replaces_what_a_lost_draft_would_have_replaced(hosts):
     assert began.replaces == {mark(1), mark(2)}
 
 
-def test_a_save_behind_what_is_pending_is_looked_at_when_it_is_closed(make_host, monkeypatch):
+def test_a_save_behind_pending_files_is_checked_when_closed(make_host, monkeypatch):
     host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
     path = f"run/{ROOT}"
     began, is_new = Commits(host.store).begin(path, "b" * 32)
@@ -598,7 +598,7 @@ def test_a_save_behind_what_is_pending_is_looked_at_when_it_is_closed(make_host,
 
 
 @pytest.mark.parametrize("what", ["saved", "removed"])
-def test_a_save_that_the_flusher_may_not_publish_is_not_written_again(make_host, what):
+def test_a_save_refused_by_the_flusher_is_not_repeated(make_host, what):
     # It was closed without a check, since the object tier had just failed to answer. A kept conflict stays.
     host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
     path = f"run/{ROOT}"
@@ -618,7 +618,7 @@ def test_a_save_that_the_flusher_may_not_publish_is_not_written_again(make_host,
     assert is_there(other.plain(), path) == (what == "saved")
 
 
-def test_a_save_behind_what_is_closed_while_it_is_written_is_looked_at_once_more(make_host, monkeypatch):
+def test_a_save_is_checked_again_behind_a_file_closed_meanwhile(make_host, monkeypatch):
     # The save is then left to the flusher, for which a conflict is final. The earlier check may be out of date.
     host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
     path, write = f"run/{ROOT}", Writer.write
@@ -647,7 +647,7 @@ def test_a_save_behind_what_is_closed_while_it_is_written_is_looked_at_once_more
     assert not host.tiers.drafts.conflicts()
 
 
-def test_a_directory_of_more_than_one_request_tells_is_looked_at_as_a_file(counted, monkeypatch):
+def test_a_large_directory_is_looked_up_by_path(counted, monkeypatch):
     monkeypatch.setattr(commit, "LISTED_MAX", 3)
     for name in "abc":
         put_plain(counted, f"run/{name}")
@@ -674,7 +674,7 @@ def test_one_ranks_metadata_is_no_checkpoint(counted):
     assert commits.begin(path, "b" * 32)[1] is False
 
 
-def test_a_record_of_another_version_that_came_after_the_look_is_told_as_that(make_host):
+def test_a_newer_record_after_the_look_is_a_format_error(make_host):
     host, path = make_host("host", ack=Level.OBJECT), f"run/{ROOT}"
     began, is_new = Commits(host.store).begin(path, "b" * 32)
     put_plain(host.plain(), path)

@@ -115,7 +115,7 @@ def check(objects, allowed):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_crash_at_any_request_leaves_the_old_file_or_the_new_one(name):
+def test_a_crash_at_any_request_leaves_the_old_or_the_new_file(name):
     operation, allowed = OPERATIONS[name]
     seen = set()
     for step in itertools.count():
@@ -150,7 +150,7 @@ STEPS = ("writev", "fsync", "utime", "link", "rename", "unlink")
 
 
 @pytest.mark.parametrize("name", ["overwrite", "create", "delete", "rename"])
-def test_a_crash_within_a_put_of_the_directory_backend_leaves_whole_objects(name, tmp_path, monkeypatch):
+def test_a_crash_within_a_put_leaves_whole_objects(name, tmp_path, monkeypatch):
     operation, allowed = OPERATIONS[name]
     for number in itertools.count():
         root = tmp_path / str(number)

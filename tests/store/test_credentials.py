@@ -111,7 +111,7 @@ def test_the_flusher_opens_the_store_before_anything_is_staged(cloud):
 
 
 @pytest.mark.parametrize("reader", [{"key": "reading"}, {}], ids=["may only read", "has nothing"])
-def test_a_reader_that_asks_for_the_status_takes_nothing_from_who_saves(cloud, reader):
+def test_a_status_request_keeps_the_writers_credentials(cloud, reader):
     cloud.readers.add("reading")
     writer = cloud.client(key="writing")
     save_at(writer, "a", DATA, Level.LOCAL)
@@ -123,7 +123,7 @@ def test_a_reader_that_asks_for_the_status_takes_nothing_from_who_saves(cloud, r
     assert len(cloud.started) == 1
 
 
-def test_a_reader_for_whom_the_flusher_was_started_keeps_nothing_from_who_saves(cloud):
+def test_a_flusher_started_for_a_reader_serves_a_writer(cloud):
     cloud.readers.add("reading")
     status(cloud.client(key="reading"))
     begin_another_process()
@@ -160,7 +160,7 @@ def test_options_of_a_process_reach_the_next_flusher_all(cloud):
     assert len(cloud.started) == 2
 
 
-def test_credentials_renewed_in_the_environment_reach_the_next_flusher(cloud):
+def test_renewed_environment_credentials_reach_the_next_flusher(cloud):
     cloud.environment = "old"
     trainer = cloud.client()
     save_at(trainer, "a", DATA, Level.LOCAL)
@@ -180,7 +180,7 @@ def test_credentials_renewed_in_the_environment_reach_the_next_flusher(cloud):
     assert load(open_store(parse_url(cloud.url))[0], "b") == DATA
 
 
-def test_a_process_without_credentials_takes_the_flusher_from_nobody(cloud):
+def test_a_process_without_credentials_ends_no_flusher(cloud):
     cloud.environment = "old"
     trainer = cloud.client()
     save_at(trainer, "a", DATA, Level.LOCAL)

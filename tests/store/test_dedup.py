@@ -105,7 +105,7 @@ def test_the_same_file_again_costs_no_chunk_and_one_manifest(store, opened, reop
     assert load(later, "another run/file") == content
 
 
-def test_ranks_that_write_the_same_at_the_same_time_store_it_once(opened, tier):
+def test_ranks_that_write_equal_bytes_at_once_store_them_once(opened, tier):
     content = os.urandom(4 * CHUNK_BYTES)
     ranks = [opened() for _ in range(3)]
     ready = threading.Barrier(len(ranks))

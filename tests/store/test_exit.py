@@ -78,7 +78,7 @@ def test_a_childs_threads_save_at_exit_is_kept(tmp_path, method, level):
         assert not list((tmp_path / "store" / ".tierfs" / "leases").iterdir())
 
 
-def test_calls_of_the_filesystem_go_on_in_a_thread_when_the_program_ends(tmp_path):
+def test_filesystem_calls_of_a_thread_outlive_the_main_thread(tmp_path):
     script = """
     def work():
         begun.set()
@@ -95,7 +95,7 @@ def test_calls_of_the_filesystem_go_on_in_a_thread_when_the_program_ends(tmp_pat
 
 
 @pytest.mark.parametrize("level", ["staged", "object"])
-def test_a_file_can_be_written_by_an_exit_handler_registered_first(tmp_path, level):
+def test_an_exit_handler_registered_first_can_write(tmp_path, level):
     run(
         tmp_path,
         level,
@@ -109,7 +109,7 @@ def test_a_file_can_be_written_by_an_exit_handler_registered_first(tmp_path, lev
     assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
 
 
-def test_a_suspended_writer_is_discarded_at_the_end_without_a_traceback(tmp_path):
+def test_a_suspended_writer_is_discarded_at_exit(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
     script = """
     def write():
@@ -128,7 +128,7 @@ def test_a_suspended_writer_is_discarded_at_the_end_without_a_traceback(tmp_path
     assert "Traceback" not in done.stderr
 
 
-def test_a_thread_that_waits_for_the_main_one_to_end_is_not_waited_for(tmp_path):
+def test_a_thread_that_waits_for_the_main_one_delays_no_exit(tmp_path):
     script = """
     def watch():
         threading.main_thread().join()
@@ -140,7 +140,7 @@ def test_a_thread_that_waits_for_the_main_one_to_end_is_not_waited_for(tmp_path)
     assert run(tmp_path, "staged", script) == "seen\n"
 
 
-def test_a_process_of_multiprocessing_waits_for_what_it_has_pending_or_says_what_is_left(tmp_path):
+def test_a_child_process_waits_for_its_files_or_names_them(tmp_path):
     script = """
     import multiprocessing
 

@@ -172,7 +172,7 @@ def test_files_at_object_are_readable_elsewhere(host, objects, damage):
         damage(objects, chunks_of(host.plain(), path)[0])
 
 
-def test_a_file_saved_over_itself_is_read_back_once_for_each_chunk(tier):
+def test_a_file_saved_over_itself_is_read_back_once(tier):
     measured = MeasuredObjects(tier)
     store = open_on(measured)
     content = 4 * (CONTENT[: 1 << 20] * 16)
@@ -185,7 +185,7 @@ def test_a_file_saved_over_itself_is_read_back_once_for_each_chunk(tier):
     assert max(gets) <= 4, "its four chunks are the same, and may be on their way at once"
 
 
-def test_a_chunk_that_no_local_tier_holds_any_more_is_read_back_before_it_is_named(tier):
+def test_a_chunk_without_a_local_copy_is_read_back(tier):
     flushing = Flushing(tier, codecs="off")
     rows = flushing.save(path_of(1), CONTENT)
     body(tier, keys.chunk_key(rows[0].name))

@@ -61,7 +61,7 @@ def remove_chunk(tier, name):
 
 
 @pytest.mark.parametrize("by", ["a save", "a copy", "another writer"])
-def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier, clock, by):
+def test_a_condemned_chunk_is_stored_as_the_next_generation(store, tier, clock, by):
     save(store, "a", CONTENT)
     name = rows_of(store, "a")[0].name
     condemn(tier, name)
@@ -174,7 +174,7 @@ def test_listed_chunks_are_forgotten_with_their_lease(store, clock):
     assert store.lease_cache.unverified([row])
 
 
-def test_bytes_that_are_saved_are_looked_for_whatever_a_manifest_says(tier, clock):
+def test_a_manifest_does_not_prove_that_a_chunk_exists(tier, clock):
     save(open_on(tier, clock), "a", CONTENT)
     store = open_on(tier, clock)
     copy(store, "a", "b")
@@ -218,7 +218,7 @@ def test_an_own_remote_chunk_is_read_back_by_one_block(tier, clock):
     assert after["bytes"] - before["bytes"] < 2 * BLOCK_BYTES
 
 
-def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(store, tier, clock):
+def test_chunks_are_checked_before_publishing_after_a_lease(store, tier, clock):
     writer, name = begin(store, "a")
     clock.sleep(61)
     remove_chunk(tier, name)
@@ -227,7 +227,7 @@ def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(stor
     assert observe(store, "a").record is None
 
 
-def test_a_writer_whose_chunk_was_condemned_stores_it_anew_before_it_publishes(store, tier, clock):
+def test_a_condemned_chunk_is_stored_anew_before_publishing(store, tier, clock):
     writer, name = begin(store, "a")
     condemn(tier, name)
     clock.sleep(40)
@@ -302,7 +302,7 @@ def test_a_renewal_whose_answer_was_lost_is_recognised(tier, clock):
 
 
 @pytest.mark.parametrize("method", ["list", "delete", None])
-def test_leases_that_ran_out_long_ago_are_tidied_up_where_that_is_possible(tier, clock, monkeypatch, caplog, method):
+def test_leases_that_ran_out_long_ago_are_removed_if_possible(tier, clock, monkeypatch, caplog, method):
     save(open_on(tier, clock), "a", CONTENT)
     (lease,) = tier.list(keys.LEASES)
     now_ns = lease.modified_ns + (60 + 3600 + 10) * 1_000_000_000
@@ -321,7 +321,7 @@ def test_something_else_among_the_condemned_lists_stops_nobody(store, tier):
     assert load(store, "a") == CONTENT
 
 
-def test_a_file_of_more_chunks_than_a_writer_remembers_is_published(store, monkeypatch):
+def test_a_file_of_more_chunks_than_are_remembered_is_published(store, monkeypatch):
     monkeypatch.setattr("tierfs.store.leases.KNOWN_MAX", 1)
     content = b"".join(bytes([number]) * (16 << 20) for number in range(3))
     save(store, "a", content)
@@ -329,7 +329,7 @@ def test_a_file_of_more_chunks_than_a_writer_remembers_is_published(store, monke
 
 
 @pytest.mark.usefixtures("indirect")
-def test_the_chunks_of_an_indirect_table_are_settled_with_those_of_the_file(store, tier, clock):
+def test_the_chunks_of_an_indirect_table_are_checked_too(store, tier, clock):
     writer, name = begin(store, "a")
     clock.sleep(61)
     remove_chunk(tier, name)
@@ -378,7 +378,7 @@ def test_chunks_are_looked_for_only_while_some_are_found(tier, clock):
 
 
 @pytest.mark.usefixtures("one_at_a_time")
-def test_a_chunk_that_was_sent_in_vain_has_the_next_ones_looked_for(tier, clock):
+def test_a_chunk_sent_in_vain_makes_the_next_ones_looked_for(tier, clock):
     measured = MeasuredObjects(tier)
     first, other = open_on(measured, clock), open_on(measured, clock)
     save(first, "a", chunks(4, 1))
@@ -416,7 +416,7 @@ def test_little_is_sent_without_a_look(tier, clock, length, expected):
 
 
 @pytest.mark.usefixtures("one_at_a_time")
-def test_little_is_looked_for_where_a_put_does_not_say_that_it_found_something(tier, clock):
+def test_small_chunks_are_looked_for_without_conditional_create(tier, clock):
     measured = MeasuredObjects(as_promised(tier, replace(tier.capabilities, conditional_create=False)))
     content = chunks(1, 3)[: LOOK_BYTES_MIN - 1]
     save(open_on(measured, clock), "a", content)

@@ -247,7 +247,7 @@ def test_a_store_that_was_made_here_is_opened_while_it_is_away(far, tmp_path, mo
     assert load(tierfs.init(far.url), "a") == b"a"
 
 
-def test_a_store_that_another_host_made_is_known_where_it_was_inited_or_opened(far, monkeypatch, tmp_path):
+def test_a_store_of_another_host_is_known_once_opened_here(far, monkeypatch, tmp_path):
     uuid = tierfs.init(far.url).descriptor.uuid
     for number, opened in enumerate([by_init, by_path]):
         far.forget()
@@ -261,7 +261,7 @@ def test_a_store_that_another_host_made_is_known_where_it_was_inited_or_opened(f
 
 @pytest.mark.parametrize("opened", [by_init, by_path_and_create])
 @pytest.mark.parametrize("away", AWAY)
-def test_a_store_that_this_host_does_not_know_is_not_made_while_it_is_away(far, monkeypatch, tmp_path, opened, away):
+def test_an_unknown_store_is_not_created_while_unreachable(far, monkeypatch, tmp_path, opened, away):
     if away is hangs:
         FarFileSystem.release.set()
     far.is_away(away)
@@ -290,7 +290,7 @@ def test_a_store_that_is_away_keeps_its_kind_of_digests(far):
         tierfs.init(far.url, digest="blake3")
 
 
-def test_a_store_that_was_removed_is_made_anew_and_no_other_one_is_written_to(far):
+def test_a_removed_store_is_created_anew(far):
     first = tierfs.init(far.url).descriptor.uuid
     far.forget()
     FarFileSystem.store.clear()
@@ -301,7 +301,7 @@ def test_a_store_that_was_removed_is_made_anew_and_no_other_one_is_written_to(fa
     assert tierfs.init(far.url).descriptor.uuid == second.descriptor.uuid, "the newest is known"
 
 
-def test_another_store_that_came_back_in_its_place_gets_nothing_of_this_one(far):
+def test_another_store_at_the_same_root_gets_no_changes(far):
     first = tierfs.init(far.url).descriptor.uuid
     far.forget()
     FarFileSystem.store.clear()

@@ -19,7 +19,7 @@ def pending(host, path):
     return None if found is None else found.draft.length
 
 
-def test_a_draft_that_could_not_be_read_once_is_found_the_next_time(make_host, monkeypatch):
+def test_a_draft_that_was_unreadable_once_is_found_later(make_host, monkeypatch):
     host = make_host()
     with host.held():
         put(host, "a", b"x" * 10)

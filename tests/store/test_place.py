@@ -84,7 +84,7 @@ def test_local_tiers_are_not_shared_with_a_copy(store, options):
     assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "latest")) == b"saved to the store"
 
 
-def test_a_copy_is_used_without_local_tiers_that_nobody_asked_for(store, options, monkeypatch, caplog):
+def test_a_copy_is_used_without_default_local_tiers(store, options, monkeypatch, caplog):
     monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
     copy = copied(store)
     fs, path = open_at(store, ack="staged", **options)
@@ -109,7 +109,7 @@ def test_a_flusher_of_a_store_is_not_one_of_its_copy(store, options, capsys):
     fs.wait(path, "object", timeout=30)
 
 
-def test_a_store_is_the_same_by_another_path_and_where_it_was_moved(store, options, tmp_path):
+def test_a_store_is_the_same_by_a_link_and_after_a_move(store, options, tmp_path):
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/a", b"saved")
     fs.wait(path, "object", timeout=30)
@@ -151,7 +151,7 @@ def test_tiers_without_an_owner_are_not_taken(host, kept):
     assert json.loads((directory / "place.json").read_bytes()) == ["b"]
 
 
-def test_a_store_and_its_copy_that_took_its_path_do_not_both_have_them(store, options):
+def test_a_store_and_a_copy_at_its_path_do_not_share_tiers(store, options):
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/a", b"saved")
     fs.wait(path, "object", timeout=30)
@@ -177,7 +177,7 @@ def test_saves_follow_the_current_owner(store, options):
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_a_store_that_is_moved_while_its_flusher_runs_gets_what_is_saved_to_it(store, options, is_copied):
+def test_a_store_moved_under_its_flusher_gets_its_files(store, options, is_copied):
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/a", b"saved")
     fs.wait(path, "object", timeout=30)
@@ -276,7 +276,7 @@ def test_known_places_need_no_owner_file(host, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("is_pending", [True, False])
-def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(store, options, monkeypatch, is_pending):
+def test_an_unmounted_directory_is_no_missing_store(store, options, monkeypatch, is_pending):
     know_no_store(monkeypatch)
     if is_pending:
         fs, path = save_without_a_flusher(store, options, monkeypatch)
@@ -319,7 +319,7 @@ def test_a_directory_whose_content_is_gone_is_told_by_its_path(left, options):
         open_at(left, **options)[0].exists(f"{left}/a")
 
 
-def test_a_directory_that_got_the_number_of_a_store_that_is_gone_has_nothing_pending(left, options, tmp_path):
+def test_a_directory_with_a_reused_inode_has_nothing_pending(left, options, tmp_path):
     other = left.rename(tmp_path / "other")
     for entry in os.scandir(other):
         shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)

@@ -52,7 +52,7 @@ def test_a_store_around_another_one_is_refused(tmp_path):
         open_store(parse_url(f"file://{tmp_path}/run/top"), create=True)
 
 
-def test_a_state_directory_that_is_no_good_is_not_taken_for_a_store_that_is_not_there(tmp_path):
+def test_an_open_state_directory_is_refused(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
     (tmp_path / "state").mkdir(mode=0o755)
     (tmp_path / "state").chmod(0o755)
@@ -61,7 +61,7 @@ def test_a_state_directory_that_is_no_good_is_not_taken_for_a_store_that_is_not_
         open_store(replace(parse_url(f"file://{tmp_path}/store/a"), tiers=options))
 
 
-def test_a_state_directory_of_home_is_the_same_one_in_every_working_directory(tmp_path, monkeypatch):
+def test_a_state_directory_in_home_is_expanded(tmp_path, monkeypatch):
     tierfs.init(f"file://{tmp_path}/store")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("home", "work"):

@@ -107,9 +107,7 @@ def test_a_change_based_on_a_pending_one_sees_a_conflict(host, is_changed):
     assert load(host.plain(), "run/a")[:7] == (b"newer" if is_changed else b"pending")
 
 
-def test_a_process_that_is_stopped_while_it_seals_holds_up_others_at_its_path_for_some_time(
-    host, make_host, monkeypatch
-):
+def test_a_process_stopped_in_a_seal_delays_its_path_only(host, make_host, monkeypatch):
     monkeypatch.setattr(slabwriter, "SEAL_S", 0.5)
     save(host.store, "run/a", b"before")
     wait(host.store, "", Level.OBJECT, 20)

@@ -78,7 +78,7 @@ def bare(root, descriptor):
     return endpoint, Store(connected(endpoint), descriptor, url="memory://store")
 
 
-def test_requests_are_counted_by_method_and_those_never_made_are_not_named(bare):
+def test_requests_are_counted_by_method(bare):
     _, store = bare
     save(store, "a", content(MIB))
     load(store, "a")
@@ -137,7 +137,7 @@ def test_evictions_of_the_flusher_are_counted(host):
     assert int(evicted[1]) >= dropped
 
 
-def test_a_host_without_segments_in_shared_memory_is_said_to_be_one(make_host, monkeypatch, tmp_path):
+def test_status_says_that_shared_memory_is_too_small(make_host, monkeypatch, tmp_path):
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path / "missing"))
     assert "Shared memory is too small" in status(make_host().store)["tiers"]["ram"]["problem"]
 
@@ -210,7 +210,7 @@ def test_an_arena_that_is_there_fits_however_full_the_disk_is(tmp_path, disk):
     assert settings_of(tmp_path).nvme_bytes == 1 << 20
 
 
-def test_the_job_is_told_once_and_status_says_why_there_is_no_tier(tmp_path, caplog, monkeypatch, capsys):
+def test_a_job_is_warned_once_of_a_budget_that_does_not_fit(tmp_path, caplog, monkeypatch, capsys):
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("TIERFS_NVME", "900TiB")
     tierfs.init(f"file://{tmp_path}/store")
