@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -202,11 +201,3 @@ def test_a_file_above_others_is_written_again(place):
     place.fs.pipe(place / "a/b", b"below")
     place.fs.pipe(place / "a", b"new")
     assert place.fs.cat(place / "a") == b"new"
-
-
-def test_an_unsupported_call_names_another(place):
-    place.fs.pipe(place / "a", b"x")
-    with pytest.raises(NotImplementedError, match=r"fs\.get"):
-        place.fs.sign(place / "a")
-    with pytest.raises(NotImplementedError, match="_cat_file"):
-        asyncio.run(place.fs.open_async(place / "a"))

@@ -72,20 +72,6 @@ class TierFileSystem(Changing):
         """Write a whole file on the calling thread. An event loop would cost as much time as writing a small file."""
         self._write_now(path, [value], mode, **kwargs)
 
-    async def open_async(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        """Raise `NotImplementedError`, because tierfs has no asynchronous handles. The message says what to call."""
-        raise NotImplementedError(
-            "tierfs has no asynchronous file handles: await fs._cat_file(path, start, end), fs._cat_ranges(...) or "
-            "fs._pipe_file(path, data), or use fs.open(path, mode) in a thread"
-        )
-
-    def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> str:
-        """Raise `NotImplementedError`, because a file is several encoded objects. The message names an alternative."""
-        raise NotImplementedError(
-            "tierfs cannot sign links: a file lies in the object tier as several encoded chunks. Copy it out of the store "
-            "(fs.get, tierfs cp) and sign the copy"
-        )
-
     async def _put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **kwargs: Any
     ) -> None:

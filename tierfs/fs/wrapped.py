@@ -105,10 +105,6 @@ class CompressedFile(io.BufferedIOBase):
         finally:
             self._start = None
 
-    def fileno(self) -> int:
-        """Raise `io.UnsupportedOperation`, because bytes written to a descriptor would not be compressed."""
-        raise io.UnsupportedOperation(f"{self.path} is compressed and has no descriptor: use read() and write()")
-
     def close(self) -> None:
         """Close the compressor, then the handle below, which publishes unless the compressor failed."""
         if self.closed:
