@@ -19,7 +19,7 @@ import pytest
 from tierfs.cli.commands import demo
 from tierfs.demo.ranks import RankGroup
 from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
-from tierfs.demo.story import Demo, DemoPlan, DemoRun
+from tierfs.demo.story import Demo, DemoRun
 from tierfs.errors import AlreadyExistsError, InvalidInputError, TierfsError
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import save, usage
@@ -38,7 +38,7 @@ import sys, time
 from tierfs.demo.ranks import RankGroup
 options = ["--url", sys.argv[1], "--steps", "100000", "--every", "100000", "--params", "200000"]
 with RankGroup("run", options, world_size=2, timeout_s=60) as ranks:
-    print(*(rank.process.pid for rank in ranks._ranks), flush=True)
+    print("started", flush=True)
     time.sleep(60)
 """
 
@@ -78,12 +78,14 @@ NEXT_AFTER = {**LOSSES, 4: (0.25 + 2**-54).hex()}
 def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     init(f"file://{tmp_path}/demo")
-    played = Demo(f"tierfs::file://{tmp_path}/demo", DemoPlan(6, 2, 200_000, 180.0))
+    options = ["--url", f"tierfs::file://{tmp_path}/demo/run", "--steps", "6", "--every", "2", "--params", "200000"]
     terminated, resumed = DemoRun(), DemoRun()
-    played._follow("run to be terminated", terminated, "resumed", terminate=6)
+    for told, more, ends_with in ((terminated, ["--terminate", "6"], 128 + signal.SIGTERM), (resumed, [], 0)):
+        with RankGroup("run", [*options, *more], world_size=2, timeout_s=180, ends_with=ends_with) as ranks:
+            for event in ranks.events():
+                told.take(event)
     assert terminated.stopped_at == 6
     assert sorted(terminated.losses) == [1, 2, 3, 4, 5, 6]
-    played._follow("resumed run", resumed, "resumed")
     assert (resumed.begun_at, resumed.losses) == (6, {})
     assert resumed.digest
 
@@ -233,7 +235,7 @@ def test_a_phase_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytes
     group = RankGroup("long run", options, world_size=2, timeout_s=0.5)
     with pytest.raises(TierfsError, match=r"the long run did not end within 0\.5 s: raise --timeout"), group as ranks:
         list(ranks.events())
-    assert [rank.process.returncode for rank in group._ranks] == [-signal.SIGKILL] * 2
+    assert group.kill() == [-signal.SIGKILL] * 2
 
 
 @needs_torch
@@ -248,7 +250,8 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     )
     assert launcher.stdout is not None
     with launcher:
-        pids = [int(pid) for pid in launcher.stdout.readline().split()]
+        assert launcher.stdout.readline() == "started\n"
+        pids = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         launcher.kill()
     assert len(pids) == 2
     deadline = time.monotonic() + 60
@@ -257,10 +260,9 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def is_demo_worker(pid: int) -> bool:
+def is_demo_worker(pid: str) -> bool:
     """Whether the process runs and is still a rank of a demo: the pid may be used again."""
     try:
-        os.kill(pid, 0)
         return b"tierfs.demo.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (ProcessLookupError, FileNotFoundError):
         return False
