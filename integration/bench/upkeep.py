@@ -38,7 +38,6 @@ from tierfs.objects.protocol import ObjectInfo, Version
 from tierfs.store import Store, save, verify
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.maintenance.gc import GcOptions, collect
-from tierfs.store.maintenance.gc.name_set import encode_names
 from tierfs.store.maintenance.scrub import scrub
 from tierfs.units import parse_size
 
@@ -143,7 +142,7 @@ def fill(tier: SimulatedObjects, needed: int, *, with_lists: bool) -> tuple[int,
             files += 1
         checks.append(_put(tier, f"{directory}/.metadata", (), is_hollow=False))
         if with_lists:
-            encoded = [encode_names([name]) for name in names]
+            encoded = [name.encode() for name in names]
             listed = ReferenceList.of(directory, KIND, checks, encoded)
             tier.put(keys.references_key(directory), [listed.encode()])
         checkpoints += 1

@@ -262,7 +262,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         return meaning.error(
             key,
             said,
-            bucket=bucket or str(answer.get("BucketName") or ""),
+            bucket=bucket,
             region=str(_headers(cause).get("x-amz-bucket-region") or answer.get("Region") or ""),
             retry_after_s=retry_after_s,
         )

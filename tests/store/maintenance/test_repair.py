@@ -168,17 +168,6 @@ def test_a_missing_chunk_is_named_with_its_file_and_place(store):
     json.dumps(report.as_dict())
 
 
-def test_a_chunk_is_made_again_under_its_name_from_a_copy(store):
-    replica = make_store()
-    save(replica, "x", content(2))
-    key = chunk_of(store, "run/c")
-    remove(store.objects, key)
-    report = run(store, replicas=[replica])
-    assert [each.key for each in report.mended] == [key]
-    assert load(store, "run/c") == content(2)
-    assert verify(store).damage == []
-
-
 def test_a_chunk_is_healed_from_another_object_of_its_content_in_a_directory(tmp_path):
     tier = LocalObjects(str(tmp_path))
     store = Store(tier, replace(make_store().descriptor, endpoint=tier.capabilities), url="store")

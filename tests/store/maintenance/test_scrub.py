@@ -125,8 +125,7 @@ def test_a_bandwidth_is_kept():
     assert store.clock.monotonic() - before == pytest.approx(report.bytes / 50_000)
 
 
-@pytest.mark.parametrize("damage", [in_the_envelope, in_a_block])
-@pytest.mark.parametrize("codecs", ["off", "all"])
+@pytest.mark.parametrize(("damage", "codecs"), [(in_the_envelope, "off"), (in_a_block, "all")])
 def test_an_object_is_healed_from_a_replica(damage, codecs):
     store, replica = make_store(codecs), make_store(codecs)
     data = Training().file()

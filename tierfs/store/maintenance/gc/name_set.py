@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from tierfs.digest import Buffer
-from tierfs.format.keys import ChunkName
 
 PENDING_MIN = 1 << 18
 NAMES_MAX = 8 << 20
 _LOW = np.uint64((1 << 56) - 1)
 _GENERATION_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _RECIPE_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
-
-
-def encode_names(names: Iterable[ChunkName]) -> bytes:
-    """Encode names as in condemned lists, laid end to end."""
-    return b"".join(name.encode() for name in names)
 
 
 def fingerprints(data: Buffer, width: int) -> npt.NDArray[np.uint64]:
