@@ -14,6 +14,7 @@ import math
 import os
 import random
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,49 +58,17 @@ def shape_for(parameters: int) -> ModelShape:
     Args:
         parameters: Wanted number of trained values. Sizes come in steps, so the result is near this number, not equal.
     """
-    best: tuple[float, ModelShape] | None = None
-    for layers in range(1, _LAYERS_MAX + 1):
-        ideal = math.sqrt(parameters / (12 * layers))
-        floor = max(1, int(ideal // _WIDTH_STEP))
-        for width in (floor * _WIDTH_STEP, (floor + 1) * _WIDTH_STEP):
-            heads = width // (64 if width % 64 == 0 else 32)
-            shape = ModelShape(width=width, layers=layers, heads=heads, context=CONTEXT)
-            size_error = abs(math.log(shape.parameters / parameters))
-            aspect_error = abs(math.log(width / (_WIDTH_PER_LAYER * layers)))
-            score = size_error + 0.1 * aspect_error
-            if best is None or score < best[0]:
-                best = (score, shape)
-    assert best is not None
-    return best[1]
+
+    def distance(shape: ModelShape) -> float:
+        size = abs(math.log(shape.parameters / parameters))
+        return size + 0.1 * abs(math.log(shape.width / (_WIDTH_PER_LAYER * shape.layers)))
+
+    return min((shape for layers in range(1, _LAYERS_MAX + 1) for shape in _shapes(layers)), key=distance)
 
 
-class _Block(nn.Module):
-    """Attention and a feed-forward layer, each with normalised input and a residual connection."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.attention_norm = nn.LayerNorm(shape.width)
-        self.attention_in = nn.Linear(shape.width, 3 * shape.width)
-        self.attention_out = nn.Linear(shape.width, shape.width)
-        self.feed_norm = nn.LayerNorm(shape.width)
-        self.feed_in = nn.Linear(shape.width, 4 * shape.width)
-        self.feed_out = nn.Linear(4 * shape.width, shape.width)
-        self.dropout = nn.Dropout(_DROPOUT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape."""
-        batch, time, width = x.shape
-        mixed: Tensor = self.attention_in(self.attention_norm(x))
-        query, key, value = (
-            part.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
-            for part in torch.split(mixed, width, dim=-1)
-        )
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.dropout(self.attention_out(attended.transpose(1, 2).reshape(batch, time, width)))
-        fed: Tensor = self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x))))
-        summed: Tensor = x + self.dropout(fed)
-        return summed
+def _shapes(layers: int) -> Iterator[ModelShape]:
+    for width in range(_WIDTH_STEP, 2 * _WIDTH_PER_LAYER * layers + 1, _WIDTH_STEP):
+        yield ModelShape(width=width, layers=layers, heads=width // (64 if width % 64 == 0 else 32), context=CONTEXT)
 
 
 class ByteGPT(nn.Module):
@@ -111,13 +80,24 @@ class ByteGPT(nn.Module):
         self.token = nn.Embedding(VOCABULARY, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
         self.dropout = nn.Dropout(_DROPOUT)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                shape.width,
+                shape.heads,
+                4 * shape.width,
+                dropout=_DROPOUT,
+                activation=functional.gelu,
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 # Branches that add to the residual stream start smaller, so that the stream does not grow with depth.
-                residual = name.endswith(("attention_out.weight", "feed_out.weight"))
+                residual = name.endswith(("out_proj.weight", "linear2.weight"))
                 nn.init.normal_(parameter, std=_INIT_STD / math.sqrt(2 * shape.layers) if residual else _INIT_STD)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -131,8 +111,9 @@ class ByteGPT(nn.Module):
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         logits: Tensor = self.head(self.norm(x))
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
