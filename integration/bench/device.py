@@ -38,7 +38,7 @@ from typing import Any
 SMALL_SHARE = 0.35  # most of the budget that the quick rows may take
 PARTS = ("small", "big")
 SHM_STATES = 3.5  # 2.25 for the ram tier and 1 for stock, rounded up
-STATES_WRITTEN = 12  # by all rows but the last two
+STATES_WRITTEN = 12  # by all rows
 WRITING_SHARE = 0.8  # of the time at most; several threads write faster than the one that `_disk` times
 SIZE_MIN = 64 << 20
 SPARE_S = 8.0  # to stop flushers and delete files
@@ -96,8 +96,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=None, help="training steps after a save (default: 20, with --dry 3)"
     )
-    parser.add_argument("--batch", type=int, default=4, help="sequences of 1024 tokens in a step")
-    parser.add_argument("--codecs", default=None, help="codecs of TierWriter (default: TierWriter's own)")
     parser.add_argument("--directory", help="directory for the stores and stock's files")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="rows to run besides limits and training")
@@ -160,7 +158,7 @@ def _part(options: argparse.Namespace) -> int:
     else:
         import device_small as part
 
-        measured = part.Small(card, root, dry=options.dry, codecs=options.codecs)
+        measured = part.Small(card, root, dry=options.dry)
     rows = Rows(Path(options.out), budget, facts)
     rows.write()
     for name, measure, at_most_s, at_least_s in part.rows_of(measured):
@@ -228,10 +226,8 @@ def aims(parts: dict[str, Any]) -> list[dict[str, Any]]:
     at_least("blocked, to the device tier, of D2D (behind a queued step)", measured(big, "device"), 0.8)
     at_least("blocked, to the device tier, of D2D (idle GPU, whole call)", measured(big, "device", "of_d2d_idle"), 0.8)
     at_least("blocked, to ram, of pinned D2H", measured(big, "ram"), 0.9)
-    stocks = [lost for name in ("stock", "stock, process") if (lost := measured(big, name, "lost_s")) is not None]
-    device, lazy = measured(big, "device", "lost_s"), measured(big, "lazy", "lost_s")
-    if stocks:
-        stock = min(stocks)
+    stock, device, lazy = (measured(big, name, "lost_s") for name in ("stock", "device", "lazy"))
+    if stock is not None:
         if device is not None:
             # A time lost that is within the noise of the windows may be negative. One millisecond is the resolution.
             at_least("time lost, stock's over tierfs device's", stock / max(device, 1e-3), 15)
@@ -278,8 +274,6 @@ def show(report: dict[str, Any]) -> None:
                 print(f"{name:16} " + ", ".join(f"{key} {value}" for key, value in shown.items()))
         if isinstance(rows.get("flat", {}).get("growth"), dict):
             print(f"{'flat':16} growth {rows['flat']['growth']}")
-        for name, row in rows.get("pieces", {}).get("by_piece", {}).items():
-            print(f"piece {name}: {row['drain_bytes_per_s'] / 1e9:.1f} GB/s, {row['lost_s']:.4f} s lost")
         digests = {
             key: f"{value / 1e9:.1f}"
             for key, value in rows.get("digest", {}).items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from pathlib import Path
@@ -21,8 +20,6 @@ from tierfs.device.tier import device_tiers
 UNCHANGED = 0.9
 RAM_STATES = 2.25
 SPARE_BYTES = 256 << 20
-PIECES = ("4MiB", "8MiB", "32MiB", "16MiB")
-GATED = "16MiB, gate closed in the optimizer's step"
 
 
 class Big:
@@ -59,7 +56,7 @@ class Big:
         if self._store is None:
             ram = int(self.trainer.size * RAM_STATES) + SPARE_BYTES
             (self._root / "big").mkdir()
-            self._store = Store(self._root / "big", ram, self._options.codecs)
+            self._store = Store(self._root / "big", ram)
         return self._store
 
     @property
@@ -80,7 +77,7 @@ class Big:
         """Build the model and time undisturbed steps."""
         dry, size = self._options.dry, self._options.size
         layers = 2 if dry else 24
-        batch, length = (1, 16) if dry else (self._options.batch, 1024)
+        batch, length = (1, 16) if dry else (4, 1024)
         begin = time.perf_counter()
         self._trainer = trainer = Trainer(self._card, size, layers=layers, batch=batch, length=length)
         trainer.window(5)
@@ -279,15 +276,8 @@ class Big:
             ours.close()
 
     def stock(self) -> dict[str, Any]:
-        return self._stock(process=False)
-
-    def stock_process(self) -> dict[str, Any]:
-        """Like `stock`, but a process writes the files."""
-        return self._stock(process=True)
-
-    def _stock(self, *, process: bool) -> dict[str, Any]:
         self._drop_device()
-        peer = Stock(self._card, self._root / f"stock-{process}", process=process)
+        peer = Stock(self._card, self._root / "stock")
         try:
             begin = time.perf_counter()
             pending = peer.begin(self.trainer.state())
@@ -301,48 +291,10 @@ class Big:
         finally:
             peer.close()
 
-    def pieces(self) -> dict[str, Any]:
-        """Measure the drain and the time lost by the size of a piece, and once with a gate."""
-        self._full(self.device)  # allocates the device tier's memory again
-        found: dict[str, Any] = {}
-        for name in (*PIECES, GATED):
-            if found and not self._budget.allows(2 * self._cycle_s):
-                break
-            os.environ["TIERFS_DEVICE_PIECE"] = name.split(",")[0]
-            hooks = []
-            if name == GATED:
-                gates, optimizer = self.device.writer.gates, self.trainer.optimizer
-                hooks = [
-                    optimizer.register_step_pre_hook(lambda *_, gates=gates: _each(gates, "close")),
-                    optimizer.register_step_post_hook(lambda *_, gates=gates: _each(gates, "open")),
-                ]
-            try:
-                before = self.device.report()
-                row = self._cycles(self.device, 1)
-                after = self.device.report()
-            finally:
-                os.environ.pop("TIERFS_DEVICE_PIECE")
-                for hook in hooks:
-                    hook.remove()
-            moved, moved_s = (after[key] - before[key] for key in ("drained_bytes", "moved_s"))
-            found[name] = {
-                "drain_bytes_per_s": moved / max(moved_s, 1e-9),
-                "drain_s": moved_s,
-                "lost_s": row["lost_s"],
-                "saved_s": row["saved_s"],
-                "cycle": row["cycles"][0],
-            }
-        return {"by_piece": found, "value": {name: round(row["lost_s"], 4) for name, row in found.items()}}
-
     def close(self) -> None:
         self._drop_device()
         if self._store is not None:
             self._store.close()
-
-
-def _each(gates: Any, verb: str) -> None:
-    for gate in gates:
-        getattr(gate, verb)()
 
 
 def rows_of(big: Big) -> list[tuple[str, Any, float, float]]:
@@ -357,6 +309,4 @@ def rows_of(big: Big) -> list[tuple[str, Any, float, float]]:
         ("ram", big.to_ram, 60, 10),
         ("stock", big.stock, 120, 15),
         ("lazy", big.lazily, 90, 10),
-        ("pieces", big.pieces, 120, 25),
-        ("stock, process", big.stock_process, 90, 25),
     ]

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from device_card import Card
 from device_training import Trainer
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tierfs
 from tierfs.dcp import TierWriter
@@ -55,15 +53,14 @@ class Store:
     Args:
         root: Parent of the store and of the state directory.
         ram: Bytes of the ram tier.
-        codecs: As for `TierWriter`.
     """
 
-    def __init__(self, root: Path, ram: int, codecs: str | None = None) -> None:
+    def __init__(self, root: Path, ram: int) -> None:
         self.root = root
         os.environ["TIERFS_STATE_DIR"] = str(root / "state")
         tierfs.init(f"file://{root}/store")
         self.url = f"tierfs::file://{root}/store"
-        self.options = {"ram": ram, "nvme": "0", **({"codecs": codecs} if codecs else {})}
+        self.options = {"ram": ram, "nvme": "0"}
 
     def writer(self, stage: str, device: int | None = None) -> TierWriter:
         return TierWriter(self.url, ack="staged", stage=stage, device=device, **self.options)
@@ -172,25 +169,18 @@ class KeptStager(DefaultStager):
 class Stock:
     """torch's asynchronous save, with pinned and shared memory that all saves reuse."""
 
-    def __init__(self, card: Card, root: Path, *, process: bool = False) -> None:
+    def __init__(self, card: Card, root: Path) -> None:
         self._card, self._root, self._number = card, root, 0
         options = StagingOptions() if card.is_real else StagingOptions(False, False, False, False)
         self._stager = KeptStager(options)
-        self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
         root.mkdir(parents=True, exist_ok=True)
-        if process:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            torch.distributed.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=0, world_size=1)
 
     def begin(self, state: dict[str, Any]) -> Pending:
         self._number += 1
         writer = dcp.FileSystemWriter(self._root / f"step_{self._number}", thread_count=STOCK_THREADS)
         staged: list[float] = []
         begin, before = time.perf_counter(), self._card.stamp()
-        found = dcp.async_save(
-            state, storage_writer=writer, async_stager=self._stager, async_checkpointer_type=self._kind
-        )
+        found = dcp.async_save(state, storage_writer=writer, async_stager=self._stager)
         call_s, after = time.perf_counter() - begin, self._card.stamp()
         if not hasattr(found, "staging_completion"):
             return Pending(call_s, (before, after), None, found.result)
@@ -210,8 +200,6 @@ class Stock:
         self._stager.end()
         self.settle()
         gc.collect()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def when(begin: float, wait: Callable[[], object]) -> Callable[[], float]:

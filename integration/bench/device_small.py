@@ -35,11 +35,10 @@ class Small:
         card: The GPU.
         root: A directory on the disk to use.
         dry: Whether sizes are tiny.
-        codecs: As for `TierWriter`.
     """
 
-    def __init__(self, card: Card, root: Path, *, dry: bool, codecs: str | None) -> None:
-        self._card, self._root, self._dry, self._codecs = card, root, dry, codecs
+    def __init__(self, card: Card, root: Path, *, dry: bool) -> None:
+        self._card, self._root, self._dry = card, root, dry
         self.limits: dict[str, Any] = {}
 
     def find_limits(self) -> dict[str, Any]:
@@ -158,7 +157,7 @@ class Small:
 
     @contextlib.contextmanager
     def _store(self, ram: int):
-        store = Store(Path(tempfile.mkdtemp(prefix="store-", dir=self._root)), ram, self._codecs)
+        store = Store(Path(tempfile.mkdtemp(prefix="store-", dir=self._root)), ram)
         try:
             yield store
         finally:
