@@ -103,13 +103,6 @@ def test_get_of_many_files_counts_them_and_gives_each_a_branch(place, tmp_path, 
     assert read_tree(tmp_path / "got") == tree
 
 
-def test_get_writes_into_an_open_file(place):
-    place.fs.pipe(place / "a", b"content")
-    out = io.BytesIO()
-    place.fs.get_file(place / "a", out)
-    assert out.getvalue() == b"content"
-
-
 def test_get_makes_directories_also_empty_ones(place, tmp_path):
     place.fs.pipe(place / "dir/sub/a", b"x")
     place.fs.mkdir(place / "dir/empty")

@@ -193,15 +193,6 @@ def test_two_urls_lead_to_one_instance(place):
     assert (path, other) == (place / "a", place / "b/c")
 
 
-def test_open_files_reads_a_pattern_and_writes_several(place):
-    with fsspec.open_files(f"{place.url}/part-*.txt", "w", num=3) as files:
-        for number, file in enumerate(files):
-            file.write(str(number))
-    assert place.names() == ["part-0.txt", "part-1.txt", "part-2.txt"]
-    with fsspec.open_files(f"{place.url}/part-*.txt", "r") as files:
-        assert [file.read() for file in files] == ["0", "1", "2"]
-
-
 def test_a_mapper_is_a_dictionary_of_files(place):
     mapper = fsspec.get_mapper(f"{place.url}/map")
     assert list(mapper) == []
@@ -242,13 +233,6 @@ def test_a_cache_of_blocks_may_be_put_in_front(place, tmp_path, cache, random_by
         assert file.closed
     del file, opened
     gc.collect()
-
-
-def test_a_directory_filesystem_may_be_put_in_front(place):
-    inner = fsspec.filesystem("dir", path=place / "sub", fs=place.fs)
-    inner.pipe("a/b", b"x")
-    assert inner.find("") == ["a/b"]
-    assert place.fs.cat(place / "sub/a/b") == b"x"
 
 
 # -- stores: found, missing, created -----------------------------------------------------------------------------
@@ -359,16 +343,14 @@ HINTS = {
 }
 
 
-@pytest.mark.parametrize("name", HINTS)
-def test_a_hint_that_tierfs_does_not_know_is_passed_over(place, name):
-    hint = {name: HINTS[name]}
-    with place.fs.open(place / "a", "wb", **hint) as file:
+def test_hints_that_tierfs_does_not_know_are_passed_over(place):
+    with place.fs.open(place / "a", "wb", **HINTS) as file:
         file.write(b"x")
-    with place.fs.open(place / "a", "r", **hint) as file:
+    with place.fs.open(place / "a", "r", **HINTS) as file:
         assert file.read() == "x"
-    place.fs.pipe_file(place / "b", b"x", **hint)
-    assert place.fs.cat(place / "b", **hint) == b"x"
-    with fsspec.open(f"{place.url}/a", **hint) as file:
+    place.fs.pipe_file(place / "b", b"x", **HINTS)
+    assert place.fs.cat(place / "b", **HINTS) == b"x"
+    with fsspec.open(f"{place.url}/a", **HINTS) as file:
         assert file.read() == b"x"
 
 

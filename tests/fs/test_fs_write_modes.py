@@ -7,7 +7,6 @@ import io
 import os
 import re
 import subprocess
-import threading
 
 import fsspec
 import numpy as np
@@ -55,30 +54,6 @@ def test_the_first_exclusive_creator_to_close_wins(place):
     with pytest.raises(AlreadyExistsError):
         first.close()
     assert place.fs.cat(place / "a") == b"second"
-
-
-def test_one_of_many_exclusive_creators_wins(place):
-    racers = 8
-    barrier = threading.Barrier(racers)
-    outcomes: dict[int, str] = {}
-
-    def race(number: int) -> None:
-        barrier.wait()
-        try:
-            place.fs.pipe_file(place / "a", b"%d" % number, mode="create")
-        except FileExistsError:
-            outcomes[number] = "lost"
-        else:
-            outcomes[number] = "won"
-
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(racers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winners = [number for number, outcome in outcomes.items() if outcome == "won"]
-    assert len(outcomes) == racers
-    assert [b"%d" % number for number in winners] == [place.fs.cat(place / "a")]
 
 
 # -- appending ---------------------------------------------------------------------------------------------------
