@@ -39,7 +39,7 @@ _INTERIM = re.compile(rb"HTTP/1\.[01] 1(?!01)\d\d\b")  # "100 Continue"; another
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNORECASE)
 _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
-_CONNECTIONS_MAX = 256  # more connections wait in the backlog, which has the same length
+_BACKLOG = 256
 _SERVER_TIMEOUT_S = 10.0  # to connect
 _STOP_TIMEOUT_S = 30.0
 _TICK_S = 0.02  # interval between two writes at a limited bandwidth
@@ -121,7 +121,7 @@ class TcpFaultProxy:
     to strike. `fired` holds the faults that really struck. Clients must not pipeline: a request that is sent before the
     previous response begins counts as part of the request before.
 
-    One thread serves at most 256 connections. If the proxy cannot reach the server, it resets the client's connection.
+    One thread serves all connections. If the proxy cannot reach the server, it resets the client's connection.
 
     Args:
         target_host: The server's host.
@@ -258,7 +258,7 @@ class TcpFaultProxy:
 
     async def _listen(self) -> None:
         self._listener = _bound(self.port)
-        self._listener.listen(_CONNECTIONS_MAX)
+        self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)  # noqa: FBT003 - the name says it
         self._loop.add_reader(self._listener, self._accept)
 
@@ -273,14 +273,10 @@ class TcpFaultProxy:
         task = self._loop.create_task(_ProxiedConnection(self).serve(accepted))
         self._connections.add(task)
         task.add_done_callback(functools.partial(self._forget, accepted))
-        if len(self._connections) >= _CONNECTIONS_MAX:
-            self._loop.remove_reader(self._listener)
 
     def _forget(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         accepted.close()  # a task that was cancelled before it began has not closed it
         self._connections.discard(task)
-        if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept)
 
     async def _hang_up(self) -> None:
         if self._listener is not None:
