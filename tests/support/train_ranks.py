@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -22,7 +23,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
 from tierfs.train import Every, Latest, Manager, Preemption, TrainState
 from tierfs.train.agree import World
-from tierfs.train.save import RunWriter
 
 WORLD = 2
 OPTIONS: dict[str, Any] = {"ram": "0", "nvme": "0", "timeout": 60.0}
@@ -138,8 +138,9 @@ def fast_steps_agree_seldom_and_periodic_saves_keep_their_steps(root: str, mesh:
         for step in range(1, 301):
             time.sleep(STEP_S / 4)
             saved.append(run.step(step, live))
-        assert run._decider._at_steps.every > 1
-        assert everybody(run._decider._at_steps.every) == [run._decider._at_steps.every] * WORLD
+        every = run._decider._at_steps.every
+        assert every > 1
+        assert everybody(every) == [every] * WORLD
     assert [handle.step for handle in saved if handle is not None] == [150, 300]
 
 
@@ -231,16 +232,15 @@ def steps_that_no_rank_has_in_common_are_no_fresh_start(root: str, mesh: DeviceM
             run.restore(state(mesh, -1))
 
 
-class Full(RunWriter):
-    def write_data(self, plan: Any, planner: Any) -> Any:
+class Losing(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
         if dist.get_rank() == 1:
-            raise OSError("rank 1 lost its disk")
-        return super().write_data(plan, planner)
+            raise OSError("rank 1 lost its memory")
+        return super().resolve_data(write_item)
 
 
 def failures_in_a_row_end_the_run_on_both_at_one_step(root: str, mesh: DeviceMesh) -> None:
-    with manager(root, save=[Every(steps=1)], max_failures=2) as run:
-        run._saves._writer = run._writer = Full(root, ram="0", nvme="0")
+    with manager(root, save=[Every(steps=1)], max_failures=2, planner=Losing) as run:
         with pytest.raises(TierfsError, match="saves in a row failed"):
             for step in range(1, 50):
                 time.sleep(STEP_S)
@@ -251,12 +251,10 @@ def failures_in_a_row_end_the_run_on_both_at_one_step(root: str, mesh: DeviceMes
 
 
 def a_failure_that_one_rank_has_not_heard_of_is_saved_again_by_both(root: str, mesh: DeviceMesh) -> None:
-    with manager(root) as run:
-        good = run._writer
-        run._saves._writer = run._writer = Full(root, ram="0", nvme="0")
+    planners = [DefaultSavePlanner, Losing]
+    with manager(root, planner=lambda: planners.pop()()) as run:
         failed = run.save(1, state(mesh, 1))
         failed.settle(30)
-        run._saves._writer = run._writer = good
         if dist.get_rank() == 1:
             failed._ended = Future()  # as before its thread has finished
         again = run.save(1, state(mesh, 1))
