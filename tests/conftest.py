@@ -12,9 +12,9 @@ from hypothesis import settings
 from support import forked_flusher
 
 from tierfs.repeated_warnings import forget_repeats
-from tierfs.session import open as opened
 from tierfs.session import tiers
 from tierfs.session.compose import open_tiers
+from tierfs.session.open import open_stores
 
 # Files that take long, the longest first, so that all processes that share the files end at the same time.
 LONG = (
@@ -117,11 +117,11 @@ def stores_are_closed(request):
     """Close the stores that a test opened, before its `tmp_path` goes, so that its descriptors do not stay open."""
     if "tmp_path" in request.fixturenames:
         request.getfixturevalue("tmp_path")
-    earlier = {id(store) for store in opened._stores.values()}
+    earlier = {id(store) for store in open_stores.values()}
     yield
-    for key, store in list(opened._stores.items()):
+    for key, store in list(open_stores.items()):
         if id(store) not in earlier:
-            del opened._stores[key]
+            del open_stores[key]
             if store.tiers is not None:
                 store.tiers.close()
                 for kept in [key for key, of in open_tiers.items() if of is store.tiers]:

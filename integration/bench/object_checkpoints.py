@@ -254,10 +254,10 @@ def main() -> None:
 
 def requested() -> dict[str, int]:
     """Return this process's requests to object tiers, by method."""
-    from tierfs.session.open import _stores
+    from tierfs.session.open import open_stores
 
     counted: dict[str, int] = {}
-    for store in _stores.values():
+    for store in open_stores.values():
         objects: Any = store.objects
         while not isinstance(objects, MeasuredObjects):
             objects = objects.inner

@@ -66,7 +66,7 @@ def test_a_lost_descriptor_comes_back_from_a_copy(root, tmp_path, capsys, damage
 @pytest.mark.parametrize("words", [["ls"], ["init"], ["gc"], ["repair"]])
 def test_records_without_a_descriptor_are_no_place_for_a_store(root, capsys, monkeypatch, words):
     (root / ".tierfs" / "store.json").unlink()
-    monkeypatch.setattr(session_open, "_stores", {})  # as in another process
+    monkeypatch.setattr(session_open, "open_stores", {})  # as in another process
     monkeypatch.setenv("TIERFS_CREATE", "1")
     assert main([*words, str(root)]) == 6
     assert f"tierfs repair file://{root} --from" in capsys.readouterr().err

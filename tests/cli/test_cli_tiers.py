@@ -698,7 +698,7 @@ def test_a_flusher_never_writes_into_another_store_that_took_the_place_of_its_ow
     elsewhere = dict(os.environ, TIERFS_RAM="0", TIERFS_STATE_DIR=str(host / "another"))
     subprocess.run([*PROGRAM, "init", str(host / "store")], check=True, capture_output=True, env=elsewhere)
     no_flusher()
-    store = next(iter(opening._stores.values()))
+    store = next(iter(opening.open_stores.values()))
     with pytest.raises(tierfs.TierfsError, match=r"is no longer at"):
         store.tiers.wait("", Level.OBJECT, WAIT_S)
     assert not list((host / "store").rglob("run*"))

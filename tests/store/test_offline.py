@@ -186,10 +186,10 @@ def far(monkeypatch, tmp_path):
 
         @staticmethod
         def forget():
-            for store in opened._stores.values():
+            for store in opened.open_stores.values():
                 if store.tiers is not None:
                     store.tiers.close()
-            opened._stores.clear()
+            opened.open_stores.clear()
             compose.open_tiers.clear()
 
     yield Far

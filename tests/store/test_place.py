@@ -365,10 +365,10 @@ def test_no_store_is_made_where_one_with_changes_pending_was(left, options, tmp_
 
 def opened_anew(root, **options):
     """Open a store as another process does."""
-    for store in opening._stores.values():
+    for store in opening.open_stores.values():
         if store.tiers is not None:
             store.tiers.close()
-    opening._stores.clear()
+    opening.open_stores.clear()
     compose.open_tiers.clear()
     return open_at(root, **options)
 

@@ -117,7 +117,7 @@ def test_a_refused_look_up_on_the_way_does_not_end_the_search(tmp_path, monkeypa
         return real(self, key, limit)
 
     monkeypatch.setattr(LocalObjects, "read", read)
-    monkeypatch.setattr("tierfs.session.open._stores", {})
+    monkeypatch.setattr("tierfs.session.open.open_stores", {})
     assert open_store(location)[1] == "locked/x"
 
 

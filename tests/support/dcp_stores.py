@@ -1,16 +1,13 @@
 """Fixtures for tests of `dcp`. They close every store, so that its background work does not count in another test."""
 
-import importlib
 import uuid
 
 import fsspec
 import pytest
 
 import tierfs
-from tierfs.session.open import open_store
+from tierfs.session.open import open_store, open_stores
 from tierfs.session.url import parse_url
-
-opened = importlib.import_module("tierfs.session.open")
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +17,8 @@ def all_stores_are_closed(stores_are_closed):
 
 
 def close_all_stores():
-    while opened._stores:
-        _, store = opened._stores.popitem()
+    while open_stores:
+        _, store = open_stores.popitem()
         if store.tiers is not None:
             store.tiers.close()
 

@@ -45,5 +45,5 @@ def no_descriptors_left() -> Iterator[None]:
 
 def know_no_store(patch: pytest.MonkeyPatch) -> None:
     """Make this process know no open store and no local tiers, like a new process."""
-    patch.setattr("tierfs.session.open._stores", {})
+    patch.setattr("tierfs.session.open.open_stores", {})
     patch.setattr("tierfs.session.compose.open_tiers", {})

@@ -145,11 +145,11 @@ class Cli:
     def _run(self, *arguments):
         before = {name: os.environ.get(name) for name in self._environment}
         os.environ.update(self._environment)
-        session_open._stores.clear()  # each command is a process of its own, which reads its environment
+        session_open.open_stores.clear()  # each command is a process of its own, which reads its environment
         try:
             assert main([str(argument) for argument in arguments]) == 0
         finally:
-            session_open._stores.clear()
+            session_open.open_stores.clear()
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
@@ -291,7 +291,7 @@ class World:
         for tiers in open_tiers.values():
             tiers.close()
         open_tiers.clear()
-        session_open._stores.clear()
+        session_open.open_stores.clear()
 
     def clear(self):
         """Remove all files, and let gc delete their chunks, which the processes still know."""

@@ -37,14 +37,14 @@ from tierfs.store.store import Store
 
 NESTED_LOOKED_AT_MAX = 10_000
 _logger = logging.getLogger("tierfs.store")
-_stores: dict[tuple[str, str], Store] = {}
+open_stores: dict[tuple[str, str], Store] = {}
 _lock = threading.RLock()
 
 
 def _renew() -> None:
     global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
     _lock = threading.RLock()
-    _stores.clear()
+    open_stores.clear()
     forget_tiers()
 
 
@@ -234,8 +234,8 @@ def _is_there(location: Location, root: str, known: Store) -> bool:
         return True
     _logger.warning("%s was deleted or recreated: opening it again", known.url)
     with _lock:
-        if _stores.get((_token(location), root)) is known:
-            del _stores[_token(location), root]
+        if open_stores.get((_token(location), root)) is known:
+            del open_stores[_token(location), root]
     return False
 
 
@@ -296,7 +296,7 @@ def _create(
         known = _opened(location, root)
         if known is not None and known.descriptor == descriptor:
             return known
-        store = _stores[_token(location), root] = compose(location, objects, descriptor, url, objects.places())
+        store = open_stores[_token(location), root] = compose(location, objects, descriptor, url, objects.places())
         return store
 
 
@@ -343,7 +343,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
         known = _opened(location, root)
         if known is not None:
             return known
-        store = _stores[_token(location), root] = compose(location, objects, descriptor, url, places)
+        store = open_stores[_token(location), root] = compose(location, objects, descriptor, url, places)
         if kept is not None:
             store.check_before_writing()
         return store
@@ -351,7 +351,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
 
 def _opened(location: Location, root: str) -> Store | None:
     """Return the open store of this process at a root, unless its local tiers were closed, as they are at exit."""
-    store = _stores.get((_token(location), root))
+    store = open_stores.get((_token(location), root))
     return None if store is None or (store.tiers is not None and store.tiers.is_closed) else store
 
 
