@@ -38,7 +38,6 @@ def test_one_thing_is_done_here():
     processors, threads = Processors(), []
     processors.share_out(lambda _: threads.append(threading.get_ident()), [1])
     assert threads == [threading.get_ident()]
-    assert processors._helpers is None
 
 
 def test_many_calls_at_once_have_no_more_helpers_than_other_processors():
@@ -60,7 +59,7 @@ def test_many_calls_at_once_have_no_more_helpers_than_other_processors():
     with ThreadPoolExecutor(6) as callers:
         list(callers.map(lambda _: processors.share_out(task, range(20)), range(30)))
     assert most <= 6 + 2
-    assert processors._busy == 0
+    assert "busy=0" in repr(processors)
     processors.share_out(task, range(20))
     assert helpers
 
@@ -136,7 +135,7 @@ def test_an_interrupt_waits_for_what_was_begun_and_comes_before_errors():
     with pytest.raises(KeyboardInterrupt):
         processors.share_out(task, range(100))
     assert ended == [1]
-    assert processors._busy == 0
+    assert "busy=0" in repr(processors)
 
 
 def test_helpers_keep_no_reference_to_a_callers_memory():
