@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,10 +26,10 @@ from tierfs.testing import TcpFaultProxy
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import s3server
+from servers.server import free_ports, process
 
 BUCKET = "bucket"
 REGION = "us-east-1"
-START_S_MAX = 30.0
 # The capabilities of S3 itself.
 _PROMISES = Capabilities(
     conditional_create=True,
@@ -148,16 +145,10 @@ def nginx() -> Iterator[Server]:
         for name in ("bodies", "root", f"root/{BUCKET}"):
             (base / name).mkdir()
             (base / name).chmod(0o777)  # its workers may run as another user
-        port = _free_port()
+        (port,) = free_ports(1)
         (base / "nginx.conf").write_text(_CONFIGURATION.format(base=base, port=port, xml=_XML.replace('"', '\\"')))
-        command = [program, "-c", str(base / "nginx.conf"), "-e", str(base / "error.log")]
-        server = subprocess.Popen(command)
-        try:
-            _await(port, server)
+        with process([program, "-c", str(base / "nginx.conf"), "-e", str(base / "error.log")], port):
             yield Server("nginx", f"http://127.0.0.1:{port}", BUCKET, base / "root")
-        finally:
-            server.terminate()
-            server.wait(30)
     finally:
         shutil.rmtree(base, ignore_errors=True)
 
@@ -179,20 +170,3 @@ def running(url: str) -> Iterator[Server]:
         yield server
     finally:
         fs.rm(server.bucket, recursive=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _await(port: int, server: subprocess.Popen[bytes]) -> None:
-    began = time.monotonic()
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        if server.poll() is not None or time.monotonic() - began > START_S_MAX:
-            raise RuntimeError("the server does not answer")
-        time.sleep(0.05)
