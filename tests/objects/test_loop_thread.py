@@ -20,7 +20,7 @@ import pytest
 from support.opened import descriptors
 
 from tierfs.objects.backends import loop_thread as module
-from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
+from tierfs.objects.backends.loop_thread import LoopThread, body_reader
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_buffers_are_filled_with_the_pieces_of_a_body(loop: LoopThread, piece_by
         for at in range(0, len(content), piece_bytes):
             yield content[at : at + piece_bytes]
 
-    read_into = BodyReader(loop, pieces())
+    read_into = body_reader(loop, pieces())
     got, out = b"", memoryview(bytearray(out_bytes))
     while count := read_into(out):
         got += out[:count]

@@ -352,21 +352,8 @@ def test_a_bucket_that_takes_nothing_without_a_checksum_can_be_probed(memory: Me
     assert probe(Locked(memory)).capabilities == Locked(memory).capabilities
 
 
-def test_an_outage_does_not_pass_for_a_server_that_heeds_checksums(memory: MemoryObjects) -> None:
-    class Failing(IgnoresChecksums):
-        """An endpoint that answers 503 to every put with a checksum."""
-
-        def put(self, key, data, *, mode=OVERWRITE, checksum=None):
-            if checksum is not None:
-                raise StoreError("HTTP status 503", transient=True)
-            return super().put(key, data, mode=mode)
-
-    with pytest.raises(StoreError, match="503"):
-        probe(Failing(memory))
-
-
-@pytest.mark.parametrize("come_back_after", range(1, 5))
-def test_a_short_outage_does_not_pass_for_one_either(memory: MemoryObjects, come_back_after: int) -> None:
+@pytest.mark.parametrize("come_back_after", [1, 3, 1000])
+def test_an_outage_does_not_pass_for_a_server_that_heeds_checksums(memory: MemoryObjects, come_back_after: int) -> None:
     class Flaky(IgnoresChecksums):
         """An endpoint that answers 503 to some requests, beginning with the first wrong checksum."""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import NotFoundError
 from tierfs.objects.backends.cloud import CloudObjects, Content, nanoseconds, open_cloud
-from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
+from tierfs.objects.backends.loop_thread import LoopThread, body_reader
 from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.http_errors import cause_of, refused_options
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
@@ -148,7 +148,7 @@ class _AzureClient:
             size = _told(answer, "Content-Range" if is_part else "Content-Length").rpartition("/")[2]  # "bytes 0-9/100"
             modified_ns = nanoseconds(parsedate_to_datetime(_told(answer, "Last-Modified")))
             info = ObjectInfo(key, int(size), _version(_told(answer, "ETag")), modified_ns)
-            yield Content(info, start if is_part else 0, BodyReader(self._session.loop, response.iter_raw()))
+            yield Content(info, start if is_part else 0, body_reader(self._session.loop, response.iter_raw()))
         finally:
             self._run(response.close())
 

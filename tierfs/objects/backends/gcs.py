@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import StoreError
 from tierfs.objects.backends.cloud import CloudObjects, Content, nanoseconds, open_cloud
-from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
+from tierfs.objects.backends.loop_thread import LoopThread, body_reader
 from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.http_errors import cause_of, refused_options
 from tierfs.objects.protocol import (
@@ -213,7 +213,7 @@ class _GCSClient:
             is_part = answer.status == HTTPStatus.PARTIAL_CONTENT
             spans = told["Content-Range"] if is_part else ""  # "bytes 0-9/100"
             size = spans.rpartition("/")[2] or told.get("X-Goog-Stored-Content-Length") or told.get("Content-Length")
-            read_into: Callable[[memoryview], int] = BodyReader(session.loop, answer.content.iter_any())
+            read_into: Callable[[memoryview], int] = body_reader(session.loop, answer.content.iter_any())
             if size and "X-Goog-Generation" in told:
                 stamp = told.get("Last-Modified")
                 modified = nanoseconds(parsedate_to_datetime(stamp) if stamp else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -109,28 +109,23 @@ class LoopThread:
         self._loop.stop()
 
 
-class BodyReader:
-    """Fills buffers with the body of an answer, whose pieces arrive on the loop of the client."""
+def body_reader(loop: LoopThread, pieces: AsyncIterator[bytes]) -> Callable[[memoryview], int]:
+    """Return a `Content.read_into` for the body of an answer, whose pieces arrive on the loop of the client."""
+    rest = memoryview(b"")
 
-    def __init__(self, loop: LoopThread, pieces: AsyncIterator[bytes]) -> None:
-        self._loop = loop
-        self._pieces = pieces
-        self._rest = memoryview(b"")
-
-    def __call__(self, out: memoryview) -> int:
-        """See `Content.read_into`."""
-        return self._loop.run(self._fill(out))
-
-    async def _fill(self, out: memoryview) -> int:
+    async def fill(out: memoryview) -> int:
+        nonlocal rest
         at = 0
         while at < len(out):
-            if not self._rest:
-                piece = await anext(self._pieces, None)
+            if not rest:
+                piece = await anext(pieces, None)
                 if piece is None:
                     break
-                self._rest = memoryview(piece)
-            count = min(len(self._rest), len(out) - at)
-            out[at : at + count] = self._rest[:count]
-            self._rest = self._rest[count:]
+                rest = memoryview(piece)
+            count = min(len(rest), len(out) - at)
+            out[at : at + count] = rest[:count]
+            rest = rest[count:]
             at += count
         return at
+
+    return lambda out: loop.run(fill(out))

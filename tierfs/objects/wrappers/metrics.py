@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError
@@ -14,14 +13,6 @@ from tierfs.objects.wrappers.wrapper import METHODS, Answer, Request, WrappedObj
 
 _ANSWERS = (AlreadyExistsError, ConflictError, NotFoundError)
 """Errors that a healthy object tier raises too."""
-
-
-@dataclass(slots=True)
-class _Counters:
-    requests: int = 0
-    errors: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
 
 
 class MeasuredObjects(WrappedObjects):
@@ -35,13 +26,15 @@ class MeasuredObjects(WrappedObjects):
     def __init__(self, inner: ObjectTier, clock: Clock | None = None) -> None:
         super().__init__(inner)
         self._clock: Clock = clock or SystemClock()
-        self._counters = {method: _Counters() for method in METHODS}
+        self._counts: dict[str, dict[str, int | float]] = {
+            method: {"requests": 0, "errors": 0, "bytes": 0, "seconds": 0.0} for method in METHODS
+        }
         self._lock = threading.Lock()
 
     def snapshot(self) -> dict[str, dict[str, int | float]]:
         """Return the counts since the tier was made: by method ``requests``, ``errors``, ``bytes`` and ``seconds``."""
         with self._lock:
-            return {method: asdict(counters) for method, counters in self._counters.items()}
+            return {method: dict(counts) for method, counts in self._counts.items()}
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         content, info = super().read(key, limit)
@@ -80,8 +73,8 @@ class MeasuredObjects(WrappedObjects):
 
     def _count(self, method: str, *, requests: int = 0, errors: int = 0, size: int = 0, seconds: float = 0.0) -> None:
         with self._lock:
-            counters = self._counters[method]
-            counters.requests += requests
-            counters.errors += errors
-            counters.bytes += size
-            counters.seconds += seconds
+            counts = self._counts[method]
+            counts["requests"] += requests
+            counts["errors"] += errors
+            counts["bytes"] += size
+            counts["seconds"] += seconds
