@@ -66,8 +66,8 @@ from tierfs.format.manifest import Manifest
 from tierfs.host import host as local_host
 from tierfs.host.nvme import opening
 from tierfs.host.pending.levels import Level
-from tierfs.host.slab import growth
 from tierfs.host.slab import new_segment as newslab
+from tierfs.host.slab import pool
 from tierfs.host.slab import segment as slab
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.write import ahead
@@ -97,7 +97,6 @@ INLINE = 256
 CUT_IN_CHUNKS = (
     "buffers",
     "host.write.writer",
-    "host.slab.growth",
     "host.slab.pool",
     "store.write.cuts",
     "store.write.preconditions",
@@ -143,9 +142,10 @@ def small_and_repeatable():
         for name in CUT_IN_CHUNKS:
             patch.setattr(importlib.import_module(f"tierfs.{name}"), "CHUNK_BYTES", CHUNK)
         patch.setattr(importlib.import_module("tierfs.store.read.reader"), "PIECE_BYTES_MAX", CHUNK)
-        patch.setattr(growth, "FIRST_DATA_BYTES", 16 * CHUNK)
+        patch.setattr(pool, "FIRST_DATA_BYTES", 4 * CHUNK)
+        patch.setattr(pool, "CHUNKS_DATA_BYTES", 4 * CHUNK)
         patch.setattr(importlib.import_module("tierfs.store.write.sink"), "SLOT_BYTES_MIN", 4096)
-        patch.setattr(growth, "SMALL_BYTES", 4 * CHUNK)
+        patch.setattr(pool, "SMALL_BYTES", 4 * CHUNK)
         patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
         patch.setattr(transfers, "shared", InlineTransfers())
         patch.setattr(ahead, "AHEAD_BYTES_MIN", 2 * CHUNK)
@@ -939,8 +939,9 @@ def test_a_published_large_file_releases_its_held_chunks(little, monkeypatch):
     little.stage(host=0, process=0, path="b", size=10)
     little.crash(host=0, process=0)
     little.stage(host=0, process=0, path="b", size=10)
-    opened = little.open_writer(host=0, process=1, path="a", size=2 * CHUNK + 4000, level=Level.STAGED)
-    little.close_writer(opened=opened, size=2 * CHUNK + 4000, commit=True)
+    little.stage(host=0, process=1, path="d/a", size=4 * CHUNK)
+    opened = little.open_writer(host=0, process=1, path="a", size=4 * CHUNK, level=Level.STAGED)
+    little.close_writer(opened=opened, size=4 * CHUNK, commit=True)
     assert opened.trainer.tiers.counters["spilled_bytes"]
     for _ in range(10):
         little.work(host=0, count=1)

@@ -207,8 +207,8 @@ def spilled(tmp_path, root, descriptor):
 def test_spilled_chunks_stay_while_a_draft_is_unreadable(spilled, make_host, monkeypatch):
     data, name = spilled
     with out_of(MemoryError(), name, monkeypatch):
-        # Room for one segment beside the dead process's two, either of which may hold chunks of its draft.
-        host = make_host(ram=64 * MIB, nvme=128 * MIB)
+        # Room for a segment beside the dead process's one, which holds its draft.
+        host = make_host(ram=80 * MIB, nvme=128 * MIB)
         host.tiers.writer.announce()
         until(lambda: status(host.store)["unread_segments"] == 1)
         save(host.store, "g", content(100 * MIB))

@@ -26,7 +26,7 @@ from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
-from tierfs.host.slab import growth, pool
+from tierfs.host.slab import pool
 from tierfs.host.slab.table.table import HEAD_BYTES, SlotKind, SlotState
 from tierfs.store import (
     WriteMode,
@@ -178,7 +178,7 @@ def test_a_path_that_is_new_is_not_asked_for_and_what_is_there_all_the_same_stan
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_chunks_that_other_ranks_want_are_kept(host, make_host, monkeypatch, ranks):
-    monkeypatch.setattr(growth, "CHUNKS_DATA_BYTES", 32 * MIB)
+    monkeypatch.setattr(pool, "CHUNKS_DATA_BYTES", 32 * MIB)
     monkeypatch.setattr(pool, "KEPT_BYTES", 32 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     data = content(3 * 16 * MIB)

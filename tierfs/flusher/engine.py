@@ -34,7 +34,7 @@ from tierfs.host.ground import Faults, no_faults
 from tierfs.host.host import Host
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.nvme.tier import NvmeTier, is_needed
-from tierfs.host.slab.growth import TRANSIT_BYTES
+from tierfs.host.slab.budget import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from tierfs.host.identity import PLACE_FILE, check, claim
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.launch import LOG_NAME, Launched, spawn
-from tierfs.host.slab.growth import TRANSIT_BYTES
+from tierfs.host.slab.budget import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.tiers import Tiers
 from tierfs.session.exit import finish_at_exit

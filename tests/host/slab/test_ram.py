@@ -24,7 +24,7 @@ from tierfs.host.host import Host
 from tierfs.host.slab import new_segment as newslab
 from tierfs.host.slab import pool
 from tierfs.host.slab.budget import RamBudget
-from tierfs.host.slab.growth import next_layout, wished_layout
+from tierfs.host.slab.pool import next_layout
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.table.table import Layout, SlotKind, SlotState
 
@@ -254,20 +254,8 @@ def test_a_name_is_found_in_less_than_50_us_while_nothing_changes(open_tier, mon
 # -- the budget --------------------------------------------------------------------------------------------------------
 
 
-def layout_of(length, *, held=0, room=4 << 30, known=0):
-    wish = wished_layout(length, held=held, data_bytes_max=1 << 30, known=known)
-    return next_layout(length, wish=wish, room=room, data_bytes_max=1 << 30)
-
-
-def test_segments_double_the_memory_up_to_the_longest_and_leave_half_of_the_rest():
-    sizes, room = [], 4 << 30
-    while (layout := layout_of(16 * MIB, held=sum(sizes) * MIB, room=room)) is not None:
-        sizes.append(layout.data_bytes // MIB)
-        room -= layout.size
-    # Whole chunks, and 1 MiB for small slots.
-    assert sizes[:5] == [65, 65, 129, 257, 513]
-    assert max(sizes) <= 1025
-    assert room < 17 * MIB
+def layout_of(length, *, held=0, room=4 << 30):
+    return next_layout(length, length, held=held, room=room, data_bytes_max=1 << 30)
 
 
 def test_a_store_that_holds_little_takes_at_most_4_mib():
@@ -286,11 +274,6 @@ def test_a_next_segment_holds_what_is_asked_and_fits(room, length):
         assert layout.data_bytes >= max(length, 1)
 
 
-def test_a_known_size_makes_one_segment_of_it():
-    for known, made in ((1, 2), (5 * MIB, 6), (100 * MIB, 113), (900 * MIB, 913), (3 << 30, 1025)):
-        assert layout_of(MIB, held=16 * MIB, known=known).data_bytes // MIB == made
-
-
 def test_memory_that_grows_little_by_little_comes_in_few_segments(open_tier):
     # Each segment needs descriptors in every process of the host that reads the store.
     tier = open_tier(budget=1 << 30, segment=1 << 30)
@@ -301,7 +284,7 @@ def test_memory_that_grows_little_by_little_comes_in_few_segments(open_tier):
             tier._pool._ahead.join()
     sizes = [segment.data_bytes for segment in tier.own_segments()]
     assert len(sizes) < 32
-    assert 126 * MIB <= sum(sizes) < 150 * MIB
+    assert 64 * MIB <= sum(sizes) < 90 * MIB
 
 
 def test_runs_are_taken_all_or_none_and_from_one_segment_where_they_fit(open_tier):
@@ -310,7 +293,7 @@ def test_runs_are_taken_all_or_none_and_from_one_segment_where_they_fit(open_tie
     assert [[slot.length for slot in run] for run in runs] == [[MIB, MIB], [MIB], [10]]
     assert len({slot.segment.id for run in runs for slot in run}) == 1
     before = filling(tier)
-    with pytest.raises(CapacityError, match="no room for 4 MiB"):
+    with pytest.raises(CapacityError, match="no room for 6 MiB"):
         tier.take_runs(SlotKind.CHUNK, [[MIB], [4 * MIB], [MIB]], timeout_s=0)
     assert filling(tier) == before
     assert tier.take_runs(SlotKind.CHUNK, [[MIB]], timeout_s=0)
@@ -337,35 +320,6 @@ def test_small_slots_leave_room_for_chunks(open_tier):
         slot.segment.give(slot)
     assert tier.take_runs(SlotKind.CHUNK, [[16 * MIB] * 4], timeout_s=0)
     assert len(tier.own_segments()) == 1
-
-
-@pytest.mark.parametrize("clean", [True, False])
-def test_the_last_of_a_budget_is_taken_in_small_pieces_only_where_nothing_can_be_evicted(open_tier, monkeypatch, clean):
-    tier = open_tier(budget=100 * MIB, segment=64 * MIB)
-    monkeypatch.setattr(tier._pool, "_worthwhile", 25 * MIB)
-    taken = []
-    with contextlib.suppress(CapacityError):
-        for number in range(9):
-            slot = tier.take(SlotKind.CHUNK, 16 * MIB, timeout_s=0)
-            state = SlotState.CLEAN if clean else SlotState.SEALED
-            taken.append(slot.segment.seal(slot, b"%d" % number, b"", state=state, stamp_ns=number))
-    sizes = [segment.data_bytes // MIB for segment in tier.own_segments()]
-    assert (len(taken), sizes) == ((9, [49]) if clean else (6, [49, 17, 16, 16]))
-
-
-@pytest.mark.parametrize("spares_copies", [False, True])
-def test_a_dead_process_segment_is_adopted_first(open_tier, host, spares_copies):
-    def leave(other):
-        for number in range(5):
-            put(other, b"%d" % number, length=15 * MIB, clean=True)
-
-    killed(host, leave, budget=100 * MIB, segment=64 * MIB)
-    tier = open_tier(budget=100 * MIB, segment=64 * MIB)
-    tier._pool._worthwhile = 25 * MIB
-    for number in range(9):
-        slot = tier.take(SlotKind.CHUNK, 15 * MIB, timeout_s=0, spares_copies=spares_copies)
-        slot.segment.seal(slot, b"mine-%d" % number, b"", state=SlotState.CLEAN, stamp_ns=number)
-    assert sum(segment.data_bytes for segment in tier.own_segments()) > 60 * MIB
 
 
 def test_runs_that_were_taken_are_given_back_when_the_wait_for_the_next_is_interrupted(open_tier):
@@ -507,20 +461,11 @@ def test_dirty_and_filling_slots_are_never_evicted(open_tier):
 
 def test_a_save_reuses_the_memory_of_those_before(open_tier):
     clock = ManualClock()
-    tier = open_tier(budget=64 * MIB, segment=4 * MIB, clock=clock)
-    for number in range(10):
-        save_of(tier, number, clock, parts=15)
+    tier = open_tier(budget=1 << 30, segment=64 * MIB, clock=clock)
+    for number in range(6):
+        save_of(tier, number, clock, parts=15, length=4 * MIB)
         assert kept(tier, number, 15) == 15
-    assert tier.usage().host_bytes < 9 * MIB, "two saves of 3.75 MiB"
-
-
-def test_drafts_that_are_flushed_make_room_before_copies_do(open_tier):
-    tier = open_tier(budget=64 * MIB, segment=4 * MIB)
-    put(tier, b"copy", clean=True, stamp_ns=1)
-    for number in range(2000):
-        put(tier, b"%d" % number, kind=SlotKind.DRAFT, clean=True)
-    assert tier.usage().segments == 1
-    assert tier.find(b"copy") is not None
+    assert tier.usage().host_bytes < 140 * MIB, "two saves of 60 MiB"
 
 
 def test_copies_of_single_files_take_a_bounded_part_of_the_budget(open_tier, monkeypatch):
@@ -531,9 +476,9 @@ def test_copies_of_single_files_take_a_bounded_part_of_the_budget(open_tier, mon
     assert tier.usage().host_bytes < 13 * MIB
 
 
-def save_of(tier, number, clock, parts=4):
+def save_of(tier, number, clock, parts=4, length=256 * KIB):
     """Take the slots of one save at once, and mark them clean soon after."""
-    slots = [run[0] for run in tier.take_runs(SlotKind.CHUNK, [[256 * KIB]] * parts, timeout_s=0)]
+    slots = [run[0] for run in tier.take_runs(SlotKind.CHUNK, [[length]] * parts, timeout_s=0)]
     clock.sleep(0.125)
     for part, slot in enumerate(slots):
         stamp_ns = int(clock.monotonic() * 1e9)
@@ -546,19 +491,6 @@ def kept(tier, number, parts=4):
     return sum(tier.find(b"%d-%d" % (number, part)) is not None for part in range(parts))
 
 
-def test_older_copies_are_evicted_ahead_of_a_save(open_tier):
-    clock = ManualClock()
-    tier = open_tier(budget=int(3.4 * MIB), segment=4 * MIB, clock=clock)
-    for number in range(3):
-        save_of(tier, number, clock)
-        tier.evict_ahead()
-        assert kept(tier, number) == 4, "what was saved last stays"
-    evicted = tier.usage().evicted_bytes
-    assert kept(tier, 1) < 4
-    save_of(tier, 3, clock)
-    assert tier.usage().evicted_bytes == evicted, "there was room for all of it"
-
-
 @pytest.mark.parametrize("begins_s", [0, 0.375, 0.75])
 def test_a_save_that_needs_more_memory_leaves_the_last_one_whole(open_tier, begins_s):
     clock = ManualClock()
@@ -568,65 +500,6 @@ def test_a_save_that_needs_more_memory_leaves_the_last_one_whole(open_tier, begi
     save_of(tier, 1, clock, parts=8)
     assert kept(tier, 0) == 4
     assert kept(tier, 1, 8) == 8
-
-
-def test_copies_read_since_the_last_save_stay(open_tier):
-    clock = ManualClock()
-    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)
-    save_of(tier, 0, clock)
-    save_of(tier, 1, clock)
-    for segment in tier.own_segments():
-        for slot in segment.slots():
-            segment._table.used_s[slot.index] = int(clock.monotonic())
-    left = kept(tier, 0)
-    tier.evict_ahead()
-    assert left == kept(tier, 0) > 0
-    assert kept(tier, 1) == 4
-
-
-def test_a_budget_for_one_save_keeps_it(open_tier):
-    clock = ManualClock()
-    clock.sleep(0.375)
-    tier = open_tier(budget=int(1.6 * MIB), segment=4 * MIB, clock=clock)
-    save_of(tier, 0, clock)
-    tier.evict_ahead()
-    assert kept(tier, 0) == 4
-
-
-def test_slots_taken_together_count_as_one_save(open_tier):
-    clock = ManualClock()
-    clock.sleep(10)
-    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)
-    for number in (0, 1):
-        slots = [run[0] for run in tier.take_runs(SlotKind.CHUNK, [[256 * KIB]] * 4, timeout_s=0)]
-        for part, slot in enumerate(slots):
-            sealed = slot.segment.seal(slot, b"%d-%d" % (number, part), b"", stamp_ns=int(clock.monotonic() * 1e9))
-            slot.segment.mark(sealed, SlotState.CLEAN)
-        clock.sleep(1)
-    tier.evict_ahead()
-    assert kept(tier, 0) == kept(tier, 1) == 4
-
-
-def test_room_that_was_not_found_is_looked_for_again_only_when_something_has_changed(open_tier, monkeypatch):
-    clock = ManualClock()
-    tier = open_tier(budget=int(1.6 * MIB), segment=4 * MIB, clock=clock)
-    save_of(tier, 0, clock)
-    looks = []
-    monkeypatch.setattr("tierfs.host.slab.eviction.evictable", lambda own: looks.append(own) or [])
-    for _ in range(3):
-        tier.evict_ahead()
-    assert len(looks) == 1
-    (segment,) = tier.own_segments()
-    segment.hide(segment.slots()[0])
-    tier.evict_ahead()
-    assert len(looks) == 2
-
-
-def test_single_slots_cause_no_eviction_ahead(open_tier):
-    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB)
-    fill(tier, clean=True)
-    tier.evict_ahead()
-    assert not tier.usage().evicted_bytes
 
 
 def test_a_copy_takes_the_place_of_others_only_when_the_budget_is_used_up(open_tier):
@@ -707,14 +580,14 @@ def test_a_folder_full_of_files_is_named_in_the_error(open_tier, monkeypatch):
     assert len(tried) == limit
 
 
-def test_a_writer_that_has_more_than_its_share_gives_some_to_those_who_wait(open_tier, host):
-    # Its slots are clean here, and it has no reason of its own to release them.
-    first = open_tier(budget=8 * MIB)
+def test_a_process_gives_clean_memory_to_those_who_wait(open_tier, host):
+    # Its slots are clean, and it has no reason of its own to release them.
+    first = open_tier()
     fill(first, clean=True)
-    time.sleep(0.06)
+    assert first.give_back() == 0
 
     def work():
-        second = RamTier(host, STORE, budget_bytes=8 * MIB, clock=SystemClock(), segment_bytes_max=MIB)
+        second = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB)
         for number in range(8):
             put(second, b"second-%d" % number, length=256 * KIB, timeout_s=20)
         put(second, b"draft", kind=SlotKind.DRAFT, timeout_s=20)
@@ -728,73 +601,47 @@ def test_a_writer_that_has_more_than_its_share_gives_some_to_those_who_wait(open
     deadline = time.monotonic() + 20
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         assert time.monotonic() < deadline
-        first.give_back_claimed()
+        first.give_back()
         time.sleep(0.01)
     assert first.find(b"second-7") is not None
-    assert first.usage().host_bytes <= 8 * MIB
-    assert first.give_back_claimed() == 0
+    assert first.usage().host_bytes <= BUDGET
 
 
-def test_dirty_segments_that_others_wait_for_take_nothing_more_and_go_when_they_are_clean(open_tier, host):
+def test_a_process_that_gives_memory_back_keeps_what_is_dirty(open_tier, host):
     first = open_tier(budget=4 * MIB)
     slots = fill(first)
-    spare = [next(slot for slot in slots if slot.segment is segment) for segment in first.own_segments()]
-    for slot in spare:
-        slot.segment.give(slot)
-        slots.remove(slot)
-    another_claims(host, 4 * MIB, 0)
-    # It releases only unused memory: two free slots are beyond its share.
-    assert 2 * 256 * KIB <= first.give_back_claimed() < 3 * 256 * KIB
+    free = slots.pop()
+    free.segment.give(free)
+    RamBudget(host).ask_for_room()
+    assert 256 * KIB <= first.give_back() < MIB
     assert all(content(slot)[:4] == b"data" for slot in slots)
-    used = {put(first, b"x%d" % number, length=4 * KIB, clean=True).segment for number in range(64)}
-    assert sum(segment.size for segment in used) <= 2 * MIB
+    assert put(first, b"new", length=4 * KIB).segment is not free.segment
+    first.grow_ahead()
+    assert first._pool._ahead is None, "the room is for those who wait"
     for slot in slots:
         slot.segment.mark(slot, SlotState.CLEAN)
-    # Now it goes back to its share, half of the budget.
-    assert first.give_back_claimed() > 0
-    assert sum(segment.size for segment in first.own_segments()) <= 2 * MIB
-    put(first, b"a")
+    assert first.give_back() > 0
+    assert not free.segment.path.exists()
 
 
-def another_claims(host, budget, now_s):
-    """Claim room as another process that waits for it."""
-    other = Host(host.directory, host.segments.parent)
-    assert other.owner() != host.owner()
-    RamBudget(other).claim(budget, now_s)
+def test_processes_that_wait_for_each_other_hold_nothing(open_tier, host):
+    # Each request needs more than half of the budget.
+    tiers = [open_tier(budget=6 * MIB, segment=2 * MIB) for _ in range(2)]
 
+    def save(tier):
+        for _ in range(5):
+            for slots in tier.take_runs(SlotKind.CHUNK, [[900 * KIB]] * 4, timeout_s=60):
+                slots[0].segment.give(slots[0])
+            tier.give_back()
 
-def test_an_idle_process_keeps_only_dirty_memory(open_tier, host):
-    idle = open_tier(budget=64 * MIB, segment=8 * MIB)
-    kept = put(idle, b"kept", b"dirty", stamp_ns=1)
-    filling = idle.take(SlotKind.CHUNK, 100, timeout_s=0)
-    put(idle, b"copy", b"clean", clean=True, stamp_ns=2)
-    kept.segment.mark(kept, SlotState.CONFLICT)
-    another_claims(host, 64 * MIB, time.monotonic())
-    assert idle.give_back_claimed() == 0  # it took a slot just now, and is within its share
-    kept.segment.give(filling)
-    another_claims(host, 64 * MIB, 1)
-    assert idle.give_back_claimed() == 0  # it sealed a slot just now
-    idle.take(SlotKind.CHUNK, 100, timeout_s=0)
-    another_claims(host, 64 * MIB, time.monotonic() + 10)
-    assert idle.give_back_claimed() > MIB
-    assert idle.usage().host_bytes < 100 * KIB
-    assert content(idle.find(b"kept")) == b"dirty"
-    assert idle.find(b"copy") is None
-    assert idle.give_back_claimed() == 0
-    idle.grow_ahead()
-    assert idle._pool._ahead is None
-    assert put(idle, b"new").segment is not kept.segment
-
-
-def test_a_segment_that_was_given_back_but_for_what_is_dirty_goes_when_that_is_clean(open_tier, host):
-    idle = open_tier()
-    dirty = put(idle, b"dirty", stamp_ns=1)
-    another_claims(host, BUDGET, 100)
-    assert idle.give_back_claimed()
-    dirty.segment.mark(dirty, SlotState.CLEAN)
-    while dirty.segment in idle.own_segments():
-        put(idle, b"more", length=256 * KIB)
-    assert not dirty.segment.path.exists()
+    threads = [threading.Thread(target=save, args=(tier,)) for tier in tiers]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for tier in tiers:
+            tier.give_back()
+        time.sleep(0.01)
+    assert not sum(map(filling, tiers))
 
 
 class SharedClock(ManualClock):
@@ -807,7 +654,7 @@ class SharedClock(ManualClock):
     def sleep(self, seconds):
         super().sleep(seconds)
         for tier in self.tiers:
-            tier.give_back_claimed()
+            tier.give_back()
 
 
 @pytest.mark.parametrize("how", ["killed", "closed", "idle"])
@@ -862,21 +709,6 @@ def test_a_shed_segment_keeps_used_memory(open_tier, host):
     used = sum(slot.length + 8192 for slot, _ in slots if slot.state is SlotState.SEALED) + MIB
     assert tier.usage().host_bytes < used + 150 * KIB
     assert tier.usage().store_bytes == tier.usage().host_bytes
-
-
-def test_a_segment_with_holes_is_taken_over_by_nobody(open_tier, host):
-    killed(host, lambda other: put(other, b"a"), budget=2 * MIB)
-    tier = open_tier(budget=2 * MIB)
-    (slot,) = [tier.find(b"a")]
-    fill(tier)
-    assert content(slot) == b"data"
-    slot.segment.mark(slot, SlotState.CLEAN)
-    assert tier.usage().host_bytes <= 2 * MIB
-    own = len(tier.own_segments())
-    with pytest.raises(CapacityError):
-        tier.take(SlotKind.CHUNK, MIB // 2, timeout_s=0)
-    assert slot.segment.path not in {segment.path for segment in tier.own_segments()}
-    assert len(tier.own_segments()) >= own
 
 
 def test_a_conflict_in_a_small_segment_is_no_obstacle_to_a_large_slot(open_tier):
@@ -938,19 +770,6 @@ def test_memory_of_other_processes_is_waited_for(open_tier, host):
 
 
 # -- memory of dead processes ------------------------------------------------------------------------------------------
-
-
-def test_a_new_process_takes_the_warm_memory_of_a_dead_one_when_the_budget_is_used_up(open_tier, host):
-    killed(host, lambda other: fill(other, clean=True), budget=2 * MIB)
-    before = set(host.segments.glob("*.slab"))
-    tier = open_tier(budget=2 * MIB)
-    cached = tier.find(b"fill-0")
-    assert content(cached)[:4] == b"data"
-    slot = put(tier, b"a", length=256 * KIB)
-    assert set(host.segments.glob("*.slab")) == before
-    assert slot.segment.path in before
-    assert slot.segment.owner == host.owner()
-    assert len(tier.own_segments()) == 1
 
 
 def test_the_dead_of_other_stores_make_room_but_not_what_is_dirty_there(open_tier, host):
@@ -1043,18 +862,16 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
-def test_memory_for_a_second_save_is_made_ahead_and_for_no_third(open_tier):
+def test_memory_for_a_second_save_is_made_ahead(open_tier):
     tier = open_tier(budget=64 * MIB, segment=16 * MIB)
     tier.grow_ahead()
     assert tier._pool._ahead is None, "before anything is saved"
-    for number in range(2):
-        for slots in tier.take_runs(SlotKind.CHUNK, [[MIB]] * 8, timeout_s=0):
-            slots[0].segment.seal(slots[0], b"%d" % slots[0].index, b"", stamp_ns=number)
-        tier._pool.eviction.last_save_s -= 10  # otherwise both count as one save
+    for slots in tier.take_runs(SlotKind.CHUNK, [[MIB]] * 8, timeout_s=0):
+        slots[0].segment.seal(slots[0], b"%d" % slots[0].index, b"", stamp_ns=1)
+    for _ in range(2):
         tier.grow_ahead()
         tier._pool._ahead.join()
         assert 16 * MIB <= tier.usage().host_bytes < 20 * MIB
-    assert tier._pool.eviction.last_save_bytes == 8 * MIB
 
 
 def test_clean_slots_cause_no_growth_ahead(open_tier):
@@ -1095,13 +912,14 @@ def test_closing_stops_what_is_being_made_ahead(open_tier, host, monkeypatch):
 def test_small_shared_memory_moves_segments_to_disk(open_tier, tmp_path, small_shm, caplog):
     host = Host(tmp_path / "other-state", small_shm)
     tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
-    for number in range(9):
+    put(tier, b"0", b"bytes")
+    for number in range(1, 9):
         put(tier, b"%d" % number, b"bytes", length=16 * MIB)
     usage = tier.usage()
     assert (usage.segments, usage.disk_segments) == (3, 2)
-    assert usage.host_bytes == usage.store_bytes > 144 * MIB
+    assert usage.host_bytes == usage.store_bytes > 128 * MIB
     assert caplog.text.count("Shared memory is too small") == 1
-    assert suffixes(host) == [".slab"]  # the last segment fits into shared memory
+    assert suffixes(host) == [".slab"]  # the small segment fits into shared memory
     other = open_tier(budget=256 * MIB, on=Host(host.directory, small_shm))
     assert [content(other.find(b"%d" % number))[:5] for number in range(9)] == [b"bytes"] * 9
     assert other.usage().disk_segments == 2
@@ -1147,9 +965,9 @@ def test_a_tier_that_was_closed_leaves_no_descriptor_and_no_mapping(host, open_t
     before = opened()
     first = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB)
     second = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB)
+    put(second, b"a", clean=True)
     slots = fill(first, clean=True)
     assert second.find(b"fill-0")
-    put(second, b"a", clean=True)
     first.close()
     second.close()
     del slots
@@ -1190,15 +1008,6 @@ def test_a_segment_with_nothing_dirty_that_is_too_small_makes_way_for_one_that_i
     with pytest.raises(CapacityError):
         dirty.take(SlotKind.CHUNK, 56 * MIB, timeout_s=0)
     assert dirty.find(b"dirty")
-
-
-def test_a_larger_budget_yields_to_a_smaller_one(open_tier, host):
-    first = open_tier(budget=16 * MIB)
-    fill(first, clean=True)
-    assert first.usage().host_bytes > 8 * MIB
-    another_claims(host, 4 * MIB, 0)
-    first.give_back_claimed()
-    assert 0 < sum(segment.size for segment in first.own_segments()) <= 2 * MIB
 
 
 def test_threads_that_take_what_others_give_back_wait_for_it(open_tier):

@@ -16,7 +16,7 @@ import pytest
 from support.opened import descriptors, mappings
 
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, ReadOnlyError
-from tierfs.host.slab.new_segment import adopt, make_header, make_in
+from tierfs.host.slab.new_segment import make_header, make_in
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import CHANGES_AT, Reservation
 from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, changing
@@ -312,11 +312,18 @@ def test_sums_are_of_whole_pages(segment):
 # -- crashes -----------------------------------------------------------------------------------------------------------
 
 
-def killed_after(path, lines):
-    """Write one slot in a process that dies after ``lines`` lines of tierfs. Return whether it finished first."""
+def killed_after(folder, lines, number):
+    """Write a slot beside another one in a process that dies after ``lines`` lines of tierfs.
+
+    Return a reader that attached before the write, and whether the process finished first.
+    """
+    made, attached = os.pipe(), os.pipe()
 
     def work():
-        segment = adopt(path, "00000000000000bb")
+        segment = make(folder, data=1 << 16, slots=4, number=number)
+        put(segment, b"before", b"before")
+        os.write(made[1], b"1")
+        os.read(attached[0], 1)
         count = 0
 
         def trace(frame, event, argument):
@@ -332,7 +339,23 @@ def killed_after(path, lines):
         put(segment, b"a")
         sys.settrace(None)
 
-    return os.WIFEXITED(in_child(work))
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    os.read(made[0], 1)
+    (path,) = folder.glob(f"*-{number}.slab")
+    reader = Segment.attach(path)
+    assert content(reader.find(b"before")) == b"before"
+    os.write(attached[1], b"1")
+    status = os.waitpid(child, 0)[1]
+    for fd in (*made, *attached):
+        os.close(fd)
+    assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status)
+    return reader, os.WIFEXITED(status)
 
 
 def kill_at_each_line(folder):
@@ -340,31 +363,24 @@ def kill_at_each_line(folder):
     outcomes = []
     ended, lines = False, 0
     while not ended:
-        segment = make(folder, data=1 << 16, slots=4)
-        put(segment, b"before", b"before")
-        segment.disown()
-        # One reader attaches before the write, another one after it.
-        reader = Segment.attach(segment.path)
-        assert content(reader.find(b"before")) == b"before"
-        ended = killed_after(segment.path, lines)
-        late = Segment.attach(segment.path)
+        reader, ended = killed_after(folder, lines, lines + 1)
+        late = Segment.attach(reader.path)
         assert (reader.find(b"a") is None) == (late.find(b"a") is None)
         found = reader.find(b"a")
         outcomes.append(found is not None)
         if found is not None:
             assert content(found) == DATA
             assert reader.meta(found) == b"meta"
+        # Another process frees what the dead one left unsealed, and readers see its changes.
+        late.free_unneeded([slot.index for slot in late.slots(states={SlotState.SEALED})])
+        assert reader.slots(states={SlotState.FILLING}) == []
+        assert late.mark(late.find(b"before"), SlotState.CLEAN)
+        assert reader.find(b"before").state is SlotState.CLEAN
         assert content(reader.find(b"before")) == b"before"
-        # The next owner can use everything else, and readers see its changes.
-        mine = adopt(segment.path, "00000000000000cc")
-        new = put(mine, b"new", b"new")
-        assert new.serial not in {slot.serial for slot in reader.slots() if slot.name != b"new"}
-        assert content(reader.find(b"new")) == b"new"
-        assert mine.slots(states={SlotState.FILLING}) == []
         assert reader.changes % 2 == 0
-        for closed in (segment, reader, late, mine):
+        for closed in (reader, late):
             closed.close()
-        segment.unlink()
+        reader.unlink()
         lines += 1
     assert len(outcomes) > 50
     assert outcomes == sorted(outcomes)  # once the slot is found it stays
@@ -438,28 +454,12 @@ def test_unneeded_slots_of_the_dead_are_freed(folder):
     assert {slot.name for slot in reader.slots()} == {b"clean", b"conflict", b"draft"}
 
 
-def test_an_adopted_segment_keeps_what_is_in_it_and_never_repeats_a_serial(folder):
-    first = make(folder)
-    kept, given = put(first, b"kept"), put(first, b"given")
-    first.give(given)
-    path = first.path
-    first.disown()
-    assert first.owner == "0" * 16
-    second = adopt(path, "00000000000000bb")
-    assert second.owner == first.owner == "00000000000000bb"
-    assert content(second.find(b"kept")) == DATA
-    new = put(second, b"new")
+def test_a_slot_of_a_table_entry_that_is_used_again_has_a_higher_serial(segment):
+    kept, given = put(segment, b"kept"), put(segment, b"given")
+    segment.give(given)
+    new = put(segment, b"new")
+    assert new.index == given.index
     assert new.serial > given.serial > kept.serial
-    assert take(second, second.data_bytes - 2 * 16384) is not None
-
-
-def test_a_table_that_contradicts_itself_is_not_adopted(folder):
-    first = make(folder)
-    put(first, b"a")
-    slot = put(first, b"b")
-    first._table.heads["offset"][slot.index] = first.find(b"a").offset
-    with pytest.raises(CorruptionError, match=r"slot 1 of .* has an impossible offset or length"):
-        adopt(first.path, "00000000000000bb")
 
 
 # -- races -------------------------------------------------------------------------------------------------------------
@@ -467,12 +467,10 @@ def test_a_table_that_contradicts_itself_is_not_adopted(folder):
 
 def test_readers_racing_with_reuse_never_take_others_bytes_for_those_that_are_still_there(folder):
     # One process reuses slots as fast as it can. Bytes that pass `is_still` must belong to the name.
-    segment = make(folder, data=1 << 18, slots=8)
-    reader = Segment.attach(segment.path)
     stop = folder / "stop"
 
     def work():
-        mine = adopt(segment.path, "00000000000000cc")
+        mine = make(folder, data=1 << 18, slots=8)
         number = 0
         while not stop.exists():
             number = (number + 1) % 251
@@ -491,6 +489,9 @@ def test_readers_racing_with_reuse_never_take_others_bytes_for_those_that_are_st
         finally:
             os._exit(0)
     try:
+        while not (paths := list(folder.glob("*.slab"))):
+            time.sleep(0.01)
+        reader = Segment.attach(paths[0])
         good = races = 0
         raced, given_up = time.monotonic() + 1.0, time.monotonic() + 60
         out = bytearray(65536)
@@ -739,27 +740,3 @@ def test_the_counter_of_changes_lies_where_it_always_lay(segment):
     fd = os.open(segment.path, os.O_RDONLY)
     assert int.from_bytes(os.pread(fd, 8, CHANGES_AT), "little") == segment.changes > 0
     os.close(fd)
-
-
-def test_a_size_is_known_to_be_refused_until_something_is_freed(folder):
-    segment = make(folder, data=1 << 20, slots=8)
-    try:
-        slot = take(segment, 768 << 10)
-        assert not segment.is_known_full([[512 << 10]])
-        assert take(segment, 512 << 10) is None
-        assert segment.is_known_full([[512 << 10], [1 << 20]])
-        assert not segment.is_known_full([[1 << 20], [4096]])  # the smaller run may fit
-        segment.give(slot)
-        assert not segment.is_known_full([[512 << 10]])
-    finally:
-        segment.close()
-
-
-def test_too_few_slots_say_nothing_of_the_bytes(folder):
-    segment = make(folder, data=1 << 20, slots=4)
-    try:
-        assert segment.take_runs(SlotKind.CHUNK, [[4096] * 5]) == [None]
-        assert not segment.is_known_full([[5 * 4096]])
-        assert take(segment, 5 * 4096) is not None
-    finally:
-        segment.close()

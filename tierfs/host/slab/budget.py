@@ -2,17 +2,16 @@
 
 The file of a segment exists with its full size before it has memory, whatever process and store it belongs to. So the
 taken budget is the sum of the sizes, less the memory that was released. A process that sums and creates a file under
-the host's lock cannot exceed the budget. A process that waits for room claims segments of the processes that have more
-than their share, and their owners release these.
+the host's lock cannot exceed the budget.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +24,18 @@ from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentErro
 LOCK = "ram"
 """Name of the host's lock on the folders."""
 
+ASKED_FILE = "ram.asked"
+"""File in the state directory that was modified when a process last waited for room."""
+
 # Segments leave the smaller of these free on the disk of the state directory: a sixteenth, or 1 GiB.
 DISK_SPARED = 16
 DISK_SPARED_BYTES_MAX = 1 << 30
 
-# A process that allocated and sealed nothing for this long has no share while others wait.
-IDLE_S = 2.0
+# A process that waits asks for room several times a second, and the others look each second.
+ASKED_S = 2.0
+
+TRANSIT_BYTES = 128 << 20
+"""The ram budget while the ram tier is off: chunks only pass through shared memory."""
 _logger = logging.getLogger("tierfs.local")
 
 
@@ -60,6 +65,7 @@ class RamBudget:
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self._asked = host.directory / ASKED_FILE
         self.folders = host.folders
         self.directory = self.folders[0]
         make_private(self.directory)
@@ -95,20 +101,31 @@ class RamBudget:
         # The state directory's disk has other uses, such as the index of the nvme tier.
         return free - min(status.f_blocks * status.f_frsize // DISK_SPARED, DISK_SPARED_BYTES_MAX)
 
-    def sweep(self) -> None:
-        """Remove the unfinished files of dead processes. Call it under the host's lock."""
-        for file in self.files():
-            if file.name.suffix == "slab.new" and not self._host.is_alive(file.name.owner):
-                file.path.unlink(missing_ok=True)
-
     def orphans(self) -> list[Segment]:
         """Return the segments, of any store, whose owner is dead and that hold no dirty data.
 
-        Shed the other segments of dead owners. Call it under the host's lock.
+        Release the other memory of dead owners: shed their other segments, remove their unfinished files, and the
+        segments of earlier boots, whose content is lost even if their file is on a disk. Call it under the host's lock.
         """
         found = []
-        for segment in self._segments():
-            if self._host.is_alive(segment.owner):
+        for file in self.files():
+            is_alive = self._host.is_alive(file.name.owner)
+            if file.name.suffix == "slab.new":
+                if not is_alive:
+                    file.path.unlink(missing_ok=True)
+                continue
+            try:
+                segment = Segment.attach(file.path)
+            except OldSegmentError:
+                if not is_alive:
+                    file.path.unlink(missing_ok=True)
+                continue
+            except (TierfsError, OSError, MemoryError) as error:
+                # An unreadable segment may be a dirty one of another version: it stays, and counts against the budget.
+                _logger.debug("%s cannot be opened, and is left as it is: %s", file.path, error)
+                continue
+            # A process that lives may have released it.
+            if is_alive and self._host.is_alive(segment.owner):
                 segment.close()
             elif segment.is_dirty():
                 segment.shed()
@@ -117,43 +134,17 @@ class RamBudget:
                 found.append(segment)
         return found
 
-    def claim(self, budget_bytes: int, now_s: float) -> None:
-        """Claim the segments of other live processes that exceed their equal share of ``budget_bytes``.
+    def ask_for_room(self) -> None:
+        """Ask the other processes of the host to give memory back. A process that waits for room repeats this."""
+        with contextlib.suppress(OSError):  # its disk became read-only: the process waits for the flusher alone
+            self._asked.touch(mode=0o600)
 
-        The owners put nothing more into claimed segments, and remove each once nothing in it is needed. A process that
-        allocated and sealed nothing for `IDLE_S` has no share. Call it under the host's lock.
-        """
-        others: dict[str, list[Segment]] = {}
-        for segment in self._segments():
-            if segment.owner != self._host.owner() and self._host.is_alive(segment.owner):
-                others.setdefault(segment.owner, []).append(segment)
-        for segments in others.values():
-            is_idle = all(segment.is_idle(now_s - IDLE_S) for segment in segments)
-            share = 0 if is_idle else budget_bytes // (len(others) + 1)
-            # The segments that their owner can still write into count first, so that it keeps these.
-            segments.sort(key=lambda segment: (segment.retired, segment.memory_bytes))
-            for segment, bytes_ in zip(
-                segments, itertools.accumulate(one.memory_bytes for one in segments), strict=True
-            ):
-                if bytes_ > share:
-                    segment.claim()
-
-    def _segments(self) -> Iterator[Segment]:
-        """Yield all segments that can be opened, of any store. The caller holds the host's lock.
-
-        Segments of earlier boots are removed: their memory is lost, even if a file on a disk is not.
-        """
-        for file in self.files():
-            if file.name.suffix != "slab":
-                continue
-            try:
-                yield Segment.attach(file.path)
-            except OldSegmentError:
-                if not self._host.is_alive(file.name.owner):
-                    file.path.unlink(missing_ok=True)
-            except (TierfsError, OSError, MemoryError) as error:
-                # An unreadable segment may be a dirty one of another version: it stays, and counts against the budget.
-                _logger.debug("%s cannot be opened, and is left as it is: %s", file.path, error)
+    def is_room_asked_for(self) -> bool:
+        """Return whether a process waits for room, or did within the last two seconds."""
+        try:
+            return time.time() - os.stat(self._asked).st_mtime < ASKED_S
+        except FileNotFoundError:
+            return False
 
     def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:
         entries = [entry for folder in self.folders for entry in entries_of(folder)]

@@ -1,14 +1,17 @@
-"""Allocate slots in the shared-memory segments of this process; add segments and release them."""
+"""Allocate slots in the shared-memory segments of this process; add segments and give them back.
+
+A request for slots that finds no room evicts clean copies or adds a segment. A request that can have neither waits,
+with nothing taken, so that no two processes wait for each other's memory. Each process that sees another one wait gives
+back a segment a second.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
-import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tierfs.clock import Clock
@@ -17,25 +20,27 @@ from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, Tierf
 from tierfs.host.host import SMALL_SHM, Host
 from tierfs.host.private import make_private
 from tierfs.host.slab.budget import LOCK, RamBudget
-from tierfs.host.slab.eviction import Eviction
-from tierfs.host.slab.growth import next_layout, wished_layout
 from tierfs.host.slab.memory import memory_available, memory_limit
-from tierfs.host.slab.new_segment import adopt, make_header, make_in
+from tierfs.host.slab.new_segment import make_header, make_in
 from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.segment_file import Reservation, SegmentHeader
-from tierfs.host.slab.table.table import Layout, SlotKind, padded
+from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, padded
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
 
-# Eviction by watermark starts when the process's segments hold this much data.
+# A store with a few small files takes this much shared memory; one with a whole chunk takes the second.
+FIRST_DATA_BYTES = 2 << 20
+CHUNKS_DATA_BYTES = 64 << 20
+# A segment for whole chunks is larger by this for small slots: otherwise a shard file's header would need another.
+SMALL_BYTES = 1 << 20
+# Copies are evicted before memory is added once the process holds this much, and twice the request.
 KEPT_BYTES = 64 << 20
-# If the budget allows only a smaller segment, copies are evicted first: each segment needs descriptors.
-WORTHWHILE_BYTES = 32 << 20
-POLL_S_MIN = 0.001
-POLL_S_MAX = 0.05
-WORTHWHILE = 32
+# An eviction frees this fraction (1/16) of the process's memory at least: each one sorts all clean slots.
+EVICTED_SHARE = 16
 # This fraction (1/16) of memory is never taken, however large the budget is.
 MEMORY_SPARED = 16
+POLL_S_MIN = 0.001
+POLL_S_MAX = 0.05
 _logger = logging.getLogger("tierfs.local")
 
 
@@ -44,9 +49,9 @@ class SegmentPool:
 
     Attributes:
         own: The segments.
-        waits: Number of runs that waited for room.
+        waits: Number of requests that waited for room.
         waited_s: Total time of these waits, in seconds.
-        eviction: Frees slots that hold copies.
+        evicted_bytes: Bytes evicted so far.
         why_not: Why the last attempt to create a segment's file failed; empty if it succeeded.
     """
 
@@ -58,22 +63,23 @@ class SegmentPool:
         self._ram_budget = ram_budget
         self._budget_bytes = budget_bytes
         self._data_bytes_max = data_bytes_max
-        self._worthwhile = min(WORTHWHILE_BYTES, budget_bytes // WORTHWHILE)
         self._clock = clock
         self._lock = threading.Lock()  # protects the fields below; never held for long
         self.own: tuple[Segment, ...] = ()
         self._ahead: threading.Thread | None = None
         self._closed = False
-        self._is_claimed = False  # whether a process claimed a segment since this one last allocated a slot
         self._small_said = self._removed_said = False
+        self._requests = self._waiting = 0  # that got their slots; that wait now
+        self._largest = 0  # bytes of the largest request
         self.waits = 0
         self.waited_s = 0.0
-        self.eviction = Eviction()
+        self.evicted_bytes = 0
         self.why_not = ""
         self._growing = threading.Lock()
+        self._evicting = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"SegmentPool({len(self.own)} segments, waits={self.waits}, {self.eviction!r})"
+        return f"SegmentPool({len(self.own)} segments, waits={self.waits}, evicted={self.evicted_bytes} bytes)"
 
     def take(
         self,
@@ -83,52 +89,49 @@ class SegmentPool:
         timeout_s: float | None,
         on_wait: Callable[[], None] | None,
         spares_copies: bool,
-    ) -> list[list[Slot] | None]:
-        """Allocate runs of slots; see `RamTier.take_runs`. The timeout applies to each run, and so does ``on_wait``.
+    ) -> list[list[Slot]] | None:
+        """Allocate runs of slots, all or none; see `RamTier.take_runs`.
 
         Returns:
-            One list of slots for each run. If a run finds no room before the timeout, its entry is None, and so is that
-            of each later run that did not fit at once.
+            The slots of each run. None if there was no room before the timeout, or none can come.
         """
-        found: list[list[Slot] | None] = [None] * len(runs)
-        asked_s = self._clock.monotonic()
+        slots = self._take_now(kind, runs, spares_copies=spares_copies)
+        if slots is not None or (timeout_s is not None and timeout_s <= 0):
+            return slots
+        started, waited_s, delay_s = self._clock.monotonic(), 0.0, POLL_S_MIN
+        with self._lock:
+            self.waits += 1
+            self._waiting += 1
         try:
-            self._fit_all(kind, runs, found)
-            for number, lengths in enumerate(runs):
-                if found[number] is not None:
-                    continue
-                left = [runs[other] for other, slots in enumerate(found) if slots is None]
-                known = _size(itertools.chain.from_iterable(left)) if len(left) > 1 else 0
-                slots = self._make_room(kind, lengths, known, spares_copies=spares_copies)
-                if slots is None and (timeout_s is None or timeout_s > 0):
-                    held = Counter[Segment]()
-                    for slot in itertools.chain.from_iterable(filter(None, found)):
-                        held[slot.segment] += padded(slot.length)
-                    slots = self._wait(kind, lengths, timeout_s, on_wait, held)
-                found[number] = slots
-                if slots is None:
-                    break
-                self._fit_all(kind, runs, found)
-        except BaseException:
-            give_back(found)
-            raise
-        self._is_claimed = False
-        if len(runs) > 1 and not spares_copies and None not in found:
-            self.eviction.note_save(_size(itertools.chain.from_iterable(runs)), asked_s)
-        return found
+            if on_wait is not None:
+                on_wait()
+            while timeout_s is None or waited_s < timeout_s:
+                requests, is_quiet = self._requests, self._is_quiet(runs)
+                slots = self._take_now(kind, runs, spares_copies=spares_copies)
+                # A thread that took the room during the attempt gives it back later.
+                if slots is not None or (is_quiet and requests == self._requests and self._is_quiet(runs)):
+                    return slots
+                self._ram_budget.ask_for_room()
+                self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
+                delay_s = min(2 * delay_s, POLL_S_MAX)
+                waited_s = self._clock.monotonic() - started
+            return self._take_now(kind, runs, spares_copies=spares_copies)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self.waited_s += waited_s
 
     def grow_ahead(self) -> None:
-        """Start a thread that allocates memory for another save like the last, if dirty data leaves no room for one.
+        """Start a thread that adds memory for another request like the largest, beside the data that is dirty now.
 
         Touching new memory is several times slower than copying into it, so this happens before the next save needs it.
-        Memory beyond that of two saves is allocated on demand.
         """
-        if self._is_claimed:
+        if self._ram_budget.is_room_asked_for():
             return
         own = self._in_use()
-        kept = sum(sums.filling + sums.dirty for sums in (segment.sums() for segment in own))
-        missing = 2 * min(kept, self.eviction.last_save_bytes or kept) - sum(segment.data_bytes for segment in own)
-        if missing <= 0:
+        needed = sum(sums.filling + sums.dirty for sums in (segment.sums() for segment in own))
+        missing = needed + self._largest - sum(segment.data_bytes for segment in own)
+        if not needed or missing <= 0:
             return
         with self._lock:
             if self._closed or (self._ahead is not None and self._ahead.is_alive()):
@@ -137,41 +140,17 @@ class SegmentPool:
             # segment.
             self._ahead = start_daemon(self._grow_quietly, missing, name="ram-ahead")
 
-    def evict_ahead(self) -> None:
-        self.eviction.ahead(self._in_use())
+    def give_back(self) -> int:
+        """See `RamTier.give_back`."""
+        leaving = [segment for segment in self.own if segment.retired]
+        if not self._waiting and self._ram_budget.is_room_asked_for():
+            # One at a time: the next save of a process needs its memory again. What is needed stays in memory.
+            leaving += sorted(self._in_use(), key=_needed_bytes)[:1]
+        return sum(map(self._give_back, leaving))
 
     def removed(self) -> list[Segment]:
         """Return the own segments whose file was removed while they hold dirty data or slots being filled."""
-        return [segment for segment in self.own if segment.is_removed() and _is_needed(segment)]
-
-    def _leave_removed(self, segment: Segment) -> None:
-        """Retire a segment whose file was removed: no other process could open it."""
-        if segment.is_removed() and not segment.retired:
-            segment.retire(although_needed=True)
-            if not self._removed_said:
-                self._removed_said = True
-                _logger.warning(
-                    "%s was removed while in use, and is no longer used: data staged in it is lost unless the "
-                    "flusher had it open; if a logout removed it, see systemd-logind's RemoveIPC",
-                    segment.path,
-                )
-
-    def give_back_claimed(self) -> int:
-        """See `RamTier.give_back_claimed`."""
-        claimed = [segment for segment in self.own if segment.retired]
-        self._is_claimed = self._is_claimed or bool(claimed)
-        return sum(map(self._give_back, claimed))
-
-    def _give_back(self, segment: Segment) -> int:
-        """Remove an own segment, or shed it if a slot is dirty or being filled. Return the bytes released."""
-        before = segment.memory_bytes
-        with contextlib.suppress(ReadOnlyError):  # another thread closed it
-            if segment.retire():
-                self._drop(segment)
-                return before
-            segment.shed()
-            return before - segment.memory_bytes
-        return 0
+        return [segment for segment in self.own if segment.is_removed() and _needed_bytes(segment)]
 
     def close(self) -> None:
         """Release all segments. Dirty data stays for the flusher; the memory of copies is released.
@@ -185,146 +164,141 @@ class SegmentPool:
             ahead.join()
         with self._growing:
             for segment in self.own:
-                # Under the host's lock, because other processes may adopt the segment from then on.
-                with self._host.locked(LOCK):
-                    if not segment.is_dirty():
-                        self._drop(segment)
-                    else:
-                        segment.shed()
-                        segment.disown()
-                        self._forget(segment)
+                if segment.is_dirty():
+                    segment.shed()
+                    segment.disown()
+                else:
+                    segment.unlink()
+                self._forget(segment)
                 segment.close()
 
-    def _fit(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
-        found: list[list[Slot] | None] = [None]
-        self._fit_all(kind, [lengths], found)
-        return found[0]
+    def _take_now(
+        self, kind: SlotKind, runs: Sequence[Sequence[int]], *, spares_copies: bool
+    ) -> list[list[Slot]] | None:
+        """Allocate runs of slots, all or none, without waiting for other threads or processes."""
+        found: list[list[Slot] | None] = [None] * len(runs)
+        wanted = _size(itertools.chain.from_iterable(runs))
+        try:
+            while not self._fit_all(own := self.own, kind, runs, found):
+                left = [lengths for lengths, slots in zip(runs, found, strict=True) if slots is None]
+                held = sum(segment.data_bytes for segment in own if not segment.retired)
+                evicts = not spares_copies and held >= max(min(KEPT_BYTES, self._budget_bytes // 2), 2 * wanted)
+                if not (
+                    (evicts and self._evict_for(left))
+                    or self._grow_for(left, own)
+                    or self._evict_for(left)
+                    or self._replace_small(left)
+                ):
+                    free(found)
+                    return None
+        except BaseException:
+            free(found)
+            raise
+        with self._lock:
+            self._requests += 1
+            self._largest = max(self._largest, wanted)
+        return [slots for slots in found if slots is not None]
 
-    def _fit_all(self, kind: SlotKind, runs: Sequence[Sequence[int]], found: list[list[Slot] | None]) -> None:
-        """Allocate the runs that fit into the segments as they are. Locks each segment at most once."""
-        for segment in self.own:
+    def _fit_all(
+        self, own: Sequence[Segment], kind: SlotKind, runs: Sequence[Sequence[int]], found: list[list[Slot] | None]
+    ) -> bool:
+        """Allocate the runs that fit into these segments as they are. Return whether all are allocated."""
+        for segment in own:
             left = [number for number, slots in enumerate(found) if slots is None]
             if not left:
                 break
             with contextlib.suppress(ReadOnlyError):  # another thread dropped it
-                if segment.is_known_full([runs[number] for number in left]):
-                    continue
                 self._leave_removed(segment)
                 taken = segment.take_runs(kind, [runs[number] for number in left])
                 for number, slots in zip(left, taken, strict=True):
                     found[number] = slots
+        return None not in found
 
-    def _make_room(
-        self, kind: SlotKind, lengths: Sequence[int], known: int = 0, *, spares_copies: bool = False
-    ) -> list[Slot] | None:
-        """Allocate slots by evicting or by adding a segment, without waiting. ``known`` bytes are wanted in all."""
-        self.give_back_claimed()
-        if not spares_copies and self._held() >= min(KEPT_BYTES, self._budget_bytes // 2):
-            self.eviction.to_watermark(self._in_use())
-        slots = self._fit(kind, lengths)
-        if slots is None and not spares_copies:
-            slots = self._evict_until(kind, lengths, known, before_s=int(self.eviction.last_save_s))
-        if slots is not None:
-            return slots
-        with self._growing:
-            slots = self._fit(kind, lengths)  # another thread may have added a segment
-            if slots is None and self._grow(_size(lengths), known, least=self._worthwhile):
-                slots = self._fit(kind, lengths)
-        if slots is None and spares_copies:
-            # room for several slots, so that not each of them asks for a segment
-            self.eviction.to_watermark(self._in_use())
-            slots = self._fit(kind, lengths)
-        slots = slots or self._evict_until(kind, lengths, known)
-        if slots is not None:
-            return slots
-        with self._growing:
-            return self._fit(kind, lengths) if self._grow(_size(lengths), known) else None
+    def _leave_removed(self, segment: Segment) -> None:
+        """Give back a segment whose file was removed: no other process could open it."""
+        if segment.is_removed():
+            self._give_back(segment)
+            if not self._removed_said:
+                self._removed_said = True
+                _logger.warning(
+                    "%s was removed while in use, and is no longer used: data staged in it is lost unless the "
+                    "flusher had it open; if a logout removed it, see systemd-logind's RemoveIPC",
+                    segment.path,
+                )
 
-    def _wait(
-        self,
-        kind: SlotKind,
-        lengths: Sequence[int],
-        timeout_s: float | None,
-        on_wait: Callable[[], None] | None,
-        held: Mapping[Segment, int],
-    ) -> list[Slot] | None:
-        started, delay_s = self._clock.monotonic(), POLL_S_MIN
-        with self._lock:
-            self.waits += 1
-        if on_wait is not None:
-            on_wait()
-        waited_s = 0.0
-        try:
-            while timeout_s is None or waited_s < timeout_s:
-                with self._host.locked(LOCK):
-                    self._ram_budget.claim(self._budget_bytes, self._clock.monotonic())
-                self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
-                delay_s = min(2 * delay_s, POLL_S_MAX)
-                is_last = not self._may_come(_size(lengths), held)
-                slots = self._make_room(kind, lengths)
-                waited_s = self._clock.monotonic() - started
-                if slots is not None or is_last:
-                    return slots
-        finally:
-            with self._lock:
-                self.waited_s += waited_s
-        return None
+    def _is_quiet(self, runs: Sequence[Sequence[int]]) -> bool:
+        """Return whether nothing can free room for these runs, except a request that is under way in another thread.
 
-    def _may_come(self, length: int, held: Mapping[Segment, int]) -> bool:
-        """Return whether waiting may bring room for this many bytes.
-
-        Another process may release some, or data of this process may be published or discarded.
-
-        Args:
-            length: Bytes wanted.
-            held: Bytes in each segment that the waiting thread allocated for the same request: these stay.
+        Then the budget is used up by this process alone, and none of its data is being filled or flushed.
         """
         own = self.own
-        # Bytes that no conflict keeps may be free now, and taken by another thread the next moment.
-        for one in own:
-            kept = held.get(one, 0)
-            if one.awaits(kept) or (not one.retired and one.data_bytes - one.sums().dirty - kept >= length):
-                return True
+        if any(segment.awaits() for segment in own):
+            return False
         names = {str(segment.header.name) for segment in own}
         files = self._ram_budget.files()
-        if any(str(file.name._replace(suffix="slab")) not in names for file in files):
-            return True
-        # Only the budget, and other use of the machine's memory, can be in the way now.
-        return self._budget_bytes - sum(file.size for file in files) >= Layout.for_data(length).size
+        left = self._budget_bytes - sum(file.size for file in files)
+        return {str(file.name) for file in files} <= names and left < Layout.for_data(_longest(runs)).size
 
     def _in_use(self) -> list[Segment]:
         """Return the segments that are not retired."""
         return [segment for segment in self.own if not segment.retired]
 
-    def _held(self) -> int:
-        return sum(segment.data_bytes for segment in self.own)
+    def _evict_for(self, runs: Sequence[Sequence[int]]) -> bool:
+        """Evict copies of as many bytes as these runs need: useless ones first, then by their last use.
 
-    def _evict_until(
-        self, kind: SlotKind, lengths: Sequence[int], known: int, *, before_s: float = math.inf
-    ) -> list[Slot] | None:
+        Returns whether any was evicted.
+        """
         freed = 0
-        with contextlib.closing(self.eviction.one_by_one(self.own, before_s)) as evicted:
-            for bytes_ in evicted:
-                freed += bytes_
-                if 0 < known <= freed or (freed and not known):
-                    slots = self._fit(kind, lengths)
-                    if slots is not None:
-                        return slots
-        return self._fit(kind, lengths) if freed else None
+        with self._evicting:
+            segments = self._in_use()
+            wanted = _size(itertools.chain.from_iterable(runs))
+            wanted = max(wanted, sum(segment.data_bytes for segment in segments) // EVICTED_SHARE)
+            for slot in _evictable(segments):
+                with contextlib.suppress(ReadOnlyError):  # its segment was closed meanwhile
+                    if slot.segment.give(slot, only_clean=True):
+                        freed += padded(max(slot.length, 1))
+                if freed >= wanted:
+                    break
+            self.evicted_bytes += freed
+        return freed > 0
+
+    def _grow_for(self, runs: Sequence[Sequence[int]], own: Sequence[Segment]) -> bool:
+        """Add a segment for these runs, unless another thread changed ``own`` meanwhile. Return whether to try again."""
+        with self._growing:
+            return self.own is not own or self._grow(_longest(runs), _size(itertools.chain.from_iterable(runs)))
+
+    def _replace_small(self, runs: Sequence[Sequence[int]]) -> bool:
+        """Give back own segments that are too small for the longest run. Return whether that released memory.
+
+        Slots that are being filled or flushed are soon free, so their segments stay.
+        """
+        small = [one for one in self._in_use() if one.data_bytes < _longest(runs) and not one.awaits()]
+        return sum(map(self._give_back, small)) > 0
+
+    def _give_back(self, segment: Segment) -> int:
+        """Remove an own segment, or shed it if a slot is dirty or being filled. Return the bytes released."""
+        before = segment.memory_bytes
+        with contextlib.suppress(ReadOnlyError):  # another thread closed it
+            if segment.retire():
+                segment.unlink()
+                self._forget(segment)
+                return before
+            segment.shed()
+            return before - segment.memory_bytes
+        return 0
 
     def _grow_quietly(self, missing: int) -> None:
         with self._growing:
             try:
-                length = min(missing, CHUNK_BYTES, self._data_bytes_max)
-                self._grow(length, missing, least=self._worthwhile, ahead=True)
+                self._grow(min(missing, CHUNK_BYTES, self._data_bytes_max), missing, ahead=True)
             except (TierfsError, OSError) as error:
                 # A later request for the room tries again and reports the error.
                 _logger.debug("no segment was made ahead: %s", error)
 
-    def _grow(self, length: int, known: int = 0, *, least: int = 0, ahead: bool = False) -> bool:
-        """Add a segment if the budget allows one with ``least`` bytes of data, or with all the data wished for.
+    def _grow(self, longest: int, wanted: int, *, ahead: bool = False) -> bool:
+        """Add a segment if the budget allows one that holds ``longest`` bytes in one piece.
 
-        With ``ahead``, no segment is adopted or removed for it. Returns whether a segment was added.
+        With ``ahead``, no segment of a dead process is removed for it. Returns whether a segment was added.
 
         Raises:
             InvalidInputError: The tier was closed.
@@ -334,14 +308,12 @@ class SegmentPool:
             if self._closed:
                 raise InvalidInputError("the ram tier was closed", tier="ram")
             make_private(self._ram_budget.directory)  # another process may have removed it
-            least = min(least, self._wish(length, known).data_bytes)
-            layout = self._plan(length, known)
-            if not ahead and (layout is None or layout.data_bytes < least):
-                self._ram_budget.sweep()
-                if self._adopt_or_reap(length):
-                    return True
-                layout = self._plan(length, known) or (None if least else self._plan_instead(length))
-            if layout is None or layout.data_bytes < least:
+            layout = self._plan(longest, wanted)
+            if layout is None and not ahead:
+                orphans = self._ram_budget.orphans()
+                while (layout := self._plan(longest, wanted)) is None and orphans:
+                    orphans.pop().unlink()
+            if layout is None:
                 return False
             header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
             reservation = self._reserve(header, self._ram_budget.folders)
@@ -349,7 +321,7 @@ class SegmentPool:
         threads = 1 if ahead else None
         while reservation is not None:
             try:
-                segment = make_in(reservation, threads=threads, stopped=self._is_closed)
+                segment = make_in(reservation, threads=threads, stopped=lambda: self._closed)
             except CapacityError as error:  # noqa: PERF203 - another process filled this folder: try the next
                 self.why_not = str(error)
                 folders = self._ram_budget.folders
@@ -360,7 +332,9 @@ class SegmentPool:
                     return False
                 with self._host.locked(LOCK):
                     segment.path = reservation.finish()
-                return self._begin(segment)
+                with self._lock:
+                    self.own = (*self.own, segment)
+                return True
         return False
 
     def _reserve(self, header: SegmentHeader, folders: Sequence[Path]) -> Reservation | None:
@@ -384,71 +358,72 @@ class SegmentPool:
             return reservation
         return None
 
-    def _plan(self, length: int, known: int = 0) -> Layout | None:
+    def _plan(self, longest: int, wanted: int) -> Layout | None:
         files = self._ram_budget.files()
         # Reserved memory is not in use yet, but promised. The spared part keeps the machine from running out.
         promised = sum(file.missing for file in files)
         spare = memory_available() - promised - memory_limit() // MEMORY_SPARED
-        room = min(self._budget_bytes - sum(file.size for file in files), spare)
-        return next_layout(length, wish=self._wish(length, known), room=room, data_bytes_max=self._data_bytes_max)
-
-    def _wish(self, length: int, known: int) -> Layout:
-        return wished_layout(length, held=self._held(), data_bytes_max=self._data_bytes_max, known=known)
-
-    def _plan_instead(self, length: int) -> Layout | None:
-        """Release own segments that are too small for this length, then plan one.
-
-        Of a segment with a conflict, only the clean part is released.
-        """
-        for segment in self.own:
-            # Slots that are being filled or flushed are soon free, and their memory is mapped already.
-            if segment.data_bytes < length and not segment.awaits():
-                self._give_back(segment)
-        return self._plan(length)
-
-    def _begin(self, segment: Segment) -> bool:
-        """Add a segment to the own ones."""
-        with self._lock:
-            self.own = (*self.own, segment)
-        return True
-
-    def _adopt_or_reap(self, length: int) -> bool:
-        """Adopt a segment that a dead process of this store left, because its memory is allocated already.
-
-        If none is suitable, remove segments of dead processes until a new one fits. Return whether one was adopted.
-        """
-        orphans = self._ram_budget.orphans()
-        for orphan in orphans:
-            is_whole = orphan.memory_bytes == orphan.size
-            if orphan.store == self._store and is_whole and orphan.data_bytes >= length:
-                try:
-                    segment = adopt(orphan.path, self._host.owner())
-                except TierfsError as error:
-                    _logger.warning("a segment of a dead process cannot be reused: %s", error)
-                    continue
-                return self._begin(segment)
-        for orphan in orphans:
-            if self._plan(length) is not None:
-                break
-            orphan.unlink()
-        return False
-
-    def _is_closed(self) -> bool:
-        return self._closed
-
-    def _drop(self, segment: Segment) -> None:
-        """Remove a segment. Its memory is released with the last slot or view of it."""
-        segment.unlink()
-        self._forget(segment)
+        return next_layout(
+            longest,
+            wanted,
+            held=sum(segment.data_bytes for segment in self.own),
+            room=min(self._budget_bytes - sum(file.size for file in files), spare),
+            data_bytes_max=self._data_bytes_max,
+        )
 
     def _forget(self, segment: Segment) -> None:
+        """Take a segment out of the own ones. Its memory is released with the last slot or view of it."""
         with self._lock:
             self.own = tuple(own for own in self.own if own is not segment)
 
 
-def _is_needed(segment: Segment) -> bool:
+def next_layout(longest: int, wanted: int, *, held: int, room: int, data_bytes_max: int) -> Layout | None:
+    """Return the layout of a process's next segment: for the bytes wanted now, or an eighth of what the process holds.
+
+    The eighth keeps the number of segments small if memory grows in small steps: each segment needs descriptors in
+    every process that reads the store.
+
+    Args:
+        longest: Bytes that must fit in one piece.
+        wanted: Bytes wanted in all.
+        held: Data bytes of the process's segments.
+        room: Remaining budget, in bytes. The segment takes all of it rather than leave too little for the wish.
+        data_bytes_max: The most data in a segment, apart from 1 MiB for small slots.
+
+    Returns:
+        None if there is not enough room.
+    """
+    if wanted >= CHUNK_BYTES:
+        wanted = max(-(-wanted // CHUNK_BYTES) * CHUNK_BYTES, CHUNKS_DATA_BYTES)
+    elif wanted > FIRST_DATA_BYTES // 2:
+        wanted += SMALL_BYTES
+    data_bytes = min(max(FIRST_DATA_BYTES, wanted, held // 8), data_bytes_max)
+    # Whole chunks, and 1 MiB for small slots, so that no larger rest stays unused.
+    chunks = data_bytes // CHUNK_BYTES * CHUNK_BYTES
+    wish = Layout.for_data(chunks + SMALL_BYTES if chunks else data_bytes)
+    least = Layout.for_data(max(longest, 1))
+    layout = max(wish if wish.size <= room else Layout.for_size(room), least, key=lambda one: one.data_bytes)
+    return layout if layout.size <= room else None
+
+
+def _evictable(segments: Iterable[Segment]) -> list[Slot]:
+    """Return the clean slots: first those that no process reads any more, then least recently used first."""
+    clean = [slot for segment in segments for slot in segment.slots(states={SlotState.CLEAN})]
+
+    def use(slot: Slot) -> tuple[bool, int, int]:
+        # A lower tier has a clean draft, and lookups pass over a hidden slot.
+        return not (slot.hidden or slot.kind is SlotKind.DRAFT), slot.segment.used_s(slot), slot.stamp_ns
+
+    return sorted(clean, key=use)
+
+
+def _needed_bytes(segment: Segment) -> int:
     sums = segment.sums()
-    return bool(sums.filling or sums.dirty)
+    return sums.filling + sums.dirty
+
+
+def _longest(runs: Sequence[Sequence[int]]) -> int:
+    return max(map(_size, runs))
 
 
 def _size(lengths: Iterable[int]) -> int:
@@ -456,7 +431,7 @@ def _size(lengths: Iterable[int]) -> int:
     return sum(map(padded, lengths))
 
 
-def give_back(runs: Iterable[Iterable[Slot] | None]) -> None:
+def free(runs: Iterable[Iterable[Slot] | None]) -> None:
     """Free slots that were allocated and not filled."""
     for slot in itertools.chain.from_iterable(filter(None, runs)):
         slot.segment.give(slot)

@@ -7,17 +7,18 @@ processes.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tierfs.clock import Clock
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError
 from tierfs.host.host import Host
 from tierfs.host.slab.budget import LOCK, RamBudget
-from tierfs.host.slab.growth import CHUNKS_BUDGET_BYTES, largest
 from tierfs.host.slab.peers import PeerSegments
-from tierfs.host.slab.pool import SegmentPool, give_back
+from tierfs.host.slab.pool import SMALL_BYTES, SegmentPool
 from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, padded
 from tierfs.units import format_bytes
@@ -71,7 +72,7 @@ class RamTier:
         chunks_budget_bytes: The least budget for files of any length.
     """
 
-    chunks_budget_bytes = CHUNKS_BUDGET_BYTES
+    chunks_budget_bytes = Layout.for_data(CHUNK_BYTES + SMALL_BYTES).size
 
     def __init__(
         self, host: Host, store: str, *, budget_bytes: int, clock: Clock, segment_bytes_max: int = 1 << 30
@@ -80,7 +81,7 @@ class RamTier:
         self.store = store.replace("-", "")
         self.budget_bytes = budget_bytes
         self._clock = clock
-        self._length_max = largest(budget_bytes, segment_bytes_max)
+        self._length_max = max(min(Layout.for_size(budget_bytes).data_bytes, segment_bytes_max), 0)
         self._ram_budget = RamBudget(host)
         self._pool = SegmentPool(
             host,
@@ -151,18 +152,12 @@ class RamTier:
             )
         started = self._clock.monotonic()
         found = self._pool.take(kind, runs, timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies)
-        taken = [slots for slots in found if slots is not None]
-        if len(taken) < len(runs):
-            give_back(taken)
-            missing = next(lengths for lengths, slots in zip(runs, found, strict=True) if slots is None)
-            raise self._full(sum(map(padded, missing)), timeout_s, self._clock.monotonic() - started)
-        return taken
+        if found is None:
+            raise self._full(sum(map(padded, itertools.chain(*runs))), timeout_s, self._clock.monotonic() - started)
+        return found
 
     def grow_ahead(self) -> None:
         self._pool.grow_ahead()
-
-    def evict_ahead(self) -> None:
-        self._pool.evict_ahead()
 
     def own_segments(self) -> list[Segment]:
         return list(self._pool.own)
@@ -174,16 +169,14 @@ class RamTier:
         """
         return self._pool.removed()
 
-    def give_back_claimed(self) -> int:
-        """Release segments of this process that other processes claimed; see `RamBudget.claim`.
-
-        Each `take` that needs room does this. A process that allocates nothing for long calls it periodically.
+    def give_back(self) -> int:
+        """Release a segment of this process if another process waits for room. Call it each second.
 
         Returns:
             Bytes released. A segment with dirty data stays: its other memory is released, nothing more is put
             into it, and a later call removes it.
         """
-        return self._pool.give_back_claimed()
+        return self._pool.give_back()
 
     def segments(self) -> list[Segment]:
         """Return all segments of this store on this host, those of this process first."""
@@ -240,8 +233,6 @@ class RamTier:
                 continue
             kept = needed(segment)
             with self.host.locked(LOCK):
-                if self.host.is_alive(segment.owner):
-                    continue  # another process adopted it
                 freed += segment.free_unneeded(kept)
                 # Other processes cannot use clean data in a segment whose file was removed. An owner that released its
                 # segment left only data to flush.
@@ -276,7 +267,7 @@ class RamTier:
             disk_segments=sum(segment.path.parent == self.host.fallback for segment in segments),
             waits=self._pool.waits,
             waited_s=self._pool.waited_s,
-            evicted_bytes=self._pool.eviction.bytes,
+            evicted_bytes=self._pool.evicted_bytes,
         )
 
     def close(self) -> None:

@@ -101,6 +101,7 @@ class Segment:
         size: Size of the whole segment, in bytes.
         data_bytes: Capacity for data, in bytes.
         path: Its file, which may have been removed since.
+        retired: Whether this process, its owner, allocates no more slots in it.
     """
 
     def __init__(self, fd: OwnedFd, header: SegmentHeader, path: Path, *, memory: memoryview | None = None) -> None:
@@ -120,6 +121,7 @@ class Segment:
         self._view = TableView(header.layout)
         self._allocator: SlotAllocator | None = None
         self._unsound_said = False
+        self.retired = False
         self._shed_at = -1
         renew_in_children(self)
 
@@ -154,11 +156,6 @@ class Segment:
         return self._allocator is not None
 
     @property
-    def retired(self) -> bool:
-        """Whether no more slots may be allocated in it."""
-        return bool(self._table.retired[0])
-
-    @property
     def memory_bytes(self) -> int:
         """Memory that the segment occupies: `size`, less the bytes that `shed` released; 0 once it is closed."""
         fd = self._fd
@@ -168,10 +165,6 @@ class Segment:
     def changes(self) -> int:
         """A counter that moves whenever any process allocates, seals, marks, hides or frees a slot."""
         return int(self._table.changes[0])
-
-    def is_known_full(self, runs: Sequence[Sequence[int]]) -> bool:
-        """Return whether even the smallest of these runs is known not to fit. Raises as `take_runs` does."""
-        return all(map(self._own().is_known_full, runs))
 
     def take_runs(self, kind: SlotKind, runs: Sequence[Sequence[int]]) -> list[list[Slot] | None]:
         """Allocate runs of slots to be filled. The slots of a run are adjacent in memory, each on a page boundary.
@@ -305,10 +298,8 @@ class Segment:
             allocator.give(slot.index, slot.offset)
         return True
 
-    def retire(self, *, although_needed: bool = False) -> bool:
-        """Stop allocating slots, unless a slot is dirty or being filled; with ``although_needed`` even then.
-
-        Only the owner may call this.
+    def retire(self) -> bool:
+        """Stop allocating slots, unless a slot is dirty or being filled. Only the owner may call this.
 
         Returns:
             Whether no slot is dirty or being filled.
@@ -316,28 +307,13 @@ class Segment:
         with self._lock.held():
             self._own()
             is_needed = self._table.has({*DIRTY_STATES, SlotState.FILLING})
-            if although_needed or not is_needed:
-                self._table.retired[0] = 1
+            self.retired = self.retired or not is_needed
             return not is_needed
-
-    def claim(self) -> None:
-        """Ask the owner to stop allocating here and to remove the segment once nothing in it is needed.
-
-        Another process, which waits for room, calls this.
-        """
-        with self._lock.held():
-            self._table.retired[0] = 1
-
-    def is_idle(self, since_s: float) -> bool:
-        """Return whether no slot was allocated or sealed since then, in seconds of the host's monotonic clock."""
-        table = self._table
-        taken_s = table.used_s[table.state == SlotState.FILLING]
-        return int(taken_s.max(initial=0)) <= since_s and int(table.stamp_ns.max(initial=0)) <= since_s * 1e9
 
     def shed(self) -> None:
         """Free the clean slots, release all memory that is not dirty or being filled, and stop allocating slots.
 
-        Only the owner may call this, or, if the owner is dead, a process that keeps others from adopting the segment.
+        Only the owner may call this, or any process if the owner is dead.
         The segment must not be registered with a device. If the filesystem cannot punch holes, the memory stays
         allocated.
         """
@@ -345,7 +321,7 @@ class Segment:
         with self._lock.held():
             if self._shed_at == int(table.changes[0]):
                 return
-            table.retired[0] = 1
+            self.retired = True
             clean = table.state == SlotState.CLEAN
             if clean.any():
                 with changing(table):
@@ -367,7 +343,7 @@ class Segment:
     def free_unneeded(self, needed: Collection[int]) -> int:
         """Free the slots that a dead owner left unsealed, and its sealed chunks that no draft needs.
 
-        The caller makes sure that the owner is dead, and that no process adopts the segment meanwhile.
+        The caller makes sure that the owner is dead.
 
         Args:
             needed: Indices of the slots of chunks that a draft still needs.
@@ -512,9 +488,9 @@ class Segment:
         """Return whether a slot is SEALED or CONFLICT."""
         return self._table.has(DIRTY_STATES)
 
-    def awaits(self, kept: int = 0) -> bool:
-        """Return whether more than ``kept`` bytes are FILLING, or a slot is SEALED: these may soon be free."""
-        return self._table.has({SlotState.SEALED}) or self._table.sums().filling > kept
+    def awaits(self) -> bool:
+        """Return whether a slot is FILLING or SEALED, and may soon be free."""
+        return self._table.has({SlotState.FILLING, SlotState.SEALED})
 
     def is_removed(self) -> bool:
         """Return whether its file was removed, so that no other process can open it."""

@@ -1,7 +1,7 @@
 """Threads of a process that writes, which work ahead of need.
 
 One writes chunks of a large file to the nvme tier while the rest of the file is being sealed (docs/decisions/0039). The
-other makes room in the ram tier, releases claimed memory, and warns if nothing reaches the object tier.
+other adds memory to the ram tier, gives some back to processes that wait, and warns if nothing reaches the object tier.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ def _run(ram: weakref.ref[RamTier], flusher: weakref.ref[FlusherClient], ended: 
         if number % STALL_ROUNDS == 0:
             warn_at_s = _warn_of_stall(client, warn_at_s)
         tier.grow_ahead()
-        tier.evict_ahead()
-        tier.give_back_claimed()
+        tier.give_back()
         del tier, client
 
 

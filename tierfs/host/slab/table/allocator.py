@@ -6,15 +6,11 @@ The shared table holds the same information; this form is faster to search.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CorruptionError
 from tierfs.host.extents import Extents
-from tierfs.host.slab.table.table import Layout, SlotState, Table, padded
+from tierfs.host.slab.table.table import Layout, padded
 
 
 class SlotAllocator:
@@ -26,38 +22,6 @@ class SlotAllocator:
         self._free = list(range(layout.slots))
         self._capacity: dict[int, int] = {}
         self._serial = 0
-        self._refused_bytes: float = math.inf  # bytes of the smallest request refused since something was freed
-
-    @classmethod
-    def of(cls, table: Table, path: str) -> SlotAllocator:
-        """Rebuild the allocator from a table that another process filled. FILLING slots count as free.
-
-        Raises:
-            CorruptionError: The table contradicts itself.
-        """
-        allocator = cls(table.layout)
-        free = set(allocator._free)
-        for index in np.nonzero(table.state)[0].tolist():
-            row = table.row(index)
-            if row.state == SlotState.FILLING:
-                continue
-            capacity = padded(max(row.length, 1))
-            if not row.is_sound(table.layout) or not allocator._extents.take_at(
-                row.offset - allocator._data_at, capacity
-            ):
-                raise CorruptionError(
-                    f"slot {index} of {path} has an impossible offset or length", path=path, tier="ram"
-                )
-            allocator._capacity[index] = capacity
-            free.discard(index)
-        allocator._free = sorted(free)
-        # The highest serial ever assigned is in the table, because a freed slot keeps its serial.
-        allocator._serial = int(table.serial.max())
-        return allocator
-
-    def is_known_full(self, lengths: Sequence[int]) -> bool:
-        """Return whether a request of this size or a smaller one failed since something was last freed. Thread-safe."""
-        return sum(padded(max(length, 1)) for length in lengths) >= self._refused_bytes
 
     def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
         """Allocate adjacent slots of these lengths in bytes. Each starts on a page boundary.
@@ -72,7 +36,6 @@ class SlotAllocator:
             return None
         at = self._extents.take(length, last=length < CHUNK_BYTES // 2)
         if at is None:
-            self._refused_bytes = min(self._refused_bytes, length)
             return None
         places = []
         for size in sizes:
@@ -88,11 +51,9 @@ class SlotAllocator:
         kept, capacity = padded(max(length, 1)), self._capacity[index]
         if kept < capacity:
             self._extents.give(offset - self._data_at + kept, capacity - kept)
-            self._refused_bytes = math.inf
             self._capacity[index] = kept
 
     def give(self, index: int, offset: int) -> None:
         """Free a slot and its bytes."""
         self._extents.give(offset - self._data_at, self._capacity.pop(index))
         heapq.heappush(self._free, index)
-        self._refused_bytes = math.inf

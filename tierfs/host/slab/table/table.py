@@ -34,7 +34,6 @@ META_BYTES_MAX = 900
 
 CHANGES_AT = 512  # in the header page, behind the part that never changes
 OWNER_AT = 520
-RETIRED_AT = 528
 
 # One slot for each 64 KiB of a segment. Files up to 64 KiB lie in their manifests, so this is about the size of the
 # smallest chunk slot with its draft.
@@ -199,7 +198,6 @@ class Table:
         )
         self.changes: npt.NDArray[np.uint64] = np.ndarray((1,), np.uint64, buffer=memory, offset=CHANGES_AT)
         self.owner: npt.NDArray[np.uint64] = np.ndarray((1,), np.uint64, buffer=memory, offset=OWNER_AT)
-        self.retired: npt.NDArray[np.uint8] = np.ndarray((1,), np.uint8, buffer=memory, offset=RETIRED_AT)
         self.state: npt.NDArray[np.uint8] = self.heads["state"]
         self.kind: npt.NDArray[np.uint8] = self.heads["kind"]
         self.hidden: npt.NDArray[np.uint8] = self.heads["hidden"]
