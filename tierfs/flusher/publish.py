@@ -112,7 +112,7 @@ class StorePublisher:
             # The next look-up skips a damaged object, because `is_sound` marks it. Chunks that this flusher put itself,
             # for a file larger than the local tiers, are not read back over the network.
             found = find_chunk(store, row, store.url)
-            if is_sound(store, found, reread=not store.lease_cache.is_own(found.name)):
+            if is_sound(store, found, reread=not store.lease_cache.facts(found.name).is_own):
                 return found
 
     def publish(self, draft: Draft, plan: FilePlan, rows: Sequence[Row], local: ChunkSources) -> None:

@@ -18,7 +18,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from tierfs.clock import Clock
 from tierfs.errors import ConflictError, FormatError, NotFoundError, StoreError, TierfsError
@@ -44,16 +45,24 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class ChunkCheck(NamedTuple):
-    """This writer's last read-back of a chunk object that found it intact.
+@dataclass(slots=True)
+class ChunkFacts:
+    """What a writer knows of one chunk object.
 
     Attributes:
-        at: Monotonic time of the store's clock, in seconds.
-        is_whole: Whether any read-back by this writer covered the whole object.
+        named_in: The last term in which a manifest named the object, or it was seen as the base of another one.
+        is_seen: Whether this writer put or saw it, in any term.
+        is_own: Whether this writer put it, in any term.
+        checked_s: When this writer last read it back, or a part of it, and found it intact; monotonic time of the
+            store's clock.
+        is_checked: Whether any such read covered the whole object.
     """
 
-    at: float
-    is_whole: bool
+    named_in: int = -1
+    is_seen: bool = False
+    is_own: bool = False
+    checked_s: float | None = None
+    is_checked: bool = False
 
 
 class LeaseCache:
@@ -79,24 +88,19 @@ class LeaseCache:
         self._term = 0
         self._version: Version | None = None
         self._renew_at = self._valid_until = self._term_since = float("-inf")
-        self._known: dict[bytes, Row] = {}
-        self._listed: dict[bytes, Row] = {}  # named by manifests, not seen in the store
-        self._named: dict[ChunkName, None] = {}  # objects that listed rows name or need, and bases that were seen
-        self._condemned: dict[str, tuple[Version, AbstractSet[ChunkName]]] = {}  # the lists, by their keys
-        self._few: frozenset[ChunkName] = frozenset()  # names in the shortest lists, KNOWN_MAX together
-        self._many: list[AbstractSet[ChunkName]] = []  # the other lists
-        self._damaged: set[ChunkName] = set()
+        # The chunks that a manifest names or that were seen, both in this term, and whether they were seen; by digest.
+        self._rows: dict[bytes, tuple[Row, bool]] = {}
+        self._facts: dict[ChunkName, ChunkFacts] = {}
+        self._damaged: dict[ChunkName, None] = {}
         self._lost: dict[ChunkName, None] = {}
-        self._seen: dict[ChunkName, None] = {}  # by this writer, in any term
-        self._own: dict[ChunkName, None] = {}  # put by this writer
-        self._checks: dict[ChunkName, ChunkCheck] = {}
+        self._condemned: dict[str, tuple[Version, AbstractSet[ChunkName]]] = {}  # the lists, by their keys
         self._looks = LOOKS_AT_FIRST
         self._process = 0  # that took the lease, not a child
         self._is_in_doubt = False
         _opened.add(self)
 
     def __repr__(self) -> str:
-        return f"LeaseCache({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned lists)"
+        return f"LeaseCache({len(self._rows)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned lists)"
 
     def ensure(self) -> int:
         """Renew the lease unless more than half of it is left. Forget what was learned in a lease that ran out.
@@ -168,12 +172,13 @@ class LeaseCache:
     def find(self, digest: bytes) -> Row | None:
         """Return the chunk with this digest, if it was seen in the store. Call `ensure` first."""
         with self._lock:
-            return self._known.get(digest)
+            row, is_seen = self._rows.get(digest, (None, False))
+            return row if is_seen else None
 
     def find_listed(self, digest: bytes) -> Row | None:
         """Return the chunk with this digest that a manifest names. The chunk may have been lost since."""
         with self._lock:
-            return self._listed.get(digest)
+            return self._rows.get(digest, (None, False))[0]
 
     def add_listed(self, term: int, rows: Iterable[Row], *, since: float | None = None) -> None:
         """Note that a manifest names these chunks, so that another manifest may refer to them.
@@ -188,16 +193,17 @@ class LeaseCache:
                 the lease began, the chunks are ignored.
         """
         with self._lock:
-            counts = term == self._term and (since is None or since >= self._term_since)
+            if term != self._term or (since is not None and since < self._term_since):
+                return
             for row in rows:
-                if counts and not self._is_bad(row):
-                    self._listed[row.name.digest] = row
-                    self._named |= dict.fromkeys((row.name, *row.bases))
-                    if all(name in self._seen for name in (row.name, *row.bases)):
-                        self._known.setdefault(row.name.digest, row)
-            _trim(self._listed)
-            _trim(self._named)
-            _trim(self._known)
+                names = (row.name, *row.bases)
+                if self._is_bad(row):
+                    continue
+                for name in names:
+                    self._facts_of(name).named_in = term
+                if not self._rows.get(row.name.digest, (row, False))[1]:
+                    self._rows[row.name.digest] = row, all(self._facts_of(name).is_seen for name in names)
+            _trim(self._rows)
 
     def add_verified(self, name: ChunkName, *, is_whole: bool = False) -> None:
         """Note that this chunk object, or all of it, was just read. If a manifest names it, it then counts as known.
@@ -205,15 +211,15 @@ class LeaseCache:
         Does nothing while another thread holds the lock.
         """
         # `ensure` holds the lock during a renewal, and a reader must not wait for that.
-        if name.digest not in self._listed or not self._lock.acquire(blocking=False):
+        if name.digest not in self._rows or not self._lock.acquire(blocking=False):
             return
         try:
             if is_whole:
                 self._note_check(name, self._clock.monotonic(), is_whole=True)
-            listed = self._listed.get(name.digest)
-            if listed is not None and listed.name == name and not listed.bases:
-                self._known.setdefault(name.digest, listed)
-                self._seen[name] = None
+            row, _ = self._rows.get(name.digest, (None, False))
+            if row is not None and row.name == name and not row.bases:
+                self._rows[name.digest] = row, True
+                self._facts_of(name).is_seen = True
         finally:
             self._lock.release()
 
@@ -225,35 +231,29 @@ class LeaseCache:
         with self._lock:
             for row in rows:
                 self._lost.pop(row.name, None)
-                self._seen[row.name] = None
+                self._facts_of(row.name).is_seen = True
                 if term == self._term and not self._is_bad(row):
-                    self._known[row.name.digest] = row
-                    self._named |= dict.fromkeys(row.bases if named else ())
-            _trim(self._known)
-            _trim(self._named)
-            _trim(self._seen)
+                    self._rows[row.name.digest] = row, True
+                    for base in row.bases if named else ():
+                        self._facts_of(base).named_in = term
+            _trim(self._rows)
 
     def note_put(self, name: ChunkName) -> None:
         """Note that this writer has just put this chunk object."""
         with self._lock:
-            self._checks.pop(name, None)  # a check of an earlier object of this name, which was removed
-            self._own[name] = None
-            _trim(self._own)
-
-    def is_own(self, name: ChunkName) -> bool:
-        """Return whether this writer put this chunk object, in any term."""
-        with self._lock:
-            return name in self._own
+            facts = self._facts_of(name)
+            # A check was of an earlier object of this name, which was removed.
+            facts.is_own, facts.checked_s, facts.is_checked = True, None, False
 
     def note_check(self, name: ChunkName, at: float, *, is_whole: bool) -> None:
         """Note that this chunk object was read back at a monotonic time, and was intact."""
         with self._lock:
             self._note_check(name, at, is_whole=is_whole)
 
-    def checked(self, name: ChunkName) -> ChunkCheck | None:
-        """Return this writer's last read-back of this chunk object, if there was one."""
+    def facts(self, name: ChunkName) -> ChunkFacts:
+        """Return what this writer knows of a chunk object, not to be changed."""
         with self._lock:
-            return self._checks.get(name)
+            return self._facts.get(name, _NOTHING)
 
     def is_unusable(self, name: ChunkName) -> bool:
         """Return whether this chunk object must not be referred to: it is condemned or known to be damaged."""
@@ -263,16 +263,13 @@ class LeaseCache:
     def mark_damaged(self, name: ChunkName) -> None:
         """Note that this chunk object is damaged or missing, so that a later save of its bytes stores them again."""
         with self._lock:
-            self._damaged.add(name)
-            self._own.pop(name, None)
-            self._checks.pop(name, None)
+            self._damaged[name] = None
+            _trim(self._damaged)
             self._forget({name})
+            self._facts.pop(name, None)
             # Forget other objects with the same bytes, too. The next save then tries this name first, which may be free
             # again because the damaged object was removed.
-            self._known.pop(name.digest, None)
-            self._listed.pop(name.digest, None)
-            while len(self._damaged) > KNOWN_MAX:
-                self._damaged.pop()
+            self._rows.pop(name.digest, None)
 
     def is_damaged(self, name: ChunkName) -> bool:
         with self._lock:
@@ -281,8 +278,8 @@ class LeaseCache:
     def clear_damaged(self, name: ChunkName) -> None:
         """Undo `mark_damaged`: the object is gone or healed. It counts as lost until it is stored or seen again."""
         with self._lock:
-            self._damaged.discard(name)
-            self._seen.pop(name, None)
+            self._damaged.pop(name, None)
+            self._facts_of(name).is_seen = False
             self._lost[name] = None
             _trim(self._lost)
 
@@ -319,26 +316,34 @@ class LeaseCache:
     def _begin_term(self, now: float) -> None:
         self._term += 1
         self._term_since = now
-        self._known.clear()
-        self._listed.clear()
-        self._named.clear()
+        self._rows.clear()
 
     def _note_check(self, name: ChunkName, at: float, *, is_whole: bool) -> None:
-        before = self._checks.pop(name, None)
-        self._checks[name] = ChunkCheck(at, is_whole or (before is not None and before.is_whole))
-        _trim(self._checks)
+        facts = self._facts_of(name)
+        facts.checked_s, facts.is_checked = at, is_whole or facts.is_checked
+
+    def _facts_of(self, name: ChunkName) -> ChunkFacts:
+        """Return the facts of a chunk object, to be changed."""
+        facts = self._facts.get(name)
+        if facts is None:
+            facts = self._facts[name] = ChunkFacts()
+            _trim(self._facts)
+        return facts
 
     def _is_bad(self, row: Row) -> bool:
         return any(self._is_condemned(name) or name in self._damaged for name in (row.name, *row.bases))
 
     def _is_condemned(self, name: ChunkName) -> bool:
-        return name in self._few or any(name in names for names in self._many)
+        return any(name in names for _, names in self._condemned.values())
 
     def _is_known(self, row: Row) -> bool:
-        return all(
-            name in self._named or ((known := self._known.get(name.digest)) is not None and known.name == name)
-            for name in (row.name, *row.bases)
-        )
+        return all(map(self._is_there, (row.name, *row.bases)))
+
+    def _is_there(self, name: ChunkName) -> bool:
+        if self._facts.get(name, _NOTHING).named_in == self._term:
+            return True
+        row, is_seen = self._rows.get(name.digest, (None, False))
+        return row is not None and is_seen and row.name == name
 
     def _renew(self, now: float) -> None:
         if self._version is not None:
@@ -395,29 +400,19 @@ class LeaseCache:
         if not new and len(lists) == len(self._condemned):
             return
         self._condemned = lists
-        few: set[ChunkName] = set()
-        self._many = []
-        for _, names in sorted(lists.values(), key=lambda entry: len(entry[1])):
-            if len(few) + len(names) <= KNOWN_MAX:
-                few.update(names)
-            else:
-                self._many.append(names)
-        self._few = frozenset(few)
-        rows = (*self._known.values(), *self._listed.values())
-        referred = {name for row in rows for name in (row.name, *row.bases)} | self._named.keys() | self._seen.keys()
+        referred = {name for row, _ in self._rows.values() for name in (row.name, *row.bases)} | self._facts.keys()
         self._forget({name for names in new for name in names if name in referred})
 
     def _forget(self, names: AbstractSet[ChunkName]) -> None:
-        """Forget chunks that have one of these names, or need one. Other knowledge stays."""
-        for rows in (self._known, self._listed):
-            gone = [row for row in rows.values() if row.name in names or not names.isdisjoint(row.bases)]
-            for row in gone:
-                del rows[row.name.digest]
-        for name in names:
-            self._named.pop(name, None)
-            self._seen.pop(name, None)
+        """Forget that chunks are in the store if they have one of these names, or need one. Other knowledge stays."""
+        gone = [row for row, _ in self._rows.values() if row.name in names or not names.isdisjoint(row.bases)]
+        for row in gone:
+            del self._rows[row.name.digest]
+        for name in names & self._facts.keys():
+            self._facts[name].named_in, self._facts[name].is_seen = -1, False
 
 
+_NOTHING = ChunkFacts()
 _opened: weakref.WeakSet[LeaseCache] = weakref.WeakSet()
 
 

@@ -39,12 +39,11 @@ def is_sound(store: Store, row: Row, *, reread: bool = False) -> bool:
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
-    lease_cache = store.lease_cache
-    checked = lease_cache.checked(row.name)
+    facts = store.lease_cache.facts(row.name)
     is_near = store.descriptor.endpoint.host_local
-    if reread or not ((checked and checked.is_whole) or (lease_cache.is_own(row.name) and not is_near)):
+    if reread or not (facts.is_checked or (facts.is_own and not is_near)):
         return _can_be_read(store, row, whole=True)
-    if checked and store.clock.monotonic() < checked.at + store.descriptor.lease_s:
+    if facts.checked_s is not None and store.clock.monotonic() < facts.checked_s + store.descriptor.lease_s:
         return True
     return _can_be_read(store, row, whole=False)
 
@@ -53,9 +52,9 @@ def is_sound_base(store: Store, row: Row) -> bool:
     """Return whether a chunk may be encoded against this chunk object. Raises as `is_sound` does."""
     if store.descriptor.endpoint.host_local:
         return is_sound(store, row)
-    lease_cache = store.lease_cache
-    if lease_cache.is_own(row.name) or lease_cache.checked(row.name):
-        return not lease_cache.is_unusable(row.name)
+    facts = store.lease_cache.facts(row.name)
+    if facts.is_own or facts.checked_s is not None:
+        return not store.lease_cache.is_unusable(row.name)
     return _can_be_read(store, row, whole=False)
 
 
