@@ -36,7 +36,7 @@ from support.opened import know_no_store
 
 import tierfs
 from tierfs.errors import TierfsError
-from tierfs.host.rpc.stopping import stop_flusher
+from tierfs.host.rpc.client import stop_flusher
 from tierfs.objects import LocalObjects
 from tierfs.session import compose
 from tierfs.store import Store, load

@@ -32,9 +32,8 @@ from tierfs.flusher.upload import Uploader
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.pending.levels import Level
 from tierfs.host.rpc import launch
-from tierfs.host.rpc.client import FlusherClient
+from tierfs.host.rpc.client import FlusherClient, stop_flusher
 from tierfs.host.rpc.protocol import LOCK_NAME
-from tierfs.host.rpc.stopping import stop_flusher
 from tierfs.session import compose, open_store, parse_url
 from tierfs.session import open as opening
 from tierfs.session import tiers as localtiers

@@ -66,8 +66,7 @@ from tierfs.format.manifest import Manifest
 from tierfs.host import host as local_host
 from tierfs.host.nvme import opening
 from tierfs.host.pending.levels import Level
-from tierfs.host.slab import new_segment as newslab
-from tierfs.host.slab import pool
+from tierfs.host.slab import pool, segment_file
 from tierfs.host.slab import segment as slab
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.write import ahead
@@ -205,7 +204,7 @@ class TieredHosts(RuleBasedStateMachine):
         secrets = SimpleNamespace(
             token_hex=lambda size: self.random.randbytes(size).hex(), token_bytes=self.random.randbytes
         )
-        for module in (local_host, newslab, opening):
+        for module in (local_host, segment_file, opening):
             self.patch.setattr(module, "secrets", secrets)
         self.patch.setattr(slab, "time", SimpleNamespace(monotonic=self.clock.monotonic))
         self.directory = Path(tempfile.mkdtemp(prefix="tierfs-stateful-", dir="/dev/shm"))

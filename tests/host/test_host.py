@@ -12,10 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import pytest
+from support.forked import answer_of, forked, idle_child
 from support.opened import descriptors, no_descriptors_left
 
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
@@ -62,24 +62,6 @@ def start(directory, shm):
             return process, process.stdout.readline().strip()
 
         yield run
-
-
-def in_child(call):
-    """Return the result of ``call`` in a forked child, as text."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writing, str(call()).encode())
-        except BaseException:
-            os.write(writing, traceback.format_exc().encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    return answer
 
 
 def eventually(condition):
@@ -164,7 +146,7 @@ def test_asking_disturbs_neither_the_living_nor_those_who_ask(host, start):
 
 def test_a_forked_child_has_an_id_of_its_own_and_sees_its_parent_alive(host):
     owner = host.owner()
-    child, parent_alive, again = in_child(
+    child, parent_alive, again = answer_of(
         lambda: " ".join([host.owner(), str(host.is_alive(owner)), host.owner()])
     ).split()
     assert child != owner
@@ -221,11 +203,7 @@ def test_forks_on_one_thread_and_locks_on_another_do_not_get_in_each_other_s_way
     children = []
     try:
         for _ in range(20):
-            child = os.fork()
-            if child == 0:
-                signal.pause()
-                os._exit(0)
-            children.append(child)
+            children.append(forked(signal.pause))
         stop.set()
         for thread in threads:
             thread.join()
@@ -350,9 +328,9 @@ def test_a_child_that_leaves_its_parent_s_section_does_not_open_it(host):
 
     section = host.locked("ram")
     section.__enter__()
-    assert in_child(leave) == "False"
+    assert answer_of(leave) == "False"
     section.__exit__(None, None, None)
-    assert in_child(lambda: ExclusiveLock(host.directory / "ram.lock").acquire()) == "True"
+    assert answer_of(lambda: ExclusiveLock(host.directory / "ram.lock").acquire()) == "True"
 
 
 def test_a_long_lock_has_one_holder(tmp_path):
@@ -393,7 +371,7 @@ def test_a_child_does_not_hold_its_parent_s_long_lock_and_cannot_let_go_of_it(tm
         lock.release()
         return f"{held} {ExclusiveLock(tmp_path / 'a.lock').acquire()}"
 
-    assert in_child(child) == "False False"
+    assert answer_of(child) == "False False"
     assert lock.held
     assert not ExclusiveLock(tmp_path / "a.lock").acquire()
 
@@ -676,20 +654,12 @@ def test_the_fallback_is_left_when_no_process_uses_it(directory, shm, tmp_path):
 def test_the_folder_is_in_use_while_a_forked_child_lives(directory, shm, tmp_path):
     host = Host(directory, shm)
     folder = host.segments
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    os.close(reading)
-    del host
-    gc.collect()
-    (tmp_path / "elsewhere").mkdir()
-    assert Host(directory, tmp_path / "elsewhere").segments == folder
-    gc.collect()
-    os.close(writing)
-    os.waitpid(child, 0)
+    with idle_child():
+        del host
+        gc.collect()
+        (tmp_path / "elsewhere").mkdir()
+        assert Host(directory, tmp_path / "elsewhere").segments == folder
+        gc.collect()
     assert Host(directory, tmp_path / "elsewhere").segments != folder
 
 

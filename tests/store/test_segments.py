@@ -6,12 +6,12 @@ import logging
 import os
 import shutil
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.fake_flusher import until
+from support.forked import in_child
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import CapacityError, CorruptionError, StoreError
@@ -46,24 +46,18 @@ def out_of(error, refused, monkeypatch):
 def left(tmp_path, root, descriptor):
     """Files that a dead process saved as ``staged`` in two segments while the object tier was unreachable."""
     files = {f"f{number}": content(BIG) for number in range(FILES)}
-    child = os.fork()
-    if not child:
-        failed = 1
-        try:
-            host = Host(tmp_path, Gate(root), descriptor, ram=256 * MIB, nvme=0)
-            host.objects.down = True
-            for path, data in files.items():
-                save(host.store, path, data)
-            names = [segment.path.name for segment in host.tiers.ram.own_segments()]
-            (tmp_path / "names").write_text("\n".join(names))
-            (tmp_path / "folder").write_text(str(host.tiers.ram.host.segments))
-            failed = int(len(names) < 2)
-            print(f"segments of the child: {names}", flush=True)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(failed)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def leave():
+        host = Host(tmp_path, Gate(root), descriptor, ram=256 * MIB, nvme=0)
+        host.objects.down = True
+        for path, data in files.items():
+            save(host.store, path, data)
+        names = [segment.path.name for segment in host.tiers.ram.own_segments()]
+        (tmp_path / "names").write_text("\n".join(names))
+        (tmp_path / "folder").write_text(str(host.tiers.ram.host.segments))
+        assert len(names) > 1
+
+    assert in_child(leave) == 0
     return files, (tmp_path / "names").read_text().split()
 
 
@@ -187,20 +181,16 @@ def test_open_segments_of_a_dead_process_outlive_their_files(left, make_host):
 def spilled(tmp_path, root, descriptor):
     """A dead process's file larger than the ram tier: most of it is in the nvme tier, its draft in a segment."""
     data = content(2 * BIG)
-    child = os.fork()
-    if not child:
-        failed = 1
-        try:
-            NvmePersister.persist_all = lambda _: None  # no further than a writer waits for
-            host = Host(tmp_path, Gate(root), descriptor, ram=48 * MIB, nvme=128 * MIB)
-            host.objects.down = True
-            save(host.store, "f", data)
-            (draft,) = host.tiers.ram.drafts((SlotState.SEALED,))
-            (tmp_path / "name").write_text(draft.segment.path.name)
-            failed = 0
-        finally:
-            os._exit(failed)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def leave():
+        NvmePersister.persist_all = lambda _: None  # no further than a writer waits for
+        host = Host(tmp_path, Gate(root), descriptor, ram=48 * MIB, nvme=128 * MIB)
+        host.objects.down = True
+        save(host.store, "f", data)
+        (draft,) = host.tiers.ram.drafts((SlotState.SEALED,))
+        (tmp_path / "name").write_text(draft.segment.path.name)
+
+    assert in_child(leave) == 0
     return data, (tmp_path / "name").read_text()
 
 

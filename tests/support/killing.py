@@ -77,10 +77,9 @@ def say(spec, **words):
 
 def use_boot(boot):
     """Pretend that the kernel has another boot id."""
-    import tierfs.host.slab.new_segment
     import tierfs.host.slab.segment_file
 
-    tierfs.host.slab.new_segment.boot_id = tierfs.host.slab.segment_file.boot_id = lambda: boot
+    tierfs.host.slab.segment_file.boot_id = lambda: boot
 
 
 def use_small_shared_memory(room):

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.forked import forked, in_child
 from support.opened import descriptors, mappings
 
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, ReadOnlyError
-from tierfs.host.slab.new_segment import make_header, make_in
 from tierfs.host.slab.segment import Segment
-from tierfs.host.slab.segment_file import CHANGES_AT, Reservation
+from tierfs.host.slab.segment_file import CHANGES_AT, Reservation, SegmentHeader
 from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, changing
 
 STORE = "0123456789abcdef0123456789abcdef"
@@ -38,9 +38,9 @@ def folder():
 
 
 def make(folder, *, data=1 << 20, slots=64, number=1, owner=OWNER):
-    header = make_header(Layout.for_data(data, slots=slots), store=STORE, owner=owner, number=number)
+    header = SegmentHeader.new(Layout.for_data(data, slots=slots), store=STORE, owner=owner, number=number)
     reservation = Reservation(folder, header)
-    segment = make_in(reservation)
+    segment = Segment.make(reservation)
     segment.path = reservation.finish()
     return segment
 
@@ -74,18 +74,6 @@ def content(slot):
     out = bytearray(slot.length)
     slot.segment.read(slot, 0, memoryview(out))
     return bytes(out)
-
-
-def in_child(work):
-    """Run ``work`` in a forked child. Return its wait status."""
-    child = os.fork()
-    if not child:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
 
 
 def opened():
@@ -339,13 +327,7 @@ def killed_after(folder, lines, number):
         put(segment, b"a")
         sys.settrace(None)
 
-    child = os.fork()
-    if not child:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
+    child = forked(work)
     os.read(made[0], 1)
     (path,) = folder.glob(f"*-{number}.slab")
     reader = Segment.attach(path)
@@ -482,12 +464,7 @@ def test_readers_racing_with_reuse_never_take_others_bytes_for_those_that_are_st
             mine.view(slot)[:] = bytes([number]) * 65536
             mine.seal(slot, b"%03d" % number, bytes([number]), stamp_ns=number)
 
-    child = os.fork()
-    if not child:
-        try:
-            work()
-        finally:
-            os._exit(0)
+    child = forked(work)
     try:
         while not (paths := list(folder.glob("*.slab"))):
             time.sleep(0.01)
@@ -521,12 +498,7 @@ def test_marks_of_one_process_do_not_touch_what_another_gives_and_takes_meanwhil
             for slot in reader.slots(states={SlotState.SEALED}):
                 reader.mark(slot, SlotState.CLEAN)
 
-    child = os.fork()
-    if not child:
-        try:
-            work()
-        finally:
-            os._exit(0)
+    child = forked(work)
     try:
         deadline = time.monotonic() + 0.7
         cleaned = 0
@@ -613,7 +585,7 @@ def test_reading_a_file_that_was_cut_short_is_an_error_and_kills_nobody(segment,
 
 def test_a_segment_of_an_earlier_run_of_the_kernel_is_refused(folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("tierfs.host.slab.new_segment.boot_id", lambda: "f" * 32)
+        patch.setattr("tierfs.host.slab.segment_file.boot_id", lambda: "f" * 32)
         segment = make(folder)
     with pytest.raises(FormatError, match="before this host rebooted"):
         Segment.attach(segment.path)
@@ -696,17 +668,17 @@ def test_a_forked_child_has_nothing_of_its_parents_segment(segment):
 def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(segment):
     reading, writing = os.pipe()
     began, begin = os.pipe()
-    parent = os.fork()
-    if not parent:
-        other = Segment.attach(segment.path)
-        with other._lock.held():
-            if not os.fork():
-                os.close(writing)
-                os.write(begin, b"!")
-                os.read(reading, 1)
-                os._exit(0)
-            os._exit(0)
-    os.waitpid(parent, 0)
+
+    def wait():
+        os.close(writing)
+        os.write(begin, b"!")
+        os.read(reading, 1)
+
+    def hold():
+        with Segment.attach(segment.path)._lock.held():
+            forked(wait)
+
+    assert in_child(hold) == 0
     os.read(began, 1)
     with open(segment.path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -378,7 +378,7 @@ def _policy(arguments: argparse.Namespace) -> UpkeepPolicy:
 def _stop(arguments: argparse.Namespace) -> int:
     from tierfs.host.host import Host  # noqa: PLC0415
     from tierfs.host.identity import claim  # noqa: PLC0415
-    from tierfs.host.rpc.stopping import stop_flusher  # noqa: PLC0415 - only what a command needs
+    from tierfs.host.rpc.client import stop_flusher  # noqa: PLC0415 - only what a command needs
     from tierfs.session.open import open_bare  # noqa: PLC0415
 
     store, settings = open_bare(_location(arguments), may_be_away=True)

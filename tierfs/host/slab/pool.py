@@ -21,7 +21,6 @@ from tierfs.host.host import SMALL_SHM, Host
 from tierfs.host.private import make_private
 from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.memory import memory_available, memory_limit
-from tierfs.host.slab.new_segment import make_header, make_in
 from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.segment_file import Reservation, SegmentHeader
 from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, padded
@@ -121,24 +120,28 @@ class SegmentPool:
                 self._waiting -= 1
                 self.waited_s += waited_s
 
-    def grow_ahead(self) -> None:
+    def grow_ahead(self) -> threading.Thread | None:
         """Start a thread that adds memory for another request like the largest, beside the data that is dirty now.
 
         Touching new memory is several times slower than copying into it, so this happens before the next save needs it.
+
+        Returns:
+            The thread; None if there is enough memory, or it runs already.
         """
         if self._ram_budget.is_room_asked_for():
-            return
+            return None
         own = self._in_use()
         needed = sum(sums.filling + sums.dirty for sums in (segment.sums() for segment in own))
         missing = needed + self._largest - sum(segment.data_bytes for segment in own)
         if not needed or missing <= 0:
-            return
+            return None
         with self._lock:
             if self._closed or (self._ahead is not None and self._ahead.is_alive()):
-                return
+                return None
             # A daemon thread: a process that exits does not wait for it, and another process removes the unfinished
             # segment.
             self._ahead = start_daemon(self._grow_quietly, missing, name="ram-ahead")
+            return self._ahead
 
     def give_back(self) -> int:
         """See `RamTier.give_back`."""
@@ -315,13 +318,13 @@ class SegmentPool:
                     orphans.pop().unlink()
             if layout is None:
                 return False
-            header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
+            header = SegmentHeader.new(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
             reservation = self._reserve(header, self._ram_budget.folders)
         # No thread waits for memory that is allocated ahead, and training wants the processors.
         threads = 1 if ahead else None
         while reservation is not None:
             try:
-                segment = make_in(reservation, threads=threads, stopped=lambda: self._closed)
+                segment = Segment.make(reservation, threads=threads, stopped=lambda: self._closed)
             except CapacityError as error:  # noqa: PERF203 - another process filled this folder: try the next
                 self.why_not = str(error)
                 folders = self._ram_budget.folders

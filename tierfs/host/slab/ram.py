@@ -8,6 +8,7 @@ processes.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -156,8 +157,9 @@ class RamTier:
             raise self._full(sum(map(padded, itertools.chain(*runs))), timeout_s, self._clock.monotonic() - started)
         return found
 
-    def grow_ahead(self) -> None:
-        self._pool.grow_ahead()
+    def grow_ahead(self) -> threading.Thread | None:
+        """Start a thread that adds memory for the next save; see `SegmentPool.grow_ahead`."""
+        return self._pool.grow_ahead()
 
     def own_segments(self) -> list[Segment]:
         return list(self._pool.own)

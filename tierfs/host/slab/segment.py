@@ -6,8 +6,7 @@ becomes FREE before any part of it is reused. So a killed process leaves a compl
 Readers look a slot up, copy its bytes, verify them against known digests, and call `Segment.is_still` where it matters.
 They take no lock, unless the table keeps changing while they copy it. Processes that change the table (the owner, or
 one that marks a slot) hold its lock for the few bytes concerned, and increment its counter of changes. A copy of the
-table is valid only if the counter did not move meanwhile, and stays valid until it does. `tierfs.host.slab.new_segment`
-creates segments.
+table is valid only if the counter did not move meanwhile, and stays valid until it does.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -25,8 +24,8 @@ import numpy as np
 
 from tierfs._fork import renew_in_children
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError
-from tierfs.host.slab.allocate import give_up, map_shared
-from tierfs.host.slab.segment_file import SECTOR_BYTES, OwnedFd, SegmentHeader, open_segment, reopened
+from tierfs.host.slab.allocate import allocate, give_up, map_shared
+from tierfs.host.slab.segment_file import SECTOR_BYTES, OwnedFd, Reservation, SegmentHeader, open_segment, reopened
 from tierfs.host.slab.table.allocator import SlotAllocator
 from tierfs.host.slab.table.table import (
     DATA_STATES,
@@ -93,7 +92,7 @@ class Segment:
         fd: An open file of the segment; not kept.
         header: The segment's header.
         path: Its file.
-        memory: The whole segment, mapped, if this process is its owner. The owner calls `start` next.
+        memory: The whole new segment, mapped, if this process is its owner.
 
     Attributes:
         id: Random; hex.
@@ -120,6 +119,9 @@ class Segment:
         self._view_lock = Lock()
         self._view = TableView(header.layout)
         self._allocator: SlotAllocator | None = None
+        if memory is not None:
+            self._allocator = SlotAllocator(header.layout)
+            self._table.owner[0] = int(header.creator, 16)
         self._unsound_said = False
         self.retired = False
         self._shed_at = -1
@@ -127,6 +129,38 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({str(self.path)!r}, size={self.size}, slots={self.header.layout.slots}, owned={self.owned})"
+
+    @classmethod
+    def make(
+        cls, reservation: Reservation, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
+    ) -> Segment | None:
+        """Make a segment of a reserved file. The caller then calls `Reservation.finish`.
+
+        All its memory is allocated now, which takes a second or two per GiB.
+
+        Args:
+            reservation: The file.
+            threads: Maximum number of threads that allocate memory; see `allocate`.
+            stopped: Called after each piece of memory.
+
+        Returns:
+            None if ``stopped`` returned True. Then, and on an error, the file is removed.
+
+        Raises:
+            CapacityError: There is not enough memory, or not enough room in the folder.
+            StoreError: The segment cannot be made.
+        """
+        fd, header, path = reservation.fd, reservation.header, reservation.path
+        try:
+            memory = allocate(fd.number, header.layout.size, str(path), threads=threads, stopped=stopped)
+            if memory is not None:
+                fd.write(header.encode())
+                return cls(fd, header, path, memory=memory)
+        except BaseException:
+            reservation.cancel()
+            raise
+        reservation.cancel()
+        return None
 
     @classmethod
     def attach(cls, path: Path) -> Segment:
@@ -140,10 +174,6 @@ class Segment:
         """
         fd, header = open_segment(path)
         return cls(fd, header, path)
-
-    def start(self, allocator: SlotAllocator) -> None:
-        """Become the owner of this segment."""
-        self._allocator = allocator
 
     @property
     def owner(self) -> str:

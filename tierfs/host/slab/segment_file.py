@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +102,12 @@ class SegmentHeader:
     boot: str
     creator: str
     number: int
+
+    @classmethod
+    def new(cls, layout: Layout, *, store: str, owner: str, number: int) -> SegmentHeader:
+        """Return the header of a new segment. No other segment of the process ``owner`` may have had this number."""
+        assert layout.data_bytes > 0, layout
+        return cls(layout, secrets.token_hex(16), store, boot_id(), owner, number)
 
     @property
     def name(self) -> FileName:
