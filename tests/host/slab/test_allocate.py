@@ -136,11 +136,6 @@ def test_an_error_of_one_thread_is_raised(fd, monkeypatch):
         allocate(fd, SIZE, "test", threads=2)
 
 
-def test_it_can_be_given_up(fd):
-    assert allocate(fd, SIZE, "test", threads=1, stopped=lambda: reserved(fd) > 4 * MIB) is None
-    assert reserved(fd) < SIZE
-
-
 def test_at_the_end_of_the_interpreter_one_thread_does_it(fd, monkeypatch):
     def refuse(_self):
         raise RuntimeError("can't create new thread at interpreter shutdown")

@@ -19,7 +19,7 @@ from support.opened import descriptors, mappings
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, ReadOnlyError
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import CHANGES_AT, Reservation, SegmentHeader
-from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, changing
+from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, Table, changing
 
 STORE = "0123456789abcdef0123456789abcdef"
 OWNER = "00000000000000aa"
@@ -68,6 +68,11 @@ def put(segment, name, data=DATA, *, meta=b"meta", kind=SlotKind.CHUNK, stamp_ns
     slot = take(segment, len(data), kind)
     segment.view(slot)[:] = data
     return segment.seal(slot, name, meta, stamp_ns=stamp_ns, **options)
+
+
+def table(segment):
+    """The slot table, as any process can map it."""
+    return Table(segment.whole(), segment.header.layout)
 
 
 def content(slot):
@@ -378,7 +383,7 @@ def test_a_process_killed_at_any_line_leaves_a_whole_slot_or_none(folder):
 
 def test_the_counter_of_changes_is_odd_while_something_changes_and_moves_on(segment):
     before = segment.changes
-    with changing(segment._table):
+    with changing(table(segment)):
         assert segment.changes % 2
         during = segment.changes
     assert before < during < segment.changes
@@ -386,17 +391,17 @@ def test_the_counter_of_changes_is_odd_while_something_changes_and_moves_on(segm
 
 
 def test_a_look_during_which_something_changes_does_not_count(segment, reader, monkeypatch):
-    put(segment, b"a", b"first")
-    row = reader._table.row
+    first, looks, row = put(segment, b"a", b"first"), [], Table.row
 
-    def slow(index):
-        found = row(index)
-        if segment.find(b"a"):
-            segment.give(segment.find(b"a"))
+    def slow(self, index):
+        found = row(self, index)
+        looks.append(index)
+        if len(looks) == 1:
+            segment.give(first)
             put(segment, b"b", b"second")
         return found
 
-    monkeypatch.setattr(reader._table, "row", slow)
+    monkeypatch.setattr(Table, "row", slow)
     (slot,) = reader.slots()
     assert (slot.name, content(slot)) == (b"b", b"second")
     assert reader.is_still(slot)
@@ -408,8 +413,8 @@ def test_a_look_that_was_cached_before_the_writer_was_killed_is_not_trusted(segm
     segment.give(slot)
     assert reader.find(b"a") is None
     # The state is written and the counter is odd, as if the writer had been killed in between.
-    segment._table.changes[0] += 1
-    segment._table.state[slot.index] = SlotState.SEALED
+    table(segment).changes[0] += 1
+    table(segment).state[slot.index] = SlotState.SEALED
     assert reader.find(b"a") is not None
     assert reader.changes % 2 == 0
 
@@ -502,12 +507,13 @@ def test_marks_of_one_process_do_not_touch_what_another_gives_and_takes_meanwhil
     try:
         deadline = time.monotonic() + 0.7
         cleaned = 0
+        states = table(segment).state
         while time.monotonic() < deadline:
             slot = take(segment, 10)
-            assert segment._table.state[slot.index] == SlotState.FILLING
+            assert states[slot.index] == SlotState.FILLING
             sealed = segment.seal(slot, b"a", b"", stamp_ns=1)
             cleaned += segment.give(sealed, only_clean=True) or segment.give(sealed) * 0
-            assert segment._table.state[slot.index] == SlotState.FREE
+            assert states[slot.index] == SlotState.FREE
         assert segment.changes % 2 == 0
     finally:
         stop.touch()
@@ -594,7 +600,7 @@ def test_a_segment_of_an_earlier_run_of_the_kernel_is_refused(folder, monkeypatc
 def test_slots_that_make_no_sense_are_passed_over_with_a_warning(segment, caplog):
     put(segment, b"a")
     slots = [put(segment, b"%d" % number) for number in range(5)]
-    heads = segment._table.heads
+    heads = table(segment).heads
     heads["offset"][slots[0].index] = 1 << 60
     heads["length"][slots[1].index] = 1 << 60
     heads["name_length"][slots[2].index] = 200

@@ -14,7 +14,6 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
 
 import numpy as np
 
@@ -31,16 +30,14 @@ HUGE_BYTES = 2 << 20  # if small pages have 4 KiB; otherwise the kernel refuses 
 MAP_FIXED = 0x10  # mmap(2); the mmap module lacks it
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
 # A signal to the process waits until madvise returns, and interrupts fallocate, which then starts over. With pieces of
-# this size a profiler's timer does not outrun fallocate. The reservation can also be stopped after each piece.
+# this size a profiler's timer does not outrun fallocate.
 PIECE_BYTES = 4 << 20
 _logger = logging.getLogger("tierfs.local")
 # Zeroing pages is bound by memory bandwidth: more threads than this gain nothing.
 THREADS_MAX = 4
 
 
-def allocate(
-    fd: int, size: int, path: str, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
-) -> memoryview | None:
+def allocate(fd: int, size: int, path: str, *, threads: int | None = None) -> memoryview:
     """Reserve all the memory of a file, so that later writes cannot fail, and map it. Releases the GIL.
 
     Args:
@@ -48,10 +45,9 @@ def allocate(
         size: Size in bytes.
         path: Name of the file in errors.
         threads: Maximum number of threads; by default `THREADS_MAX`. Never more than processors.
-        stopped: Called after each piece of 4 MiB.
 
     Returns:
-        The file, shared and writable; None if ``stopped`` returned True.
+        The file, shared and writable.
 
     Raises:
         CapacityError: There is not enough memory.
@@ -64,7 +60,7 @@ def allocate(
     def work() -> None:
         try:
             for at in pieces:
-                if failures or stopped():
+                if failures:
                     break
                 length = min(PIECE_BYTES, size - at)
                 _have_huge(memory, at, length)
@@ -88,7 +84,7 @@ def allocate(
             raise error
         kind = CapacityError if error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT} else StoreError
         raise kind(f"no memory for {path}: {error.strerror}", path=path, tier="ram") from error
-    return None if stopped() else memory
+    return memory
 
 
 def _have_huge(memory: memoryview, at: int, length: int) -> None:

@@ -324,15 +324,13 @@ class SegmentPool:
         threads = 1 if ahead else None
         while reservation is not None:
             try:
-                segment = Segment.make(reservation, threads=threads, stopped=lambda: self._closed)
+                segment = Segment.make(reservation, threads=threads)
             except CapacityError as error:  # noqa: PERF203 - another process filled this folder: try the next
                 self.why_not = str(error)
                 folders = self._ram_budget.folders
                 with self._host.locked(LOCK):
                     reservation = self._reserve(header, folders[folders.index(reservation.path.parent) + 1 :])
             else:
-                if segment is None:
-                    return False
                 with self._host.locked(LOCK):
                     segment.path = reservation.finish()
                 with self._lock:

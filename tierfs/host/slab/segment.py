@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -131,9 +131,7 @@ class Segment:
         return f"Segment({str(self.path)!r}, size={self.size}, slots={self.header.layout.slots}, owned={self.owned})"
 
     @classmethod
-    def make(
-        cls, reservation: Reservation, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
-    ) -> Segment | None:
+    def make(cls, reservation: Reservation, *, threads: int | None = None) -> Segment:
         """Make a segment of a reserved file. The caller then calls `Reservation.finish`.
 
         All its memory is allocated now, which takes a second or two per GiB.
@@ -141,26 +139,19 @@ class Segment:
         Args:
             reservation: The file.
             threads: Maximum number of threads that allocate memory; see `allocate`.
-            stopped: Called after each piece of memory.
-
-        Returns:
-            None if ``stopped`` returned True. Then, and on an error, the file is removed.
 
         Raises:
-            CapacityError: There is not enough memory, or not enough room in the folder.
-            StoreError: The segment cannot be made.
+            CapacityError: There is not enough memory, or not enough room in the folder. The file is removed.
+            StoreError: The segment cannot be made. The file is removed.
         """
         fd, header, path = reservation.fd, reservation.header, reservation.path
         try:
-            memory = allocate(fd.number, header.layout.size, str(path), threads=threads, stopped=stopped)
-            if memory is not None:
-                fd.write(header.encode())
-                return cls(fd, header, path, memory=memory)
+            memory = allocate(fd.number, header.layout.size, str(path), threads=threads)
+            fd.write(header.encode())
+            return cls(fd, header, path, memory=memory)
         except BaseException:
             reservation.cancel()
             raise
-        reservation.cancel()
-        return None
 
     @classmethod
     def attach(cls, path: Path) -> Segment:
