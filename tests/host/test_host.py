@@ -114,7 +114,7 @@ def test_a_killed_process_is_dead(host, start):
     assert not host.is_alive(other)
 
 
-def test_a_process_that_ended_by_itself_is_dead_and_says_nothing_on_its_way_out(directory, shm, host):
+def test_a_process_that_ended_is_dead_and_prints_nothing(directory, shm, host):
     script = (
         "from pathlib import Path; from tierfs.host.host import Host\n"
         f"host = Host(Path({str(directory)!r}), Path({str(shm)!r})); print(host.owner())"
@@ -144,7 +144,7 @@ def test_asking_disturbs_neither_the_living_nor_those_who_ask(host, start):
     assert len(answers) == 1200
 
 
-def test_a_forked_child_has_an_id_of_its_own_and_sees_its_parent_alive(host):
+def test_a_forked_child_has_its_own_id(host):
     owner = host.owner()
     child, parent_alive, again = answer_of(
         lambda: " ".join([host.owner(), str(host.is_alive(owner)), host.owner()])
@@ -187,7 +187,7 @@ def test_a_program_that_was_executed_does_not_keep_its_parent_alive(host, start)
         os.kill(int(child), signal.SIGKILL)
 
 
-def test_forks_on_one_thread_and_locks_on_another_do_not_get_in_each_other_s_way(directory, shm):
+def test_forks_do_not_keep_locks_of_another_thread(directory, shm):
     stop = threading.Event()
     host = Host(directory, shm)
     owner = host.owner()
@@ -220,7 +220,7 @@ def test_forks_on_one_thread_and_locks_on_another_do_not_get_in_each_other_s_way
             os.waitpid(child, 0)
 
 
-def test_a_process_that_goes_on_without_its_host_is_not_that_owner_any_more(directory, shm):
+def test_a_process_without_its_host_is_dead(directory, shm):
     first, second = Host(directory, shm), Host(directory, shm)
     owner = first.owner()
     assert second.owner() != owner
@@ -301,7 +301,7 @@ def test_one_at_a_time_is_in_a_locked_section(host, start):
     thread.join()
 
 
-def test_a_section_whose_process_was_killed_is_free_though_its_child_lives(host, start):
+def test_a_killed_process_leaves_its_section_free(host, start):
     process, line = start(
         "with host.locked('ram'):\n"
         "    child = os.fork()\n"
@@ -345,7 +345,7 @@ def test_a_long_lock_has_one_holder(tmp_path):
     assert first.acquire(blocking=True)
 
 
-def test_letting_go_counts_at_once_though_a_program_about_to_be_executed_has_the_open_file(tmp_path):
+def test_a_released_lock_is_free_while_a_child_has_its_file(tmp_path):
     lock = ExclusiveLock(tmp_path / "a.lock")
     lock.acquire()
     inherited = os.dup(lock._fd)
@@ -362,7 +362,7 @@ def test_a_lock_lost_with_its_object_is_free(tmp_path):
     assert ExclusiveLock(tmp_path / "a.lock").acquire()
 
 
-def test_a_child_does_not_hold_its_parent_s_long_lock_and_cannot_let_go_of_it(tmp_path):
+def test_a_child_neither_holds_nor_releases_its_parents_lock(tmp_path):
     lock = ExclusiveLock(tmp_path / "a.lock")
     lock.acquire()
 
@@ -376,7 +376,7 @@ def test_a_child_does_not_hold_its_parent_s_long_lock_and_cannot_let_go_of_it(tm
     assert not ExclusiveLock(tmp_path / "a.lock").acquire()
 
 
-def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_new_one(tmp_path):
+def test_a_lock_whose_file_was_replaced_is_taken_on_the_new_file(tmp_path):
     path = tmp_path / "a.lock"
     holder, waiter = ExclusiveLock(path), ExclusiveLock(path)
     holder.acquire()
@@ -396,7 +396,7 @@ def test_a_lock_that_cannot_be_made_is_an_error_of_ours(tmp_path):
         ExclusiveLock(tmp_path / "file" / "a.lock").acquire()
 
 
-def test_a_state_directory_that_was_removed_while_it_is_in_use_is_said_to_be(host):
+def test_a_removed_state_directory_is_named_in_the_error(host):
     lock = ExclusiveLock(host.store_directory("a") / "flusher.lock")
     shutil.rmtree(host.directory)
     host.directory.mkdir(mode=0o700)
@@ -408,7 +408,7 @@ def test_a_state_directory_that_was_removed_while_it_is_in_use_is_said_to_be(hos
     assert not caught.value.transient
 
 
-def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_that_names_it(host):
+def test_a_failed_listing_names_its_directory(host):
     ram_budget = RamBudget(host)
     looks = [
         (host.directory / "processes", host._bury_the_dead),
@@ -490,14 +490,14 @@ def test_a_disk_without_room_for_it_is_an_error_that_says_what_to_do(directory, 
 
 
 @pytest.mark.parametrize("filesystem", ["nfs4", "fuse.sshfs", "lustre"])
-def test_a_network_filesystem_is_refused_before_anything_is_made_there(directory, shm, filesystem):
+def test_a_network_filesystem_is_refused_untouched(directory, shm, filesystem):
     mountinfo = f"1 1 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:40 / {directory.parent} rw - {filesystem} server:/x rw\n"
     with pytest.raises(InvalidInputError, match=rf"network filesystem \({filesystem}\).*TIERFS_STATE_DIR"):
         Host(directory, shm, mountinfo=mountinfo)
     assert not directory.exists()
 
 
-def test_a_link_to_a_private_directory_will_do_unless_links_are_refused(tmp_path):
+def test_a_link_to_a_private_directory_is_accepted(tmp_path):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     make_private(tmp_path / "link")
@@ -617,7 +617,7 @@ def test_a_folder_in_use_that_another_user_may_change_is_an_error(host, director
 
 
 @AS_ROOT
-def test_another_user_who_takes_the_name_of_an_unused_folder_blocks_no_one(directory, shm, tmp_path):
+def test_another_users_unused_folder_blocks_no_process(directory, shm, tmp_path):
     name = Host(directory, shm).segments.name
     gc.collect()
     shutil.rmtree(shm / name)  # as systemd-logind does after a logout
@@ -771,13 +771,13 @@ def test_folders_of_other_users_are_not_listed(host, shm, tmp_path):
     assert unused_folders(host.segments) == []
 
 
-def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp_path, monkeypatch):
+def test_a_relative_folder_for_segments_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TIERFS_SHM_DIR", "shm")
     with pytest.raises(InvalidInputError, match="must be an absolute path"):
         Host(tmp_path / "state")
 
 
-def test_the_folder_of_segments_is_found_after_its_disk_became_read_only(directory, shm, monkeypatch):
+def test_the_folder_is_found_after_its_disk_became_read_only(directory, shm, monkeypatch):
     folder, opened = Host(directory, shm).segments, os.open
     gc.collect()
 

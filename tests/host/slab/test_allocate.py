@@ -95,7 +95,7 @@ def test_missing_huge_pages_are_logged_once(fd, refusal, monkeypatch, said):
     assert ("Linux 6.1" if refusal == "an older kernel's" else "Cannot allocate memory") in said.text
 
 
-def test_a_kernel_that_cannot_populate_reserves_all_the_same_and_that_is_said_once(fd, monkeypatch, caplog):
+def test_an_older_kernel_reserves_memory_with_one_warning(fd, monkeypatch, caplog):
     monkeypatch.setattr(allocating, "MADV_POPULATE_WRITE", 12345)
     allocating._say_once.cache_clear()
     memory = allocate(fd, SIZE, "test", threads=1)

@@ -61,7 +61,7 @@ def test_both_versions_side_by_side_count(limit):
     assert limit("4:memory:/job\n0::/job\n", limits) == GIB
 
 
-def test_in_a_container_whose_group_has_another_path_the_mounted_one_counts(limit):
+def test_in_a_container_the_mounted_group_counts(limit):
     assert limit("4:memory:/docker/0123\n", {"memory/memory.limit_in_bytes": GIB}) == GIB
     assert limit("0::/../../job\n", {"memory.max": GIB}) == GIB
 
@@ -70,7 +70,7 @@ def test_limits_outside_mounted_groups_do_not_count(limit):
     assert limit("0::/../../job\n", {"../memory.max": GIB, "job/memory.max": 2 * GIB}) == 2 * GIB
 
 
-def test_a_group_of_another_controller_does_not_count_whatever_it_is_called(limit):
+def test_a_group_of_another_controller_does_not_count(limit):
     assert limit("1:name=systemd:/memory\n", {"memory/memory/memory.limit_in_bytes": GIB}) == TOTAL
 
 

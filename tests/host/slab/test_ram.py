@@ -136,7 +136,7 @@ def test_segments_that_come_and_go_are_noticed(tier, open_tier):
         assert tier.find(b"b") is None
 
 
-def test_a_segment_is_noticed_that_came_within_one_tick_of_the_file_systems_clock(tier, open_tier, host):
+def test_a_segment_made_within_one_clock_tick_is_found(tier, open_tier, host):
     put(tier, b"a")
     now_ns = time.time_ns()
     os.utime(host.segments, ns=(now_ns, now_ns))
@@ -207,7 +207,7 @@ def test_slots_of_a_live_process_are_not_reclaimed(tier, open_tier):
     assert open_tier().reclaim(lambda segment: pytest.fail("asked")) == 0
 
 
-def test_a_damaged_segment_is_passed_over_with_one_warning_and_left_alone(tier, host, caplog):
+def test_a_damaged_segment_is_ignored_with_one_warning(tier, host, caplog):
     put(tier, b"a")
     damaged = host.segments / f"{STORE[:8]}-{'0' * 16}-7.slab"
     damaged.write_bytes(tier.own_segments()[0].path.read_bytes()[:4096].replace(b"TFSSLAB1", b"TFSSLAB9"))
@@ -256,7 +256,7 @@ def test_memory_that_grows_little_by_little_comes_in_few_segments(open_tier):
     assert 64 * MIB <= sum(sizes) < 90 * MIB
 
 
-def test_runs_are_taken_all_or_none_and_from_one_segment_where_they_fit(open_tier):
+def test_runs_are_allocated_together_or_not_at_all(open_tier):
     tier = open_tier(budget=8 * MIB, segment=4 * MIB)
     runs = tier.take_runs(SlotKind.CHUNK, [[MIB, MIB], [MIB], [10]], timeout_s=0)
     assert [[slot.length for slot in run] for run in runs] == [[MIB, MIB], [MIB], [10]]
@@ -291,7 +291,7 @@ def test_small_slots_leave_room_for_chunks(open_tier):
     assert len(tier.own_segments()) == 1
 
 
-def test_runs_that_were_taken_are_given_back_when_the_wait_for_the_next_is_interrupted(open_tier):
+def test_an_interrupted_wait_leaves_nothing_allocated(open_tier):
     tier = open_tier(budget=8 * MIB, segment=4 * MIB)
 
     def interrupt():
@@ -461,7 +461,7 @@ def test_a_save_that_needs_more_memory_leaves_the_last_one_whole(open_tier, begi
     assert kept(tier, 1, 8) == 8
 
 
-def test_a_copy_takes_the_place_of_others_only_when_the_budget_is_used_up(open_tier):
+def test_copies_replace_others_when_the_budget_is_used_up(open_tier):
     tier = open_tier(budget=16 * MIB, segment=4 * MIB)
     names = []
     while not tier.usage().evicted_bytes:
@@ -613,7 +613,7 @@ class SharedClock(ManualClock):
 
 
 @pytest.mark.parametrize("how", ["killed", "closed", "idle"])
-def test_stores_in_which_a_little_is_dirty_leave_the_rest_of_the_budget_to_others(open_tier, host, how):
+def test_a_little_dirty_data_keeps_only_its_own_memory(open_tier, host, how):
     clock = SharedClock()
 
     def put_little(tier):
@@ -666,7 +666,7 @@ def test_a_shed_segment_keeps_used_memory(open_tier, host):
     assert tier.usage().store_bytes == tier.usage().host_bytes
 
 
-def test_a_conflict_in_a_small_segment_is_no_obstacle_to_a_large_slot(open_tier):
+def test_a_conflict_in_a_small_segment_does_not_block_a_large_slot(open_tier):
     tier = open_tier(budget=10 * MIB, segment=8 * MIB)
     first = put(tier, b"a", length=100)
     assert first.segment.data_bytes < 7 * MIB
@@ -727,7 +727,7 @@ def test_memory_of_other_processes_is_waited_for(open_tier, host):
 # -- memory of dead processes ------------------------------------------------------------------------------------------
 
 
-def test_the_dead_of_other_stores_make_room_but_not_what_is_dirty_there(open_tier, host):
+def test_clean_data_of_dead_processes_makes_room(open_tier, host):
     killed(host, lambda other: fill(other, clean=True), store=OTHER, budget=2 * MIB)
     assert len(fill(open_tier(budget=2 * MIB))) > 4
     killed(host, fill, store=OTHER, budget=4 * MIB)
@@ -737,7 +737,7 @@ def test_the_dead_of_other_stores_make_room_but_not_what_is_dirty_there(open_tie
     assert {slot.name for segment in dirty.segments() for slot in segment.slots()} == kept
 
 
-def test_a_segment_that_was_being_made_by_a_killed_process_does_not_count_for_ever(open_tier, host, monkeypatch):
+def test_an_unfinished_segment_of_a_killed_process_is_removed(open_tier, host, monkeypatch):
     def work(other):
         monkeypatch.setattr(segment, "allocate", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         other.take(SlotKind.CHUNK, MIB, timeout_s=0)
@@ -929,7 +929,7 @@ def test_threads_write_at_once_into_a_tier_that_is_too_small_for_all(open_tier):
     assert tier.usage().evicted_bytes > 15 * MIB
 
 
-def test_a_segment_with_nothing_dirty_that_is_too_small_makes_way_for_one_that_is_not(open_tier):
+def test_a_clean_segment_that_is_too_small_is_replaced(open_tier):
     tier = open_tier(budget=16 * MIB, segment=16 * MIB)
     put(tier, b"small", clean=True)
     assert tier.own_segments()[0].data_bytes < 12 * MIB

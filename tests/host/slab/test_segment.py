@@ -152,7 +152,7 @@ def test_a_hidden_chunk_is_not_found_and_keeps_its_bytes(segment, reader):
     assert content(found) == DATA
 
 
-def test_a_sealed_slot_may_be_shorter_than_it_was_taken_and_gives_the_rest_back(segment):
+def test_sealing_releases_the_rest_of_a_slot(segment):
     everything = take(segment, segment.data_bytes)
     assert take(segment, 1) is None
     sealed = segment.seal(everything, b"a", b"", length=10, stamp_ns=1)
@@ -204,7 +204,7 @@ def test_an_oversized_seal_is_refused(segment):
         segment.seal(slot, b"a", b"", stamp_ns=1)
 
 
-def test_a_view_is_plain_memory_for_the_owner_and_read_only_for_everybody_else(segment, reader):
+def test_only_the_owner_gets_a_writable_view(segment, reader):
     slot = take(segment, len(DATA))
     np.copyto(np.frombuffer(segment.view(slot), np.uint8), np.frombuffer(DATA, np.uint8))
     sealed = segment.seal(slot, b"a", b"", stamp_ns=1)
@@ -381,7 +381,7 @@ def test_a_process_killed_at_any_line_leaves_a_whole_slot_or_none(folder):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_counter_of_changes_is_odd_while_something_changes_and_moves_on(segment):
+def test_the_counter_of_changes_is_odd_during_a_change(segment):
     before = segment.changes
     with changing(table(segment)):
         assert segment.changes % 2
@@ -407,7 +407,7 @@ def test_a_look_during_which_something_changes_does_not_count(segment, reader, m
     assert reader.is_still(slot)
 
 
-def test_a_look_that_was_cached_before_the_writer_was_killed_is_not_trusted(segment, reader):
+def test_a_cached_look_is_renewed_after_the_writer_was_killed(segment, reader):
     assert reader.find(b"a") is None
     slot = put(segment, b"a")
     segment.give(slot)
@@ -441,7 +441,7 @@ def test_unneeded_slots_of_the_dead_are_freed(folder):
     assert {slot.name for slot in reader.slots()} == {b"clean", b"conflict", b"draft"}
 
 
-def test_a_slot_of_a_table_entry_that_is_used_again_has_a_higher_serial(segment):
+def test_a_reused_entry_has_a_higher_serial(segment):
     kept, given = put(segment, b"kept"), put(segment, b"given")
     segment.give(given)
     new = put(segment, b"new")
@@ -452,7 +452,7 @@ def test_a_slot_of_a_table_entry_that_is_used_again_has_a_higher_serial(segment)
 # -- races -------------------------------------------------------------------------------------------------------------
 
 
-def test_readers_racing_with_reuse_never_take_others_bytes_for_those_that_are_still_there(folder):
+def test_readers_notice_that_a_slot_is_reused(folder):
     # One process reuses slots as fast as it can. Bytes that pass `is_still` must belong to the name.
     stop = folder / "stop"
 
@@ -493,7 +493,7 @@ def test_readers_racing_with_reuse_never_take_others_bytes_for_those_that_are_st
         os.waitpid(child, 0)
 
 
-def test_marks_of_one_process_do_not_touch_what_another_gives_and_takes_meanwhile(folder):
+def test_marks_of_one_process_leave_reused_slots_alone(folder):
     segment = make(folder, data=1 << 16, slots=2)
     stop = folder / "stop"
 
@@ -570,7 +570,7 @@ def test_a_damaged_header_is_refused(segment, at):
         Segment.attach(segment.path)
 
 
-def test_a_file_that_is_no_segment_or_is_cut_short_or_gone_is_refused(segment, folder):
+def test_a_file_that_is_no_segment_is_refused(segment, folder):
     (folder / "other").write_bytes(b"x" * 10)
     with pytest.raises(FormatError, match="not a tierfs segment"):
         Segment.attach(folder / "other")
@@ -581,7 +581,7 @@ def test_a_file_that_is_no_segment_or_is_cut_short_or_gone_is_refused(segment, f
         Segment.attach(segment.path)
 
 
-def test_reading_a_file_that_was_cut_short_is_an_error_and_kills_nobody(segment, reader):
+def test_reading_a_truncated_file_is_an_error(segment, reader):
     put(segment, b"a")
     slot = reader.find(b"a")
     os.truncate(segment.path, slot.offset)
@@ -635,7 +635,7 @@ def test_a_closed_segment_holds_nothing_and_no_memory(folder):
     assert opened() <= before
 
 
-def test_a_segment_that_nobody_refers_to_closes_itself_without_the_collector(folder):
+def test_an_unreferenced_segment_closes_without_the_collector(folder):
     gc.disable()
     try:
         before = opened()
