@@ -47,7 +47,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(slots=True)
 class ChunkFacts:
-    """What a writer knows of one chunk object.
+    """A writer's knowledge of one chunk object.
 
     Attributes:
         named_in: The last term in which a manifest named the object, or it was seen as the base of another one.
