@@ -162,7 +162,7 @@ class StorePublisher:
         opened = self._opened  # without the lock: another thread holds it while it opens the store
         if opened is None:
             return {}
-        codecs = {**opened.store.encoder.status(), **opened.keyframes.fallbacks()}
+        codecs = {**opened.store.encoder.status(), **opened.keyframes.fallbacks}
         return {**request_metrics(opened.store.objects), "codecs": codecs}
 
     def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], local: ChunkSources) -> None:

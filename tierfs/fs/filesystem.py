@@ -162,7 +162,7 @@ class TierFileSystem(Changing):
             raise IsADirectoryError(f"{path} is the root of a store")
         _check_stock_dcp(store, relative, store.ack if level is None else level)
         writer = Writer(store, relative, mode=write_mode, metadata=metadata, level=level)
-        if not writer.is_replacing and verbs.is_directory_nearby(store, relative):
+        if writer.replaces is None and verbs.is_directory_nearby(store, relative):
             writer.abort()
             if write_mode is WriteMode.CREATE:
                 raise AlreadyExistsError(f"{path} is a directory", path=path)

@@ -12,7 +12,6 @@ import bisect
 import itertools
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +21,7 @@ from tierfs.codec import Span
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
+from tierfs.host.counters import Counters
 from tierfs.host.pending.record import Draft
 from tierfs.store.encode.parents import ListedNames, find_parent, given_parent, group_of
 from tierfs.store.encode.tensors import (
@@ -101,6 +101,9 @@ class KeyframeIndex:
 
     Args:
         store: The store, without local tiers.
+
+    Attributes:
+        fallbacks: How many files were stored with an unknown layout or an unknown save before them.
     """
 
     def __init__(self, store: Store) -> None:
@@ -108,21 +111,10 @@ class KeyframeIndex:
         self._lock = threading.Lock()
         self._known: dict[str, SaveSeries] = {}
         self._listed = ListedNames(store)
-        self._fallbacks: Counter[str] = Counter()
+        self.fallbacks = Counters()
 
     def __repr__(self) -> str:
         return f"KeyframeIndex({len(self._known)} files)"
-
-    def fallbacks(self) -> dict[str, int]:
-        """Return how many files were stored with an unknown layout or an unknown save before them."""
-        with self._lock:
-            return dict(self._fallbacks)
-
-    def _fall_back(self, what: str, text: str, *arguments: object) -> None:
-        with self._lock:
-            self._fallbacks[what] += 1
-            is_first = self._fallbacks[what] == 1
-        _logger.log(logging.WARNING if is_first else logging.DEBUG, text, *arguments)
 
     def plan(self, draft: Draft, local: ChunkSources, *, derives: bool) -> FilePlan:
         """Look up the facts about a file to publish.
@@ -146,7 +138,7 @@ class KeyframeIndex:
             layout = layout_of(file.read_into, manifest.length)
         except TierfsError as error:
             text = "%s is encoded without knowledge of its tensors, because their table is no longer on this host: %s"
-            self._fall_back("unknown_layouts", text, self._store.where(draft.path), error)
+            self.fallbacks.fall_back("unknown_layouts", text, self._store.where(draft.path), error)
             layout = unknown_layout(0, manifest.length)
         if manifest.length < DELTA_BYTES_MIN:
             spans = list(places(layout, [row.raw_length for row in manifest.rows], group_of(draft.path)))
@@ -227,7 +219,7 @@ class KeyframeIndex:
                 series = self._look_again(series)
         except TierfsError as error:
             text = "%s is encoded without the previous save, which cannot be read: %s"
-            self._fall_back("unknown_parents", text, self._store.where(draft.path), error)
+            self.fallbacks.fall_back("unknown_parents", text, self._store.where(draft.path), error)
             return series or SaveSeries(draft.path)
         return series
 
@@ -244,7 +236,7 @@ class KeyframeIndex:
         layout = stored_layout(open_manifest(self._store, path, manifest))
         if layout is None:
             text = "saves after %s are encoded without it: its tensors lie in too many places to read"
-            self._fall_back("unknown_layouts", text, self._store.where(path))
+            self.fallbacks.fall_back("unknown_layouts", text, self._store.where(path))
             return series
         found = [place for place, _ in places(layout, [row.raw_length for row in rows], "")]
         for place, keyframe in zip(found, transfers().map(partial(self._keyframe, path), rows), strict=True):

@@ -87,7 +87,6 @@ class Writer:
 
     Attributes:
         metadata: As given. May be changed until `commit`.
-        is_replacing: Whether a file was at the path when it was observed.
         published: The version that `commit` published or made pending. Also set if `commit` raised because that version
             did not reach its level in time.
 
@@ -130,7 +129,6 @@ class Writer:
         self._sink: ObjectSink | SlabSink | None = None
         self._kept: list[Row] = []
         self._kept_slots: list[SlotRef | None] = []
-        self.is_replacing = self._observed.manifest is not None
         self._term: int | None = None
         self.published: Manifest | None = None
         self._state = _WriterState.OPEN
