@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Protocol
+from typing import Any, Protocol
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
@@ -116,6 +116,16 @@ class Every:
             if self.minutes is not None:
                 first.setdefault(("minutes", int(each.created_ns // (self.minutes * 60e9))), each)
         return first.values()
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks save at the same steps: see `tierfs.train.SavePolicy`."""
+        return self.minutes is None
+
+    def should_save(self, step: int, previous: Sequence[int], *, context: Any) -> bool:
+        """Return whether the steps or the minutes are due. ``context`` is a `tierfs.train.Context`."""
+        is_due = self.steps is not None and step > 0 and step % self.steps == 0
+        return is_due or (self.minutes is not None and context.since_s >= self.minutes * 60)
 
     def __str__(self) -> str:
         steps = [] if self.steps is None else [f"{self.steps} steps"]

@@ -1,7 +1,9 @@
 """Find a command, parse its arguments, run it, and turn errors into exit codes.
 
-A command is a module of `tierfs.cli.commands` with the interface of `Command` or `CommandWithActions`. Only the
-requested one is imported. ``tierfs --help`` imports none.
+A command is a module of `tierfs.cli.commands` with ``HELP``, ``EXAMPLES``, ``add_arguments(parser)`` and
+``run(arguments)``, which returns the exit code. A command with actions has ``ACTIONS`` (their help by name) and
+``add_action_arguments(parser, action)`` instead of ``add_arguments``. Only the requested module is imported.
+``tierfs --help`` imports none.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 from tierfs import __version__
 from tierfs.cli.host_stores import show_stores
@@ -86,31 +88,6 @@ Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 already exists,
 """
 
 _LITERAL = "\0"  # before a word that begins with - and is no option; no argument of a process contains it
-
-
-class Command(Protocol):
-    """The interface of a command's module."""
-
-    HELP: str
-    EXAMPLES: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return the exit code."""
-
-
-class CommandWithActions(Protocol):
-    """The interface of a command with actions. Each action has its own arguments."""
-
-    HELP: str
-    EXAMPLES: str
-    ACTIONS: Mapping[str, str]
-
-    def add_action_arguments(self, parser: argparse.ArgumentParser, action: str) -> None: ...
-
-    def run(self, arguments: argparse.Namespace) -> int:
-        """Run the action ``arguments.action`` and return the exit code."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,8 +165,8 @@ class ActionsParser(_Parser):
         return option in parser._option_string_actions
 
 
-def load_command(name: str) -> Command | CommandWithActions:
-    return cast("Command | CommandWithActions", importlib.import_module(f"tierfs.cli.commands.{name}"))
+def load_command(name: str) -> Any:
+    return importlib.import_module(f"tierfs.cli.commands.{name}")
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
@@ -199,7 +176,6 @@ def build_parser(name: str) -> argparse.ArgumentParser:
         parser = _new_parser(_Parser, f"tierfs {name}", command.HELP, command.EXAMPLES)
         command.add_arguments(parser)
         return parser
-    command = cast("CommandWithActions", command)
     width = max(map(len, command.ACTIONS))
     listed = "\n".join(f"  {action:{width}}  {line}" for action, line in command.ACTIONS.items())
     more = f"\n\nactions:\n{listed}\n\n`tierfs {name} ACTION --help` shows an action's options."
@@ -297,7 +273,8 @@ def _dispatch(words: list[str]) -> int:
         arguments = build_parser(name).parse_intermixed_args(rest)
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 0
-    return load_command(name).run(arguments)
+    code: int = load_command(name).run(arguments)
+    return code
 
 
 def _report(failure: Failure, *, as_json: bool) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from tierfs.checkpoint.retention import Every
 from tierfs.errors import InvalidInputError
 from tierfs.units import parse_time
 
@@ -67,23 +66,6 @@ class SavePolicy(Protocol):
             previous: Steps for which this manager has requested a save, ascending.
             context: Times and events, as this rank knows them.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """`Every` as a save policy: saves when its number of steps or its minutes are due, whichever comes first."""
-
-    every: Every
-
-    @property
-    def is_uniform(self) -> bool:
-        return self.every.minutes is None
-
-    def should_save(self, step: int, previous: Sequence[int], *, context: Context) -> bool:
-        steps, minutes = self.every.steps, self.every.minutes
-        return (steps is not None and step > 0 and step % steps == 0) or (
-            minutes is not None and context.since_s >= minutes * 60
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,19 +214,16 @@ def listed(policies: Iterable[Any], name: str) -> list[Any]:
 
 
 def as_save_policies(policies: Iterable[Any], name: str = "save") -> list[SavePolicy]:
-    """Check the save policies that a user gave as an argument, and wrap each `Every`.
+    """Check the save policies that a user gave as an argument.
 
     Raises:
         InvalidInputError: The value is not a list, or an item is not a save policy.
     """
     found: list[SavePolicy] = []
     for policy in listed(policies, name):
-        if isinstance(policy, Every):
-            found.append(Due(policy))
-        elif isinstance(policy, SavePolicy):
-            found.append(policy)
-        else:
+        if not isinstance(policy, SavePolicy):
             raise InvalidInputError(
                 f"{name}=[{policy!r}]: a save policy must have should_save(step, previous, *, context)"
             )
+        found.append(policy)
     return found

@@ -8,6 +8,7 @@ import logging
 import operator
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,6 @@ from tierfs.checkpoint.notes import (
     DAMAGED,
     FIRST,
     LINES,
-    METRICS,
     PINNED,
     RECORD,
     Lines,
@@ -349,14 +349,6 @@ class RunDirectory:
         store, path = self.path_of(step)
         save(store, inside(path, name), json.dumps(value).encode())
 
-    def remove_note(self, step: int, name: str) -> None:
-        """Remove a note, if it exists."""
-        store, path = self.path_of(step)
-        try:
-            delete(store, inside(path, name))
-        except NotFoundError:
-            return
-
     def record_of(self, step: int) -> dict[str, Any] | None:
         """Return the record of a step's state; ``None`` if there is none for the present save of the step."""
         record = self.note_of(step, RECORD)
@@ -377,14 +369,13 @@ class RunDirectory:
     def metrics_of(self, step: int) -> dict[str, float]:
         return metrics_of(*self.path_of(step))
 
-    def metrics(self) -> dict[int, dict[str, float]]:
-        steps = self.steps()
-        return dict(zip(steps, transfers().map(self.metrics_of, steps), strict=True))
-
     def best(self, rule: Best) -> int | None:
         """Return the best complete step of the current line by a metric; ``None`` if there is none."""
-        lines = self.lines()
-        saved = [SavedCheckpoint(str(step), step, step, metrics=metrics) for step, metrics in self.metrics().items()]
+        lines, steps = self.lines(), self.steps()
+        metrics = transfers().map(self.metrics_of, steps)
+        saved = [
+            SavedCheckpoint(str(step), step, step, metrics=each) for step, each in zip(steps, metrics, strict=True)
+        ]
         while found := list(rule.select(saved, 0)):
             step = found[0].step
             if step is not None and not self.problem_of(step) and self.kind_of(step, lines) != "left":
@@ -401,7 +392,9 @@ class RunDirectory:
         self.write_note(step, PINNED, {})
 
     def unpin(self, step: int) -> None:
-        self.remove_note(step, PINNED)
+        store, path = self.path_of(step)
+        with suppress(NotFoundError):
+            delete(store, inside(path, PINNED))
 
     def remove(self, step: int) -> None:
         """Remove the checkpoint of a step.
@@ -417,10 +410,6 @@ class RunDirectory:
         store, path = self.path_of(step)
         candidate = Candidate(path, (None,))
         remove(store, candidate, roots_of(store, candidate))
-
-    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a checkpoint, which ``tierfs prune`` reads, too."""
-        self.write_note(step, METRICS, metrics)
 
     def _save_id(self, step: int) -> str:
         try:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierfs.checkpoint.notes import ABOUT, RECORD
+from tierfs.checkpoint.notes import ABOUT, METRICS, RECORD
 from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, TierfsError
@@ -208,7 +208,7 @@ class SaveThread:
             self._course.record_return()
             known = {"known": self._keep.told()}
             self._run.write_note(handle.step, RECORD, {"save_id": save_id, **record, **known})
-            self._run.write_metrics(handle.step, order.metrics)
+            self._run.write_note(handle.step, METRICS, order.metrics)  # ``tierfs prune`` reads them, too
 
         self._writer.notes, self._writer.facts = note, {"kind": handle.kind, "run": order.run}
         metadata = dcp.save(

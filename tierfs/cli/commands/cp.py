@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from tierfs.cli.files.parallel import Stopped, run_in_parallel
-from tierfs.cli.files.places import LocalPlace, Place, any_place
-from tierfs.cli.files.targets import add_target_arguments, clash, final_place, refuse_below_file
+from tierfs.cli.files.places import LocalPlace, Place, StorePlace, any_place
+from tierfs.cli.files.targets import add_target_arguments, clash, final_place, refuse_below_file, target_of
 from tierfs.cli.files.transfer import ContentSource, ContentTarget, RawInput, StreamSource, StreamTarget, transfer
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
@@ -85,10 +85,7 @@ def _plan(arguments: argparse.Namespace) -> _CopyPlan:
     target = any_place(arguments.target, write=True)
     if isinstance(target, LocalPlace) and all(isinstance(source, LocalPlace) for source in sources):
         raise InvalidInputError("all of these are local paths: a path in a store starts with tierfs:: or tierfs://")
-    target_kind = target.kind()
-    if target_kind is None:
-        refuse_below_file(target)
-    into = not arguments.no_target_directory and (arguments.target.endswith("/") or target_kind == "directory")
+    target_kind, into = target_of(target, arguments)
     plan = _CopyPlan()
     for source in sources:
         kind = source.kind()
@@ -105,7 +102,7 @@ def _plan(arguments: argparse.Namespace) -> _CopyPlan:
 
 
 def _plan_directory(plan: _CopyPlan, source: Place, final: Place) -> None:
-    taken = final.taken()
+    taken = final.taken() if isinstance(final, StorePlace) else {}  # a local filesystem refuses a clash by itself
     contents = list(source.contents())
     # The directories above a file are created with the file.
     implied = {relative.rpartition("/")[0] for relative, _ in contents}

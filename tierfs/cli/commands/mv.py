@@ -13,9 +13,9 @@ from tierfs.cli.files.targets import (
     add_target_arguments,
     clash,
     final_place,
-    refuse_below_file,
     refuse_foreign_files,
     remove_directories,
+    target_of,
 )
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.cli.terminal.progress import Progress
@@ -62,10 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace) -> _RenamePlan:
-    target_kind = target.kind()
-    if target_kind is None:
-        refuse_below_file(target)
-    into = not arguments.no_target_directory and (arguments.target.endswith("/") or target_kind == "directory")
+    target_kind, into = target_of(target, arguments)
     plan = _RenamePlan()
     for source in sources:
         if source.store is not target.store:

@@ -72,16 +72,6 @@ class StorePlace:
         """Return a path of the store relative to this place."""
         return path[len(self.path) :].lstrip("/")
 
-    def is_same_as(self, other: Place) -> bool:
-        """Whether ``other`` is the same path of the same store."""
-        return isinstance(other, StorePlace) and self.store is other.store and self.path == other.path
-
-    def holds(self, other: Place) -> bool:
-        """Whether ``other`` lies below this place."""
-        if not isinstance(other, StorePlace) or self.store is not other.store or self.path == other.path:
-            return False
-        return not self.path or other.path.startswith(f"{self.path}/")
-
     def entry(self) -> Entry:
         """Return the file or directory at this place.
 
@@ -171,26 +161,11 @@ class LocalPlace:
     def child(self, relative: str) -> LocalPlace:
         return LocalPlace(os.path.join(self.url, relative)) if relative else self
 
-    def is_same_as(self, other: Place) -> bool:
-        """Return False: a local path is never copied to a local path."""
-        return False
-
-    def holds(self, other: Place) -> bool:
-        """Return False, for the same reason."""
-        return False
-
     def kind(self) -> Kind | None:
         """Return the kind of the entry here, or None."""
         if os.path.isdir(self.url):
             return "directory"
         return "file" if os.path.exists(self.url) else None
-
-    def file_above(self) -> None:
-        """Return None: the operating system itself refuses a path below a file."""
-
-    def taken(self) -> dict[str, Kind]:
-        """Return an empty dict: the operating system itself refuses to put a file where a directory is."""
-        return {}
 
     def missing(self) -> NotFoundError:
         """Return the error for a path with nothing there."""

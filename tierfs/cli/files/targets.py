@@ -9,8 +9,9 @@ import argparse
 import contextlib
 from collections.abc import Iterable
 
-from tierfs.cli.files.places import Place
+from tierfs.cli.files.places import Place, StorePlace
 from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, ReadOnlyError
+from tierfs.format.keys import is_at_or_below
 from tierfs.store import Entry, Store, remove_directory
 from tierfs.store.tree.kind import Kind
 
@@ -30,6 +31,18 @@ def add_target_arguments(parser: argparse.ArgumentParser, *, described: str) -> 
     )
 
 
+def target_of(target: Place, arguments: argparse.Namespace) -> tuple[Kind | None, bool]:
+    """Return the kind of the entry at the target argument, or None, and whether to put sources into the target.
+
+    Raises:
+        AlreadyExistsError: A file is in place of a directory above the target.
+    """
+    kind = target.kind()
+    if kind is None:
+        refuse_below_file(target)
+    return kind, not arguments.no_target_directory and (arguments.target.endswith("/") or kind == "directory")
+
+
 def final_place(
     source: Place, kind: Kind, target: Place, target_kind: Kind | None, *, into: bool, alone: bool
 ) -> Place:
@@ -39,8 +52,8 @@ def final_place(
         source: The place to copy or move.
         kind: The source's kind.
         target: The target argument's place.
-        target_kind: Kind of the entry at the target, or None.
-        into: Whether to put sources into the target, because it ends with ``/`` or is a directory.
+        target_kind: As `target_of` returns it.
+        into: As `target_of` returns it.
         alone: Whether this is the only source.
 
     Raises:
@@ -56,10 +69,11 @@ def final_place(
             path=target.url,
         )
     final = target.child(source.name) if into else target
-    if source.is_same_as(final):
-        raise InvalidInputError(f"{source.url} and {final.url} are the same: nothing was done", path=source.url)
-    if kind == "directory" and source.holds(final):
-        raise InvalidInputError(f"{source.url} cannot go into itself: choose another target", path=source.url)
+    if isinstance(source, StorePlace) and isinstance(final, StorePlace) and source.store is final.store:
+        if source.path == final.path:
+            raise InvalidInputError(f"{source.url} and {final.url} are the same: nothing was done", path=source.url)
+        if kind == "directory" and is_at_or_below(final.path, source.path):
+            raise InvalidInputError(f"{source.url} cannot go into itself: choose another target", path=source.url)
     there = target_kind if final is target else final.kind()
     if there is not None and there != kind:
         raise clash(final.url, there)
@@ -69,12 +83,13 @@ def final_place(
 def refuse_below_file(target: Place) -> None:
     """Check that no file is in place of a directory above a target where nothing is yet.
 
-    An object store accepts such a target, but its files could not be copied to a local directory.
+    An object store accepts such a target, but its files could not be copied to a local directory. A local filesystem
+    refuses it by itself.
 
     Raises:
         AlreadyExistsError: There is such a file.
     """
-    above = target.file_above()
+    above = target.file_above() if isinstance(target, StorePlace) else None
     if above is not None:
         raise clash(above, "file")
 
