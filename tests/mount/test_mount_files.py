@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import threading
 import time
 from datetime import datetime, timezone
@@ -248,8 +249,7 @@ def test_an_open_file_whose_bytes_cannot_be_kept_is_not_removed(hand, monkeypatc
     data = random.Random(1).randbytes(12 * MIB)
     hand.write_file("a", data)
     handle = hand.open("a")
-    reader = type(hand.files._reader(handle.node))
-    read_into = reader.read_into
+    reader, read_into = verbs.Reader, verbs.Reader.read_into
 
     def failing(self, offset, out):
         if offset:
@@ -275,7 +275,7 @@ def test_mode_and_time_are_kept_with_the_file(hand):
     assert verbs.load(hand.state.store, "a") == b"x"
 
 
-@pytest.mark.parametrize("year", [1, 1700, 1969, 2200, 2261, 9999])
+@pytest.mark.parametrize("year", [1, 1700, 2261, 9999])
 def test_a_time_that_is_far_away_is_kept_or_the_nearest(hand, tmp_path, year):
     wanted_ns = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()) * 10**9
     hand.write_file("a", b"x")
@@ -366,7 +366,10 @@ def test_a_file_that_tierfs_did_not_write_is_read_only(hand, tmp_path):
 
 
 def test_sequential_reads_give_their_memory_back(hand):
-    taken = reading._buffers._taken
+    def taken():
+        return int(re.search(r"(\d+) taken", repr(reading.piece_buffers))[1])
+
+    before = taken()
     data = os.urandom(30 * MIB)
     hand.write_file("a", data)
     handle = hand.open("a")
@@ -374,10 +377,10 @@ def test_sequential_reads_give_their_memory_back(hand):
     assert got == data
     hand.close(handle)
     for _ in range(100):
-        if reading._buffers._taken <= taken:
+        if taken() <= before:
             break
         time.sleep(0.05)
-    assert reading._buffers._taken <= taken
+    assert taken() <= before
 
 
 def test_a_file_that_tierfs_did_not_write_cannot_be_changed_by_its_path(hand, tmp_path):
@@ -447,7 +450,7 @@ def test_an_unmount_waits_for_the_release_of_a_closed_file(hand):
     late = threading.Timer(0.2, hand.files.release, [handle])
     late.start()
     try:
-        assert process._publish_all(hand.requests, 20, with_open=False) == []
+        assert process.publish_all(hand.requests, 20, with_open=False) == []
     finally:
         late.join()
     assert attributes_of(verbs.stat(hand.state.store, "a"), 7, started_ns=0).mode & 0o777 == 0o600
@@ -457,5 +460,5 @@ def test_an_unmount_leaves_a_file_that_stays_open(hand, monkeypatch):
     monkeypatch.setattr(process, "RELEASE_S", 0.05)
     handle = hand.create("a")
     hand.files.write(handle, 0, memoryview(b"hello"))
-    assert process._publish_all(hand.requests, 20, with_open=False) == ["a is open for writing and not published"]
+    assert process.publish_all(hand.requests, 20, with_open=False) == ["a is open for writing and not published"]
     hand.close(handle)

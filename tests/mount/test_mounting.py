@@ -5,7 +5,6 @@ import fcntl
 import math
 import os
 import resource
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,7 @@ def test_a_descriptor_above_1023_is_waited_for():
             os.close(descriptor)
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "a run", "Läufe", "Läufe 2", "back\\slash", "tab\t", "\udcff \udcfe", "\r x"]
-)
+@pytest.mark.parametrize("name", ["plain", "Läufe 2", "back\\slash", "tab\t", "\udcff \udcfe"])
 def test_a_mount_is_found_by_any_name(monkeypatch, tmp_path, name):
     others = ["/boot", "/odd/\udcff\\x \t", "/odd/ü \\N{x}"]
     lines = tmp_path / "mountinfo"
@@ -89,23 +86,11 @@ def test_a_mount_with_nothing_to_publish_is_detached(monkeypatch, tmp_path, numb
     assert mounted.calls == ["detach lazily"]
 
 
-def test_a_mount_of_another_pid_namespace_publishes(monkeypatch, tmp_path):
-    mounted = _Mounted(monkeypatch, pid=(1 << 22) + 1)  # above every process id of Linux
-    mounting.unmount(tmp_path)
-    assert mounted.calls == ["flush", "detach"]
-
-
-def test_an_unmount_does_not_wait_for_a_process_that_has_the_same_number(monkeypatch, tmp_path):
-    mounted = _Mounted(monkeypatch, pid=os.getpid())
+@pytest.mark.parametrize("pid", [(1 << 22) + 1, os.getpid()], ids=["above every number of Linux", "a running one"])
+def test_an_unmount_that_may_wait_for_ever_does_not_wait_for_another_process(monkeypatch, tmp_path, pid):
+    mounted = _Mounted(monkeypatch, pid=pid)
     monkeypatch.setattr(mounting, "FLUSH_S", 0.1)
     mounting.unmount(tmp_path, timeout=math.inf)
-    assert mounted.calls == ["flush", "detach"]
-
-
-def test_an_unmount_may_wait_for_ever(monkeypatch, tmp_path):
-    with subprocess.Popen(["true"]) as process:
-        mounted = _Mounted(monkeypatch, pid=process.pid)
-        mounting.unmount(tmp_path, timeout=math.inf)
     assert mounted.calls == ["flush", "detach"]
 
 

@@ -86,11 +86,11 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
         TierfsError: The store could not be mounted.
     """
     state = _open(url, options)
-    _refuse_own_places(state, directory)
+    refuse_own_places(state, directory)
     device = attachment.attach(
         f"tierfs::{state.store.url}", directory, read_only=options.read_only, allow_other=options.allow_other
     )
-    requests, server = _served(state, device, options.timeout_s)
+    requests, server = served(state, device, options.timeout_s)
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -104,7 +104,7 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
         stop.wait(0.2)
     is_unmounted = server.ended.is_set()
     # After a signal, a file that is still open for writing is incomplete, because the program has not closed it.
-    left = _publish_all(requests, FLUSH_S, with_open=is_unmounted)
+    left = publish_all(requests, FLUSH_S, with_open=is_unmounted)
     if not is_unmounted:
         try:
             attachment.detach(directory, lazy=True)
@@ -151,21 +151,21 @@ def _open(url: str, options: MountOptions) -> MountState:
     return MountState(store, path, staging, level, options.read_only)
 
 
-def _served(state: MountState, device: int, timeout_s: float) -> tuple[Requests, Server]:
+def served(state: MountState, device: int, timeout_s: float) -> tuple[Requests, Server]:
     """Make the `Requests` and the `Server` of a mount. The threads of the server are not started yet."""
 
-    def publish_all(seconds: float) -> list[str]:
+    def publish_in(seconds: float) -> list[str]:
         server.give_time(seconds)  # `umount` may wait longer than the time limit of requests
-        return _publish_all(requests, seconds, with_open=False)
+        return publish_all(requests, seconds, with_open=False)
 
-    requests = Requests(state, publish_all)
+    requests = Requests(state, publish_in)
     slow_s = max(SLOW_TIMEOUT_S, timeout_s * 10) if timeout_s >= TIMEOUT_S else timeout_s * 10
     server = Server(device, requests, timeout_s=timeout_s, slow_timeout_s=slow_s, describe=requests.describe)
     state.store.before_change = server.begin_change
     return requests, server
 
 
-def _refuse_own_places(state: MountState, directory: Path) -> None:
+def refuse_own_places(state: MountState, directory: Path) -> None:
     """Refuse to mount over files that this process reads or writes, because it would deadlock.
 
     Raises:
@@ -189,7 +189,7 @@ def _is_open_for_writing(node: Node) -> bool:
     return any(handle.writes for handle in node.handles)
 
 
-def _publish_all(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str]:
+def publish_all(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str]:
     """Publish each dirty file, and wait until all have reached their level.
 
     Without ``with_open``, files that are open for writing are skipped.

@@ -21,7 +21,7 @@ PIECES_MAX = 6
 FILLERS = 4
 # Pieces up to this size do not take a pooled buffer.
 SMALL_BYTES = 256 * 1024
-_buffers = Buffers(PIECE_BYTES, kept=16)
+piece_buffers = Buffers(PIECE_BYTES, kept=16)
 _fillers = ThreadPoolExecutor(FILLERS, thread_name_prefix="tierfs-ahead")
 
 
@@ -52,7 +52,7 @@ class _ReadPiece:
 
     def __init__(self, start: int, length: int) -> None:
         self.start, self.length = start, length
-        self._buffer = _buffers.take() if length > SMALL_BYTES else None
+        self._buffer = piece_buffers.take() if length > SMALL_BYTES else None
         memory = memoryview(bytearray(length)) if self._buffer is None else self._buffer
         self.view = memory[:length]
         self.filled = threading.Event()
@@ -97,7 +97,7 @@ class _ReadPiece:
                 return
             buffer, self._buffer = self._buffer, None
         self.view = memoryview(b"")
-        _buffers.give(buffer)
+        piece_buffers.give(buffer)
 
 
 class ReadAhead:

@@ -38,7 +38,7 @@ garbage collection for so long."""
 AHEAD_MAX = 4
 """Files that go to a writer at a time. Each holds a chunk of the ram tier that cannot be freed before it is full."""
 _logger = logging.getLogger("tierfs.mount")
-_ahead_free = threading.BoundedSemaphore(AHEAD_MAX)
+ahead_free = threading.BoundedSemaphore(AHEAD_MAX)
 
 
 class Change(enum.Enum):
@@ -70,6 +70,7 @@ class StagedInode:
         length: Current length of the file in bytes.
         kept: Number of bytes at the start that equal the published version.
         change: The change since the file was published.
+        begun_s: When the first bytes were written, by `time.monotonic`.
         error: The reason why the bytes are lost, which ``fsync`` and ``close`` report. ``None`` if they are not lost.
     """
 
@@ -84,7 +85,12 @@ class StagedInode:
         self.error: BaseException | None = None
         self._writer: Writer | None = None  # if set, it has all bytes, and the local file has none
         self._is_in_order = base is None  # a new file, with every byte written once from start to end
-        self._begun_s = 0.0  # when the first bytes were written
+        self.begun_s = 0.0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a writer has the bytes already."""
+        return self._writer is not None
 
     def read(self, offset: int, size: int) -> bytes:
         """Return up to ``size`` bytes from ``offset``, fewer at the end of the file.
@@ -108,7 +114,7 @@ class StagedInode:
         """
         end = offset + len(data)
         if not self.length:
-            self._begun_s = time.monotonic()
+            self.begun_s = time.monotonic()
         if self._writer is not None and offset == self.length:
             with self._losing():
                 self._writer.write(data)
@@ -157,10 +163,10 @@ class StagedInode:
         """
         if self._writer is not None or not self._is_in_order or self.length < AHEAD_FROM_BYTES:
             return
-        if time.monotonic() - self._begun_s > AHEAD_WITHIN_S:
+        if time.monotonic() - self.begun_s > AHEAD_WITHIN_S:
             self._is_in_order = False
             return
-        if not _ahead_free.acquire(blocking=False):
+        if not ahead_free.acquire(blocking=False):
             return
         self._is_in_order = False  # so it is tried once
         writer = None
@@ -175,7 +181,7 @@ class StagedInode:
             _logger.debug("a file cannot be stored while it is being written: %r", error)
         finally:
             if self._writer is None:
-                _ahead_free.release()
+                ahead_free.release()
                 if writer is not None:
                     writer.abort()
 
@@ -197,7 +203,7 @@ class StagedInode:
             self.take_back()
         writer, self._writer = self._writer, None
         if writer is not None:
-            _ahead_free.release()
+            ahead_free.release()
         return writer
 
     def take_back(self) -> None:
@@ -235,7 +241,7 @@ class StagedInode:
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            _ahead_free.release()
+            ahead_free.release()
             writer.abort()
 
     def resize(self, length: int) -> None:
