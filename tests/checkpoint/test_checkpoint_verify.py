@@ -15,6 +15,7 @@ import tierfs
 from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.cli.files.places import plain_store
 from tierfs.dcp import TierWriter
+from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.columns import BytesPlace
 from tierfs.format.keys import chunk_key, record_key
@@ -114,9 +115,9 @@ def test_a_missing_file_one_of_another_length_and_a_damaged_record_are_found(sto
 
 def test_a_good_copy_on_this_host_does_not_hide_a_damaged_object(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
-    writer = TierWriter(f"tierfs::file://{tmp_path}/store/run/1", ack="object", ram="64MiB", nvme="0")
-    dcp.save({"w": noise(torch.float32, (300, 1000))}, storage_writer=writer, no_dist=True)
-    store, _ = writer._address.open()
+    url, options = f"tierfs::file://{tmp_path}/store/run/1", {"ack": "object", "ram": "64MiB", "nvme": "0"}
+    dcp.save({"w": noise(torch.float32, (300, 1000))}, storage_writer=TierWriter(url, **options), no_dist=True)
+    store, _ = Address.of(url, dict(options)).open()
     (file,) = open_checkpoint(store, "run/1").files()
     row = rows_of(store, f"run/1/{file}")[-1]
     bare = Store(store.objects, store.descriptor, url=store.url)
@@ -227,7 +228,7 @@ def plain(directory):
     return verify_checkpoint(open_checkpoint(store, path))
 
 
-def test_a_plain_directory_is_checked_as_far_as_can_be(tmp_path):
+def test_a_sound_plain_directory_is_checked_as_far_as_can_be(tmp_path):
     dcp.save(odd_state(), checkpoint_id=tmp_path / "plain", no_dist=True)
     report = plain(tmp_path / "plain")
     assert (report.damage, report.undigested) == ([], ["__0_0.distcp"])

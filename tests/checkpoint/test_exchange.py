@@ -26,14 +26,14 @@ import tierfs
 from tierfs.checkpoint import export as exporting
 from tierfs.checkpoint import import_ as importing
 from tierfs.checkpoint.diff import compare
-from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, write_state
+from tierfs.checkpoint.export import nested, safetensors_pieces, state_of, write_dcp, write_state
 from tierfs.checkpoint.import_ import import_checkpoint, import_file
 from tierfs.cli.app import main
 from tierfs.cli.files.places import plain_store
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.dcp.load.boxes import boxes_of, in_batches
+from tierfs.dcp.load.boxes import boxes_of
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, in_safetensors
 from tierfs.dcp.torch_format.checksums import problem_of
 from tierfs.errors import AlreadyExistsError, CorruptionError, FormatError, InvalidInputError, NotFoundError, StoreError
@@ -82,77 +82,43 @@ def loaded(url, like):
 # -- dcp ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dcp_directory_is_loaded_by_torchs_own_reader(checkpoint, tmp_path):
+def test_a_dcp_directory_is_loaded_by_torchs_own_reader(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "BATCH_BYTES", 1 << 20)
     write_dcp(checkpoint, str(tmp_path))
+    assert len(plain(tmp_path).shards("large")) == (3 if checkpoint.format == "tierfs" else 1)
     found = zeros(odd_state())
     dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
     assert same(found, odd_state())
     assert sorted(os.listdir(tmp_path)) == [".metadata", "__0_0.distcp"]
 
 
-def test_torchs_own_tools_take_the_directory(checkpoint, tmp_path):
+@pytest.fixture
+def in_parts_of(monkeypatch):
+    """Set the bytes of a part of an import."""
+    return lambda count: monkeypatch.setattr(importing, "PART_BYTES", count)
+
+
+@pytest.mark.parametrize("part_bytes", [importing.PART_BYTES, 1000])
+def test_a_dcp_directory_comes_back_bit_for_bit(checkpoint, url, store, tmp_path, in_parts_of, part_bytes):
     write_dcp(checkpoint, str(tmp_path))
-    dcp_to_torch_save(tmp_path, tmp_path / "out.pt")
-    assert same(torch.load(tmp_path / "out.pt", weights_only=True), odd_state())
-
-
-def test_a_tensor_larger_than_a_piece_becomes_several_chunks(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "BATCH_BYTES", 1 << 20)
-    write_dcp(checkpoint, str(tmp_path))
-    count = len(plain(tmp_path).shards("large"))
-    assert count == (3 if checkpoint.format == "tierfs" else 1)
-    found = zeros(odd_state())
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
-    assert same(found, odd_state())
-
-
-def test_no_more_is_held_than_a_piece(url, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "BATCH_BYTES", 1 << 20)
-    monkeypatch.setattr(in_batches, "__kwdefaults__", {"bytes_max": 1 << 20})
-    checkpoint = write(url, store, "tierfs", {f"t{n}": noise(torch.float32, (700, 1000), n) for n in range(4)})
-    largest = []
-    before = exporting.BoxReader.read
-
-    def watched(reader, boxes):
-        largest.append(sum(box.length for box in boxes))
-        return before(reader, boxes)
-
-    monkeypatch.setattr(exporting.BoxReader, "read", watched)
-    write_dcp(checkpoint, str(tmp_path))
-    assert len(b"".join(safetensors_pieces(checkpoint))) > 4 * 2_800_000
-    assert max(largest) <= 1 << 20
-    assert sum(largest) == 2 * checkpoint.length
-
-
-def test_a_dcp_directory_comes_back_bit_for_bit(checkpoint, url, store, tmp_path):
-    write_dcp(checkpoint, str(tmp_path))
+    in_parts_of(part_bytes)
     import_checkpoint(plain(tmp_path), f"tierfs::{url}/back", overwrite=False)
     back = open_checkpoint(store, "back")
+    assert (len(back.files()) > 3) == (part_bytes == 1000)
     assert compare(checkpoint, back).is_none
     assert back.metadata.planner_data == checkpoint.metadata.planner_data
     assert back.format == "tierfs"
     assert same(loaded(f"tierfs::{url}/back", odd_state()), odd_state())
 
 
-def test_a_dcp_directory_is_imported_in_parts(checkpoint, url, store, tmp_path, monkeypatch):
-    write_dcp(checkpoint, str(tmp_path))
-    monkeypatch.setattr(importing, "PART_BYTES", 1000)
-    import_checkpoint(plain(tmp_path), f"tierfs::{url}/back", overwrite=False)
-    back = open_checkpoint(store, "back")
-    assert len(back.files()) > 3
-    assert compare(checkpoint, back).is_none
-    assert back.metadata.planner_data == checkpoint.metadata.planner_data
-    assert same(loaded(f"tierfs::{url}/back", odd_state()), odd_state())
-
-
-def test_parts_are_imported_by_processes(tmp_path, monkeypatch, capsys):
+def test_parts_are_imported_by_processes(tmp_path, monkeypatch, in_parts_of, capsys):
     source, target = tmp_path / "source", tmp_path / "store"
     for name in ("TIERFS_RAM", "TIERFS_NVME"):
         monkeypatch.setenv(name, "0")
     state = {f"t{number}": noise(torch.float32, (500, 100), number) for number in range(6)} | {"step": 3}
     dcp.save(state, checkpoint_id=source, no_dist=True)
     assert main(["init", str(target)]) == 0
-    monkeypatch.setattr(importing, "PART_BYTES", 400_000)
+    in_parts_of(400_000)
     url = f"tierfs::file://{target}/back"
     assert main(["checkpoint", "import", str(source), url, "--executor", "processes:2"]) == 0
     assert main(["checkpoint", "diff", str(source), url]) == 0
@@ -161,9 +127,9 @@ def test_parts_are_imported_by_processes(tmp_path, monkeypatch, capsys):
     assert "omit --executor" in capsys.readouterr().err
 
 
-def test_a_part_that_fails_leaves_no_checkpoint(checkpoint, url, store, tmp_path, monkeypatch):
+def test_a_part_that_fails_leaves_no_checkpoint(checkpoint, url, store, tmp_path, in_parts_of):
     write_dcp(checkpoint, str(tmp_path))
-    monkeypatch.setattr(importing, "PART_BYTES", 1000)
+    in_parts_of(1000)
 
     def run_parts(parts):
         raise StoreError(f"{len(parts)} workers are lost")
@@ -378,13 +344,10 @@ def entry(dtype="F32", shape=(4,), offsets=(0, 16)):
         (b"\x80", InvalidInputError),
         (b"PK\x03\x04nonsense", CorruptionError),
         (table({"w": entry()})[:-1], CorruptionError),
-        (table({"w": entry()}) + b"x", CorruptionError),
         ((1 << 62).to_bytes(8, "little") + b"{}", CorruptionError),
         (table({"w": entry(shape=(5,))}), CorruptionError),
         (table({"w": entry(offsets=(0, 2**62))}), CorruptionError),
-        (table({"w": entry(offsets=(-16, 0))}), CorruptionError),
         (table({"w": entry(offsets=(16, 0))}), CorruptionError),
-        (table({"w": entry(shape=(2**62, 2**62))}), CorruptionError),
         (table({"w": entry(shape=(-4,))}), CorruptionError),
         (table({"w": entry(shape=[1] * 100)}), CorruptionError),
         (table({"w": entry(), "v": entry()}), CorruptionError),
@@ -399,10 +362,9 @@ def entry(dtype="F32", shape=(4,), offsets=(0, 16)):
         (table({"w": entry(dtype="F6_E3M2", shape=(16,))}), FormatError),
         (table({"w": entry(dtype=["F32"])}), CorruptionError),
         (table({"w": entry(shape=(0, 2**62, 8), offsets=(0, 0))}, b""), CorruptionError),
-        (table({"w": entry(dtype="U8", shape=(), offsets=(0, 1)) | {"shape": ""}}, bytes(1)), CorruptionError),
         (table({"w": entry(dtype="U8", shape=(), offsets=(0, 1)) | {"shape": {}}}, bytes(1)), CorruptionError),
     ],
-    ids=range(25),
+    ids=range(21),
 )
 def test_a_file_that_is_no_good_is_refused_and_imports_nothing(url, store, content, error):
     with pytest.raises(error, match="bad file"):
@@ -457,15 +419,6 @@ def test_a_stock_directory_that_was_cut_short_goes_nowhere(url, tmp_path, length
         compare(source, source)
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_a_file_of_torch_save_with_a_hole_in_it_is_damaged(url, tmp_path, mapped):
-    content = pickled({"w": torch.arange(300.0)})
-    (tmp_path / "bad file").write_bytes(content[:300] + content[500:])
-    source = str(tmp_path / "bad file") if mapped else content[:300] + content[500:]
-    with pytest.raises(CorruptionError, match="bad file is damaged"):
-        import_file(source, f"tierfs::{url}/back", where="bad file", overwrite=False)
-
-
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF])
 def test_damage_at_an_archives_end_is_explained(tmp_path, byte):
     content = pickled({"w": torch.arange(300.0), "x": "y" * 100})
@@ -504,9 +457,7 @@ def test_empty_containers_come_back(url, store):
     "value",
     [
         [{}],
-        [{}, {}],
         [{}, 1],
-        [[], {}],
         [[{}], 1],
         [{"x": {}}],
         [{"x": 1}, {}],
@@ -615,18 +566,45 @@ def test_a_stock_checkpoint_that_names_files_elsewhere_is_refused(url, store, na
         open_checkpoint(store, "run/1")
 
 
-def test_paths_that_contradict_each_other_are_refused_before_tensors_are_read(store, monkeypatch):
-    made = Handmade(store, "run/1")
-    made.tensor("a", torch.ones(4), FILE)
-    made.tensor("b", torch.ones(4), FILE)
-    made.paths = {"a": ("x",), "b": ("x", "y")}
-    made.save()
-    monkeypatch.setattr(exporting.BoxReader, "read", lambda *_: pytest.fail("read"))
-    with pytest.raises(InvalidInputError, match="another value"):
-        state_of(open_checkpoint(store, "run/1"))
-
-
 def test_boxes_of_an_archive_are_whole(url, store):
     dcp.save({"w": torch.ones(400)}, checkpoint_id=f"tierfs::{url}/run/1", no_dist=True)
     (box,) = boxes_of(open_checkpoint(store, "run/1"), "w", bytes_max=100)
     assert box.sizes == (400,)
+
+
+# -- the nested state --------------------------------------------------------------------------------------------------
+
+
+def test_strings_are_keys_and_integers_places():
+    paths = {"a.b": ("a", "b"), "l.0": ("l", 0), "l.1.x": ("l", 1, "x"), "m.0": ("m", "0")}
+    assert nested(dict.fromkeys(paths, 1), paths) == {"a": {"b": 1}, "l": [1, {"x": 1}], "m": {"0": 1}}
+
+
+def test_without_paths_names_are_kept():
+    assert nested({"a.b": 1, "c": 2}, None) == {"a.b": 1, "c": 2}
+    assert nested({"a.b": 1, "c": 2}, {"c": ("x", "y")}) == {"a.b": 1, "x": {"y": 2}}
+
+
+def test_values_that_are_containers_are_left_alone():
+    assert nested({"a": {}, "b": [{0: 1}]}, None) == {"a": {}, "b": [{0: 1}]}
+
+
+def test_a_place_far_out_makes_no_long_list():
+    assert nested({"l": 1}, {"l": ("l", 10**15)}) == {"l": {10**15: 1}}
+    assert nested({"a": 1, "b": 2}, {"a": ("l", 0), "b": ("l", 2)}) == {"l": {0: 1, 2: 2}}
+    assert nested({"l": 1}, {"l": ("l", -1)}) == {"l": {-1: 1}}
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"a": ("x",), "b": ("x",)},
+        {"a": ("x",), "b": ("x", "y")},
+        {"a": ("x", "y"), "b": ("x",)},
+        {"a": ("b",)},
+    ],
+    ids=str,
+)
+def test_paths_that_contradict_each_other_are_refused(paths):
+    with pytest.raises(InvalidInputError, match="another value"):
+        nested({"a": 1, "b": 2}, paths)

@@ -92,20 +92,6 @@ def test_pinned_and_incomplete_ones_are_kept_and_count_for_nothing():
     assert kept(saves, Latest(1)) == [1, 3, 4]
 
 
-def test_the_newest_at_each_level_is_kept():
-    saves = [at(1), at(2, level=Level.LOCAL), at(3, level=Level.STAGED)]
-    assert kept(saves, Latest(1)) == [1, 2, 3]
-
-
-def test_the_newest_that_is_staged_is_kept_beside_a_newer_one_that_is_nowhere():
-    saved = [
-        SavedCheckpoint("a", 1, 0, Level.STAGED),
-        SavedCheckpoint("b", 2, 0, Level.NONE),
-        SavedCheckpoint("c", 3, 0, Level.NONE),
-    ]
-    assert [each.is_kept for each in decide(saved, [Latest(1)], NOW_NS)] == [True, False, True]
-
-
 def test_a_run_that_was_taken_back_keeps_what_it_saved_last():
     saves = [at(900), SavedCheckpoint("step_500", 500, NOW_NS)]
     assert kept(saves, Latest(1)) == [500, 900]

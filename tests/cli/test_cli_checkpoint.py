@@ -487,15 +487,6 @@ def test_no_checkpoint_is_put_below_a_file(step_10, store, url, tmp_path, force,
     assert [entry.path for entry in find(store, "file")] == ["file"]
 
 
-def test_a_dtype_and_an_object_are_refused_by_name(url, tmp_path, told):
-    save_state(f"{url}/1", {"odd": torch.ones(3, dtype=torch.complex128), "n": 1})
-    message = told("checkpoint", "export", f"{url}/1", f"{tmp_path}/x.safetensors", code=2)["error"]["message"]
-    assert "'odd' (complex128)" in message
-    save_state(f"{url}/2", {"w": torch.ones(3), "n": 1})
-    assert "'n'" in told("checkpoint", "export", f"{url}/2", f"{tmp_path}/x.safetensors", code=2)["error"]["message"]
-    assert not (tmp_path / "x.safetensors").exists()
-
-
 def test_an_invalid_import_is_an_error(url, tmp_path, told):
     (tmp_path / "file").write_bytes(b"nonsense")
     assert told("checkpoint", "import", f"{tmp_path}/file", f"{url}/x", code=2)["error"]["kind"] == "invalid-input"

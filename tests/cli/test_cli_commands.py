@@ -104,12 +104,22 @@ def test_every_category_of_errors_is_in_the_table_of_exit_codes(kind):
     assert re.search(rf"^\| {kind.exit_code} \|.*`{kind.kind}`", PAGE, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("kind", CATEGORIES, ids=lambda kind: kind.__name__)
-def test_an_error_ends_in_the_exit_code_of_its_category(kind, monkeypatch, capsys):
-    def fail(_arguments):
-        raise kind("it broke", path="run/a")
+@pytest.fixture
+def breaks(monkeypatch):
+    """Let ``tierfs ls`` raise an error."""
 
-    monkeypatch.setattr(ls, "run", fail)
+    def ls_raises(error):
+        def run(_arguments):
+            raise error
+
+        monkeypatch.setattr(ls, "run", run)
+
+    return ls_raises
+
+
+@pytest.mark.parametrize("kind", CATEGORIES, ids=lambda kind: kind.__name__)
+def test_an_error_ends_in_the_exit_code_of_its_category(kind, breaks, capsys):
+    breaks(kind("it broke", path="run/a"))
     assert main(["ls", "x", "--json"]) == kind.exit_code
     shown = capsys.readouterr()
     assert shown.err.startswith("tierfs: it broke")
@@ -137,11 +147,8 @@ def test_an_error_of_a_local_file_has_the_category_of_ours(number, kind):
     assert failure.message.startswith(f"/there/file: {os.strerror(number)}")
 
 
-def test_an_interrupt_exits_with_130(monkeypatch, capsys):
-    def interrupt(_arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ls, "run", interrupt)
+def test_an_interrupt_exits_with_130(breaks, capsys):
+    breaks(KeyboardInterrupt())
     assert main(["ls", "x"]) == 130
     assert capsys.readouterr().err == "tierfs: interrupted\n"
 

@@ -8,7 +8,6 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
-from tierfs.errors import TierfsError
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.backends.local import LocalObjects
 from tierfs.session import open_store, parse_url
@@ -212,12 +211,3 @@ def test_du_tells_what_is_shared_and_what_deleting_would_free(url, tell, told):
     shown = tell("du", f"{url}/run/copy")
     assert re.search(rf"^freed bytes +17 MiB +\({document['freed_bytes']}\)$", shown, flags=re.MULTILINE)
     assert re.search(r"^shared bytes +0 B$", shown, flags=re.MULTILINE)
-
-
-def test_no_error_of_a_store_becomes_a_traceback(url, capsys, monkeypatch, fail):
-    def fail(*_args, **_options):
-        raise TierfsError("the tier is on fire", path="run")
-
-    monkeypatch.setattr(LocalObjects, "list", fail)
-    assert main(["ls", url]) == 1
-    assert capsys.readouterr().err == "tierfs: the tier is on fire\n"

@@ -120,23 +120,21 @@ def test_an_interrupted_file_goes_on_where_it_was(stored, store, tmp_path, capsy
     assert done["kept_bytes"] == 16 << 20
 
 
-def test_an_interrupted_read_only_file_can_be_completed(stored, tree, url, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_told_with_the_name_of_the_file_whose_part_can_be_completed(
+    tree, url, tmp_path, capsys, monkeypatch
+):
     (tree / "a").chmod(0o400)
     run(capsys, "sync", tree, url)
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-    assert main(["materialize", url, str(tmp_path / "out")]) == 1
-    parts = list((tmp_path / "out").rglob(f"{PART_PREFIX}*"))
-    assert parts
-    assert all(stat.S_IMODE(part.stat().st_mode) & 0o200 for part in parts)
 
-
-def test_a_full_disk_is_told_with_the_name_of_the_file(stored, tmp_path, capsys, monkeypatch, fail):
     def fail(*_arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fail)  # as NFS and quotas do
-    assert main(["materialize", stored, str(tmp_path / "out"), "--json"]) == 9
+    assert main(["materialize", url, str(tmp_path / "out"), "--json"]) == 9
     assert json.loads(capsys.readouterr().out)["error"]["path"].startswith(f"{tmp_path}/out/")
+    parts = list((tmp_path / "out").rglob(f"{PART_PREFIX}*"))
+    assert parts
+    assert all(stat.S_IMODE(part.stat().st_mode) & 0o200 for part in parts)
 
 
 def test_delete_removes_what_the_store_does_not_have(stored, store, tmp_path, capsys):

@@ -26,12 +26,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def on_terminal(monkeypatch, shown):
+def on_terminal(monkeypatch, shown, first_s=0.05):
     # Not a fixture: pytest replaces stderr again before it calls the test.
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(module, "FIRST_S", 0.05)
+    monkeypatch.setattr(module, "FIRST_S", first_s)
     monkeypatch.setattr(module, "TERMINAL_S", 0.01)
     return shown
 
@@ -72,15 +72,11 @@ def test_a_terminal_shows_bytes_rate_and_time_left(monkeypatch):
 
 
 def test_a_fast_command_shows_nothing_on_a_terminal(monkeypatch):
-    terminal = on_terminal(monkeypatch, Terminal())
-    monkeypatch.setattr(module, "FIRST_S", 60.0)
-    with Progress("cp", total_bytes=MIB) as progress:
-        progress.advance(MIB)
-    assert terminal.getvalue() == ""
-    monkeypatch.setattr(module, "FIRST_S", 0.0)
-    with Progress("cp", total_bytes=MIB, wanted=False) as progress:
-        progress.advance(MIB)
-    assert terminal.getvalue() == ""
+    for first_s, wanted in ((60.0, None), (0.0, False)):
+        terminal = on_terminal(monkeypatch, Terminal(), first_s)
+        with Progress("cp", total_bytes=MIB, wanted=wanted) as progress:
+            progress.advance(MIB)
+        assert terminal.getvalue() == ""
 
 
 def test_a_line_without_numbers_is_gone_in_the_end(monkeypatch):
@@ -117,12 +113,11 @@ def test_whole_lines_go_where_nothing_can_be_overwritten(kind, monkeypatch):
 
 
 def test_a_long_rm_says_how_many_are_done(monkeypatch, tmp_path):
-    terminal = on_terminal(monkeypatch, Terminal())
     tierfs.init(str(tmp_path / "store"))
     (tmp_path / "file").write_bytes(b"x")
     url = f"tierfs::file://{tmp_path}/store"
     names = [f"{url}/{number}" for number in range(3)]
     assert all(main(["cp", str(tmp_path / "file"), name]) == 0 for name in names)
-    monkeypatch.setattr(module, "FIRST_S", 0.0)
+    terminal = on_terminal(monkeypatch, Terminal(), 0.0)
     assert main(["rm", *names]) == 0
     assert re.fullmatch(r"rm: 0:00:0\d, 3 of 3", screen(terminal.getvalue())[-2])

@@ -7,6 +7,8 @@ import torch
 from support.small_training import Training
 
 from tierfs.errors import NotFoundError
+from tierfs.session import open_store, parse_url
+from tierfs.store import delete
 from tierfs.train import Manager
 
 OPTIONS = {"ram": "0", "nvme": "0", "save": ()}
@@ -116,7 +118,7 @@ def test_unrecorded_parts_are_not_called_equal(root):
         report = run.verify_resume(first.state, again(first))
         assert outcomes(report)["losses"] == "not recorded"
         assert not report.is_proven
-        run._run.remove_note(1, ".record")
+        delete(*open_store(parse_url(f"{root}/step_1/.record")))
         report = run.verify_resume(first.state, again(first))
         assert outcomes(report)["model"] == "not recorded"
         assert not report.is_proven
