@@ -147,7 +147,7 @@ def test_local_copies_have_policies_of_their_own(root, caplog):
     with caplog.at_level(logging.INFO, "tierfs.train"), manager(root, ram="64MiB", keep=keep) as run:
         for step in (1, 2, 3):
             run.save(step, state(step)).wait("object", timeout=30)
-            run._keep.apply(run._decider.context())
+            run.wait(timeout=30)
     assert steps(root) == [1, 2, 3]
     assert "step_1: " in caplog.text
     assert "step_3: " not in caplog.text
