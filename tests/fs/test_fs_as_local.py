@@ -52,7 +52,6 @@ CHANGES = [
     *[(name, ("{}", "{}"), options) for name in ("mv", "move", "rename") for options in ({}, {"recursive": True})],
     ("mv", ("{}", "{}/"), {"recursive": True}),
     ("mv", ("{}/", "{}"), {"recursive": True}),
-    ("mv_file", ("{}", "{}"), {}),
     *[(name, ("{}", target), {"recursive": True}) for name in ("mv", "cp") for target in ("new", "empty", "d")],
     *[(name, ("{}", target), {}) for name in ("mv", "cp") for target in ("new", "d", "d/")],
     ("cp", ("{}", "d/a.txt"), {}),
@@ -80,8 +79,9 @@ class _Side:
         here = [item if not isinstance(item, str) or item.startswith("/") else f"{self.root}/{item}" for item in texts]
         if name == "open":
             here[1] = texts[1]
+        method = getattr(self.fs, name)
         try:
-            answer = getattr(self.fs, name)(*here, **options)
+            answer = method(*here, **options)
             if name == "open":
                 answer.close()
                 return None
