@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import SEED, proc_number
+from harness import SEED
 
 BLOCK_TENSORS = 64
 LAYERS = 24
@@ -119,19 +119,6 @@ def copy_into(targets: list[torch.Tensor], state: Any) -> None:
     """Copy tensor by tensor. On one thread, no staging can be faster."""
     for target, tensor in zip(targets, tensors_of(state), strict=True):
         target.copy_(tensor)
-
-
-def worked_in(pid: int) -> int:
-    """Return the bytes of memory that a flusher and its encoder processes work in: private and shared memory."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    own = sum(proc_number(each, "status", "RssAnon") for each in (pid, *children))
-    shared, is_shared = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if "-" in line.partition(" ")[0]:
-            is_shared = "memfd:tierfs-work" in line
-        elif is_shared and line.startswith("Rss:"):
-            shared += int(line.split()[1]) * 1024
-    return own + shared
 
 
 def descriptors(*, segments: bool) -> list[str]:

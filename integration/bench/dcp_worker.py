@@ -110,7 +110,7 @@ def footprint(directory: Path, size: int, name: str, count: int) -> dict[str, in
             states.renew(state, number)
             if name == "tierfs":
                 pid = ours.writer.status()["flusher"].get("pid")
-                flusher = max(flusher, states.worked_in(pid) if pid else 0)
+                flusher = max(flusher, proc_number(pid, "status", "RssAnon") if pid else 0)
     found = {probe: max(save[probe] for save in saves) - before[probe] for probe in probes}
     found["descriptors"] = int(statistics.median(save["descriptors"] for save in saves)) - before["descriptors"]
     if name == "tierfs":
