@@ -403,10 +403,6 @@ def cached_plans_save_what_is_there(world: World, **options: Any) -> None:
         assert_several(world, number, more=number >= 2, name=str(number))
 
 
-def a_process_saves_with_cached_plans(world: World) -> None:
-    cached_plans_save_what_is_there(world, async_checkpointer_type=PROCESS)
-
-
 def a_writer_goes_from_threads_to_processes_and_back(world: World) -> None:
     writer = world.writer()
     for number in range(6):
@@ -531,10 +527,6 @@ def a_rank_that_fails_leaves_the_checkpoint_before(world: World, **options: Any)
         assert_several(world, 3, name=how)
 
 
-def a_process_that_fails_leaves_the_checkpoint_before(world: World) -> None:
-    a_rank_that_fails_leaves_the_checkpoint_before(world, async_checkpointer_type=PROCESS)
-
-
 def ranks_may_save_on_their_own(world: World) -> None:
     for how in ("save", "async_save"):
         for seed in (1, 2):
@@ -646,10 +638,6 @@ class Counting(DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
 
-def a_process_needs_no_more_descriptors_for_more_tensors(world: World) -> None:
-    descriptors_and_mappings_do_not_grow_with_the_number_of_tensors(world, async_checkpointer_type=PROCESS)
-
-
 # -- running the cases -------------------------------------------------------------------------------------------------
 
 OF_FOUR = (
@@ -670,11 +658,8 @@ OF_FOUR = (
 OF_TWO = (
     saves_change_nothing_of_a_training_that_goes_on,
     descriptors_and_mappings_do_not_grow_with_the_number_of_tensors,
-    a_process_needs_no_more_descriptors_for_more_tensors,
-    a_process_saves_with_cached_plans,
     a_writer_goes_from_threads_to_processes_and_back,
     a_process_takes_every_layout,
-    a_process_that_fails_leaves_the_checkpoint_before,
 )
 CASES = {4: OF_FOUR, 2: OF_TWO}
 

@@ -86,14 +86,14 @@ def without(*numbers):
     return change
 
 
-@pytest.mark.parametrize("lost", [(0,), (1,), (3,), (0, 1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("lost", [(1,), (0, 1, 2, 3)])
 def test_a_tensor_with_a_gap_is_refused_by_name(store, checkpoint, lost):
     saved(store, torch.arange(48.0).reshape(8, 6), ROWS, without(*lost))
     state = {"model.w": torch.full((8, 6), -1.0), "other": torch.full((3,), -1.0)}
     refused(checkpoint, state, "'model.w'", f"{12 * len(lost)} of its elements")
 
 
-@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("lost", [0, 3])
 def test_a_gap_between_columns_and_rows_is_refused(store, checkpoint, lost):
     grid = [([0, 0], [3, 2]), ([0, 2], [3, 4]), ([3, 0], [5, 5]), ([3, 5], [5, 1])]
     saved(store, torch.arange(48.0).reshape(8, 6), grid, without(lost))
@@ -170,7 +170,7 @@ def test_chunks_outside_of_the_tensor_are_refused(store, checkpoint):
         load(checkpoint, **{"model.w": torch.zeros(8, 6)})
 
 
-@pytest.mark.parametrize("shape", [(9, 6), (8, 7), (7, 6), (48,)])
+@pytest.mark.parametrize("shape", [(9, 6), (48,)])
 def test_a_destination_of_another_size_is_refused(store, checkpoint, shape):
     saved(store, torch.arange(48.0).reshape(8, 6), ROWS)
     target = torch.full(shape, -1.0)

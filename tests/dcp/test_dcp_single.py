@@ -215,15 +215,6 @@ def test_only_what_is_asked_for_is_loaded(root):
     assert fingerprint(everything) == fingerprint(state)
 
 
-def test_plan_caching_saves_what_is_current_each_time(root):
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-    states = [state_of(seed, numbers=NUMBERS) for seed in range(3)]
-    for seed, state in enumerate(states):
-        dcp.save(state, checkpoint_id=f"{root}/step_{seed}", planner=planner)
-    for seed, state in enumerate(states):
-        assert_holds(f"{root}/step_{seed}", state)
-
-
 def test_a_named_store_is_found_by_its_configuration(tmp_path, monkeypatch):
     config = tmp_path / "config.toml"
     config.write_text(f'[stores.prod]\nurl = "file://{tmp_path}/prod/runs"\ncreate = true\n')
@@ -255,18 +246,6 @@ def test_a_whole_object_goes_through_torch_in_its_old_format(any_root):
     assert found["step"] == 3
 
 
-def test_a_training_loop_finds_its_last_complete_step(root):
-    for step in (10, 20):
-        dcp.save(state_of(step), checkpoint_id=f"{root}/run/step-{step}")
-    fs, path = fsspec.url_to_fs(f"{root}/run")
-    fs.pipe_file(f"{path}/step-30/__0_0.distcp", b"a save that did not come to its end")
-    found = [name for name in fs.ls(path, detail=False) if fs.isfile(f"{name}/.metadata")]
-    assert sorted(name.rpartition("/")[2] for name in found) == ["step-10", "step-20"]
-    fs.rm(f"{path}/step-10", recursive=True)
-    assert not fs.isdir(f"{path}/step-10")
-    assert_holds(f"{root}/run/step-20", state_of(20))
-
-
 # -- saving to the same id again -------------------------------------------------------------------------------------
 
 
@@ -281,27 +260,6 @@ def test_a_writer_told_not_to_overwrite_refuses(root):
     error = failure_of(lambda: dcp.save(state_of(2), storage_writer=FsspecWriter(f"{root}/ck", overwrite=False)))
     assert "already exists" in str(error)
     assert_holds(f"{root}/ck", state_of(1))
-
-
-def test_dcp_removes_the_old_metadata_right_before_it_renames_the_new_one(root, monkeypatch):
-    # DCP does this, and a URL cannot change it: between its two calls, an id has no ``.metadata``.
-    url = f"{root}/ck"
-    dcp.save(state_of(1), checkpoint_id=url)
-    calls = []
-    move, remove = TierFileSystem.mv, TierFileSystem.rm
-
-    def spy_on_remove(fs, path, **kwargs):
-        calls.append(("rm", path.rpartition("/")[2]))
-        remove(fs, path, **kwargs)
-
-    def spy_on_move(fs, source, target, **kwargs):
-        calls.append(("mv", source.rpartition("/")[2], target.rpartition("/")[2]))
-        move(fs, source, target, **kwargs)
-
-    monkeypatch.setattr(TierFileSystem, "rm", spy_on_remove)
-    monkeypatch.setattr(TierFileSystem, "mv", spy_on_move)
-    dcp.save(state_of(2), checkpoint_id=url)
-    assert calls == [("rm", ".metadata"), ("mv", ".metadata.tmp", ".metadata")]
 
 
 def test_a_save_that_dies_before_the_rename_is_finished_by_renaming(root, monkeypatch):
@@ -625,10 +583,9 @@ def test_a_deletion_of_another_file_while_a_write_fails_deletes(kept):
     assert fs.cat_file(path) == b"before"
 
 
-@pytest.mark.parametrize("ack", ["staged", "local"])
-@pytest.mark.parametrize("world", [("2", "1"), ("16", "8"), ("2", None)])
-def test_stock_dcp_over_hosts_is_refused_below_object(root, monkeypatch, ack, world):
-    step, state = f"{root}/step_1", {"w": torch.arange(9.0)}
+@pytest.mark.parametrize("world", [("2", "1"), ("2", None)])
+def test_stock_dcp_over_hosts_is_refused_below_object(root, monkeypatch, world):
+    ack, step, state = "local", f"{root}/step_1", {"w": torch.arange(9.0)}
     for name, value in zip(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world, strict=True):
         monkeypatch.delenv(name, raising=False)
         if value is not None:

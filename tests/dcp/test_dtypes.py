@@ -18,8 +18,7 @@ from tierfs.checkpoint.import_ import import_file
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.dcp.tensorbytes import in_safetensors, in_torch
-from tierfs.dcp.torch_format.names import DTYPES
+from tierfs.dcp.tensorbytes import DTYPES, in_safetensors, in_torch
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
 pytestmark = [

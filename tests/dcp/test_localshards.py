@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import pickle
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -19,6 +18,7 @@ from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.tensorbytes import holds_shards, shards_of
+from tierfs.errors import InvalidInputError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -121,11 +121,13 @@ def test_local_shards_are_listed_and_exported_as_one_tensor(where):
     assert torch.equal(state_of(checkpoint)["w"], FULL)
 
 
-def test_a_staged_state_keeps_them_on_its_way_to_a_process(where):
+def test_a_staged_state_keeps_them_and_goes_to_no_process(where):
     staged = TierWriter(where, layout="dcp").stage({"w": local("padded"), "plain": torch.ones(2)})
-    for passed in (pickle.loads(ForkingPickler.dumps(staged)), copy.deepcopy(staged), dict(staged)):
+    for passed in (copy.deepcopy(staged), dict(staged)):
         assert shards_of(passed["w"]) == shards_of(local("padded"))
         assert not holds_shards(passed["plain"])
+    with pytest.raises(InvalidInputError, match=r"AsyncCheckpointerType\.THREAD"):
+        ForkingPickler.dumps(staged)
 
 
 def test_shards_that_leave_a_gap_do_not_load_as_the_whole(where):

@@ -26,7 +26,7 @@ from tierfs.dcp import metadata as metadata_module
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.metadata import decode, encode
-from tierfs.dcp.torch_format.names import DTYPES
+from tierfs.dcp.tensorbytes import DTYPES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
 FILE = "rank-00000-1a2b3c4d.safetensors"
@@ -90,7 +90,7 @@ def outcome(read, data):
 
 
 def as_any_json(data):
-    return metadata_module._interpret(metadata_module.parse(data, "x"), "x")
+    return metadata_module.interpret(metadata_module.parse(data, "x"), "x")
 
 
 def test_metadata_survives_a_round_trip():

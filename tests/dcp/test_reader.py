@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import tierfs
 from tierfs.buffers import buffers
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.dcp.address import Address
 from tierfs.dcp.load import items
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.dcp.tensorbytes import bytes_of, tensor_in
-from tierfs.dcp.torch_format.names import DTYPES
+from tierfs.dcp.tensorbytes import DTYPES, bytes_of, tensor_in
 from tierfs.errors import (
     CorruptionError,
     InvalidInputError,
@@ -375,12 +375,12 @@ def test_sources_of_derived_copies_are_fetched_once(url, monkeypatch, tmp_path):
     options = {"ram": "256MiB", "nvme": 0, "state_dir": str(tmp_path / "writer"), "codecs": "all"}
     writer = TierWriter(f"{url}/run/step_1", ack="object", **options)
     dcp.save(state, storage_writer=writer, no_dist=True)
-    writer._address.open()[0].tiers.close()
+    Address.of(url, {**options, "ack": "object"}).open()[0].tiers.close()
     wanted = {(name, (0, 0)): torch.zeros_like(tensor) for name, tensor in state.items()}
     options = {"ram": "64MiB", "nvme": 0, "state_dir": str(tmp_path / "reader")}
     reader, planner = TierReader(f"{url}/run/step_1", **options), BoxPlanner(wanted)
     reader.set_up_storage_reader(metadata := reader.read_metadata(), is_coordinator=True)
-    store, directory = reader._address.open()
+    store, directory = Address.of(reader.checkpoint_id, options).open()
     store.tiers.cache.keeps_reads = True  # as for a remote object tier
     (shard,) = [entry for entry in find(store, directory) if entry.path.endswith(".safetensors")]
     assert sum(bool(row.bases) for row in shard.manifest.rows) == 4, "working copies are derived"
@@ -584,7 +584,6 @@ def test_making_one_opens_nothing_and_options_outlive_a_reset(tmp_path):
     dcp.load(loaded, checkpoint_id=f"tierfs::file://{tmp_path}/store/run", storage_reader=reader)
     assert torch.equal(loaded["a"], torch.arange(3.0))
     assert reader.checkpoint_id == f"tierfs::file://{tmp_path}/store/run"
-    assert reader._address.tiers.ram == "0"
     reader.reset()
     assert reader.checkpoint_id.endswith("/store/run")
     assert pickle.loads(pickle.dumps(reader)).checkpoint_id == reader.checkpoint_id

@@ -4,8 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of, tensor_in, writable_bytes
-from tierfs.dcp.torch_format.names import DTYPES
+from tierfs.dcp.tensorbytes import DTYPES, SAFETENSORS_NAMES, bytes_of, tensor_in, writable_bytes
 from tierfs.errors import InvalidInputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support:UserWarning")

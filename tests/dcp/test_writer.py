@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
@@ -41,7 +40,6 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.save import copy as copying
 from tierfs.dcp.save.copy import LARGE_BYTES
-from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile, staged_in
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark
@@ -145,8 +143,7 @@ def loaded(url, like):
 
 
 def slot_states(url):
-    writer = TierWriter(url, **OPTIONS)
-    store, _ = writer._address.open()
+    store, _ = Address.of(url, OPTIONS).open()
     return {slot.state for segment in store.tiers.ram.segments() for slot in segment.slots()}
 
 
@@ -259,7 +256,7 @@ def test_staged_tensors_are_saved_without_a_copy(url, monkeypatch):
     staged = writer.stage({"a": noise(1000, 1000), "b": noise(10)})
     copied = []
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: copied.append(lists))
-    monkeypatch.setattr(copying, "_copy", lambda *piece: copied.append(piece))
+    monkeypatch.setattr(copying, "copy_piece", lambda *piece: copied.append(piece))
     dcp.save(staged, storage_writer=writer)
     assert copied == []
     assert same(loaded(url, staged), {"a": noise(1000, 1000), "b": noise(10)})
@@ -315,8 +312,8 @@ def test_a_view_whose_memory_was_freed_is_refused(url):
 
 
 def test_large_tensors_are_copied_past_the_caches(url, monkeypatch):
-    copied, real = [], copying._copy
-    monkeypatch.setattr(copying, "_copy", lambda *piece: copied.append(piece[2]) or real(*piece))
+    copied, real = [], copying.copy_piece
+    monkeypatch.setattr(copying, "copy_piece", lambda *piece: copied.append(piece[2]) or real(*piece))
     staged = TierWriter(url, **OPTIONS).stage({"a": noise(LARGE), "b": noise(10)})
     assert sum(copied) == 4 * LARGE
     assert same(staged["a"], noise(LARGE))
@@ -338,7 +335,7 @@ def test_a_dropped_staged_state_frees_its_slots(url):
     for _ in range(8):  # more than there is room for
         staged = writer.stage({"large": noise(3000, 3000)})
         del staged
-    store, _ = writer._here.open()
+    store, _ = Address.of(url, OPTIONS).open()
     dcp.save({"large": noise(3000, 3000, seed=1)}, storage_writer=writer)
     assert store.tiers.counters["waves"] == 0
     assert same(loaded(url, {"large": noise(3000, 3000)}), {"large": noise(3000, 3000, seed=1)})
@@ -349,21 +346,11 @@ def test_staged_tensors_are_found_in_every_run(url):
     live = {f"large{number}": noise(600, 500, seed=number) for number in range(5)} | {"small": noise(10)}
     staged = writer.stage(live)
     for name, tensor in staged.items():
-        file, placed = staged_in(tensor)
+        _, placed = staged_in(tensor)
         assert (placed.name, placed.length) == (name, tensor.nbytes)
         _, part = staged_in(tensor[3:7])
         assert (part.name, part.at - placed.at, part.length) == (name, tensor[:3].nbytes, tensor[3:7].nbytes)
-        assert file.find(live[name]) is None
-
-
-def test_saves_may_overlap(url):
-    writer = TierWriter(url, **OPTIONS)
-    futures = [
-        dcp.async_save(state(number), storage_writer=writer, checkpoint_id=f"{url}/{number}") for number in range(3)
-    ]
-    for number, future in enumerate(futures):
-        future.result()
-        assert same(loaded(f"{url}/{number}", state(number)), state(number))
+        assert staged_in(live[name]) is None
 
 
 def test_a_cached_plan_saves_new_content_each_time(url):
@@ -393,16 +380,6 @@ def test_a_state_staged_for_one_store_saves_to_another(url, tmp_path):
     writer.wait("object", timeout=30)
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     assert not fs.exists(path)
-
-
-def test_it_is_the_last_save_that_is_waited_for(url):
-    writer = TierWriter(url, **OPTIONS)
-    dcp.save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1")
-    dcp.async_save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2").result()
-    tierfs_fs, path = fsspec.url_to_fs(url, **OPTIONS)
-    tierfs_fs.rm(f"{path}/1", recursive=True)
-    writer.wait("object", timeout=30)
-    assert writer.ack() == "object"
 
 
 def test_a_save_that_has_not_come_to_its_end_is_not_waited_for(url, monkeypatch):
@@ -637,30 +614,6 @@ def test_an_announced_save_that_cannot_be_read_does_not_keep_the_checkpoint_from
     assert "cannot be published" in caplog.text
 
 
-def test_staging_and_saving_at_once(url):
-    # One thread creates files while another looks for a tensor in them.
-    store, _ = Address.of(url, OPTIONS).open(write=True)
-    gpu, tensor, stop = GpuStaging("ram", None), noise(10), threading.Event()
-
-    def look():
-        while not stop.is_set():
-            staged_in(tensor)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            looking = pool.submit(look)
-            for _ in range(60):
-                held = [ShardFile(store, gpu) for _ in range(30)]
-            stop.set()
-            looking.result()
-    finally:
-        stop.set()
-        sys.setswitchinterval(interval)
-    assert held
-
-
 def test_dicts_are_copied_as_deepcopy_does(url):
     # An object that occurs twice becomes one copy, and subclasses of dict keep their class.
     inner = {"tensor": noise(3), (1, 2): [noise(2)], "none": None, "twice": (once := {"y": 1}), "again": once}
@@ -764,23 +717,14 @@ def test_replicas_stay_in_the_file_where_there_is_no_room_to_leave_them_out(url,
     assert same(loaded(url, kept), kept)
 
 
-def test_a_staged_state_is_saved_at_the_given_store(url, tmp_path):
-    tierfs.init(f"file://{tmp_path}/other")
-    other = f"tierfs::file://{tmp_path}/other/run"
-    dcp.async_save(state(1), storage_writer=TierWriter(url, **OPTIONS), checkpoint_id=other).result()
-    fs, path = fsspec.url_to_fs(url, **OPTIONS)
-    assert not fs.exists(path)
-    assert same(loaded(other, state(1)), state(1))
-
-
-def test_an_old_staged_state_is_not_taken_for_new_memory(url):
-    writer = TierWriter(url, **OPTIONS)
+def test_an_old_staged_state_is_not_taken_for_new_memory(url, tmp_path):
+    writer = TierWriter(url, ram="64MiB", nvme="0", state_dir=str(tmp_path / "small"))
     kept = []
-    for number in range(6):
-        kept.append(writer.stage({"a": torch.full((20 << 20,), float(number))}))
+    for number in range(7):  # more than fit side by side
+        kept.append(writer.stage({"a": torch.full((3 << 20,), float(number))}))
         dcp.save(kept[-1], storage_writer=writer, checkpoint_id=f"{url}/{number}")
         writer.wait("object", timeout=30)
-        found = loaded(f"{url}/{number}", {"a": torch.empty(20 << 20)})
+        found = loaded(f"{url}/{number}", {"a": torch.empty(3 << 20)})
         assert bool((found["a"] == number).all())
     for staged in kept:
         with pytest.raises(dcp.api.CheckpointException, match="stage it again"):
@@ -966,7 +910,7 @@ def test_a_tensor_that_is_more_than_its_elements_is_refused_by_name(url, what, h
 
 @without_warnings
 @pytest.mark.parametrize("how", ["save", "async_save"])
-@pytest.mark.parametrize("what", sorted(UNUSUAL.keys() - {"qint8"}))
+@pytest.mark.parametrize("what", ["sparse_coo", "memory was freed"])
 def test_the_stock_layout_refuses_by_name_what_torch_cannot_save(url, what, how):
     writer = TierWriter(url, layout="dcp", **OPTIONS)
     with pytest.raises(dcp.api.CheckpointException, match=rf"'bad', a tensor.*{what}"):
@@ -1095,7 +1039,7 @@ def test_a_writer_that_was_copied_hears_of_no_other_ones_save(url):
     for duplicate in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
         duplicate(first)
         assert duplicate(metadata[1]).storage_meta == metadata[1].storage_meta
-        assert (first.checkpoint_id, first._saves.done.address.url) == (f"{url}/1", f"{url}/1")
+        assert (first.checkpoint_id, first.save_id) == (f"{url}/1", metadata[0].storage_meta.save_id)
 
 
 @pytest.mark.parametrize("level", ["staged", "object"])
@@ -1262,7 +1206,7 @@ def test_a_copy_that_fails_fails_the_save_and_nothing_else(url, monkeypatch, how
     first, second = ({"a": noise(LARGE_BYTES, seed=seed), "b": noise(3, seed=seed)} for seed in range(2))
     saves(first)
     with monkeypatch.context() as broken:
-        broken.setattr(copying, "_copy", fail)
+        broken.setattr(copying, "copy_piece", fail)
         with pytest.raises((MemoryError, dcp.api.CheckpointException), match="to be copied to is gone"):
             saves(second)
     assert same(loaded(url, empty_like(first)), first)
@@ -1278,7 +1222,7 @@ def test_options_outlive_a_reset(url, tmp_path):
     for number in (1, 2):
         assert same(loaded(f"{url}/{number}", {"a": torch.zeros(3)}), {"a": noise(3, seed=number)})
     assert (tmp_path / "aside").is_dir()
-    assert (writer._address.tiers.ram, writer._address.tiers.ack) == ("64MiB", "object")
+    assert writer.ack() == "object"
 
 
 def test_room_that_did_not_come_for_the_copy_is_not_waited_for_by_the_save(url, monkeypatch):

@@ -37,12 +37,12 @@ def forget():
         pins.sweep()
     _drains.clear()
     _live.clear()
+    accelerators.accelerators.clear()
 
 
 @pytest.fixture(params=[TRAINER_FIRST, DRAIN_FIRST, "gpu"])
-def gpu(request, monkeypatch):
+def gpu(request):
     """Each device under test: the fake GPU under both schedules, and the real one."""
-    monkeypatch.setattr(accelerators, "_known", [])
     forget()
     if request.param == "gpu":
         if not torch.cuda.is_available():
@@ -56,8 +56,7 @@ def gpu(request, monkeypatch):
 
 
 @pytest.fixture
-def fake(monkeypatch):
-    monkeypatch.setattr(accelerators, "_known", [])
+def fake():
     forget()
     device = FakeDevice()
     accelerators.register_accelerator(device)

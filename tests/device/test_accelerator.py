@@ -26,7 +26,7 @@ class SlowToMake:
 
 
 def test_threads_that_ask_first_at_once_get_one_accelerator(monkeypatch):
-    monkeypatch.setattr(accelerators, "_known", [])
+    monkeypatch.setattr(accelerators, "accelerators", [])
     monkeypatch.setattr(accelerators, "CudaAccelerator", SlowToMake)
     tensor = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
     found = []
@@ -35,7 +35,7 @@ def test_threads_that_ask_first_at_once_get_one_accelerator(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(map(id, found))) == len(accelerators._known) == 1
+    assert len(set(map(id, found))) == len(accelerators.accelerators) == 1
 
 
 def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
@@ -48,7 +48,7 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
                 held.wait(30)
             self.index = index
 
-    monkeypatch.setattr(accelerators, "_known", [])
+    monkeypatch.setattr(accelerators, "accelerators", [])
     monkeypatch.setattr(accelerators, "CudaAccelerator", HeldInParent)
     on_gpu = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
     thread = threading.Thread(target=accelerators.accelerator_of, args=(on_gpu,))

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tierfs.dcp import TierReader, TierWriter
+from tierfs.dcp.address import Address
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.errors import InvalidInputError, StoreError
 
@@ -21,7 +22,7 @@ MIB = 1 << 20
 
 
 def filling(writer):
-    ram = writer._address.open()[0].tiers.ram
+    ram = Address.of(writer.checkpoint_id, {}).open()[0].tiers.ram
     return sum(segment.sums().filling for segment in ram.own_segments())
 
 
@@ -51,7 +52,7 @@ def test_failed_copies_take_no_room(fake, url, stage):
     files = []
     for number in range(10):  # more than fit side by side
         staged = writer.stage(state_of(fake))
-        files.append(weakref.ref(staged._file))
+        files.append(weakref.ref(staged.file))
         with pytest.raises(CheckpointException, match="unspecified launch failure"):
             dcp.save(staged, checkpoint_id=f"{url}/{number}", storage_writer=writer)
     wait_for_room(writer)
@@ -68,7 +69,7 @@ def test_a_failed_copy_that_is_not_saved_takes_no_room(fake, url, stage):
     staged = writer.stage(state_of(fake))
     assert staged["note"] == "an object"  # only the save reports the failure
     wait_for_room(writer)
-    file = weakref.ref(staged._file)
+    file = weakref.ref(staged.file)
     del staged
     wait_until_gone([file])
 

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
-from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart
-from tierfs.device.upload import Uploads
+from tierfs.dcp.address import Address
+from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart, Uploads
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, StoreError
 from tierfs.format.ranges import by_chunk
@@ -140,7 +140,7 @@ def test_a_chunk_damaged_on_its_way_is_sent_again(fake, url, monkeypatch, caplog
 
 def test_a_chunk_evicted_during_its_copy_is_no_damage(fake, url, monkeypatch, caplog):
     wanted = saved(fake, url, ack="object")
-    ram = TierWriter(url)._address.open()[0].tiers.ram
+    ram = Address.of(url, {}).open()[0].tiers.ram
     copy, copied = np.copyto, []
 
     def evict_first(target, source):

@@ -12,10 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp
+from test_failed_copies import wait_for_room
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.dcp.address import Address
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.device.drain import FINISH_S, drain_of
 from tierfs.device.tier import device_tiers
@@ -153,7 +155,7 @@ def test_fence_does_not_hold_training_up_for_a_snapshot(fake, url):
     gate.close()
     staged = writer.stage(state)
     writer.fence()
-    assert not staged._later.transfers[0].is_done
+    assert not staged.later.transfers[0].is_done
     gate.open()
     save(writer, staged, f"{url}/a")
 
@@ -341,7 +343,7 @@ def test_segments_are_unregistered_when_they_go(fake, url):
     writer = TierWriter(url, stage="ram")
     save(writer, writer.stage(state_on(fake)), f"{url}/a")
     assert fake.pinned
-    store, _ = writer._address.open()
+    store, _ = Address.of(url, {}).open()
     store.tiers.wait("", tierfs_level("object"), 60)
     store.tiers.ram.close()
     drain_of(fake).pins.sweep()
@@ -359,10 +361,10 @@ def test_a_state_that_is_given_up_is_not_written_to_any_more(fake, url):
     (gate,) = gates_of(writer, state_on(fake), url)
     gate.close()
     staged = writer.stage(state_on(fake, 1))
-    staged._file.abort()
+    staged.file.abort()
     gate.open()
     with pytest.raises(StoreError, match="discarded"):
-        staged._file.wait_filled()
+        staged.file.wait_filled()
     del staged
     gc.collect()
     state = state_on(fake, 2)
@@ -379,12 +381,8 @@ def test_room_of_a_state_that_nobody_saves_is_given_back(fake, url, stage):
     try:
         staged = writer.stage(state_on(fake, 1))
         staged["note"]
-        ram = writer._address.open()[0].tiers.ram
         del staged
-        ends = time.monotonic() + 20
-        while any(segment.sums().filling for segment in ram.own_segments()):
-            assert time.monotonic() < ends, "it is held"
-            time.sleep(0.02)
+        wait_for_room(writer)
     finally:
         gc.enable()
 
@@ -448,7 +446,7 @@ def test_a_damaged_snapshot_is_loaded_from_the_next_tier(fake, url):
     before = copied(state)
     save(writer, writer.stage(state), f"{url}/a")
     (tier,) = device_tiers()
-    for generation in tier._generations:
+    for generation in tier.generations:
         generation.memory[12345] ^= 4
     reader = TierReader(f"{url}/a")
     assert is_same(loaded(fake, state, f"{url}/a", reader, on_device=True), before)
@@ -612,7 +610,7 @@ def test_a_larger_slab_replaces_the_old_one_at_once(fake, url):
     staged = writer.stage({"weight": fake.own(torch.randn(2 * MIB))})
     save(writer, staged, f"{url}/a")
     (tier,) = device_tiers()
-    slab = StorageWeakRef(tier._generations[0].memory.untyped_storage())
+    slab = StorageWeakRef(tier.generations[0].memory.untyped_storage())
     del fake.owned[:]
     allocate, gone = fake.allocate, []
     fake.allocate = lambda length: (gone.append(slab.expired()), allocate(length))[1]
@@ -655,7 +653,7 @@ def test_an_interrupt_during_a_copy_reaches_the_caller(fake, url, monkeypatch):
     writer = TierWriter(url, stage="ram")
     with pytest.raises(KeyboardInterrupt):
         writer.stage({"weight": fake.own(torch.randn(2 * MIB))})
-    assert not sum(segment.sums().filling for segment in writer._address.open()[0].tiers.ram.own_segments())
+    wait_for_room(writer)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import os
 import pickle
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,13 +26,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from support.dcp_ranks import Trainer, stop_checkpoint_process
+from support.dcp_ranks import stop_checkpoint_process
 from support.held_planner import Held
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.errors import NotFoundError
-from tierfs.format.checkpoint import SaveMark
-from tierfs.store import stat
 
 WORLD = 2
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
@@ -94,34 +90,10 @@ def staged(url: str, mesh: DeviceMesh) -> None:
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
 
 
-def training_goes_on(url: str, mesh: DeviceMesh) -> None:
-    """Run two trainings from one seed, one of them with saves. Both end equal, and every save is correct."""
-    plain, saved = Trainer(mesh, seed=3), Trainer(mesh, seed=3)
-    writer, group = TierWriter(url, **OPTIONS), dist.new_group(backend="gloo")
-    fingerprints = []
-    future = None
-    for step in range(4):
-        for trainer in (plain, saved):
-            torch.manual_seed(step)
-            trainer.step()
-        fingerprints.append(saved.fingerprint())
-        if future is not None:
-            future.result()  # the saves share the group, so only one may run
-        future = dcp.async_save(
-            saved.state(), storage_writer=writer, checkpoint_id=f"{url}/{step}", process_group=group
-        )
-    future.result()
-    assert plain.fingerprint() == saved.fingerprint()
-    for step, expected in enumerate(fingerprints):
-        other = Trainer(mesh, seed=4)
-        state = other.state()
-        dcp.load(state, storage_reader=TierReader(f"{url}/{step}", **OPTIONS))
-        other.take(state)
-        assert other.fingerprint() == expected, step
-
-
 def in_a_process(url: str, mesh: DeviceMesh) -> None:
-    for seed, layout in ((1, "tierfs"), (2, "tierfs"), (3, "dcp")):
+    """Another process saves what the writer staged, or torch's own stager, as torchtitan's pinned mode does."""
+    torchs = DefaultStager(StagingOptions(False, True, False, False))
+    for seed, layout, stager in ((1, "tierfs", None), (2, "tierfs", torchs), (3, "dcp", None)):
         live = sharded(mesh, seed, [Shard(0)])
         writer = TierWriter(f"{url}/elsewhere", layout=layout, **OPTIONS)
         future = dcp.async_save(
@@ -129,55 +101,16 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
             storage_writer=writer,
             checkpoint_id=f"{url}/{seed}",
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=stager,
         )
         live["rows"].to_local().zero_()
         future.result()
-        # On every rank this process knows the target and the id of the save.
-        assert writer.checkpoint_id == f"{url}/{seed}"
-        writer.wait("object", timeout=60)
-        assert writer.ack() == "object"
-        store, path = writer._address.open()
-        assert (writer._saves.done.metadata_path, writer._saves.done.mark) == (
-            f"{path}/.metadata",
-            SaveMark.of(stat(store, f"{path}/.metadata").manifest.metadata),
-        )
+        other = TierWriter(f"{url}/{seed}", **OPTIONS)
+        other.wait("object", timeout=60)
+        assert other.ack() == "object"
     for seed in (1, 2, 3):
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
     check(f"{url}/3", mesh, 3, [Shard(1)], reader=FsspecReader)
-    stop_checkpoint_process()
-
-
-class Slow(DefaultSavePlanner):
-    """A planner that is still busy when the other process's trainer calls `wait`."""
-
-    def finish_plan(self, *arguments: Any, **options: Any) -> Any:
-        time.sleep(3)
-        return super().finish_plan(*arguments, **options)
-
-
-def in_a_process_staged_by_torch(url: str, mesh: DeviceMesh) -> None:
-    """The writer learns of a save when DCP hands it over on a thread, not before."""
-    writer = TierWriter(url, **OPTIONS)
-    for number in range(3):
-        future = dcp.async_save(
-            sharded(mesh, number, [Shard(0)]),
-            storage_writer=writer,
-            checkpoint_id=f"{url}/{number}",
-            async_stager=DefaultStager(StagingOptions(False, True, False, False)),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            planner=Slow() if number else None,
-        )
-        assert isinstance(future, Future)
-        is_refused = number == 0
-        while not is_refused and not future.done():
-            try:
-                writer.wait("object", timeout=30)
-            except NotFoundError as error:
-                is_refused = "has not finished in this process" in str(error)
-        assert is_refused, "the save that was under way seemed to be safe"
-        future.result()
-        writer.wait("object", timeout=60)
-        assert (writer.ack(), writer.checkpoint_id) == ("object", f"{url}/{number}")
     stop_checkpoint_process()
 
 
@@ -559,9 +492,7 @@ SCENARIOS = {
     for scenario in (
         resharding,
         staged,
-        training_goes_on,
         in_a_process,
-        in_a_process_staged_by_torch,
         stock_layout,
         failure,
         failure_of_the_coordinator,

@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tierfs.dcp.checked import INTEGER_MAX
-from tierfs.dcp.document import DIMENSIONS_MAX
-from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS
+from tierfs.dcp.document import DIMENSIONS_MAX, INTEGER_MAX
+from tierfs.dcp.tensorbytes import DTYPES, LAYOUTS, MEMORY_FORMATS
 
 _INTEGER = rb"(0|[1-9][0-9]{0,18})"
 _NAME = re.compile(rb'"((?:[^"\\]|\\.)*)":\{"chunks":\[')

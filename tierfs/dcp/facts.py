@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tierfs.dcp.checked import Checked
 from tierfs.dcp.document import (
     DIMENSIONS_MAX,
+    Checked,
     CheckpointNote,
     parse,
     parse_as_written,

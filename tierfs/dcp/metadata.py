@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierfs import digest
-from tierfs.dcp.checked import INTEGER_MAX, Checked, refuse_names
 from tierfs.dcp.columns import BytesPlace, PlaceColumns, read_tensors
 from tierfs.dcp.document import (
     DIMENSIONS_MAX,
     FORMAT,
+    INTEGER_MAX,
     VERSION,
+    Checked,
     CheckpointNote,
     canonical,
     load,
@@ -35,8 +36,9 @@ from tierfs.dcp.document import (
     read_boxes,
     read_note,
     read_place,
+    refuse_names,
 )
-from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS, name_of
+from tierfs.dcp.tensorbytes import DTYPES, LAYOUTS, MEMORY_FORMATS, name_of
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 from tierfs.gc_pause import Uncollected
 
@@ -91,7 +93,7 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
     try:
         refuse_names([*tensors, *objects])
         # A document that no reader accepts is not written: the error must come while the state is still in memory.
-        _interpret(document, _WHERE)
+        interpret(document, _WHERE)
         # One tensor at a time, as text: as many objects they would make Python collect garbage at each save.
         texts = [_tensor_text(fqn, tensors[fqn], places, extra.files) for fqn in sorted(tensors)]
         before = canonical({name: value for name, value in document.items() if name < "tensors"})
@@ -123,7 +125,7 @@ def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
     """
     try:
         with Uncollected():
-            return _read_columns(data, where) or _interpret(parse(data, where), where)
+            return _read_columns(data, where) or interpret(parse(data, where), where)
     except RecursionError as error:  # it could be read, but not written again or printed
         raise CorruptionError(
             f"{where}: the checkpoint's metadata is damaged: it is nested too deeply", path=where
@@ -164,7 +166,7 @@ def _read_columns(data: bytes, where: str) -> tuple[Any, CheckpointNote] | None:
     return None
 
 
-def _interpret(document: Mapping[str, Any], where: str) -> tuple[Any, CheckpointNote]:
+def interpret(document: Mapping[str, Any], where: str) -> tuple[Any, CheckpointNote]:
     root = Checked(document, where)
     note = read_note(root)
     items: dict[str, Any] = {}

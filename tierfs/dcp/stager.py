@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from tierfs.dcp.save.gpu_tensors import Later, begin_tensors
+from tierfs.dcp.save.gpu_tensors import Awaited, Later, LaterState, begin_tensors
 from tierfs.dcp.save.replicas import placeholder
+from tierfs.dcp.save.saves import Save, StagedState
 from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.dcp.save.staged_state import Awaited, StagedState
 from tierfs.dcp.tensorbytes import (
     PLAIN_TYPES,
     has_no_copy,
@@ -26,6 +25,7 @@ from tierfs.dcp.tensorbytes import (
     is_quantized,
     lies_nowhere,
     mark_shards,
+    may_be_on_gpu,
     problem_of,
     refuse_unusual,
     refused,
@@ -36,9 +36,7 @@ from tierfs.errors import InvalidInputError
 _logger = logging.getLogger("tierfs.dcp")
 
 
-def stage(
-    state_dict: Mapping[str, Any], file: ShardFile, delegated: Mapping[str, WriteItem] | None = None
-) -> dict[str, Any]:
+def stage(state_dict: Mapping[str, Any], file: ShardFile, save: Save | None = None) -> StagedState:
     """Copy a state dict into a shard file.
 
     Every strided tensor in its dicts, lists and tuples becomes a view of the file; so does the local part of a DTensor
@@ -49,12 +47,10 @@ def stage(
     Args:
         state_dict: Borrowed for the call. Its tensors may lie on any device.
         file: Receives the bytes.
-        delegated: Items of tensors that another rank saves, by name. A tensor that still matches its item is not
-            copied.
+        save: The save that the state is staged for. A tensor that still matches an item in its ``taken`` is not copied.
 
     Returns:
-        The same structure. It keeps the file's memory until that is saved, which is possible once. It may be sent to
-        one other process, which then saves it.
+        The same structure. It keeps the file's memory until that is saved, which is possible once.
 
     Raises:
         CapacityError: The tensors do not fit.
@@ -76,6 +72,7 @@ def stage(
                 kinds,
                 str(error),
             )
+    delegated = save.taken if save is not None else {}
     replicas: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
     staged: list[tuple[int, torch.Tensor]] = []
@@ -92,30 +89,44 @@ def stage(
                 staged.append((number, tensor))
             else:
                 memo[number] = _unusual(names[0], tensor, locals_, memo)
+    if not (file.gpu.is_asked or file.store.device_bytes or may_be_on_gpu(tensor for _, tensor in parts)):
+        views = file.add_from_host(parts)
+        _put_views(memo, staged, views)
+        return StagedState(_copy_all(state_dict, replicas, memo), save, file, views)
     later = begin_tensors(file, parts, at_once=False)
     try:
         if not later.ready.is_set() and not _is_plain_nest(state_dict):
             later.begin()
             later.result()
         if later.ready.is_set():
-            remaining = iter(later.result())
-            for number, tensor in staged:
-                memo[number] = _rebuilt(tensor, remaining)
+            _put_views(memo, staged, later.result())
         else:
             memo.update(_awaited(staged, later))
-        if replicas:
-            # An object is saved with everything that it refers to. So its tensors are copied here, even if another rank
-            # saves them by name.
-            for key, value in state_dict.items():
-                for inner in _objects(value):
-                    _copied(key, inner, memo)
-            memo.update({number: replica for number, replica in replicas.items() if number not in memo})
-        copied = StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, later, file)
+        copied = LaterState(_copy_all(state_dict, replicas, memo), save, file, later)
     except BaseException:
         later.discard()
         raise
     later.begin()
     return copied
+
+
+def _put_views(memo: dict[int, Any], staged: Iterable[tuple[int, torch.Tensor]], views: Iterable[torch.Tensor]) -> None:
+    """Note the copy of each staged tensor, made of its views, by the tensor's number."""
+    remaining = iter(views)
+    for number, tensor in staged:
+        memo[number] = _rebuilt(tensor, remaining)
+
+
+def _copy_all(state_dict: Mapping[str, Any], replicas: Mapping[int, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """Copy a state dict whose tensors have copies already. ``replicas`` stand for those that another rank saves."""
+    if replicas:
+        # An object is saved with everything that it refers to. So its tensors are copied here, even if another rank
+        # saves them by name.
+        for key, value in state_dict.items():
+            for inner in _objects(value):
+                _copied(key, inner, memo)
+        memo.update({number: replica for number, replica in replicas.items() if number not in memo})
+    return {key: _copied(key, value, memo) for key, value in state_dict.items()}
 
 
 def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[int, Awaited]:

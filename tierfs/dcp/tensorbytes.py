@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from tierfs.device.accelerator import as_bytes
+from tierfs.device.accelerator import accelerators, as_bytes
 from tierfs.digest import Buffer
 from tierfs.errors import InvalidInputError
 
@@ -81,6 +81,11 @@ def has_size_in_plans(dtype: torch.dtype) -> bool:
     except TypeError:
         return False
     return True
+
+
+def may_be_on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether any of these tensors lies on a GPU; also true if a GPU was used in this process before."""
+    return bool(accelerators) or any(tensor.is_cuda for tensor in tensors)
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -295,3 +300,26 @@ def mark_shards(copied: Any, shards: Mapping[str, Any] | None) -> Any:
         for name, value in shards.items():
             setattr(copied, name, value)
     return copied
+
+
+def _all_of(kind: type) -> dict[str, Any]:
+    # An alias (torch.half) is the same object as the original, and its text is the original's name (torch.float16).
+    found = [value for value in vars(torch).values() if isinstance(value, kind)]
+    return {str(value).removeprefix("torch."): value for value in found}
+
+
+DTYPES: Mapping[str, torch.dtype] = _all_of(torch.dtype)
+LAYOUTS: Mapping[str, torch.layout] = _all_of(torch.layout)
+MEMORY_FORMATS: Mapping[str, torch.memory_format] = _all_of(torch.memory_format)
+
+
+def name_of(names: Mapping[str, Any], value: Any, fqn: str) -> str:
+    """Return the name of ``value`` in documents.
+
+    Raises:
+        InvalidInputError: ``value`` has no name.
+    """
+    name = str(value).removeprefix("torch.")
+    if names.get(name) is not value:
+        raise InvalidInputError(f"{fqn}: {value!r} cannot be stored: it has no name in a checkpoint")
+    return name

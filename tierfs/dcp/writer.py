@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -24,13 +24,12 @@ from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.replicas import Delegated, Replicas, delegated_by, split
-from tierfs.dcp.save.saves import Save, SavedMeta, Saves, ThreadSave, claim, others_wait, read_here, reduce_writer
-from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.saves import Save, SavedMeta, Saves, StagedState, forget_read, note_stored
+from tierfs.dcp.save.shard_file import ShardFile, say_waves
 from tierfs.dcp.save.shard_writer import write_shard
-from tierfs.dcp.save.staged_state import UnstagedState
-from tierfs.dcp.save.streaming import say_waves
 from tierfs.dcp.stager import stage
 from tierfs.dcp.torch_format.layout import SUFFIX, write_archives
+from tierfs.device.detached import detached
 from tierfs.device.drain import Gate
 from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark, metadata_file
@@ -42,6 +41,26 @@ from tierfs.store.commit import Commits
 
 YIELD_S = 0.001
 LAYOUTS = ("tierfs", "dcp")
+
+
+class _WriterThread(threading.local):
+    """The progress of one writer on one thread.
+
+    Attributes:
+        address: The address of the next save, if `TierWriter.reset` gave one.
+        save_id: The id that this rank proposes for the next save.
+        save: The save that runs or last ran.
+    """
+
+    address: Address | None = None
+    save_id: str = ""
+    save: Save | None = None
+
+    @property
+    def begun(self) -> Save:
+        """The save that runs on this thread."""
+        assert self.save is not None, "set_up_storage_writer comes first"
+        return self.save
 
 
 class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are untyped here
@@ -121,34 +140,24 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._is_stock = layout == "dcp"
         self._overwrite = overwrite
         self._replicas = Replicas() if stage != "all" else None
-        self._token = ""
         self._begin_anew()
 
     def __repr__(self) -> str:
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ForkingPickler.register(cls, reduce_writer)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_address", "_is_stock", "_overwrite", "_stage_options")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_token": "", **state}, _replicas=None)
+        self.__dict__.update(state, _replicas=None)
         self._gpu = GpuStaging(*self._stage_options)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._save = ThreadSave()
-        self._saves = Saves(self, self._save)
+        self._here = _WriterThread()
+        self._saves = Saves()
         self._staged_on: int | None = None  # id of the thread that called `stage` last
-
-    @property
-    def _here(self) -> Address:
-        """The address that this thread's save goes to."""
-        return self._save.address or self._address
 
     @property
     def checkpoint_id(self) -> str:
@@ -190,20 +199,22 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         except Exception as error:
             if not others_wait():
                 raise
-            return UnstagedState(save, error)
+            save.failure = detached(error)
+            return StagedState({}, save, None)
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
-        delegated = self._replicas.take(save) if self._replicas is not None else {}
+        if self._replicas is not None:
+            save.taken = self._replicas.take()
         if not self._is_stock:  # layout="dcp" writes through the ram tier again: its copy must not fill that tier
-            file = ShardFile(store, self._gpu, save=save)
+            file = ShardFile(store, self._gpu)
             try:
-                return stage(state_dict, file, delegated)
+                return stage(state_dict, file, save)
             except BaseException as error:
                 file.abort()  # its memory is needed to write in waves
                 if not isinstance(error, CapacityError):
                     raise
                 say_waves(store, error)
-        return stage(state_dict, ShardFile(store, self._gpu, private=True, save=save), delegated)
+        return stage(state_dict, ShardFile(store, self._gpu, private=True), save)
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging is complete when `stage` returns."""
@@ -219,9 +230,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         DCP runs each save on one thread, and concurrent saves on several. So each thread has an address of its own.
         """
         if checkpoint_id is not None:
-            self._save.address = self._address = self._address.at(checkpoint_id)
-            self._save.is_reset = True
-            read_here(None)
+            self._here.address = self._address = self._address.at(checkpoint_id)
+            forget_read()
         if self._staged_on not in {None, threading.get_ident()}:
             # `async_save` returns once this thread runs, and then waits for the GIL, which this thread holds. Yielding
             # it here lets training continue after 8 instead of 12 ms with 900 small tensors (integration/bench/dcp.py).
@@ -233,24 +243,23 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
         As with torch's writers, the coordinator's id becomes the id of the save.
         """
-        self._save.save_id = secrets.token_hex(16)
-        return StorageMeta(checkpoint_id=self._here.url, save_id=self._save.save_id)
+        self._here.save_id = secrets.token_hex(16)
+        return StorageMeta(checkpoint_id=(self._here.address or self._address).url, save_id=self._here.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Record this rank's role and the address of its save.
 
         Another save may change the writer's address before this one ends.
         """
-        if not self._save.is_reset:
-            self._save.address = self._address
-        self._save.is_reset = False
         begin_planning()
-        save = self._saves.begin(claim(self))
-        save.address, save.token = self._save.address, self._token
-        self._save.failure, save.failure = save.failure, None
-        self._save.is_coordinator = is_coordinator
-        self._save.rank = kwargs.get("rank")
-        self._save.use_collectives = kwargs.get("use_collectives", True)
+        here = self._here
+        save = here.save = self._saves.begin()
+        save.address, here.address = here.address or self._address, None
+        save.save_id, here.save_id = here.save_id or secrets.token_hex(16), ""
+        rank = kwargs.get("rank")
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        save.rank, save.use_collectives = rank, kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan without the tensors that another rank saves. This makes no request to the store.
@@ -259,13 +268,14 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             Exception: This rank's state was not staged, for this reason.
             InvalidInputError: torch's planner does not know the dtype of a tensor. It would fail without its name.
         """
-        if (failure := self._save.failure) is not None:
-            self._save.failure = None
+        save = self._here.begun
+        if (failure := save.failure) is not None:
+            save.failure = None
             raise failure
         checks.check_plannable(plan.items)
-        self._save.offered = plan.items if plan.usable else None
-        ours, self._save.delegated = split(plan.items)
-        return replace(plan, items=ours, storage_data=Delegated(self._save.delegated)) if self._save.delegated else plan
+        save.offered = plan.items if plan.usable else None
+        ours, save.delegated = split(plan.items)
+        return replace(plan, items=ours, storage_data=Delegated(save.delegated)) if save.delegated else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that some rank saves each tensor, and return the plans unchanged. Called on the coordinator alone.
@@ -275,19 +285,19 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 new one.
             InvalidInputError: No plan holds a tensor that a rank left to others.
         """
-        store, path = self._here.open(write=True)
-        metadata_path = inside(path, self._save.metadata_name)
+        save = self._here.begun
+        store, path = save.target.open(write=True)
+        metadata_path = inside(path, save.metadata_name)
         checks.check_free(
-            store, self._here.url, path, metadata_path, overwrite=self._overwrite, together=self._save.use_collectives
+            store, save.target.url, path, metadata_path, overwrite=self._overwrite, together=save.use_collectives
         )
         if all(plan.usable for plan in plans):  # otherwise plans list changed items only; `finish` checks all items
             checks.check_owners(
-                self._here.url,
+                save.target.url,
                 (item.index for plan in plans for item in plan.items),
                 (index for plan in plans for index in delegated_by(plan)),
             )
-        save_id, self._save.save_id = self._save.save_id or secrets.token_hex(16), ""
-        self._save.mark, self._save.is_new = Commits(store).begin(metadata_path, save_id, overwrite=self._overwrite)
+        save.planned, save.is_new = Commits(store).begin(metadata_path, save.save_id, overwrite=self._overwrite)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -299,31 +309,32 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 names it.
         """
         end_planning()
-        store, path = self._here.open(write=True)
+        save = self._here.begun
+        store, path = save.target.open(write=True)
         # This rank does not store these items. The coordinator checks that another rank does.
-        results = [WriteResult(index, 0, None) for index in self._save.delegated or delegated_by(plan)]
+        results = [WriteResult(index, 0, None) for index in save.delegated or delegated_by(plan)]
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         checks.check_planned(items)
-        save = self._saves.go_on()
         if self._replicas is not None:
-            has_delegated = bool(self._save.delegated) or self._save.offered is None
-            self._replicas.learn(save, self._save.offered, plan.items, has_delegated=has_delegated)
-        results += self._write(store, path, items) if items else []
-        save.metadata_path = inside(path, self._save.metadata_name)
+            has_delegated = bool(save.delegated) or save.offered is None
+            self._replicas.learn(save.taken, save.offered, plan.items, has_delegated=has_delegated)
+        results += self._write(store, path, items, save) if items else []
+        save.metadata_path = inside(path, save.metadata_name)
+        note_stored(save)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _write(self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]) -> list[WriteResult]:
-        rank, unique = self._save.rank_here, secrets.token_hex(4)
+    def _write(self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]], save: Save) -> list[WriteResult]:
+        unique = secrets.token_hex(4)
         if self._is_stock:
             checks.check_archived(items)
-            name = f"__{rank}_{unique}{SUFFIX}"
+            name = f"__{save.rank}_{unique}{SUFFIX}"
             length, begins, sizes = write_archives(store, inside(path, name), [data for _, data in items])
         else:
-            name = f"rank-{rank:05d}-{unique}.safetensors"
+            name = f"rank-{save.rank:05d}-{unique}.safetensors"
             checks.check_objects(items)
-            length, begins, sizes = write_shard(store, inside(path, name), items, self._gpu, self._saves.go_on())
+            length, begins, sizes = write_shard(store, inside(path, name), items, self._gpu, save)
         host = publish.host_of(store)
         return [
             WriteResult(item.index, size, (BytesPlace(name, begin, size), length, host))
@@ -341,33 +352,21 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: No rank saved a tensor that ranks left to each other.
             ConflictError: Another save to the same directory is published, which this one did not see when it began.
         """
-        store, path = self._here.open(write=True)
+        save = self._here.begun
+        store, path = save.target.open(write=True)
         metadata.version = filesystem.CURRENT_DCP_VERSION  # written and, as with torch's writers, returned
         parts = publish.Parts.of(result for rank in results for result in rank)
-        checks.check_owners(self._here.url, parts.places, (result.index for rank in results for result in rank))
-        metadata_path, mark = inside(path, self._save.metadata_name), self._save.mark
-        assert mark is not None, "prepare_global_plan comes first"
-        checkpoint = publish.Publication(
-            store, self._here.url, path, metadata_path, mark, is_new=self._save.is_new, facts=self.facts
-        )
-        (publish.publish_archives if self._is_stock else publish.publish_shards)(checkpoint, metadata, parts)
-        # DCP returns this object, in process mode to the process that requested the save.
+        checks.check_owners(save.target.url, parts.places, (result.index for rank in results for result in rank))
+        save.metadata_path = inside(path, save.metadata_name)
+        if self._is_stock:
+            mark = publish.publish_archives(store, path, save, metadata, parts)
+        else:
+            mark = publish.publish_shards(store, path, save, metadata, parts, self.facts)
+        # DCP sends this object to the other ranks, whose writers learn from it that the save finished.
         metadata.storage_meta = SavedMeta(
-            self._here.url, mark.save_id, metadata_path=metadata_path, sequence=mark.sequence
+            save.target.url, mark.save_id, metadata_path=save.metadata_path, sequence=mark.sequence
         )
-        self._saves.go_on().end(metadata_path, mark)
-
-    def ended(self, save: Save, url: str | None = None) -> None:
-        """Record that a save finished: see `tierfs.dcp.save.saves.Saver`."""
-        if url is not None:
-            self._address = save.address = self._address.at(url)
-        self._saves.end(save)
-        if save.mark is not None:
-            self._gpu.publish(save, save.mark.save_id)
-
-    def handed_over(self) -> Save:
-        """Return a save that another process makes: see `tierfs.dcp.save.saves.Saver`."""
-        return self._saves.hand_over()
+        save.end(mark)
 
     # -- levels --------------------------------------------------------------------------------------------------------
 
@@ -434,4 +433,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return store, path, save.metadata_path, save.mark
 
 
-ForkingPickler.register(TierWriter, reduce_writer)
+def others_wait() -> bool:
+    """Return whether other ranks wait for this one to plan."""
+    return dist.is_available() and dist.is_initialized() and bool(dist.get_world_size() > 1)

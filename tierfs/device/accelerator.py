@@ -294,14 +294,15 @@ def _has_cupy() -> bool:
     return True
 
 
-_known: list[Accelerator] = []
+accelerators: list[Accelerator] = []
+"""The devices that were used in this process."""
 _lock = PerProcess(threading.Lock)  # held to add an accelerator
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
     """Let `accelerator_of` find another device from now on."""
     with _lock():
-        _known.append(accelerator)
+        accelerators.append(accelerator)
 
 
 def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
@@ -312,17 +313,17 @@ def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
             found = _owner_of(tensor)
             if found is None:
                 found = CudaAccelerator(tensor.device.index)
-                _known.append(found)
+                accelerators.append(found)
     return found
 
 
 def _owner_of(tensor: torch.Tensor) -> Accelerator | None:
-    return next((accelerator for accelerator in _known if accelerator.owns(tensor)), None)
+    return next((accelerator for accelerator in accelerators if accelerator.owns(tensor)), None)
 
 
 def has_accelerator() -> bool:
     """Whether this process can use a GPU."""
-    return bool(_known) or bool(torch.cuda.is_available())
+    return bool(accelerators) or bool(torch.cuda.is_available())
 
 
 def piece_table(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.uint64]:

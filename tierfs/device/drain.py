@@ -34,18 +34,6 @@ PIN_BYTES_MAX = 64 << 30
 """Registrations of more than this in one call fail on some drivers."""
 
 
-class DrainPiece(NamedTuple):
-    """A copy from device to host memory.
-
-    Attributes:
-        target: Host memory, uint8 of one dimension.
-        source: Device memory, uint8 of one dimension, of the same length.
-    """
-
-    target: torch.Tensor
-    source: torch.Tensor
-
-
 class Gate:
     """Controls when the drain may use the link. The trainer opens and closes it; it is open at first. Thread-safe."""
 
@@ -120,7 +108,7 @@ class Drain:
 
     def move(
         self,
-        pieces: Iterable[DrainPiece],
+        pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
         hurry: threading.Event,
         stop: threading.Event,
         queued: Callable[[Event], None],
@@ -128,7 +116,8 @@ class Drain:
         """Move pieces to the host, with one in flight, while the gate is open. Returns when all have arrived.
 
         Args:
-            pieces: Pieces of any length. The drain's stream already waits for the writers of the sources.
+            pieces: Host and device memory of equal length, uint8 of one dimension. The drain's stream already waits
+                for the writers of the device memory.
             hurry: If any thread sets it, all remaining pieces are queued at once, without regard to the gate.
             stop: If any thread sets it, the remaining pieces are skipped.
             queued: Called once the last piece is queued, with the event behind it.
@@ -143,15 +132,15 @@ class Drain:
 
     def _move(
         self,
-        pieces: Iterable[DrainPiece],
+        pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
         hurry: threading.Event,
         stop: threading.Event,
         queued: Callable[[Event], None],
     ) -> None:
         accelerator, piece_bytes = self._accelerator, _piece_bytes()
         held_s, begun = 0.0, time.monotonic()
-        for piece in pieces:
-            for target, source in zip(piece.target.split(piece_bytes), piece.source.split(piece_bytes), strict=True):
+        for host, device in pieces:
+            for target, source in zip(host.split(piece_bytes), device.split(piece_bytes), strict=True):
                 if stop.is_set():
                     break
                 if not hurry.is_set():

@@ -83,21 +83,21 @@ class DeviceTier:
         self.budget_bytes = budget_bytes
         self.accelerator = accelerator
         self._lock = threading.Lock()
-        self._generations: list[Generation] = []
+        self.generations: list[Generation] = []
         self._length = 0
         self._refused = 0  # the length that could not be allocated
         _live.add(self)
 
     def __repr__(self) -> str:
         return (
-            f"DeviceTier(budget={format_bytes(self.budget_bytes)}, {len(self._generations)} generations of "
+            f"DeviceTier(budget={format_bytes(self.budget_bytes)}, {len(self.generations)} generations of "
             f"{format_bytes(self._length)}, {self.accelerator!r})"
         )
 
     @property
     def used_bytes(self) -> int:
         """Bytes of GPU memory that the slab takes."""
-        return len(self._generations) * self._length
+        return len(self.generations) * self._length
 
     def take(self, length: int, owner: object) -> Generation:
         """Reserve the generation with the oldest snapshot. The caller fills it on the current stream, and calls `give`.
@@ -112,10 +112,10 @@ class DeviceTier:
         with self._lock:
             if length > self._length:
                 self._grow(-(-length // ALIGN_BYTES) * ALIGN_BYTES)
-            free = [generation for generation in self._generations if not generation.is_busy]
+            free = [generation for generation in self.generations if not generation.is_busy]
             if not free:
                 raise CapacityError(
-                    f"all {len(self._generations)} generations of the device tier are still being drained: save less often, or "
+                    f"all {len(self.generations)} generations of the device tier are still being drained: save less often, or "
                     "raise device= (TIERFS_DEVICE)",
                     tier="device",
                 )
@@ -132,16 +132,16 @@ class DeviceTier:
                 f"{format_bytes(self.budget_bytes)}: raise device= (TIERFS_DEVICE)",
                 tier="device",
             )
-        if any(generation.is_busy for generation in self._generations):
+        if any(generation.is_busy for generation in self.generations):
             raise CapacityError(
                 "the state has grown, and a snapshot of the smaller one is still being drained", tier="device"
             )
         if self._refused and length >= self._refused:
             raise CapacityError("the GPU had no memory for the device tier in an earlier save", tier="device")
         # Release the old slab before allocating the new one. Transfers that ended refer to its generations.
-        for generation in self._generations:
+        for generation in self.generations:
             generation.memory = torch.empty(0, dtype=torch.uint8)
-        self._generations, self._length = [], 0
+        self.generations, self._length = [], 0
         try:
             slab = self.accelerator.allocate(count * length)
         except CapacityError:
@@ -151,7 +151,7 @@ class DeviceTier:
             self._grow(length, count - 1)
             return
         self._length = length
-        self._generations = [Generation(slab[at * length : (at + 1) * length]) for at in range(count)]
+        self.generations = [Generation(slab[at * length : (at + 1) * length]) for at in range(count)]
 
     def give(self, generation: Generation, *, drained: bool) -> None:
         """End the use of a generation that `take` or `hold` returned.
@@ -172,13 +172,13 @@ class DeviceTier:
         If the snapshot was replaced in the meantime, nothing is recorded.
         """
         with self._lock:
-            for generation in (one for one in self._generations if one.owner is owner):
+            for generation in (one for one in self.generations if one.owner is owner):
                 generation.save_id, generation.items = save_id, items
 
     def hold(self, save_id: str) -> Generation | None:
         """Reserve the snapshot of a save until `give`, so that it is not replaced. ``None`` if it is gone or in use."""
         with self._lock:
-            for generation in self._generations:
+            for generation in self.generations:
                 if generation.drained and not generation.is_busy and save_id and generation.save_id == save_id:
                     generation.is_busy = True
                     return generation
@@ -198,12 +198,12 @@ class DeviceTier:
     def status(self) -> dict[str, Any]:
         """Return the state of the tier as plain values, for ``tierfs status``."""
         now = time.monotonic()
-        taken = [generation.taken_s for generation in self._generations if generation.taken_s is not None]
+        taken = [generation.taken_s for generation in self.generations if generation.taken_s is not None]
         return {
             "device": self.accelerator.name,
             "budget_bytes": self.budget_bytes,
             "used_bytes": self.used_bytes,
-            "generations": len(self._generations),
+            "generations": len(self.generations),
             "snapshots": len(taken),
             "newest_age_s": round(now - max(taken), 3) if taken else None,
         }

@@ -29,7 +29,7 @@ from tierfs._fork import renew_in_children
 from tierfs.device.accelerator import GPU_FAILURES, Accelerator, Event, as_bytes
 from tierfs.device.detached import detached
 from tierfs.device.digests import DIGEST_BYTES, cut_blocks
-from tierfs.device.drain import Drain, DrainPiece
+from tierfs.device.drain import Drain
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import InvalidInputError, StoreError
@@ -328,7 +328,7 @@ class Transfer:
                 "an optimizer's step(), or use stage='device' or stage='ram'"
             )
 
-    def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[DrainPiece]:
+    def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the pieces that have to cross the link."""
         wanted = [[(0, region.length)] for region in self._regions]
         if self.generation is not None and self._accelerator.has_kernels and self._regions:
@@ -336,10 +336,10 @@ class Transfer:
         for region, source, target, ranges in zip(self._regions, self._sources, targets, wanted, strict=True):
             if source is not None:
                 for begin, end in ranges:
-                    yield DrainPiece(target[begin:end], source[begin:end])
+                    yield target[begin:end], source[begin:end]
             else:
                 for at, tensor in region.parts:
-                    yield DrainPiece(target[at : at + tensor.numel()], tensor)
+                    yield target[at : at + tensor.numel()], tensor
 
     def _without_known(self, targets: Sequence[torch.Tensor]) -> list[list[tuple[int, int]]]:
         """Hash the snapshot on the device, fill in chunks that the host has, and return the other ranges per region."""

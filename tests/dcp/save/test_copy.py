@@ -18,13 +18,13 @@ def pieces(request, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     if request.param == "memcpy":
         monkeypatch.setattr(kernels, "active", None)
-    lengths, real = [], copying._copy
+    lengths, real = [], copying.copy_piece
 
     def copy(to, begin, length):
         lengths.append(length)
         real(to, begin, length)
 
-    monkeypatch.setattr(copying, "_copy", copy)
+    monkeypatch.setattr(copying, "copy_piece", copy)
     return lengths
 
 

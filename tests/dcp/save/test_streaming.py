@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tierfs.dcp.save.streaming import stream, tensor_part
+from tierfs.dcp.save.shard_writer import stream
 from tierfs.store.read.reader import load
 
 
@@ -18,8 +18,8 @@ def header_of(store, path):
 
 def test_equal_names_get_numbers_that_are_free(store):
     names = ["a#2", "a", "a"]
-    parts = [tensor_part(name, torch.full((4,), number, dtype=torch.uint8)) for number, name in enumerate(names)]
-    stream(store, "x.safetensors", parts)
+    items = [(name, torch.full((4,), number, dtype=torch.uint8)) for number, name in enumerate(names)]
+    stream(store, "x.safetensors", items)
     header, data = header_of(store, "x.safetensors")
     del header["__metadata__"]
     assert len(header) == len(names)

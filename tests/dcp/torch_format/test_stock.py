@@ -285,7 +285,7 @@ class _Runs:
         return self.call
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_a_hostile_pickle_runs_nothing(url, store, tmp_path, protocol):
     touched = tmp_path / "touched"
     data = pickle.dumps(_Runs(os.system, f"touch {touched}"), protocol)
@@ -308,7 +308,7 @@ def test_no_function_is_called_whatever_its_name(function):
         decode_pickle(pickle.dumps(_Runs(function, "x", "y")), "x")
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
 def test_metadata_pickled_by_the_first_pythons_3_11_can_be_read(monkeypatch, protocol, memory_format):
     # They pickle the member of an enumeration as ``getattr`` of its name. Debian 12 has one of these versions.

@@ -20,14 +20,13 @@ import torch
 
 from tierfs.buffers import KEPT_MAX, buffers
 from tierfs.dcp.columns import BytesPlace
-from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart
+from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart, Uploads
 from tierfs.dcp.load.ranges import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.planner import object_loader
 from tierfs.dcp.tensorbytes import has_shared_elements, is_quantized, lacks_quantizer, narrowed, plain_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.device.accelerator import GPU_FAILURES, accelerator_of
-from tierfs.device.upload import Uploads
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import InvalidInputError
 

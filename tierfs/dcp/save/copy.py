@@ -98,7 +98,7 @@ def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for target, source in pairs:
         to, begin, length = target.data_ptr(), source.data_ptr(), target.nbytes
         pieces += [(to + at, begin + at, min(most, length - at)) for at in range(0, length, most)]
-    processors().share_out(lambda piece: _copy(*piece), pieces)
+    processors().share_out(lambda piece: copy_piece(*piece), pieces)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -114,7 +114,7 @@ def _is_its_memory(tensor: torch.Tensor) -> bool:
     return type(tensor) in {torch.Tensor, torch.nn.Parameter} and not lies_nowhere(tensor)
 
 
-def _copy(to: int, begin: int, length: int) -> None:
+def copy_piece(to: int, begin: int, length: int) -> None:
     """Copy bytes from one address to another, without the interpreter's lock."""
     (_memcpy if kernels.active is None else kernels.active.copy)(to, begin, length)
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from tierfs._fork import PerProcess
 from tierfs.device.accelerator import Accelerator, has_accelerator
 from tierfs.device.drain import Gate, drain_of
-from tierfs.device.tier import DeviceTier, Spot
+from tierfs.device.tier import DeviceTier
 from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
@@ -36,6 +36,9 @@ class GpuStaging:
         stage: One of `STAGES`, as for `TierWriter`.
         device: Budget of GPU memory; ``None`` takes the budget of the store's options.
 
+    Attributes:
+        is_asked: Whether the arguments ask for a GPU.
+
     Raises:
         InvalidInputError: An argument is invalid.
     """
@@ -45,13 +48,11 @@ class GpuStaging:
             raise InvalidInputError(f"stage must be one of {', '.join(map(repr, STAGES))}, not {stage!r}")
         self._stage = stage
         self._budget = None if device is None else size_of("device", device)
+        self.is_asked = stage in {"device", "lazy"} or bool(self._budget)
         self._lock = PerProcess(threading.Lock)
         self._tiers: dict[int, DeviceTier] = {}
         self._accelerators: list[Accelerator] = []
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._snapshots: weakref.WeakKeyDictionary[object, Sequence[tuple[Transfer, dict[Any, Spot]]]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._skipped_bytes = 0
 
     def __repr__(self) -> str:
@@ -113,19 +114,6 @@ class GpuStaging:
         """Call `Transfer.fence` of every transfer in flight."""
         for transfer in list(self._transfers):
             transfer.fence()
-
-    def keep(self, save: object, snapshots: Sequence[tuple[Transfer, dict[Any, Spot]]]) -> None:
-        """Remember where a save's items lie in the device tier, until the outcome of the save is known."""
-        if snapshots:
-            with self._lock():
-                self._snapshots[save] = snapshots
-
-    def publish(self, save: object, save_id: str) -> None:
-        """Note that a save was published: a load can roll back to it from now on."""
-        with self._lock():
-            snapshots = self._snapshots.pop(save, ())
-        for transfer, items in snapshots:
-            transfer.publish(save_id, items)
 
     def tell(self, store: Store) -> None:
         """Leave a note on the device tier for ``tierfs status`` in other processes.

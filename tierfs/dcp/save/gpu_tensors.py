@@ -7,16 +7,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 
-from tierfs._fork import renew_in_children
+from tierfs._fork import PerProcess, renew_in_children
 from tierfs.dcp.save.gpu_staging import fall_back_of
-from tierfs.dcp.save.placed import FileRun, Placed
 from tierfs.dcp.save.plan import TensorPlan, plan_of
-from tierfs.dcp.save.shard_file import ShardFile
-from tierfs.dcp.save.streaming import say_waves
+from tierfs.dcp.save.saves import Save, StagedState
+from tierfs.dcp.save.shard_file import FileRun, Placed, ShardFile, say_waves
 from tierfs.device.accelerator import Accelerator, accelerator_of
 from tierfs.device.detached import detached
 from tierfs.device.drain import drain_of
@@ -91,6 +91,103 @@ class Later:
         if self.error is not None:
             raise detached(self.error)
         return [view for view in self.views if view is not None]
+
+
+class LaterState(StagedState):
+    """A staged state some of whose tensors follow: an `Awaited` stands for each of them until the content is read.
+
+    Args:
+        content: Its content.
+        save: The save that it was staged for, if any.
+        file: The shard file that its tensors lie in.
+        later: The staged tensors.
+    """
+
+    def __init__(self, content: Mapping[str, Any], save: Save | None, file: ShardFile, later: Later) -> None:
+        self.later = later
+        self._lock = PerProcess(threading.Lock)
+        self._is_whole = later.ready.is_set()
+        super().__init__(content, save, file, later.result() if self._is_whole else ())
+
+    def wait(self) -> None:
+        """Wait for copies from a GPU.
+
+        If one fails, the save fails when it is planned, so that every rank gets the error.
+        """
+        try:
+            with self._lock():
+                if not self._is_whole:
+                    self.views = self.later.result()
+                    for key, value in dict.items(self):
+                        super().__setitem__(key, _replaced(value))
+                    self._is_whole = True
+            if self.file is not None:
+                self.file.wait_filled()
+        except Exception as error:
+            if self.save is None or self.save.address is not None:
+                raise
+            self.save.failure = detached(error)
+
+    def values(self) -> Any:
+        self.wait()
+        return super().values()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.wait()
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.wait()
+        return super().__getitem__(key)
+
+    def pop(self, *arguments: Any) -> Any:
+        self.wait()
+        return super().pop(*arguments)
+
+    def popitem(self) -> tuple[str, Any]:
+        self.wait()
+        return super().popitem()
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self.wait()
+        return super().setdefault(key, default)
+
+
+ForkingPickler.register(LaterState, LaterState.reduce_for_process)
+
+
+class Awaited:
+    """Stands for a tensor whose memory is not available yet.
+
+    Args:
+        make: Returns the tensor. Called once it is available.
+    """
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._made: Any = None
+
+    def get(self) -> Any:
+        """Return the tensor, the same one each time."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def _replaced(value: Any) -> Any:
+    """Replace stand-ins by their tensors. Dicts and lists are changed in place."""
+    if type(value) is Awaited:
+        return value.get()
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            value[key] = _replaced(inner)
+    elif type(value) is list:
+        value[:] = [_replaced(inner) for inner in value]
+    elif type(value) is tuple:
+        return tuple(_replaced(inner) for inner in value)
+    return value
 
 
 class _GpuPart:

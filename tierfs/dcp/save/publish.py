@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.metadata import encode
+from tierfs.dcp.save.saves import Save
 from tierfs.dcp.torch_format.layout import encode_pickle
 from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import ROOT, SaveMark, turn_of
@@ -49,78 +50,75 @@ class Parts:
         return parts
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """A checkpoint that is about to be published.
-
-    Attributes:
-        store: The store to publish it in.
-        url: Its name in messages.
-        path: Its directory, relative to the store.
-        metadata_path: The path of its metadata.
-        mark: The mark of the save.
-        is_new: Whether nothing was at ``metadata_path`` when the save began.
-        facts: ``kind`` and ``run`` for the `CheckpointNote`, if a training manager saves.
-    """
-
-    store: Store
-    url: str
-    path: str
-    metadata_path: str
-    mark: SaveMark
-    is_new: bool
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-    def spans_hosts(self, parts: Parts) -> bool:
-        """Return whether parts may not be in the object tier yet, and only other hosts can flush them."""
-        return self.store.ack < Level.OBJECT and not parts.hosts <= {host_of(self.store)}
-
-
-def publish_shards(checkpoint: Publication, metadata: Metadata, parts: Parts) -> None:
+def publish_shards(
+    store: Store, path: str, save: Save, metadata: Metadata, parts: Parts, facts: Mapping[str, str]
+) -> SaveMark:
     """Publish shard files.
 
     If the ranks run on several hosts, announce them, to be published when all parts have arrived.
+
+    Args:
+        store: The store to publish in.
+        path: The checkpoint's directory, relative to the store.
+        save: The save, on the coordinator.
+        metadata: As DCP planned it.
+        parts: The results of all ranks.
+        facts: ``kind`` and ``run`` for the `CheckpointNote`, if a training manager saves.
+
+    Returns:
+        The mark of the save.
 
     Raises:
         StoreError, CapacityError, TimeoutError: The checkpoint could not be published.
         ConflictError: A save to the same directory is published that this one may not replace.
     """
-    store, mark = checkpoint.store, checkpoint.mark
-    meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=mark.save_id)
+    mark = _mark_of(save)
+    meta = StorageMeta(checkpoint_id=save.target.url, save_id=mark.save_id)
     complete = replace(metadata, storage_data=parts.places, storage_meta=meta)
-    kind, run = checkpoint.facts.get("kind"), checkpoint.facts.get("run")
+    kind, run = facts.get("kind"), facts.get("run")
     note = CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=parts.files, kind=kind, run=run)
     document = encode(complete, note)
-    if checkpoint.spans_hosts(parts):
-        Commits(store).announce(checkpoint.path, document, mark)
+    if _spans_hosts(store, parts):
+        Commits(store).announce(path, document, mark)
     else:
-        _publish(checkpoint, document, parts)
+        _publish(store, path, save, document, parts)
+    return mark
 
 
-def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) -> None:
-    """Publish archives that torch's own readers can read. Raises as `publish_shards` does.
+def publish_archives(store: Store, path: str, save: Save, metadata: Metadata, parts: Parts) -> SaveMark:
+    """Publish archives that torch's own readers can read. As `publish_shards`.
 
     Raises:
         InvalidInputError: The ranks run on several hosts. This layout cannot wait for the other hosts' parts.
     """
-    if checkpoint.spans_hosts(parts):
+    if _spans_hosts(store, parts):
         raise InvalidInputError(
-            f"{checkpoint.url}: the ranks are on several hosts, and layout='dcp' cannot wait for parts of other hosts: "
-            "save with ack='object'"
+            f"{save.target.url}: the ranks are on several hosts, and layout='dcp' cannot wait for parts of other "
+            "hosts: save with ack='object'"
         )
-    meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=checkpoint.mark.save_id)
-    document = encode_pickle(metadata, parts.places, meta)
-    _publish(checkpoint, document, parts)
+    mark = _mark_of(save)
+    meta = StorageMeta(checkpoint_id=save.target.url, save_id=mark.save_id)
+    _publish(store, path, save, encode_pickle(metadata, parts.places, meta), parts)
+    return mark
 
 
-def _publish(checkpoint: Publication, document: bytes, parts: Parts) -> None:
-    store = checkpoint.store
-    leaves_to_flusher = is_staged(store, checkpoint.metadata_path, store.ack)
+def _mark_of(save: Save) -> SaveMark:
+    assert save.planned is not None, "prepare_global_plan comes first"
+    return save.planned
+
+
+def _spans_hosts(store: Store, parts: Parts) -> bool:
+    """Return whether parts may not be in the object tier yet, and only other hosts can flush them."""
+    return store.ack < Level.OBJECT and not parts.hosts <= {host_of(store)}
+
+
+def _publish(store: Store, path: str, save: Save, document: bytes, parts: Parts) -> None:
+    leaves_to_flusher = is_staged(store, save.metadata_path, store.ack)
     commits = Commits(store)
-    commits.publish(checkpoint.metadata_path, document, checkpoint.mark, is_new=checkpoint.is_new)
-    if is_root(checkpoint.metadata_path) and not leaves_to_flusher:
-        is_all = checkpoint.is_new and bool(parts.files)
-        commits.note_published(checkpoint.path, [*parts.files, ROOT] if is_all else None)
+    commits.publish(save.metadata_path, document, _mark_of(save), is_new=save.is_new)
+    if is_root(save.metadata_path) and not leaves_to_flusher:
+        is_all = save.is_new and bool(parts.files)
+        commits.note_published(path, [*parts.files, ROOT] if is_all else None)
 
 
 def wait_for(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -66,56 +65,51 @@ class Replicas:
 
     def __init__(self) -> None:
         self._items: Mapping[str, WriteItem] = {}
-        self._taken: weakref.WeakKeyDictionary[object, Mapping[str, WriteItem]] = weakref.WeakKeyDictionary()
-        self._open = 0  # the number of saves that left items to other ranks and have an unknown outcome
-        self._failures = 0
+        self._open = 0  # the number of saves that left items to other ranks and were not planned, or not yet
         self._lock = PerProcess(threading.Lock)
 
     def __repr__(self) -> str:
         return f"Replicas({len(self._items)} known)"
 
-    def take(self, save: object) -> Mapping[str, WriteItem]:
-        """Return the items, by FQN, that need not be staged in this save.
+    def take(self) -> Mapping[str, WriteItem]:
+        """Return the items, by FQN, that need not be staged in a save.
 
         The items are forgotten until `learn` records a plan, and saves requested before that stage everything. So a
         wrong assumption about the items makes one save fail, and the next one stages everything. A planner that needs
-        the items of other ranks would make every second save fail. So after `FAILURES_MAX` failures in a row, every
-        save stages everything.
-
-        Args:
-            save: The save. If it is garbage-collected before `learn` is called for it, it counts as failed.
+        the items of other ranks would make every second save fail. So after `FAILURES_MAX` such failures, every save
+        stages everything.
         """
         with self._lock():
-            failed = self._open - len(self._taken)
-            if self._failures < FAILURES_MAX <= self._failures + failed:
+            taken, self._items = self._items, {}
+            if not taken:
+                return {}
+            if self._open == FAILURES_MAX:
                 _logger.warning(
                     "%d saves failed in which ranks left replicas to the ranks that save them: from now on each rank "
                     "copies its whole state, as with stage='all'",
                     FAILURES_MAX,
                 )
-            self._failures += failed
-            taken, self._items = self._items if self._failures < FAILURES_MAX else {}, {}
-            if taken:
-                self._taken[save] = taken
-            self._open = len(self._taken)
-            return taken
+            self._open = min(self._open + 1, FAILURES_MAX + 1)
+            return taken if self._open <= FAILURES_MAX else {}
 
     def learn(
-        self, save: object, offered: Sequence[WriteItem] | None, kept: Iterable[WriteItem], *, has_delegated: bool
+        self,
+        taken: Mapping[str, WriteItem],
+        offered: Sequence[WriteItem] | None,
+        kept: Iterable[WriteItem],
+        *,
+        has_delegated: bool,
     ) -> None:
         """Record the outcome of a plan.
 
         Args:
-            save: The save that was planned.
+            taken: The result of `take` for the save that was planned.
             offered: The items of this rank; ``None`` if the planner said that nothing has changed.
             kept: The items that this rank has to save.
             has_delegated: Whether the plan left items to other ranks.
         """
         with self._lock():
-            taken = self._taken.pop(save, {})
-            self._open -= bool(taken)
-            if has_delegated and self._failures < FAILURES_MAX:
-                self._failures = 0
+            self._open = 0 if has_delegated else max(0, self._open - bool(taken))
         if offered is None:
             self._items = taken
             return

@@ -1,187 +1,123 @@
-"""A save, from the request to a writer until that writer knows the outcome.
+"""A save, from the request to a writer until that writer knows the outcome; and the staged state that it saves.
 
-DCP calls a writer without saying which save a call belongs to, and reports no failures. So a save belongs to the state
-that was staged for it. It runs on the thread that reads this state, or in a process that this thread waits for.
+DCP calls a writer without saying which save a call belongs to, and reports no failures. But it runs a save on one
+thread, and reads the state there before it calls the writer. So reading a `StagedState` tells the thread its save.
 
-`TierWriter.finish` tells the writer of its own rank and process that the save finished. Other writers learn it from the
-metadata, which DCP sends to every rank, and back from another process: unpickling that metadata informs the writer.
+`TierWriter.finish` notes on the coordinator that the save finished. The other ranks get no call after their part is
+stored. They learn it from the metadata, which DCP sends to them: unpickling that metadata ends the save of the thread.
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
 import weakref
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
-from tierfs._fork import PerProcess
 from tierfs.dcp.address import Address
-from tierfs.errors import NotFoundError
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.tensorbytes import holds_shards
+from tierfs.device.detached import detached
+from tierfs.device.tier import Spot
+from tierfs.device.transfer import Transfer
+from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark, metadata_file
 
-
-class Saver(Protocol):
-    """The owner of saves. It is informed about their progress."""
-
-    def handed_over(self) -> Save:
-        """Return a save that goes to another process, and whose state was not staged here."""
-
-    def ended(self, save: Save, url: str | None = None) -> None:
-        """Record that a save finished, and that its metadata is published or announced.
-
-        Args:
-            save: The save, with its mark and its metadata's path.
-            url: The URL of its directory, if another process made it.
-        """
+ALIGN_BYTES = 64
 
 
 @dataclass(eq=False)
 class Save:
-    """One save of one writer on one rank.
+    """One save of one writer on one rank. The writer's methods fill it in, in the order in which DCP calls them.
 
     Attributes:
-        writer: The writer.
-        before: The ids of the writer's finished saves.
+        saves: The writer's saves.
+        failure: Why its state was not staged. Raised when the save is planned.
+        taken: Items that other ranks save, and that were not staged: see `Replicas.take`.
         address: The address that it goes to; ``None`` until it begins.
+        rank: This process's rank in the save.
+        use_collectives: Whether the ranks save together.
+        save_id: The id that this rank proposed.
+        offered: The items of this rank's plan; ``None`` if the planner said that nothing has changed.
+        delegated: The items that this rank leaves to others.
+        planned: On the coordinator, the mark that the save will have.
+        is_new: On the coordinator, whether nothing was at the metadata's path when the save began.
+        snapshots: Where its items lie in the device tier: see `DeviceTier.publish`.
         metadata_path: The path of the checkpoint's metadata; empty until this rank's part is stored.
         mark: The mark of the save; ``None`` until it has finished.
-        token: Its name in the process that hands it over and in the process where it runs; else empty.
-        is_foreign: Whether its state was not staged here, and another process makes it.
-        asked_on: The thread that requested it.
-        failure: Why its state was not staged. Raised when the save is planned.
     """
 
-    writer: weakref.ref[Saver]
-    before: AbstractSet[str] = frozenset()
+    saves: weakref.ref[Saves]
+    failure: Exception | None = None
+    taken: Mapping[str, WriteItem] = field(default_factory=dict)
     address: Address | None = None
+    rank: int = 0
+    use_collectives: bool = True
+    save_id: str = ""
+    offered: Sequence[WriteItem] | None = None
+    delegated: tuple[MetadataIndex, ...] = ()
+    planned: SaveMark | None = None
+    is_new: bool = False
+    snapshots: Sequence[tuple[Transfer, dict[Any, Spot]]] = ()
     metadata_path: str = ""
     mark: SaveMark | None = None
-    token: str = ""
-    is_foreign: bool = False
-    asked_on: int = field(default_factory=threading.get_ident)
-    failure: Exception | None = None
 
-    def end(self, metadata_path: str, mark: SaveMark, url: str | None = None) -> None:
-        """Mark the save as finished, and inform the writer: see `Saver.ended`."""
-        self.metadata_path, self.mark = metadata_path, mark
-        if (writer := self.writer()) is not None:
-            writer.ended(self, url)
+    @property
+    def target(self) -> Address:
+        """The address that it goes to. For a save that has begun."""
+        assert self.address is not None
+        return self.address
 
+    @property
+    def metadata_name(self) -> str:
+        """The name of the file with the metadata."""
+        return metadata_file(None if self.use_collectives else self.rank)
 
-class StagedForSave(Protocol):
-    """The staged state of a save.
-
-    Attributes:
-        save: The save that it was staged for; ``None`` once that has begun.
-    """
-
-    save: Save | None
-
-
-class _Thread(threading.local):
-    staged: weakref.ref[Any] | None = None  # the state that this thread read last, to save it
-    save: Save | None = None  # the save that runs on this thread, or begins next
-
-
-_thread = _Thread()
-_sent: weakref.WeakValueDictionary[str, Save] = weakref.WeakValueDictionary()
-_lock = PerProcess(threading.Lock)
-
-
-def read_here(staged: StagedForSave | None) -> None:
-    """Note that this thread reads a staged state: the save that begins next on this thread is the one of that state."""
-    _thread.staged = weakref.ref(staged) if staged is not None else None
-    # The thread that staged it may read it without saving it. Any other thread reads it to save it. If that fails, the
-    # error may keep the staged state alive, and the thread ends.
-    if staged is not None and staged.save is not None and staged.save.asked_on != threading.get_ident():
-        _thread.save = _taken(staged)
-
-
-def claim(writer: Saver) -> Save | None:
-    """Return the writer's save that belongs to the state this thread read; ``None`` if it has begun already."""
-    staged: StagedForSave | None = _thread.staged() if _thread.staged is not None else None
-    save = _thread.save if staged is None or staged.save is None else _taken(staged)
-    _thread.staged = None
-    if save is None or save.address is not None or save.token or save.writer() is not writer:
-        return None
-    return save
-
-
-def _taken(staged: StagedForSave) -> Save | None:
-    with _lock():
-        save, staged.save = staged.save, None
-    return save
+    def end(self, mark: SaveMark) -> None:
+        """Record that the save finished, and that its metadata is published or announced."""
+        self.mark = mark
+        saves = self.saves()
+        if saves is not None:
+            saves.done = self
+            saves.ended.add(mark.save_id)
+        for transfer, items in self.snapshots:
+            transfer.publish(mark.save_id, items)
+        self.snapshots = ()
 
 
 class Saves:
-    """The saves of one writer on one rank: those in flight, and the last ones. Safe for use by many threads.
-
-    Args:
-        writer: The writer. Not kept alive.
-        here: The writer's `ThreadSave`.
+    """The saves of one writer on one rank. Safe for use by many threads.
 
     Attributes:
         last: The save that was requested last, if any.
         done: The save that finished last, if any.
+        ended: The ids of the finished saves.
     """
 
-    def __init__(self, writer: Saver, here: ThreadSave) -> None:
-        self._writer = weakref.ref(writer)
-        self._here = here
-        self._ended: set[str] = set()  # ids
+    def __init__(self) -> None:
         self.last: Save | None = None
         self.done: Save | None = None
+        self.ended: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"Saves({len(self._ended)} ended)"
+        return f"Saves({len(self.ended)} ended)"
 
     def ask(self) -> Save:
         """Return a new save, requested now."""
-        self._here.save = _thread.save = None  # an earlier save of this thread that has not finished has failed
-        save = self.last = Save(self._writer, self._ended)
+        save = self.last = Save(weakref.ref(self))
         return save
 
-    def begin(self, save: Save | None) -> Save:
-        """Begin a save on this thread; by default one that is requested now."""
-        save = self._here.save = _thread.save = save or self.ask()
-        return save
-
-    def go_on(self) -> Save:
-        """Return the save that runs on this thread, and make it current again.
-
-        A planner may have asked for the level of another save on this thread.
-        """
-        save = self._here.save
-        assert save is not None, "set_up_storage_writer comes first"
-        if save.mark is None:
-            _thread.save = save
-        return save
-
-    def hand_over(self) -> Save:
-        """Return a save that another process makes, and whose state was not staged here.
-
-        If DCP hands it over, it becomes the last requested save.
-        """
-        save = Save(self._writer, self._ended, is_foreign=True)
-        if threading.current_thread() is not threading.main_thread():  # DCP hands saves over on another thread
-            self.last = save
-        return save
-
-    def end(self, save: Save) -> None:
-        """Record that a save finished: here, on the coordinator, or in the process that it was handed to."""
-        self.done = save
-        if save.mark is not None:
-            self._ended.add(save.mark.save_id)
-        if save.is_foreign and save.address is not None:
-            self.last = save
+    def begin(self) -> Save:
+        """Return the save of the state that this thread read last; a new save if that is not a state of this writer."""
+        save, _thread.read = _thread.read, None
+        _thread.stored = None  # an earlier save of this thread that has not finished has failed
+        return save if save is not None and save.saves() is self and save.address is None else self.ask()
 
     def settled(self, where: str) -> Save | None:
         """Return the save that was requested last; ``None`` if there was none. Earlier saves may still be in flight.
@@ -196,55 +132,114 @@ class Saves:
         if save is not None and save.mark is None:
             raise NotFoundError(
                 f"{where}: the last save has not finished in this process: `result()` of its future waits for it, and "
-                "raises its error if it failed",
+                "raises its error if it failed; if another process saves (AsyncCheckpointerType.PROCESS), ask a new "
+                "TierWriter of the checkpoint's URL",
                 path=where,
             )
         return save
 
 
-def reduce_writer(writer: Saver) -> Any:
-    """Reduce a writer that goes to another process, with a token that names its save when the answer comes back."""
-    save = _thread.save = claim(writer) or writer.handed_over()
-    save.token = secrets.token_hex(16)
-    with _lock():
-        _sent[save.token] = save
-    reduced: Any = writer.__reduce_ex__(2)
-    make, arguments, state, *rest = reduced
-    return make, arguments, {**state, "_token": save.token}, *rest
+class _Thread(threading.local):
+    read: Save | None = None  # the save of the staged state that this thread read last
+    stored: Save | None = None  # the save whose part this thread stored last
 
 
-class ThreadSave(threading.local):
-    """One writer's save on one thread: the save that runs or last ran there, and facts given before it begins."""
-
-    save: Save | None = None
-    address: Address | None = None
-    is_reset: bool = False
-    is_coordinator: bool = True
-    rank: int | None = None
-    use_collectives: bool = True
-    save_id: str = ""
-    mark: SaveMark | None = None
-    is_new: bool = False
-    offered: Sequence[WriteItem] | None = None
-    delegated: tuple[MetadataIndex, ...] = ()
-    failure: Exception | None = None
-
-    @property
-    def rank_here(self) -> int:
-        """This process's rank in the save."""
-        if self.rank is not None:
-            return self.rank
-        return int(dist.get_rank()) if dist.is_available() and dist.is_initialized() else 0
-
-    @property
-    def metadata_name(self) -> str:
-        """The name of the file with the metadata."""
-        return metadata_file(None if self.use_collectives else self.rank_here)
+_thread = _Thread()
 
 
-def others_wait() -> bool:
-    """Return whether other ranks wait for this one to plan."""
-    return dist.is_available() and dist.is_initialized() and bool(dist.get_world_size() > 1)
+def forget_read() -> None:
+    """Forget the staged state that this thread read: the state of the next save is read after this."""
+    _thread.read = None
+
+
+def note_stored(save: Save) -> None:
+    """Note that this rank's part is stored: metadata that this thread receives from now on is that of the save."""
+    _thread.stored = save
+
+
+class StagedState(dict[str, Any]):
+    """A staged state dict. For `pickle` and `copy` it is a dict.
+
+    Args:
+        content: Its content.
+        save: The save that it was staged for, if any.
+        file: The shard file that its tensors lie in; ``None`` if nothing was staged, and once another process has it.
+        views: The staged tensors in the content: contiguous, on the CPU, each with a storage of its own. They may be
+            anywhere in it, and be the local parts of DTensors and ShardedTensors.
+    """
+
+    def __init__(
+        self, content: Mapping[str, Any], save: Save | None, file: ShardFile | None, views: Sequence[torch.Tensor] = ()
+    ) -> None:
+        super().__init__(content)
+        self.save = save
+        self.file = file
+        self.views = views
+
+    def wait(self) -> None:
+        """Wait until the content is complete."""
+
+    def items(self) -> Any:
+        """Return the items. DCP calls this first on the state that it saves, on the thread that saves it."""
+        self.wait()
+        if self.save is not None:
+            _thread.read = self.save
+        return super().items()
+
+    def __iter__(self) -> Any:
+        # Defined so that `dict(...)`, `copy` and `**` call `__getitem__` instead of reading the table directly.
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.wait()
+        if self.save is not None and self.save.failure is not None:
+            raise detached(self.save.failure)
+        return dict, (dict(self),)
+
+    def reduce_for_process(self) -> tuple[Any, ...]:
+        """Reduce the state for another process, by a copy in one piece of shared memory.
+
+        torch would send a file descriptor for each tensor. Afterwards the staged tensors are views of that copy, and
+        their room in the ram tier is free.
+        """
+        self.wait()
+        views, file = self.views, self.file
+        if file is not None:
+            file.check_is_held()  # a failure would not reach the other process
+            file.check_arrived()
+            if any(map(holds_shards, views)):
+                raise InvalidInputError(
+                    "a tensor that describes its shards of a larger tensor cannot go to another process: save it with "
+                    "AsyncCheckpointerType.THREAD"
+                )
+            if file.store.tiers is not None:
+                file.store.tiers.counters.say(
+                    "process",
+                    "another process saves the checkpoint, which needs a second copy of the state in shared memory: "
+                    "AsyncCheckpointerType.THREAD, the default, needs none",
+                )
+            _move_to_shared(views)
+            file.abort()
+            self.file = None
+        return self.__reduce__()
+
+
+def _move_to_shared(views: Sequence[torch.Tensor]) -> None:
+    """Move tensors into one new piece of shared memory."""
+    begins = []
+    end = 0
+    for view in views:
+        begins.append(end)
+        end += -(-view.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    shared = torch.UntypedStorage._new_shared(max(end, 1))
+    for view, begin in zip(views, begins, strict=True):
+        raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(shared, begin, (view.nbytes,))
+        raw.copy_(view.reshape(-1).view(torch.uint8))
+        view.set_(raw.view(view.dtype).view(view.shape))
+
+
+# `multiprocessing` calls this; other picklers call `__reduce__`.
+ForkingPickler.register(StagedState, StagedState.reduce_for_process)
 
 
 @dataclass
@@ -268,32 +263,14 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
 
 def _hear(url: str, save_id: str, metadata_path: str, sequence: int) -> SavedMeta:
     """Take the coordinator's message on another rank, on the thread that saves there."""
-    save, mark = _thread.save, SaveMark(sequence, save_id)
+    save = _thread.stored
+    saves = save.saves() if save is not None else None
     if (
         save is not None
+        and saves is not None
         and save.mark is None
         and save.metadata_path == metadata_path
-        and mark.save_id not in save.before
+        and save_id not in saves.ended
     ):
-        save.end(metadata_path, mark)
+        save.end(SaveMark(sequence, save_id))
     return SavedMeta(url, save_id, metadata_path=metadata_path, sequence=sequence)
-
-
-def _send_back(meta: SavedMeta) -> tuple[Any, ...]:
-    save = _thread.save
-    if save is None or save.address is None or save.mark != SaveMark(meta.sequence, meta.save_id):
-        return meta.__reduce__()
-    return _hear_back, (save.token, save.address.url, meta.__reduce__()[1])
-
-
-def _hear_back(token: str, url: str, said: tuple[str, str, str, int]) -> SavedMeta:
-    """Take the message of another process about the save that it was handed, on any thread."""
-    meta = SavedMeta(said[0], said[1], metadata_path=said[2], sequence=said[3])
-    with _lock():
-        save = _sent.get(token)
-    if save is not None:
-        save.end(meta.metadata_path, SaveMark(meta.sequence, meta.save_id), url)
-    return meta
-
-
-ForkingPickler.register(SavedMeta, _send_back)

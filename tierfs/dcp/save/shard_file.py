@@ -7,9 +7,9 @@ their memory, adds items that were not staged, and gives the file its name. So t
 from __future__ import annotations
 
 import enum
-import threading
-import weakref
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +18,7 @@ import torch
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.copy import Batch, copy_tensors
 from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.dcp.save.placed import FileRun, Placed, RunMemory
 from tierfs.dcp.save.plan import PlannedPiece, TensorPlan, TensorRun, described, plan_of, plan_runs, unique
-from tierfs.dcp.save.saves import Save
 from tierfs.device.transfer import BESIDE_TRAINING, Transfer
 from tierfs.digest import CHUNK_BYTES, DigestKind, digests_of
 from tierfs.errors import CapacityError, CorruptionError, StoreError
@@ -32,6 +30,69 @@ from tierfs.units import format_bytes
 
 if TYPE_CHECKING:
     from tierfs.host.slab.segment import Segment
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """A tensor or object in the file.
+
+    Attributes:
+        name: In the header; unique in the file.
+        dtype: The safetensors name of the dtype.
+        shape: Rows first.
+        run: The run that it lies in; ``None`` if it has no bytes.
+        at: Offset in the run, in bytes.
+        length: In bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    run: FileRun | None
+    at: int
+    length: int
+
+
+class FileRun:
+    """A run, and the tensors or objects in it.
+
+    Args:
+        memory: The run.
+        address: The address of its first byte in this process.
+        entries: The header's entries, in order.
+    """
+
+    def __init__(self, memory: Run, address: int, entries: Sequence[HeaderEntry]) -> None:
+        self.memory = memory
+        self.address = address
+        self.entries = entries
+        self._begins: list[int] = []
+        self._placed: list[Placed] = []
+
+    @property
+    def placed(self) -> list[Placed]:
+        """The entries as `Placed`. Made at the first use, because `TierWriter.stage` has no time for it."""
+        if not self._placed:
+            self._placed = [
+                Placed(name, dtype, shape, self, at, length) for name, dtype, shape, at, length in self.entries
+            ]
+        return self._placed
+
+    def find(self, inside: int) -> Placed:
+        """Return the tensor at an offset in the run, in bytes, or else the last one before it."""
+        if not self._begins:
+            self._begins = [entry.at for entry in self.entries]
+        return self.placed[bisect_right(self._begins, inside) - 1]
+
+
+class RunMemory(np.ndarray[Any, Any]):
+    """A run's memory as an array.
+
+    While a tensor is a view of it, it keeps the file alive, and so the memory until it is saved.
+    """
+
+    file: ShardFile
+    run: FileRun
 
 
 class FileState(enum.Enum):
@@ -49,12 +110,10 @@ class ShardFile:
         store: The store that it is saved to.
         gpu: Moves tensors from a GPU.
         private: Use memory of this process alone. Such a file is only read from; it cannot be committed to the store.
-        save: The save that it is staged for. Kept until that save begins.
 
     Attributes:
         store: As given.
         gpu: As given.
-        save: As given; ``None`` once the save has begun.
         state: Open: can be committed. Private: is only read from. Over: was saved or discarded, so its memory may have
             another owner.
         runs: In order.
@@ -62,8 +121,7 @@ class ShardFile:
         transfers: Transfers from GPUs, each with the runs that it fills.
     """
 
-    def __init__(self, store: Store, gpu: GpuStaging, *, private: bool = False, save: Save | None = None) -> None:
-        self.save = save
+    def __init__(self, store: Store, gpu: GpuStaging, *, private: bool = False) -> None:
         self.gpu = gpu
         self.state = FileState.PRIVATE if private else FileState.OPEN
         self.transfers: list[tuple[Transfer, list[FileRun]]] = []
@@ -73,13 +131,10 @@ class ShardFile:
         self._room: int | None = None
         self._used = 0
         self.runs: list[FileRun] = []
-        self._staged: dict[int, FileRun] = {}  # by torch's key for the storages of the tensors in it
         self.names = {METADATA_NAME}
         if not private:
             self._file = StagedFile(store)
             self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // ranks_here()
-        with _lock:
-            _files.add(self)
 
     def wait_filled(self) -> None:
         """Wait until the file holds the bytes of the tensors that were on a GPU. Nothing may be read from it before.
@@ -110,7 +165,6 @@ class ShardFile:
             self.state = FileState.PRIVATE
         self._room = None
         self.runs.clear()
-        self._staged.clear()
         if shared is not None:
             shared.abort()
 
@@ -152,10 +206,10 @@ class ShardFile:
             ]
 
     def views(self, run: TensorRun, placed: FileRun, memory: RunMemory) -> list[torch.Tensor]:
-        """Return the tensors of a run as views of its memory. From now on `find` finds them."""
+        """Return the tensors of a run as views of its memory. From now on `staged_in` finds them."""
         views = run.views(memory)
         for view in views:
-            self._staged[view.untyped_storage()._cdata] = placed
+            view.untyped_storage()._tierfs_memory = memory
         return views
 
     def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Placed]:
@@ -175,27 +229,6 @@ class ShardFile:
             run.entries = entries
             found.update(zip(plan.pieces, run.placed, strict=True))
         return [found[number] for number in range(len(objects))]
-
-    def find(self, tensor: torch.Tensor) -> Placed | None:
-        """Return where the bytes of a tensor lie, if it is contiguous and a view of a tensor that was copied here."""
-        # By its storage, not its address: this file may have the memory of an earlier file whose tensors still exist.
-        run = self._staged.get(tensor.untyped_storage()._cdata)
-        if run is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return None
-        length, at = tensor.nbytes, tensor.data_ptr() - run.address
-        if not length or not 0 <= at < run.memory.length:
-            return None
-        placed = run.find(at)
-        if at + length > placed.at + placed.length:
-            return None
-        dtype, shape = described(tensor.dtype, tensor.shape, length)
-        if (dtype, shape, length) == (placed.dtype, placed.shape, placed.length):
-            return placed
-        return Placed(placed.name, dtype, shape, run, at, length)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor shares memory with one that was copied here."""
-        return tensor.untyped_storage()._cdata in self._staged
 
     def close(self) -> StagedFile:
         """Return the file's memory, to be committed. From now on nothing is added to the file or found in it.
@@ -285,37 +318,46 @@ class ShardFile:
             if self.store.tiers is not None:
                 self.store.tiers.counters["private_copy_bytes"] += sum(map(sum, runs))
             arrays = [np.empty(sum(lengths), np.uint8) for lengths in runs]
-            return [
-                (FileRun(Run(array.data, len(array), []), array.ctypes.data, ()), self._held(array)) for array in arrays
-            ]
-        begun = []
-        for memory in self._file.add_runs(runs, wait=wait):
-            array = np.frombuffer(memory.view, np.uint8)
-            run = FileRun(memory, array.ctypes.data, ())
-            self.runs.append(run)
-            begun.append((run, self._held(array)))
+            return [self._begun(Run(array.data, len(array), []), array) for array in arrays]
+        begun = [
+            self._begun(memory, np.frombuffer(memory.view, np.uint8)) for memory in self._file.add_runs(runs, wait=wait)
+        ]
+        self.runs += [run for run, _ in begun]
         return begun
 
-    def _held(self, memory: np.ndarray[Any, Any]) -> RunMemory:
-        held = memory.view(RunMemory)
-        held.file = self
-        return held
+    def _begun(self, memory: Run, array: np.ndarray[Any, Any]) -> tuple[FileRun, RunMemory]:
+        run, held = FileRun(memory, array.ctypes.data, ()), array.view(RunMemory)
+        held.file, held.run = self, run
+        return run, held
+
+
+def memory_of(tensor: torch.Tensor) -> RunMemory | None:
+    """Return the memory that a tensor was staged in; ``None`` if it was not staged.
+
+    A planner may have made another tensor of a staged one. So the storage, which they share, refers to the memory.
+    """
+    return getattr(tensor.untyped_storage(), "_tierfs_memory", None)
 
 
 def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
     """Return the file that a tensor was staged in, and its place.
 
-    A file that is over counts only if no other matches.
+    ``None`` unless the tensor is contiguous and lies in one staged tensor.
     """
-    with _lock:
-        files = list(_files)
-    over = None
-    for file in files:
-        if (placed := file.find(tensor)) is not None:
-            if file.state is not FileState.OVER:
-                return file, placed
-            over = file, placed
-    return over
+    memory = memory_of(tensor)
+    if memory is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    run, length = memory.run, tensor.nbytes
+    at = tensor.data_ptr() - run.address
+    if not length or not 0 <= at < run.memory.length:
+        return None
+    placed = run.find(at)
+    if at + length > placed.at + placed.length:
+        return None
+    dtype, shape = described(tensor.dtype, tensor.shape, length)
+    if (dtype, shape, length) != (placed.dtype, placed.shape, placed.length):
+        placed = Placed(placed.name, dtype, shape, run, at, length)
+    return memory.file, placed
 
 
 def check_is_held(tensor: torch.Tensor) -> None:
@@ -338,5 +380,9 @@ def changed_on_the_way(run: FileRun) -> CorruptionError:
     )
 
 
-_files: weakref.WeakSet[ShardFile] = weakref.WeakSet()
-_lock = threading.Lock()
+def say_waves(store: Store, error: CapacityError) -> None:
+    """Note that a part goes through the ram tier in waves, and why. Without local tiers nothing is noted."""
+    if store.tiers is not None:
+        store.tiers.counters.fall_back(
+            "waves", "a checkpoint's part does not fit into the ram tier and is stored in several waves: %s", str(error)
+        )

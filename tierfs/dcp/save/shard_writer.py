@@ -1,28 +1,33 @@
-"""Write a rank's items to its shard file."""
+"""Write a rank's items to its shard file.
+
+They are written from the memory where they were staged, or copied there now. A file that does not fit into the ram tier
+is written from front to back instead, so that it passes through in waves.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from tierfs.dcp.save.commit import commit_shard
+from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.gpu_tensors import begin_tensors, snapshots_of
-from tierfs.dcp.save.placed import Placed
-from tierfs.dcp.save.plan import described, unique
+from tierfs.dcp.save.plan import PlannedPiece, cut, described, header, plan_runs, unique
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.save.shard_file import FileState, ShardFile, staged_in
-from tierfs.dcp.save.streaming import StreamPart, object_part, say_waves, stream, tensor_part
-from tierfs.dcp.tensorbytes import refuse_unusual
+from tierfs.dcp.save.shard_file import FileState, Placed, ShardFile, changed_on_the_way, memory_of, say_waves, staged_in
+from tierfs.dcp.tensorbytes import bytes_of, may_be_on_gpu, refuse_unusual
+from tierfs.device.transfer import BESIDE_TRAINING
+from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError
-from tierfs.store import Store
+from tierfs.store import Store, Writer
+from tierfs.store.commit import part_of
 
 Stored: TypeAlias = tuple[int, list[int], list[int]]
-"""A file's length, and the offset and length of each item in it; all in bytes."""
+"""A file's length, the offset of each item in it, and the length of each; all in bytes."""
 
 
 def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging, save: Save) -> Stored:
@@ -32,8 +37,8 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
         store: The store to write to.
         path: Relative to the store; drawn at random.
         items: With their data.
-        gpu: Moves tensors from a GPU, and remembers where the items lie in the device tier.
-        save: The save.
+        gpu: Moves tensors from a GPU.
+        save: The save. It learns where the items lie in the device tier.
 
     Raises:
         StoreError, CapacityError, ConflictError, TimeoutError: The file could not be stored.
@@ -44,15 +49,15 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
     except CapacityError as error:
         say_waves(store, error)
         items = _without_room(store, items)
-        length, begins = stream(store, path, [_part(*item) for item in items])
-        return length, begins, [_length(data) for _, data in items]
+        data = [(item.index.fqn, data.getbuffer() if isinstance(data, io.BytesIO) else data) for item, data in items]
+        return stream(store, path, data)
     items_placed = zip(items, placed, strict=True)
     snapshots = snapshots_of(
         file.transfers,
         ((item.index, data, where) for (item, data), where in items_placed if item.type is not WriteItemType.BYTE_IO),
     )
     length, offsets = commit_shard(file, path, placed)
-    gpu.keep(save, snapshots)
+    save.snapshots = snapshots
     return length, [offsets[id(where)] for where in placed], [where.length for where in placed]
 
 
@@ -76,7 +81,6 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
                 )
         if found is not None and found[0].store is store and file in {None, found[0]}:
             file, placed[number] = found
-            file.save = None  # the save has begun, whichever way its state came here
         else:
             if found is not None:
                 found[0].check_arrived()
@@ -98,11 +102,15 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
 
 def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Placed]:
     """Copy tensors into a file, and return their places."""
-    views = begin_tensors(file, tensors, at_once=True).result()
-    file.wait_filled()
+    if may_be_on_gpu(tensor for _, tensor in tensors):
+        views = begin_tensors(file, tensors, at_once=True).result()
+        file.wait_filled()
+    else:
+        views = file.add_from_host(tensors)
     return [
-        file.find(view)
-        or Placed(unique(name, file.names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
+        found[1]
+        if (found := staged_in(view)) is not None
+        else Placed(unique(name, file.names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
         for view, (name, tensor) in zip(views, tensors, strict=True)
     ]
 
@@ -123,17 +131,177 @@ def _without_room(store: Store, items: Sequence[tuple[WriteItem, Any]]) -> Seque
             file = found[0]
     if file is None:
         return items
-    held = [number for number, data in tensors.items() if file.holds(data)]
+    held = [
+        number for number, data in tensors.items() if (memory := memory_of(data)) is not None and memory.file is file
+    ]
     copies = dict(zip(held, file.private_copies([tensors[number] for number in held]), strict=True))
     file.abort()
     return [(item, copies.get(number, data)) for number, (item, data) in enumerate(items)]
 
 
-def _part(item: WriteItem, data: Any) -> StreamPart:
-    if item.type is WriteItemType.BYTE_IO:
-        return object_part(item.index.fqn, data.getbuffer())
-    return tensor_part(item.index.fqn, data)
+def stream(store: Store, path: str, items: Sequence[tuple[str, torch.Tensor | memoryview]]) -> Stored:
+    """Write a shard file from front to back. At most one tensor is copied at a time.
+
+    Args:
+        store: The store to write to.
+        path: Relative to the store; drawn at random.
+        items: Dense tensors on any device, and the bytes of objects, with their names. In the order of the file.
+
+    Raises:
+        StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
+    """
+    entries, names, at = [], {METADATA_NAME}, 0
+    for name, data in items:
+        length = data.nbytes
+        dtype, shape = (
+            described(data.dtype, data.shape, length) if isinstance(data, torch.Tensor) else ("U8", (length,))
+        )
+        entries.append(HeaderEntry(unique(name, names), dtype, shape, at, length))
+        at += length
+    head = header(entries)
+    writer = Writer(store, path, metadata=part_of(store), is_new=True)
+    try:
+        writer.write(head)
+        for _, data in items:
+            if data.nbytes:
+                writer.write(bytes_of(data) if isinstance(data, torch.Tensor) else data)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    return len(head) + at, [len(head) + entry.at for entry in entries], [entry.length for entry in entries]
 
 
-def _length(data: Any) -> int:
-    return len(data.getbuffer()) if isinstance(data, io.BytesIO) else int(data.numel() * data.element_size())
+def commit_shard(file: ShardFile, path: str, wanted: Sequence[Placed]) -> tuple[int, dict[int, int]]:
+    """Publish a shard file under a name. Runs that hold no wanted part are left out.
+
+    Afterwards the file is over, even if this fails.
+
+    Args:
+        file: An open shard file.
+        path: Relative to the file's store; drawn at random.
+        wanted: The parts that the checkpoint refers to.
+
+    Returns:
+        The file's length, and the offset of each wanted part in the file, by the part's ``id``; both in bytes.
+
+    Raises:
+        StoreError, CorruptionError: A copy from a GPU failed. The message says why.
+        TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
+    """
+    memory = file.close()
+    lies = _without_the_rest(file, wanted)
+    needed = {id(placed.run) for placed in lies.values() if placed.run is not None}
+    runs = [run for run in file.runs if id(run) in needed]
+    # Without local tiers, sealing hashes nothing.
+    seals_alike = file.store.tiers is not None and file.store.descriptor.digest_kind is DigestKind.XXH3_128
+    # The digests of the other runs are compared when these are sealed.
+    used = {id(placed.run) for placed in wanted}
+    file.check_arrived([run for run in file.runs if id(run) in used and not (seals_alike and id(run) in needed)])
+    # Seal first, so that the flusher can begin: making the header takes a while.
+    # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
+    memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else None)
+    if seals_alike:
+        _check_arrived(file)
+    begins: dict[int, int] = {}
+    end = 0
+    for run in runs:
+        begins[id(run)] = end
+        end += run.memory.length
+    other = _seen_otherwise(placed for placed in lies.values() if placed.run is not None)
+    entries = [
+        HeaderEntry(
+            placed.name,
+            *other.get(id(placed), (placed.dtype, placed.shape)),
+            begins[id(run)] + placed.at,
+            placed.length,
+        )
+        for run in runs
+        for placed in run.placed
+    ]
+    entries += [
+        HeaderEntry(placed.name, placed.dtype, placed.shape, end, 0) for placed in lies.values() if placed.run is None
+    ]
+    head = header(entries)
+    (first,) = memory.add_runs([cut(len(head))])
+    first.view[:] = head
+    memory.seal([first])
+    memory.commit(path, [first, *(run.memory for run in runs)], metadata=part_of(file.store), is_new=True)
+    offsets = {
+        number: len(head) + (begins[id(placed.run)] + placed.at if placed.run is not None else end)
+        for number, placed in lies.items()
+    }
+    return len(head) + end, offsets
+
+
+def _check_arrived(file: ShardFile) -> None:
+    """Check that the bytes that were hashed on a GPU equal the bytes that were sealed in host memory.
+
+    Raises:
+        CorruptionError: The bytes changed in transfer.
+    """
+    for transfer, runs in file.transfers:
+        for run, digests in zip(runs, transfer.digests, strict=False):
+            sealed = run.memory.digests()
+            if any(there not in {b"", here} for here, there in zip(digests, sealed, strict=True)):
+                raise changed_on_the_way(run)
+
+
+def _without_the_rest(file: ShardFile, wanted: Sequence[Placed]) -> dict[int, Placed]:
+    """Return the place of each wanted part, by its ``id``, after packing mixed runs again without the unwanted parts.
+
+    Unwanted parts are replicas that another rank saves. If there is no room to pack again, they stay in the file.
+    """
+    lies = {id(placed): placed for placed in wanted}
+    places = {(id(placed.run), placed.at) for placed in wanted}
+    mixed = {id(run) for run in file.runs if any((id(run), placed.at) not in places for placed in run.placed)}
+    sources = [placed for placed in lies.values() if id(placed.run) in mixed]
+    plans = plan_runs([PlannedPiece(source.name, source.dtype, source.length) for source in sources])
+    try:
+        packed = file.begin_runs([plan.lengths for plan in plans], wait=False)
+    except CapacityError as error:
+        if file.store.tiers is not None:
+            file.store.tiers.counters.fall_back(
+                "kept_replicas",
+                "this rank also stores tensors that another rank saves, for lack of room to leave them out: %s",
+                error,
+            )
+        return lies
+    names: set[str] = set()
+    for plan, (run, _) in zip(plans, packed, strict=True):
+        entries: list[HeaderEntry] = []
+        at = 0
+        for source in map(sources.__getitem__, plan.pieces):
+            assert source.run is not None
+            run.memory.view[at : at + source.length] = source.run.memory.view[source.at : source.at + source.length]
+            name = source.name if source.name not in names else unique(source.name, file.names)
+            names.add(name)
+            entries.append(HeaderEntry(name, source.dtype, source.shape, at, source.length))
+            at += source.length
+        run.entries = entries
+        lies.update((id(sources[number]), placed) for number, placed in zip(plan.pieces, run.placed, strict=True))
+    return lies
+
+
+def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape, by the ``id`` of the staged part, of tensors that are saved with others than when staged.
+
+    A planner may reshape a tensor, or view its bits as another dtype. If the saved views of one tensor disagree, the
+    header describes it as bytes.
+    """
+    seen: dict[int, tuple[Placed, list[Placed]]] = {}
+    for placed in wanted:
+        assert placed.run is not None
+        staged = placed.run.find(placed.at)
+        seen.setdefault(id(staged), (staged, []))[1].append(placed)
+    found = {}
+    for number, (staged, takes) in seen.items():
+        if all(take is staged for take in takes):
+            continue
+        dtypes = {take.dtype for take in takes}
+        shapes = {take.shape for take in takes if take.length == staged.length}
+        if len(dtypes) == 1 and len(shapes) == 1:
+            found[number] = dtypes.pop(), shapes.pop()
+        elif dtypes != {staged.dtype} or shapes:
+            found[number] = "U8", (staged.length,)
+    return found

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tierfs.dcp.checked import INTEGER_MAX, is_file_name
 from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.document import INTEGER_MAX, is_file_name
 from tierfs.dcp.metadata import PATH_PARTS_MAX
-from tierfs.dcp.torch_format.names import LAYOUTS
+from tierfs.dcp.tensorbytes import LAYOUTS
 from tierfs.dcp.torch_format.unpickler import Record, unpickle
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
 

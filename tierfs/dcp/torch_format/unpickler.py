@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS
+from tierfs.dcp.tensorbytes import DTYPES, LAYOUTS
 from tierfs.errors import CorruptionError, InvalidInputError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
