@@ -86,28 +86,14 @@ def test_a_checkpoint_of_torch_is_loaded_after_install(root):
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_asynchronous_save_holds_what_was_there_when_it_was_asked_for(root):
+def test_the_writer_stages_an_asynchronous_save(root, monkeypatch):
+    monkeypatch.delattr(state_dict_saver, "DefaultStager")
     saved = state(2.0)
     future = dcp.async_save(saved, checkpoint_id=f"{root}/step_2")
     saved["weight"].fill_(-1)
     future.result()
     assert is_ours(f"{root}/step_2")
     assert torch.equal(load(f"{root}/step_2")["weight"], state(2.0)["weight"])
-
-
-@pytest.mark.usefixtures("installed")
-def test_an_asynchronous_save_is_staged_by_the_writer(root, monkeypatch):
-    monkeypatch.delattr(state_dict_saver, "DefaultStager")
-    dcp.async_save(state(), checkpoint_id=f"{root}/step_3").result()
-    assert is_ours(f"{root}/step_3")
-
-
-@pytest.mark.usefixtures("installed")
-def test_saving_without_collectives_leaves_metadata_of_each_rank(root):
-    dcp.save(state(), checkpoint_id=f"{root}/alone", use_collectives=False, no_dist=True)
-    fs, path = fsspec.url_to_fs(f"{root}/alone")
-    assert [name for name in fs.ls(path, detail=False) if name.endswith("metadata")] == [f"{path}/__0.metadata"]
-    assert load(f"{root}/alone")["step"] == 7
 
 
 class Trusting(dcp.DefaultLoadPlanner):

@@ -382,27 +382,6 @@ def test_a_state_staged_for_one_store_saves_to_another(url, tmp_path):
     assert not fs.exists(path)
 
 
-def test_a_save_that_has_not_come_to_its_end_is_not_waited_for(url, monkeypatch):
-    writer, go_on, close = TierWriter(url, **OPTIONS), threading.Event(), ShardFile.close
-
-    def wait_and_close(file):
-        assert go_on.wait(20)
-        return close(file)
-
-    monkeypatch.setattr(ShardFile, "close", wait_and_close)
-    saving = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1")
-    try:
-        for _ in range(3):
-            with pytest.raises(NotFoundError, match="has not finished in this process"):
-                writer.wait("object", timeout=30)
-    finally:
-        go_on.set()
-    saving.result()
-    writer.wait("object", timeout=30)
-    dcp.save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2")
-    writer.wait("object", timeout=30)
-
-
 def check_refused(writer):
     for ask in (lambda: writer.wait("object", timeout=30), writer.ack):
         with pytest.raises(NotFoundError, match="has not finished in this process"):
@@ -414,7 +393,7 @@ def check_reached(writer):
     assert writer.ack() == "object"
 
 
-HELD_AT = ["set_up_planner", "create_local_plan", "resolve_data"]
+HELD_AT = ["set_up_planner", "resolve_data"]
 
 
 @pytest.mark.parametrize("step", HELD_AT)
@@ -1010,22 +989,6 @@ def test_a_shard_file_is_a_safetensors_file(url, tmp_path):
         assert file.get_slice("embedding")[5:6].shape == (1, 500)
 
 
-def test_the_old_checkpoint_is_there_until_the_new_one_is_whole(url, monkeypatch):
-    writer = TierWriter(url, **OPTIONS)
-    dcp.save(state(1), storage_writer=writer)
-
-    def fail(*_, **__):
-        raise RuntimeError("the coordinator died")
-
-    with monkeypatch.context() as dying:
-        dying.setattr(TierWriter, "finish", fail)
-        with pytest.raises(dcp.api.CheckpointException, match="the coordinator died"):
-            dcp.save(state(2), storage_writer=writer)
-    assert same(loaded(url, state(1)), state(1))
-    dcp.save(state(3), storage_writer=writer)
-    assert same(loaded(url, state(3)), state(3))
-
-
 def test_a_checkpoint_is_not_replaced_against_the_users_will(url):
     dcp.save(state(1), storage_writer=TierWriter(url, overwrite=False, **OPTIONS))
     with pytest.raises(dcp.api.CheckpointException, match=r"Checkpoint already exists.*holds a checkpoint"):
@@ -1240,9 +1203,8 @@ def test_room_that_did_not_come_for_the_copy_is_not_waited_for_by_the_save(url, 
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
-@pytest.mark.parametrize("nvme", ["0", "64MiB"])
-def test_a_ram_tier_that_is_too_small_for_a_chunk_is_passed_by(url, tmp_path, how, nvme, caplog):
-    options = {"ram": "4MiB", "nvme": nvme, "state_dir": str(tmp_path / "small"), "timeout": 20}
+def test_a_ram_tier_that_is_too_small_for_a_chunk_is_passed_by(url, tmp_path, how, caplog):
+    options = {"ram": "4MiB", "nvme": "64MiB", "state_dir": str(tmp_path / "small"), "timeout": 20}
     writer = TierWriter(url, **options)
     saved = {"large": noise(5 << 20), "small": noise(20), "step": 7}
     future = getattr(dcp, how)(copy.deepcopy(saved), storage_writer=writer)

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tierfs.device.detached import detached
 from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
 from tierfs.errors import CapacityError, NotFoundError
+from tierfs.gc_pause import detached
 
 
 class Formatted(RuntimeError):

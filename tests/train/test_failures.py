@@ -29,7 +29,7 @@ def failing(monkeypatch):
     write = RunWriter.write_data
 
     def write_data(self, plan, planner):
-        if int(self._here.url.rpartition("_")[2]) in steps:
+        if int(self.running.target.url.rpartition("_")[2]) in steps:
             raise StoreError("the disk is full")
         return write(self, plan, planner)
 

@@ -26,15 +26,13 @@ from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.replicas import Delegated, Replicas, delegated_by, split
 from tierfs.dcp.save.saves import Save, SavedMeta, Saves, StagedState, forget_read, note_stored
 from tierfs.dcp.save.shard_file import ShardFile, say_waves
-from tierfs.dcp.save.shard_writer import write_shard
+from tierfs.dcp.save.shard_writer import SUFFIX, write_archives, write_shard
 from tierfs.dcp.stager import stage
-from tierfs.dcp.torch_format.layout import SUFFIX, write_archives
-from tierfs.device.detached import detached
 from tierfs.device.drain import Gate
 from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark, metadata_file
 from tierfs.format.keys import inside
-from tierfs.gc_pause import Uncollected
+from tierfs.gc_pause import Uncollected, detached
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, status
 from tierfs.store.commit import Commits
@@ -55,12 +53,6 @@ class _WriterThread(threading.local):
     address: Address | None = None
     save_id: str = ""
     save: Save | None = None
-
-    @property
-    def begun(self) -> Save:
-        """The save that runs on this thread."""
-        assert self.save is not None, "set_up_storage_writer comes first"
-        return self.save
 
 
 class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are untyped here
@@ -158,6 +150,13 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._here = _WriterThread()
         self._saves = Saves()
         self._staged_on: int | None = None  # id of the thread that called `stage` last
+
+    @property
+    def running(self) -> Save:
+        """The save that runs on this thread. For subclasses."""
+        save = self._here.save
+        assert save is not None, "set_up_storage_writer comes first"
+        return save
 
     @property
     def checkpoint_id(self) -> str:
@@ -268,7 +267,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             Exception: This rank's state was not staged, for this reason.
             InvalidInputError: torch's planner does not know the dtype of a tensor. It would fail without its name.
         """
-        save = self._here.begun
+        save = self.running
         if (failure := save.failure) is not None:
             save.failure = None
             raise failure
@@ -285,7 +284,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 new one.
             InvalidInputError: No plan holds a tensor that a rank left to others.
         """
-        save = self._here.begun
+        save = self.running
         store, path = save.target.open(write=True)
         metadata_path = inside(path, save.metadata_name)
         checks.check_free(
@@ -309,7 +308,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 names it.
         """
         end_planning()
-        save = self._here.begun
+        save = self.running
         store, path = save.target.open(write=True)
         # This rank does not store these items. The coordinator checks that another rank does.
         results = [WriteResult(index, 0, None) for index in save.delegated or delegated_by(plan)]
@@ -352,7 +351,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: No rank saved a tensor that ranks left to each other.
             ConflictError: Another save to the same directory is published, which this one did not see when it began.
         """
-        save = self._here.begun
+        save = self.running
         store, path = save.target.open(write=True)
         metadata.version = filesystem.CURRENT_DCP_VERSION  # written and, as with torch's writers, returned
         parts = publish.Parts.of(result for rank in results for result in rank)

@@ -27,12 +27,12 @@ import torch
 from tierfs import digest
 from tierfs._fork import renew_in_children
 from tierfs.device.accelerator import GPU_FAILURES, Accelerator, Event, as_bytes
-from tierfs.device.detached import detached
 from tierfs.device.digests import DIGEST_BYTES, cut_blocks
 from tierfs.device.drain import Drain
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import InvalidInputError, StoreError
+from tierfs.gc_pause import detached
 from tierfs.threads import processors
 
 SMALL_BYTES = 1 << 20

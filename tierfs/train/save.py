@@ -45,9 +45,8 @@ class RunWriter(TierWriter):
     notes: Callable[[str], None] | None = None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._save.mark is not None, "prepare_global_plan comes first"
         if self.notes is not None:
-            self.notes(self._save.mark.save_id)
+            self.notes(self.running.save_id)
         super().finish(metadata, results)
 
 

@@ -7,16 +7,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import tierfs
-from tierfs.dcp import TierWriter
-from tierfs.dcp.save import gpu_tensors
+from tierfs.dcp.address import Address
+from tierfs.dcp.save import gpu_staging
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.shard_file import ShardFile
 
 
 def test_the_segments_of_a_file_are_registered_whole(tmp_path, monkeypatch):
     tierfs.init(f"file://{tmp_path}/store")
-    writer = TierWriter(f"tierfs::file://{tmp_path}/store/ck", ram="64MiB", nvme="0")
-    file = ShardFile(writer._address.open(write=True)[0], GpuStaging("ram", None))
+    options = {"ram": "64MiB", "nvme": "0"}
+    store, _ = Address.of(f"tierfs::file://{tmp_path}/store/ck", options).open(write=True)
+    file = ShardFile(store, GpuStaging("ram", None))
     file.add_from_host([("a", torch.ones(1 << 18))])
     registered = {}
 
@@ -24,8 +25,8 @@ def test_the_segments_of_a_file_are_registered_whole(tmp_path, monkeypatch):
         def add(self, key, memory, is_used, _fall_back):
             registered[key] = memory(), is_used()
 
-    monkeypatch.setattr(gpu_tensors, "drain_of", lambda _accelerator: SimpleNamespace(pins=Pins()))
-    gpu_tensors._pin(file, None)
+    monkeypatch.setattr(gpu_staging, "drain_of", lambda _accelerator: SimpleNamespace(pins=Pins()))
+    gpu_staging.pin(file, None)
     (segment,) = file.segments()
     memory, is_used = registered.pop(segment.id)
     assert (len(memory), memory.readonly, is_used) == (segment.size, False, True)

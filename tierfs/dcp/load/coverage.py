@@ -131,26 +131,31 @@ def gaps_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> list[Region] | N
     """
     full = [box for box in boxes if 0 not in box[1]]
     try:
-        return list(_gaps(full, shape, 0, _Work(WORK_MIN + WORK_PER_BOX * len(full))))
-    except _TooMuchWorkError:
+        return list(_gaps(full, shape, 0, Bound(WORK_MIN + WORK_PER_BOX * len(full), "there are too many gaps")))
+    except ValueError:
         return None
 
 
-class _TooMuchWorkError(Exception):
-    pass
+class Bound:
+    """Limits how often an untrusted document makes a routine repeat itself.
 
+    Args:
+        count: The number of steps in total.
+        problem: The message of the error.
+    """
 
-class _Work:
-    def __init__(self, left: int) -> None:
-        self._left = left
+    def __init__(self, count: int, problem: str) -> None:
+        self._left = count
+        self._problem = problem
 
     def take(self, count: int) -> None:
+        """Note steps. Raises `ValueError` if there are too many."""
         self._left -= count
         if self._left < 0:
-            raise _TooMuchWorkError
+            raise ValueError(self._problem)
 
 
-def _gaps(boxes: Iterable[Region], shape: tuple[int, ...], axis: int, work: _Work) -> Iterator[Region]:
+def _gaps(boxes: Iterable[Region], shape: tuple[int, ...], axis: int, work: Bound) -> Iterator[Region]:
     """Yield the gaps in the dimensions from ``axis`` on."""
     waiting = sorted(boxes, key=lambda box: box[0][axis] if axis < len(shape) else 0, reverse=True)
     if not waiting:

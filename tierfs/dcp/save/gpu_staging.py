@@ -6,16 +6,17 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tierfs._fork import PerProcess
 from tierfs.device.accelerator import Accelerator, has_accelerator
 from tierfs.device.drain import Gate, drain_of
-from tierfs.device.tier import DeviceTier
+from tierfs.device.tier import DeviceTier, Spot
 from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
@@ -24,6 +25,9 @@ from tierfs.host.slab.table.table import DATA_STATES, SlotKind
 from tierfs.session.settings import size_of
 from tierfs.store import Store
 from tierfs.store.status import leave_note
+
+if TYPE_CHECKING:
+    from tierfs.dcp.save.shard_file import FileRun, Placed, ShardFile
 
 STAGES = ("auto", "device", "lazy", "ram", "all")
 _logger = logging.getLogger("tierfs.dcp")
@@ -206,3 +210,43 @@ def fall_back_of(store: Store) -> Callable[[str, str], None]:
         return lambda _, text: _logger.warning("%s", text)
     counters = tiers.counters
     return lambda what, text: counters.fall_back(what, "%s", text)
+
+
+def pin(file: ShardFile, accelerator: Accelerator) -> None:
+    """Register the segments of a file with the GPU. Called during a turn of the GPU's drain."""
+    pins = drain_of(accelerator).pins
+    for segment in file.segments():
+        pins.add(segment.id, segment.whole, _use_of(segment), fall_back_of(file.store))
+
+
+def _use_of(segment: Any) -> Callable[[], bool]:
+    reference = weakref.ref(segment)
+
+    def is_used() -> bool:
+        found = reference()
+        return found is not None and found.owned and not found.retired
+
+    return is_used
+
+
+def snapshots_of(
+    transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Placed]]
+) -> list[tuple[Transfer, dict[Any, Spot]]]:
+    """Return, for each snapshot in the device tier, where items lie in it, by the item's key.
+
+    Args:
+        transfers: See `ShardFile`.
+        items: Key, tensor and place in the file of each item.
+    """
+    begins = {
+        id(run): (transfer, begin)
+        for transfer, runs in transfers
+        if transfer.generation is not None
+        for run, begin in zip(runs, transfer.offsets, strict=True)
+    }
+    found: dict[Transfer, dict[Any, Spot]] = {}
+    for key, tensor, placed in items:
+        transfer, begin = begins.get(id(placed.run), (None, 0))
+        if transfer is not None and transfer.generation is not None and placed.length == tensor.nbytes:
+            found.setdefault(transfer, {})[key] = Spot(begin + placed.at, tensor.dtype, tensor.shape)
+    return list(found.items())

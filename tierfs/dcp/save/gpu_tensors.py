@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -13,16 +12,14 @@ from typing import Any
 import torch
 
 from tierfs._fork import PerProcess, renew_in_children
-from tierfs.dcp.save.gpu_staging import fall_back_of
+from tierfs.dcp.save.gpu_staging import pin
 from tierfs.dcp.save.plan import TensorPlan, plan_of
 from tierfs.dcp.save.saves import Save, StagedState
-from tierfs.dcp.save.shard_file import FileRun, Placed, ShardFile, say_waves
+from tierfs.dcp.save.shard_file import FileRun, ShardFile, say_waves
 from tierfs.device.accelerator import Accelerator, accelerator_of
-from tierfs.device.detached import detached
-from tierfs.device.drain import drain_of
-from tierfs.device.tier import Spot
 from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer
 from tierfs.errors import CapacityError, StoreError
+from tierfs.gc_pause import detached
 from tierfs.threads import start_daemon
 
 _logger = logging.getLogger("tierfs.dcp")
@@ -247,7 +244,7 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
     try:
         for accelerator, numbers in devices.values():
             plan = plan_of([tensors[number] for number in numbers])
-            transfer = file.gpu.transfer(accelerator, file.store, partial(_pin, file, accelerator), at_once=at_once)
+            transfer = file.gpu.transfer(accelerator, file.store, partial(pin, file, accelerator), at_once=at_once)
             job = _GpuPart(transfer, plan, numbers)
             jobs.append(job)
             # First, so that the GPU copies while this thread does the rest.
@@ -358,43 +355,3 @@ def _by_accelerator(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Mapping
         else:
             devices.setdefault(id(accelerator), (accelerator, []))[1].append(number)
     return host, devices
-
-
-def _pin(file: ShardFile, accelerator: Accelerator) -> None:
-    """Register the segments of a file with the GPU. Called during a turn of the GPU's drain."""
-    pins = drain_of(accelerator).pins
-    for segment in file.segments():
-        pins.add(segment.id, segment.whole, _use_of(segment), fall_back_of(file.store))
-
-
-def _use_of(segment: Any) -> Callable[[], bool]:
-    reference = weakref.ref(segment)
-
-    def is_used() -> bool:
-        found = reference()
-        return found is not None and found.owned and not found.retired
-
-    return is_used
-
-
-def snapshots_of(
-    transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Placed]]
-) -> list[tuple[Transfer, dict[Any, Spot]]]:
-    """Return, for each snapshot in the device tier, where items lie in it, by the item's key.
-
-    Args:
-        transfers: See `ShardFile`.
-        items: Key, tensor and place in the file of each item.
-    """
-    begins = {
-        id(run): (transfer, begin)
-        for transfer, runs in transfers
-        if transfer.generation is not None
-        for run, begin in zip(runs, transfer.offsets, strict=True)
-    }
-    found: dict[Transfer, dict[Any, Spot]] = {}
-    for key, tensor, placed in items:
-        transfer, begin = begins.get(id(placed.run), (None, 0))
-        if transfer is not None and transfer.generation is not None and placed.length == tensor.nbytes:
-            found.setdefault(transfer, {})[key] = Spot(begin + placed.at, tensor.dtype, tensor.shape)
-    return list(found.items())

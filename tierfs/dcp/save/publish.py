@@ -12,7 +12,7 @@ from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.metadata import encode
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.torch_format.layout import encode_pickle
+from tierfs.dcp.torch_format.metadata import encode_pickle
 from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import ROOT, SaveMark, turn_of
 from tierfs.host.pending.levels import Level

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tierfs.dcp.address import Address
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.tensorbytes import holds_shards
-from tierfs.device.detached import detached
 from tierfs.device.tier import Spot
 from tierfs.device.transfer import Transfer
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark, metadata_file
+from tierfs.gc_pause import detached
 
 ALIGN_BYTES = 64
 

@@ -1,4 +1,4 @@
-"""Write a rank's items to its shard file.
+"""Write a rank's items to its shard file: in tierfs's layout, or as archives that torch's own readers load.
 
 They are written from the memory where they were staged, or copied there now. A file that does not fit into the ram tier
 is written from front to back instead, so that it passes through in waves.
@@ -11,15 +11,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
-from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.dcp.save.gpu_tensors import begin_tensors, snapshots_of
+from tierfs.dcp.save.gpu_staging import GpuStaging, snapshots_of
+from tierfs.dcp.save.gpu_tensors import begin_tensors
 from tierfs.dcp.save.plan import PlannedPiece, cut, described, header, plan_runs, unique
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import FileState, Placed, ShardFile, changed_on_the_way, memory_of, say_waves, staged_in
 from tierfs.dcp.tensorbytes import bytes_of, may_be_on_gpu, refuse_unusual
+from tierfs.dcp.torch_format.streams import SaveSink
 from tierfs.device.transfer import BESIDE_TRAINING
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError
@@ -305,3 +307,56 @@ def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int,
         elif dtypes != {staged.dtype} or shapes:
             found[number] = "U8", (staged.length,)
     return found
+
+
+SUFFIX = filesystem.DEFAULT_SUFFIX
+
+
+def write_archives(
+    store: Store, path: str, items: Sequence[torch.Tensor | io.BytesIO]
+) -> tuple[int, list[int], list[int]]:
+    """Write tensors and serialised objects as one file, from front to back, at the store's level.
+
+    Args:
+        store: The store to write to.
+        path: Relative to the store; drawn at random.
+        items: Tensors on any device. At most one tensor is copied at a time.
+
+    Returns:
+        The file's length, and the offset and the length of each item; all in bytes.
+
+    Raises:
+        StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
+    """
+    begins, sizes = [], []
+    writer = Writer(store, path, is_new=True)
+    try:
+        for item in items:
+            begins.append(writer.length)
+            if isinstance(item, io.BytesIO):
+                writer.write(item.getbuffer())
+            else:
+                _save_tensor(item, SaveSink(writer))
+            sizes.append(writer.length - begins[-1])
+        length = writer.length
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    return length, begins, sizes
+
+
+def _save_tensor(tensor: torch.Tensor, sink: SaveSink) -> None:
+    try:
+        torch.save(_alone(tensor), sink)
+    except Exception:
+        if sink.error is not None:
+            raise sink.error from None
+        raise
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose storage holds only its elements, because ``torch.save`` writes the whole storage."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    is_alone = plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
+    return plain if is_alone else plain.clone(memory_format=torch.contiguous_format)

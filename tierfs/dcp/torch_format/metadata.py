@@ -1,13 +1,15 @@
-"""Read the metadata of checkpoints that torch's own writers made: `FileSystemWriter` and `FsspecWriter`."""
+"""Read and write the metadata of torch's own writers, `FileSystemWriter` and `FsspecWriter`: a pickle."""
 
 from __future__ import annotations
 
+import pickle
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.document import INTEGER_MAX, is_file_name
+from tierfs.dcp.load.coverage import Bound
 from tierfs.dcp.metadata import PATH_PARTS_MAX
 from tierfs.dcp.tensorbytes import LAYOUTS
 from tierfs.dcp.torch_format.unpickler import Record, unpickle
@@ -33,6 +36,13 @@ class StockPlace(BytesPlace):
     """The place of the archive or safetensors file that holds one tensor, not of the tensor's bare bytes."""
 
 
+def encode_pickle(metadata: Metadata, places: Mapping[MetadataIndex, BytesPlace], meta: StorageMeta) -> bytes:
+    """Return the content that torch's writers put into ``.metadata``."""
+    stored = {index: filesystem._StorageInfo(place.file, place.at, place.length) for index, place in places.items()}
+    complete = replace(metadata, storage_data=stored, storage_meta=meta)
+    return pickle.dumps(complete)
+
+
 def decode_pickle(data: bytes, where: str) -> Any:
     """Return torch's `Metadata` from a stock ``.metadata``: objects have a `BytesPlace`, chunks a `StockPlace`.
 
@@ -41,7 +51,9 @@ def decode_pickle(data: bytes, where: str) -> Any:
         CorruptionError: The metadata is damaged.
     """
     root = unpickle(data, where)
-    room = _Room(len(data))
+    # A pickle that refers to a long list many times would expand far beyond its length. Each number, name and chunk takes
+    # bytes of the pickle if torch wrote it.
+    room = Bound(len(data), "it refers to the same data more often than torch would")
     try:
         if not isinstance(root, Record) or root.kind != "Metadata":
             raise ValueError("it holds no metadata")
@@ -77,23 +89,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
     return metadata
 
 
-class _Room:
-    """Limits the size of the result: a pickle that refers to a long list many times would expand far beyond its length.
-
-    Args:
-        count: The number of numbers, names and chunks in total. Each takes bytes of the pickle if torch wrote it.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._left = count
-
-    def take(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
-            raise ValueError("it refers to the same data more often than torch would")
-
-
-def _item(item: Any, room: _Room) -> Any:
+def _item(item: Any, room: Bound) -> Any:
     if not isinstance(item, Record) or item.kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
         raise ValueError(f"{reprlib.repr(item)} describes neither a tensor nor an object")
     if item.kind == "BytesStorageMetadata":
@@ -124,13 +120,13 @@ def _item(item: Any, room: _Room) -> Any:
 
 def _place(info: Any, kind: type[BytesPlace]) -> BytesPlace:
     file = _text(_member(info, "_StorageInfo", "relative_path"))
-    at, length = _sizes((info.get("offset"), info.get("length")), _Room(3))
+    at, length = _sizes((info.get("offset"), info.get("length")), Bound(3, ""))
     if not is_file_name(file):
         raise ValueError(f"{file!r} is not a valid file name in a checkpoint")
     return kind(file, at, length)
 
 
-def _paths(planner_data: Any, room: _Room) -> dict[str, tuple[object, ...]] | None:
+def _paths(planner_data: Any, room: Bound) -> dict[str, tuple[object, ...]] | None:
     """Return where each value is in the state. Other planner data is ignored: nothing here could use it."""
     if not isinstance(planner_data, dict):
         return None
@@ -163,7 +159,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _sizes(values: Any, room: _Room) -> tuple[int, ...]:
+def _sizes(values: Any, room: Bound) -> tuple[int, ...]:
     if isinstance(values, tuple):
         room.take(1 + len(values))
     if not isinstance(values, tuple) or not all(type(value) is int and 0 <= value <= INTEGER_MAX for value in values):
