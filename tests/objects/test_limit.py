@@ -242,6 +242,5 @@ def test_no_request_is_stuck_while_the_limit_changes(memory: MemoryObjects, seed
     for thread in threads:
         thread.join(30)
     assert not [thread for thread in threads if thread.is_alive()], f"seed {seed}: {objects!r}"
-    assert objects._in_flight == 0
     assert endpoint.inside_max <= 6
     assert objects.throttled > 0
