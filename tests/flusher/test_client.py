@@ -16,12 +16,13 @@ import pytest
 from support.fake_flusher import (
     FakeEngine,
     Running,
-    in_child,
+    connections,
     launcher,
     nobody_holds_the_lock,
     process_client,
     until,
 )
+from support.forked import answer_of
 
 from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.host.host import ExclusiveLock
@@ -213,7 +214,7 @@ def test_a_socket_that_may_not_be_opened_is_an_error_of_rights(public_directory)
         return True
 
     with wire.listen(public_directory):
-        assert in_child(as_somebody_else)
+        assert answer_of(as_somebody_else) == "True"
 
 
 # -- ending ------------------------------------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ def test_an_older_flusher_is_replaced_by_a_newer_client(directory):
             assert second != first
             assert old.request("echo")["pid"] == second
             assert new.request("echo")["pid"] == second
-            assert len(new._open) == len(old._open) == 1
+            assert connections(new) == connections(old) == 1
 
 
 def test_a_newer_flusher_continues_an_older_ones_work(directory):
@@ -456,7 +457,7 @@ def test_many_threads_ask_at_once_and_a_few_connections_are_kept(client, running
     for thread in asking:
         thread.join()
     assert not problems
-    assert len(client._open) == len(client._idle) <= IDLE_MAX
+    assert connections(client) <= IDLE_MAX
     assert running.engine.asked.count("echo") == 360
 
 
@@ -473,16 +474,16 @@ def test_an_interrupted_request_leaves_no_connection_with_an_answer_to_come(clie
         patch.setattr(wire, "receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
             client.request("wait")
-    assert not client._open
+    assert not connections(client)
     assert client.request("echo", {"a": 1})["a"] == 1
 
 
 def test_a_closed_client_keeps_no_connection(client):
     client.request("echo")
     client.close()
-    assert not client._open
+    assert not connections(client)
     assert client.request("echo")
-    assert not client._open
+    assert not connections(client)
 
 
 def test_a_connection_is_hung_up_even_while_a_process_that_is_being_started_has_a_copy(client, running):
@@ -510,14 +511,14 @@ def test_a_forked_child_has_none_of_its_parents_connections_and_does_not_disturb
         pid = client.request("echo")["pid"]
 
         def in_the_child():
-            assert not client._open
+            assert not connections(client)
             with process_client(directory) as own:
                 answers = [own.request("echo", {"a": turn}) for turn in range(20)]
             assert [answer["a"] for answer in answers] == list(range(20))
             return {(answer["pid"], answer["peer"]) for answer in answers} == {(pid, os.getpid())}
 
         idle = client._idle[0]
-        assert in_child(in_the_child)
+        assert answer_of(in_the_child) == "True"
         answer = client.request("echo")
         assert (answer["pid"], answer["peer"]) == (pid, os.getpid())
         assert client._idle == [idle]
@@ -590,7 +591,7 @@ def test_a_hello_that_cannot_be_made_costs_no_connection(running, directory):
     client = FlusherClient(directory, fail_to_launch, "1.0", hello)
     with pytest.raises(RuntimeError, match="no credentials"):
         client.request("echo")
-    assert not client._open
+    assert not connections(client)
 
 
 def test_an_engine_that_refuses_the_hello_is_heard(directory, threads):
@@ -606,4 +607,4 @@ def test_an_engine_that_refuses_the_hello_is_heard(directory, threads):
     engine.handle = handle
     with FlusherClient(directory, threads, "1.0", dict) as client, pytest.raises(ReadOnlyError, match="will not do"):
         client.request("echo")
-    assert not client._open
+    assert not connections(client)

@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from support.fake_flusher import FakeEngine, Running, in_child, launcher, nobody_holds_the_lock, until
+from support.fake_flusher import FakeEngine, Running, launcher, nobody_holds_the_lock, until
+from support.forked import answer_of
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
@@ -198,7 +199,7 @@ def test_another_user_is_turned_away(start, public_directory):
                 wire.send(connection, wire.encode({"id": 1, "do": "hello", "arguments": {"version": "1"}}))
             return is_closed(connection)
 
-    assert in_child(as_somebody_else)
+    assert answer_of(as_somebody_else) == "True"
     assert not running.engine.hellos
     with raw_connection(public_directory) as connection:
         assert ask(connection, "echo")["ok"]
