@@ -423,7 +423,7 @@ SCOPES = {
 }
 # test_tier_kills covers the steps in between.
 STEPS = re.compile(
-    "(before|after) (stage|write_data|chunk.seal|draft.seal|announce|finish|put.*|arena.write|settle.commit|"
+    "(before|after) (stage|write_data|chunk.seal|draft.seal|announce|finish|put.*|chunk.write|settle.commit|"
     "release.draft|publish.record|finish.release|index.release)|said finish|between"
 )
 

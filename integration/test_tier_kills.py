@@ -216,65 +216,57 @@ FILLED = Mode(FILLING, ram=128 * MIB)
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.timeout(600)
-def test_flushers_that_die_while_they_make_the_index_anew_lose_nothing_that_was_local(damage, kills):
-    """One flusher dies, or two in a row. The second finds the work of the first, or the index damaged again."""
+def test_flushers_that_die_while_they_open_a_damaged_nvme_tier_lose_nothing_that_was_local(damage, kills):
+    """One flusher dies, or two in a row. The second finds the work of the first, or the head damaged again."""
     noise = seeded(damage)
     with zygotes(PARALLEL) as found:
         points = with_case(found[0], FILLED, opening_points, Life(damage))
-        assert {step for step, _ in points} >= {"after index.rebuild", "before index.create", "after index.aside"}
+        assert {step for step, _ in points} >= {"after tier.make", "before tier.scan", "after tier.scan"}
         jobs = [(kill_while_opening, [Life(damage, kill=point)]) for point in points]
         for point, again in itertools.product(points, ("", damage)):
             lives = [Life(damage, kill=point), Life(again, kill=noise.choice(points))]
             jobs.append((kill_while_opening, lives, {"forget": noise.random() < 0.5}))
-        kills[f"index, {damage}"] = do_all(found, FILLED, jobs, f"index, {damage}")
+        kills[f"head, {damage}"] = do_all(found, FILLED, jobs, f"head, {damage}")
 
 
 @pytest.mark.timeout(600)
-def test_a_flusher_that_dies_in_a_commit_and_the_next_while_it_takes_that_back_lose_nothing_that_was_local(kills):
-    """A third flusher, which has to rebuild the index, dies, too."""
+def test_a_flusher_that_dies_in_a_commit_and_the_next_while_it_opens_the_tier_lose_nothing_that_was_local(kills):
     noise = seeded("commits")
     steps = {
-        "after arena.intents",
-        "after arena.write",
-        "after arena.sync",
-        "before index.commit",
-        "before arena.release",
+        *("after chunk.write", "after chunk.sync", "after chunk.rename", "after chunks.sync"),
+        *("after batch.write", "after batch.rename", "after batch.sync", "before head.change", "before batch.finish"),
     }
     jobs = []
     with zygotes(PARALLEL) as found:
         filling = [point for point in with_case(found[0], FILLED, filling_points) if point[0] in steps]
         for point in chosen(filling, 4, noise):
-            release = (noise.choice(["before arena.release", "after arena.release"]), noise.choice([1, 1, 2]))
-            rebuild = (noise.choice(["before index.rebuild", "after index.aside", "after index.create"]), 1)
-            lives = [Life(kill=release), Life("lose", kill=rebuild)]
+            scan = (noise.choice(["before tier.scan", "after tier.scan"]), 1)
+            lives = [Life(kill=scan), Life("lose", kill=("after tier.make", 1))]
             jobs.append((kill_while_opening, lives, {"filling": point, "forget": noise.random() < 0.6}))
         kills["commits"] = do_all(found, FILLED, jobs, "commits")
 
 
 @pytest.mark.timeout(600)
-def test_flushers_that_die_while_they_grow_or_shrink_the_arena_lose_nothing_that_was_local(kills):
-    """The budget differs each time. The smallest is less than the content of the arena."""
+def test_flushers_that_die_while_they_open_the_tier_with_another_budget_lose_nothing_that_was_local(kills):
+    """The budget differs each time. The smallest is less than the content of the tier."""
     noise = seeded("sizes")
     budgets = [128 * MIB, 48 * MIB, 24 * MIB]
     jobs = []
     with zygotes(PARALLEL) as found:
         for budget in budgets:
-            points = with_case(found[0], FILLED, opening_points, Life(nvme=budget))
-            step = "grow" if budget > FILLED.nvme else "shrink"
-            assert {(f"before arena.{step}", 1), (f"after arena.{step}", 1)} <= set(points)
-            for point in points:
+            for point in with_case(found[0], FILLED, opening_points, Life(nvme=budget)):
                 first = Life(nvme=budget, kill=point)
                 jobs.append((kill_while_opening, [first], {"forget": noise.random() < 0.5}))
                 for other in budgets:
-                    then = f"{noise.choice(['before', 'after'])} arena.{'shrink' if other < budget else 'grow'}"
-                    second = Life(noise.choice(["", "", "lose"]), other, (then, 1))
+                    then = (f"{noise.choice(['before', 'after'])} tier.scan", 1)
+                    second = Life(noise.choice(["", "", "lose"]), other, then)
                     jobs.append((kill_while_opening, [first, second], {"forget": noise.random() < 0.5}))
         kills["sizes"] = do_all(found, FILLED, jobs, "sizes")
 
 
 @pytest.mark.timeout(600)
-def test_flushers_that_die_while_they_make_the_nvme_tier_leave_none_that_seems_to_have_lost_its_index(kills):
-    steps = [f"{when} {step}" for step in ("index.create", "arena.create") for when in ("before", "after")]
+def test_flushers_that_die_while_they_make_the_nvme_tier_are_replaced(kills):
+    steps = [f"{when} {step}" for step in ("tier.make", "tier.scan") for when in ("before", "after")]
     mode = Mode(checkpoints("local"))
     with zygotes(PARALLEL) as found:
         jobs = [(kill_while_making, [(step, 1) for step in some]) for some in itertools.product(steps, steps)]
@@ -282,7 +274,7 @@ def test_flushers_that_die_while_they_make_the_nvme_tier_leave_none_that_seems_t
 
 
 def test_there_were_enough_kills(kills):
-    asked = {*MODES, "sometime", *(f"index, {damage}" for damage in DAMAGES), "commits", "sizes", "making"}
+    asked = {*MODES, "sometime", *(f"head, {damage}" for damage in DAMAGES), "commits", "sizes", "making"}
     if kills.keys() != asked:
         pytest.skip("not all were asked for, or another process had some")
     print(kills)
@@ -323,7 +315,7 @@ def run_until_staged(case, **spec):
     """Run the operations before the wait, then stop the flusher from working, and run the rest."""
     go, held = case.file("go"), case.file("held")
     operations = [["await", str(go)] if one[0] == "await" else one for one in case.mode.operations]
-    hold = ["before arena.write", "before settle.commit", "before publish.record"]
+    hold = ["before chunk.write", "before settle.commit", "before publish.record"]
     flusher = case.start("flusher", hold=hold, held_while=str(held), **spec)
     trainer = case.start("trainer", leave=str(case.file("leave")), operations=operations, **spec)
     case.await_done(trainer, 2)

@@ -204,11 +204,7 @@ def judge_leftovers(load, state, uuid):
     assert all(host.is_alive(owner) for owner in alive), "the dead are buried"
     directory = state / "stores" / uuid
     known = {
-        "nvme.arena",
-        "nvme.db",
-        "nvme.db-journal",
-        "nvme.used",
-        "nvme.paths",
+        "nvme",
         "flusher.lock",
         "launch.lock",
         "fetch.lock",

@@ -16,9 +16,7 @@ from support.private_memory import PrivateMemory
 from tierfs import gc_pause as garbage
 from tierfs.errors import TierfsError
 from tierfs.gc_pause import Uncollected
-from tierfs.host.nvme.arena.arena import Arena
-from tierfs.host.nvme.arena.extent_page import GRANULE, ExtentKind, ExtentPage
-from tierfs.host.nvme.index.index import Index
+from tierfs.host.nvme.chunk_file import ChunkFiles, ChunkPage
 from tierfs.objects import FsspecObjects, LocalObjects
 
 
@@ -194,23 +192,10 @@ def _streamed_by_the_system(lent, path, patch):
     objects.stream("a", 8, use)
 
 
-def _indexed(lent, path, patch):
-    Index.create(path / "nvme.db", epoch=bytes(16))
-    index = Index(path / "nvme.db")
-    try:
-        with index.transaction() as database:
-            database.execute("SELECT ?", [lent, lent])
-    finally:
-        index.close()
-
-
-def _written_to_the_arena(lent, path, patch):
-    arena = Arena.create(path / "arena", 1 << 20, epoch=bytes(16))
+def _written_to_the_nvme_tier(lent, path, patch):
     patch.setattr(os, "pwritev", _fail)
-    try:
-        arena.write(ExtentPage(ExtentKind.CHUNK, bytes(16), 1, GRANULE, len(lent), bytes(17)), memoryview(lent))
-    finally:
-        arena.close()
+    page = ChunkPage(bytes(17), b"", len(lent))
+    ChunkFiles(path).write(path / "new", page, memoryview(lent), now_ns=0)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +206,7 @@ def _written_to_the_arena(lent, path, patch):
         _read_by_fsspec,
         _read_by_an_asynchronous_fsspec,
         _written_by_fsspec,
-        _indexed,
-        _written_to_the_arena,
+        _written_to_the_nvme_tier,
     ],
 )
 def test_a_translated_error_gives_lent_memory_back(fails, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ writes of the copy. tierfs has both local tiers in front of a store that is a di
 is a process of its own, and its work after `local` ends before the next peer's turn.
 
 The peers take turns in each round, in a new order each time. Figures are medians of the rounds after three that warm
-up slabs, the arena's disk blocks and the memory of the kept stager, as in a long-running job. The first save of a
+up slabs, disk blocks and the memory of the kept stager, as in a long-running job. The first save of a
 process, and the clone it is compared to, have processes of their own that touch free memory first. The time that
 training is blocked is measured again in a training loop, against a copy and against peers that save in the
 background into warm memory. There, ratios are medians of the ratios within a round.

@@ -4,7 +4,7 @@
         [--only PART ...] [--json]
 
 Peers take turns in each round. Figures are medians of the rounds after one that warms up connections, slabs, the
-arena's disk blocks, the flusher and the server's memory, as in a long-running job. Slabs take several files or saves
+disk blocks, the flusher and the server's memory, as in a long-running job. Slabs take several files or saves
 before the rounds. The servers are processes on this machine. ministack speaks S3, but slowly, and only tierfs makes
 it check a checksum. nginx does not speak S3 and only takes chunks. A URL is used with the credentials in the
 environment.

@@ -36,7 +36,7 @@ TENSOR_BYTES = 32 << 20
 STOCK = "FsspecWriter over s3fs"
 TORCH = "s3torchconnector's S3StorageWriter"
 THREADS = 4
-# After so many saves, all slabs and the arena have been written to. The first saves fit in beside each other.
+# After so many saves, all slabs and the nvme tier have been written to. The first saves fit in beside each other.
 WARMING_SAVES = 6
 
 

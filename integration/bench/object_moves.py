@@ -21,7 +21,7 @@ from tierfs.digest import CHUNK_BYTES
 
 SPARE_BYTES = 256 << 20
 TUNED_SHARE = 4
-# A slab or a place in the arena is warm after the first write to it. The first file does not write to all.
+# A slab or a chunk file is warm after the first write to it. The first file does not write to all.
 WARMING_FLUSHES = 3
 
 

@@ -2,7 +2,7 @@
 
     python integration/bench/tiers.py [--mib 2048] [--rounds 5] [--directory DIR] [--json]
 
-Measurements alternate. Figures are medians of the rounds after the first, which warms up slabs, the arena's disk
+Measurements alternate. Figures are medians of the rounds after the first, which warms up slabs, the disk
 blocks and the buffers, as in a long-running job. The store is a directory on the same disk with an nvme tier in front
 of it. "memcpy" is ``numpy.copyto`` between two warm buffers. "direct" is a loop of 16 MiB O_DIRECT writes and one
 fdatasync, or of reads, on a preallocated file that was written before. Content is random and new in each round, so
@@ -101,10 +101,6 @@ def large_index(root: Path, chunks: int, rounds: int) -> dict[str, float]:
     page = memoryview(mmap.mmap(-1, 4096))
     for number in range(chunks):
         nvme.write(number.to_bytes(17, "big"), b"", page, keep=False)
-        if number % 2000 == 0:
-            nvme.commit()
-    nvme.commit()
-    nvme.close()
     script = (
         "import sys, time, fsspec, numpy\n"
         "begin = time.perf_counter()\n"
@@ -171,7 +167,7 @@ def main() -> None:
             with fs.open(parts[1], "wb") as other:
                 other.write(source)
             fs.wait(path, "object")
-            # Write both files again with new content, so that the arena and the slabs are full of warm memory.
+            # Write both files again with new content, so that the nvme tier and the slabs are full of warm memory.
             fresh(source, generator)
             note("direct write", timed(direct.write))
             begin = time.perf_counter()

@@ -82,18 +82,20 @@ def case(zygote):
 def test_without_a_kill_everything_goes_down_and_nothing_is_left_over(case):
     writer, flusher = dry_run(case(WITH_NVME))
     assert {point for point, _ in writer} >= {"before chunk.seal", "after draft.seal", "after announce", "after wait"}
-    assert {point for point, _ in flusher} >= {"after settle.commit", "after publish.record", "after index.release"}
+    assert {point for point, _ in flusher} >= {"after settle.commit", "after publish.record", "after batch.finish"}
 
 
 @pytest.mark.parametrize(
     ("step", "number"),
     [
-        ("after arena.write", 1),
+        ("after chunk.write", 1),
         ("after settle.commit", 1),
         ("before release.draft", 2),
         ("after upload.chunk", 1),
         ("after publish.record", 3),
-        ("before arena.release", 2),
+        ("after chunks.sync", 1),
+        ("after batch.rename", 1),
+        ("before batch.finish", 2),
     ],
 )
 def test_a_flusher_that_is_killed_is_replaced_and_nothing_acknowledged_is_lost(case, step, number):
@@ -113,24 +115,24 @@ def test_closed_files_of_a_killed_trainer_are_flushed(case, step, number):
 
 
 def test_both_killed_at_once_lose_nothing_that_was_acknowledged(case):
-    kill_both(case(WITH_NVME), ("after index.commit", 2))
+    kill_both(case(WITH_NVME), ("after batch.sync", 2))
 
 
 @pytest.mark.parametrize("forget", [True, False], ids=["shared memory lost", "shared memory there"])
 @pytest.mark.parametrize(
     "lives",
     [
-        [Life("overwrite", kill=("after index.aside", 1)), Life(kill=("after index.create", 1))],
-        [Life(nvme=16 * MIB, kill=("before arena.grow", 1)), Life("lose", 4 * MIB, ("after arena.shrink", 1))],
+        [Life("overwrite", kill=("after tier.make", 1)), Life(kill=("after tier.scan", 1))],
+        [Life(nvme=16 * MIB, kill=("before tier.scan", 1)), Life("lose", 4 * MIB, ("after tier.scan", 1))],
     ],
-    ids=["making the index anew", "growing and shrinking the arena"],
+    ids=["a damaged head", "other budgets"],
 )
 def test_two_flushers_that_die_while_they_open_the_nvme_tier_lose_nothing_that_was_local(case, lives, forget):
     assert kill_while_opening(case(FILLED), lives, forget=forget) == 2
 
 
-def test_a_flusher_that_dies_between_index_and_arena_is_replaced_by_one_that_finds_nothing_lost(case):
-    assert kill_while_making(case(WITH_NVME), [("after index.create", 1), ("before arena.create", 1)]) == 2
+def test_flushers_that_die_while_they_make_the_nvme_tier_are_replaced(case):
+    assert kill_while_making(case(WITH_NVME), [("before tier.make", 1), ("before tier.scan", 1)]) == 2
 
 
 @pytest.mark.parametrize("step", ["before draft.seal", "before wait"])
@@ -145,7 +147,7 @@ def test_a_flusher_is_replaced_where_shared_memory_is_too_small(case, mode):
 
 def test_a_flusher_that_dies_while_it_takes_down_segments_on_disk_is_replaced(case):
     mode = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=96 * MIB, piece=70 * MIB, shm_room=0)
-    assert kill_flusher(case(mode), ("before index.commit", 1))
+    assert kill_flusher(case(mode), ("before hold.rename", 1))
 
 
 def test_segments_on_disk_survive_both(case):

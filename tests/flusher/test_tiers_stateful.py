@@ -64,7 +64,7 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest
 from tierfs.host import host as local_host
-from tierfs.host.nvme import opening
+from tierfs.host.nvme import batch as nvme_batch
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab import pool, segment_file
 from tierfs.host.slab import segment as slab
@@ -204,7 +204,7 @@ class TieredHosts(RuleBasedStateMachine):
         secrets = SimpleNamespace(
             token_hex=lambda size: self.random.randbytes(size).hex(), token_bytes=self.random.randbytes
         )
-        for module in (local_host, segment_file, opening):
+        for module in (local_host, segment_file, nvme_batch):
             self.patch.setattr(module, "secrets", secrets)
         self.patch.setattr(slab, "time", SimpleNamespace(monotonic=self.clock.monotonic))
         self.directory = Path(tempfile.mkdtemp(prefix="tierfs-stateful-", dir="/dev/shm"))
@@ -747,10 +747,12 @@ class TieredHosts(RuleBasedStateMachine):
                 "after publish.record",
                 "before finish.release",
                 "after finish.release",
-                "arena.write",
-                "arena.sync",
-                "index.commit",
-                "index.release",
+                "chunk.write",
+                "chunk.rename",
+                "batch.write",
+                "batch.rename",
+                "batch.finish",
+                "head.change",
                 "",
             ]
         ),

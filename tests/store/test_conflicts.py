@@ -28,7 +28,7 @@ def test_a_conflict_that_cannot_be_noted_holds_up_no_other_file(make_host, monke
 
     def fail(_tier, *_about):
         failures.append(1)
-        raise StoreError("nvme.db: attempt to write a readonly database", tier="nvme")
+        raise StoreError("the disk is read-only", tier="nvme")
 
     with monkeypatch.context() as patched, here.held():
         patched.setattr(NvmeTier, "keep_as_conflict", fail)
@@ -142,9 +142,9 @@ def test_a_change_that_reaches_the_nvme_tier_while_its_base_is_marked_is_kept_as
     here, there = make_host("here"), make_host("there")
     copy_chunks, mark, goes = NvmePersister._copy_chunks, NvmeTier.keep_as_conflict, threading.Event()
 
-    def copy_late(persister, nvme, entry):
+    def copy_late(persister, nvme, batch):
         assert goes.wait(20)
-        return copy_chunks(persister, nvme, entry)
+        return copy_chunks(persister, nvme, batch)
 
     def mark_late(nvme, number, note):
         goes.set()
@@ -168,9 +168,9 @@ def test_a_change_that_becomes_a_conflict_on_its_way_to_the_nvme_tier_stays_one(
     here, there = make_host("here"), make_host("there")
     copy_chunks = NvmePersister._copy_chunks
 
-    def copy(persister, nvme, entry):
-        found = copy_chunks(persister, nvme, entry)
-        until(lambda: entry.conflict, 20)
+    def copy(persister, nvme, batch):
+        found = copy_chunks(persister, nvme, batch)
+        until(lambda: batch[0].conflict, 20)
         return found
 
     with here.held():
@@ -189,8 +189,8 @@ def test_a_change_that_becomes_a_conflict_on_its_way_to_the_nvme_tier_stays_one(
 def test_a_change_that_cannot_be_put_into_the_nvme_tier_says_why_it_is_kept(make_host, monkeypatch):
     here, there = make_host("here"), make_host("there")
 
-    def fail(_persister, _nvme, entry):
-        until(lambda: entry.conflict, 20)
+    def fail(_persister, _nvme, batch):
+        until(lambda: batch[0].conflict, 20)
         raise StoreError("input/output error", tier="nvme")
 
     with here.held():
@@ -295,9 +295,9 @@ def test_the_memory_of_a_change_that_was_marked_there_and_moved_on_is_given_up(m
     here, there = make_host("here"), make_host("there")
     copy_chunks, failures = NvmePersister._copy_chunks, []
 
-    def copy_late(persister, nvme, entry):
+    def copy_late(persister, nvme, batch):
         until(lambda: failures, 20)
-        return copy_chunks(persister, nvme, entry)
+        return copy_chunks(persister, nvme, batch)
 
     def fail(_nvme, _number, _note):
         failures.append(1)

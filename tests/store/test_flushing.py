@@ -28,7 +28,7 @@ from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.upload import Uploader
 from tierfs.format import keys
-from tierfs.host.nvme.state import NvmeState
+from tierfs.host.nvme.batch import DraftBatches
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
@@ -228,17 +228,19 @@ def test_a_lost_answer_to_a_publish_is_settled_by_the_write_id(tmp_path, descrip
 
 
 class Commits:
-    """Count the index's commits by purpose."""
+    """Count the flushes of drafts by purpose."""
 
     def __init__(self, monkeypatch):
         self.counts = Counter()
-        changing = NvmeState.changing
+        for name in ("add", "finish"):
+            monkeypatch.setattr(DraftBatches, name, self.counted(name, getattr(DraftBatches, name)))
 
-        def counted(state, step):
-            self.counts[step] += 1
-            return changing(state, step)
+    def counted(self, name, real):
+        def call(*arguments):
+            self.counts[name] += 1
+            return real(*arguments)
 
-        monkeypatch.setattr(NvmeState, "changing", counted)
+        return call
 
 
 def test_files_that_follow_each_other_share_commits(host, monkeypatch):
@@ -251,9 +253,9 @@ def test_files_that_follow_each_other_share_commits(host, monkeypatch):
             save(host.store, f"run/{number}", content(1000))
         held.undo()
         wait(host.store, "run", Level.LOCAL, 20)
-    assert commits.counts["index.commit"] <= 3  # the flusher may find the first draft before the others
+    assert commits.counts["add"] <= 3  # the flusher may find the first draft before the others
     wait(host.store, "run", Level.OBJECT, 60)
-    assert commits.counts["index.release"] < 50
+    assert commits.counts["finish"] < 50
     assert all(len(load(host.plain(), f"run/{number}")) == 1000 for number in range(50))
     assert status(host.store)["tiers"]["nvme"]["drafts"] == 0
 
@@ -281,13 +283,12 @@ def unforeseen(host):
 def test_files_whose_common_commit_fails_are_stored_one_by_one_and_each_once(host, monkeypatch, pending_run):
     commit, failed, stored = NvmeTier.commit, [], Counter()
 
-    def alone(tier, **what):
-        drafts = what.get("drafts", ())
+    def alone(tier, drafts, **what):
         if len(drafts) > 1:
-            failed.append(what)
+            failed.append(drafts)
             raise StoreError("not together", tier="nvme")
         stored.update(path for _, path, *_ in drafts)
-        return commit(tier, **what)
+        return commit(tier, drafts, **what)
 
     monkeypatch.setattr(NvmeTier, "commit", alone)
     with pending_run():
@@ -332,17 +333,6 @@ def test_a_tier_in_which_nothing_can_be_committed_is_passed_by(host, monkeypatch
     wait(host.store, "run", Level.OBJECT, 20)
     assert status(host.store)["counters"]["flusher_nvme_failures"] > 0
     assert not unforeseen(host)
-
-
-def test_room_for_a_file_is_made_by_one_commit(host, monkeypatch):
-    for number in range(3):
-        save(host.store, f"old/{number}", content(BIG))
-        wait(host.store, "old", Level.OBJECT, 20)
-    commits = Commits(monkeypatch)
-    with host.held():
-        save_at(host.store, "new", content(3 * 16 * MIB), Level.LOCAL)
-    assert commits.counts["index.release"] == 1
-    assert status(host.store)["tiers"]["nvme"]["chunks"] < 12, "something went"
 
 
 def test_one_file_that_cannot_be_stored_keeps_the_others_from_nothing(host, monkeypatch):
@@ -489,7 +479,7 @@ def test_a_sound_copy_is_not_put_aside_on_a_readers_word(host):
     (name,) = names_of(host, data)
     evict(host.store, "a", "ram")
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
-    assert host.tiers.nvme.find(name) is not None
+    assert host.tiers.nvme.holds(name)
     assert load(host.store, "a") == data
     assert host.tiers.counters["nvme_read_bytes"] == len(data)
 
@@ -499,7 +489,7 @@ def test_a_damaged_copy_is_written_anew_from_memory(host):
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT, 20)
     (name,) = names_of(host, data)
-    flip(host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena", data)
+    flip(host.tiers.nvme.place_of(name).path, data)
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
     evict(host.store, "a", "ram")
     assert load(host.store, "a") == data
@@ -512,11 +502,11 @@ def test_a_damaged_copy_is_not_replaced_by_another_one(host):
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT, 20)
     (name,) = names_of(host, data)
-    flip(host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena", data)
+    flip(host.tiers.nvme.place_of(name).path, data)
     (segment,) = (segment.path for segment in host.tiers.ram.own_segments())
     flip(segment, data)
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
-    assert host.tiers.nvme.find(name) is None
+    assert not host.tiers.nvme.holds(name)
     assert status(host.store)["counters"].get("flusher_nvme_repaired", 0) == 0
     assert load(host.store, "a") == data
 

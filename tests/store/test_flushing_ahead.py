@@ -29,10 +29,9 @@ def commits(monkeypatch):
     """An event. Commits of drafts to the nvme tier wait until it is set."""
     go_on, commit = threading.Event(), NvmeTier.commit
 
-    def wait_and_commit(tier, drafts=(), **options):
-        if drafts:
-            assert go_on.wait(20)
-        return commit(tier, drafts=drafts, **options)
+    def wait_and_commit(tier, drafts, **options):
+        assert go_on.wait(20)
+        return commit(tier, drafts, **options)
 
     monkeypatch.setattr(NvmeTier, "commit", wait_and_commit)
     yield go_on

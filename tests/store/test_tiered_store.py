@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-import sqlite3
+import os
 import sys
 import threading
 import time
@@ -382,13 +382,12 @@ def test_damaged_copies_in_all_local_tiers_are_repaired_from_the_object_tier(hos
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT, 20)
     evict(host.store, "a", "ram")
-    arena = host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena"
-    with open(arena, "r+b") as file:
-        raw = file.read()
-        at = raw.find(data[5 * MIB : 5 * MIB + 64])
-        assert at > 0
-        file.seek(at)
-        file.write(b"damage")
+    for name, _ in host.tiers.nvme.chunks_after(b"", 10):
+        with open(host.tiers.nvme.place_of(name).path, "r+b") as file:
+            at = file.read().find(data[5 * MIB : 5 * MIB + 64])
+            if at > 0:
+                file.seek(at)
+                file.write(b"damage")
     assert load(host.store, "a") == data
     assert host.tiers.counters["nvme_quarantined"] == 1
     assert load(host.store, "a") == data
@@ -561,8 +560,8 @@ def test_a_discarded_change_of_the_nvme_tier_is_not_counted(host):
     with host.held():
         save_at(host.store, "a", b"after", Level.LOCAL)
         host.close()
-    with contextlib.closing(sqlite3.connect(host.tiers.nvme.directory / "nvme.db")) as database, database:
-        database.execute("UPDATE drafts SET data = x'00'")
+    (batch,) = (host.tiers.nvme.directory / "nvme" / "drafts").iterdir()
+    os.truncate(batch, batch.stat().st_size - 1)
     host.open()
     with pytest.raises(CorruptionError, match="damaged and cannot be recovered"):
         wait(host.store, "", Level.OBJECT, 30)
@@ -573,33 +572,33 @@ def test_a_discarded_change_of_the_nvme_tier_is_not_counted(host):
 
 
 def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host):
-    # Regression: the index of the nvme tier was closed during a commit, which could crash the process.
     with host.held():
         save_at(host.store, "a", content(MIB), Level.LOCAL)
         slots = [slot for segment in host.tiers.ram.own_segments() for slot in segment.slots(kind=SlotKind.CHUNK)]
         nvme, service = host.flusher.nvme, host.tiers.flusher._launcher._service
-        commit, close, events = nvme.commit, nvme.close, []
+        write, ram, events = nvme.write, host.flusher.ram, []
+        close = ram.close
         asked, closed = threading.Event(), threading.Event()
 
-        def slow():
+        def slow(*arguments, **options):
             asked.set()
             closed.wait(0.5)  # must not be closed, however long this takes
-            events.append("commit")
-            commit()
+            events.append("write")
+            write(*arguments, **options)
 
         def closing():
             events.append("close")
             closed.set()
             close()
 
-        nvme.commit, nvme.close = slow, closing
+        nvme.write, ram.close = slow, closing
         keeping = threading.Thread(target=host.tiers.cache.backfill, args=(slots,))
         keeping.start()
         assert asked.wait(20)
         service.stop()
         keeping.join()
         assert closed.wait(20)
-        assert events == ["commit", "close"]
+        assert events == ["write", "close"]
 
 
 @pytest.mark.parametrize("with_path", [False, True])

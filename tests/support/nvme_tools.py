@@ -1,13 +1,10 @@
 """Shared parts of the tests of the nvme tier: chunks that verify themselves, crashes at any step, checks after them."""
 
 import hashlib
-import os
 
 from tierfs.clock import ManualClock
 from tierfs.host.ground import no_faults
-from tierfs.host.nvme.commit import EncodedDraft
-from tierfs.host.nvme.reader import NvmeReader
-from tierfs.host.nvme.tier import NvmeTier
+from tierfs.host.nvme.tier import EncodedDraft, NvmeTier
 
 CHUNK = 150_000
 BUDGET = 2 << 20
@@ -65,26 +62,28 @@ def draft(path, names, data=None):
 
 def save(tier, path, *numbers):
     """Commit one file as a flusher does. Return its seq."""
-    return tier.commit(drafts=[draft(path, write(tier, *numbers))])[0]
+    return tier.commit([draft(path, write(tier, *numbers))])[0]
 
 
 def read(source, number, length=CHUNK):
     """Return the chunk's bytes, or None if the chunk is absent. Fail if the bytes are wrong."""
     name, data = content_of(number, length)
     out = bytearray(length)
-    if isinstance(source, NvmeReader):
-        meta = source.read(name, 0, memoryview(out))
-        if meta is None:
-            return None
-        assert meta == meta_of(data)
-    elif not source.read_into(name, 0, memoryview(out)):
+    meta = source.read(name, 0, memoryview(out))
+    if meta is None:
         return None
+    assert meta == meta_of(data)
     assert out == data
     return bytes(out)
 
 
-def drop_index(directory):
-    os.remove(directory / "nvme.db")
+def chunk_file(directory, number, length=CHUNK):
+    return directory / "nvme" / "chunks" / content_of(number, length)[0].hex()
+
+
+def batches(directory):
+    """Return the files of the batches, oldest first."""
+    return sorted(each for each in (directory / "nvme" / "drafts").iterdir() if "-" in each.name)
 
 
 def paths(tier):

@@ -25,7 +25,6 @@ from tierfs.flusher.server import Peer
 from tierfs.format import keys
 from tierfs.format.manifest import decode_record
 from tierfs.host.host import Host
-from tierfs.host.nvme.index.index import IndexReader
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import Draft
@@ -159,7 +158,6 @@ class Link(WrappedObjects):
 def forget(tiers):
     """Close everything that the tiers have open, and drop their memory."""
     tiers.cache.close()
-    tiers.nvme.close()
     for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer):
         part._ram = None
     tiers.drafts._by_path._ram = None
@@ -237,7 +235,6 @@ class Observer:
         self.host = Host(host.state, host.shm)
         self.ram = RamTier(self.host, world.uuid, budget_bytes=setup.ram, clock=world.clock)
         directory = self.host.store_directory(world.uuid)
-        self.index = IndexReader(directory / "nvme.db", busy_s=1.0)
         self.tiers = Tiers(
             self.ram,
             NvmeReader(directory, clock=world.clock),
@@ -254,13 +251,8 @@ class Observer:
     def close(self):
         for segment in self.ram.segments():
             segment.close()
-        self.index.close()
         forget(self.tiers)
         self.ram = self.host = None
-
-    def select(self, query):
-        found = self.index.select(query)
-        return [] if found is None else found[1]
 
     def look(self):
         """Return which tiers of this host hold which drafts and chunks."""
@@ -270,16 +262,18 @@ class Observer:
             slot.segment.read(slot, 0, memoryview(data))
             drafts[slot.name] = Draft.decode(bytes(data), "a slab")
             states[slot.name] = {"conflict" if slot.state is SlotState.CONFLICT else "ram"}
-        for write_id, data, state in self.select("SELECT write_id, data, state FROM drafts"):
-            drafts[write_id] = Draft.decode(data, "nvme.db")
-            states.setdefault(write_id, set()).add("conflict" if state == "conflict" else "nvme")
-            assert state != "damaged", f"a draft in the nvme tier is damaged: {drafts[write_id].path}"
+        needed = set()
+        for stored in self.tiers.nvme.drafts_below("", conflicts=True):
+            drafts[stored.write_id] = draft = Draft.decode(stored.data, "the nvme tier")
+            states.setdefault(stored.write_id, set()).add("conflict" if stored.state == "conflict" else "nvme")
+            needed.update(draft.names)
+        assert not self.tiers.nvme.usage().damaged, "a draft in the nvme tier is damaged"
         chunks = {
             slot.name
             for segment in self.ram.segments()
             for slot in segment.slots(kind=SlotKind.CHUNK, states=(SlotState.SEALED,))
         }
-        held = {name for (name,) in self.select("SELECT refs.name FROM refs JOIN chunks USING (name) WHERE NOT bad")}
+        held = {name for name in needed if self.tiers.nvme.holds(name)}
         return SimpleNamespace(drafts=drafts, states=states, ram=chunks, nvme=held)
 
     def dirty_ram_bytes(self):
@@ -313,7 +307,7 @@ class SteppedHost:
         def at(point):
             if not life.alive:
                 raise FlusherDied(point)
-            if self.nvme_trouble and point in {"before arena.write", "before arena.sync"}:
+            if self.nvme_trouble and point in {"before chunk.write", "before batch.write"}:
                 raise StoreError("the disk says no", tier="nvme")
             if self.crash_at is not None:
                 part, left = self.crash_at
@@ -323,7 +317,13 @@ class SteppedHost:
                         life.alive = False
                         raise FlusherDied(point)
             for part in [part for part in self.meanwhile if part in point]:
-                if point.partition(" ")[2].partition(".")[0] not in {"arena", "index"}:  # the tier holds locks there
+                if point.partition(" ")[2].partition(".")[0] not in {
+                    "chunk",
+                    "chunks",
+                    "batch",
+                    "conflict",
+                    "head",
+                }:  # the tier holds locks there
                     self.meanwhile.pop(part)()
                     if not life.alive:
                         raise FlusherDied(point)
@@ -340,7 +340,7 @@ class SteppedHost:
             if setup.nvme:
                 directory = self.process.store_directory(world.uuid)
                 nvme = NvmeTier(directory, budget_bytes=setup.nvme, clock=world.clock, faults=self.fault(life))
-                nvme._durable = True
+                nvme._is_durable = True
             ram = RamTier(self.process, world.uuid, budget_bytes=setup.ram, clock=world.clock)
             flusher = Flusher(ram, nvme, clock=world.clock, random=world.random.random, faults=self.fault(life))
             uploader = flusher.uploader
@@ -353,8 +353,6 @@ class SteppedHost:
             self.engine = FlushEngine(lambda: flusher)
             self.engine._started = flusher
         except BaseException:
-            if self.flusher is None and nvme is not None:
-                nvme.close()
             self.bury_flusher()
             raise
 
@@ -365,8 +363,6 @@ class SteppedHost:
         self.life.alive = False
         self.process = None
         if flusher is not None:
-            if flusher.nvme is not None:
-                flusher.nvme.close()
             for segment in flusher.ram.segments():
                 segment.close()
             flusher.ram = None
@@ -404,7 +400,6 @@ class SteppedHost:
         if not self.persisting:
             self.flusher.scan.discover()
             self.flusher.scan.sweep()
-            self.flusher.persister.commit_ahead()
             if self.flusher._state.entries.large and self.world.random.random() < 0.5 and self._step_take():
                 return True
             if self._step_persist():

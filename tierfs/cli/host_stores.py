@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ class HostStore(NamedTuple):
         place: Location of the store: a local path, or an endpoint and a bucket.
         is_pending: Whether this host has changes that the object tier lacks.
         has_flusher: Whether the store's flusher is running on this host.
-        disk_bytes: Size of the nvme tier's arena file; 0 if there is none.
+        disk_bytes: Size of the nvme tier's files; 0 if there are none.
         is_gone: Whether the store was in a local directory that no longer exists.
     """
 
@@ -72,7 +73,7 @@ def show_stores(*, as_json: bool) -> int:
 def host_stores(state: Path) -> Iterator[HostStore]:
     """Yield each store that has a folder with a ``place.json`` in the state directory."""
     from tierfs.host.identity import PLACE_FILE, places_in  # noqa: PLC0415
-    from tierfs.host.nvme.stored import ARENA_FILE  # noqa: PLC0415
+    from tierfs.host.nvme.stored import TIER  # noqa: PLC0415
     from tierfs.host.rpc.client import is_flusher_running  # noqa: PLC0415
     from tierfs.session.left_behind import is_pending  # noqa: PLC0415
 
@@ -89,13 +90,16 @@ def host_stores(state: Path) -> Iterator[HostStore]:
             place=root or "unknown: place.json is damaged",
             is_pending=is_pending(state, folder),
             has_flusher=is_flusher_running(folder),
-            disk_bytes=_size(folder / ARENA_FILE),
+            disk_bytes=_size(folder / TIER),
             is_gone=root.startswith("/") and not os.path.exists(root),
         )
 
 
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+def _size(directory: Path) -> int:
+    """Return the bytes of all files below a directory, as far as they can be listed."""
+    size = 0
+    for place, _, files in os.walk(directory):
+        for file in files:
+            with contextlib.suppress(OSError):
+                size += os.stat(os.path.join(place, file)).st_size
+    return size

@@ -32,8 +32,9 @@ from tierfs.errors import CapacityError, StoreError
 from tierfs.flusher.access import Connect
 from tierfs.host.ground import Faults, no_faults
 from tierfs.host.host import Host
-from tierfs.host.nvme.stored import ARENA_FILE
-from tierfs.host.nvme.tier import NvmeTier, is_needed
+from tierfs.host.nvme.head import read_budget
+from tierfs.host.nvme.stored import BUDGET_BYTES_MIN
+from tierfs.host.nvme.tier import NvmeTier, has_tier, is_needed
 from tierfs.host.slab.budget import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 
@@ -257,17 +258,14 @@ def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Faults)
     Returns:
         The tier or None, and the reason why a tier that is on could not be opened, else an empty string.
     """
-    arena = directory / ARENA_FILE
-    if not budget_bytes and not arena.exists():
+    if not budget_bytes and not has_tier(directory):
         return None, ""
     try:
-        tier = NvmeTier(directory, budget_bytes=budget_bytes or arena.stat().st_size, clock=clock, faults=faults)
+        before_bytes = read_budget(directory) or BUDGET_BYTES_MIN
+        tier = NvmeTier(directory, budget_bytes=budget_bytes or before_bytes, clock=clock, faults=faults)
     except (CapacityError, StoreError) as error:
         if is_needed(directory):
             raise
         _logger.warning("the nvme tier cannot be used; pending changes go from memory to the object tier: %s", error)
         return None, str(error) if budget_bytes else ""
-    if budget_bytes or tier.drafts():
-        return tier, ""
-    tier.close()
-    return None, ""
+    return (tier, "") if budget_bytes or tier.drafts() else (None, "")

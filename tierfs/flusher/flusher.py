@@ -1,17 +1,17 @@
 """The flusher: moves sealed drafts from the ram tier to the nvme tier, and from there to the object tier.
 
 There is one flusher per host and store, and it is the only writer of the nvme tier. It takes a draft through these
-steps. After a crash at any point, the next flusher finds in slabs, ``nvme.db`` and the object tier how far the draft
+steps. After a crash at any point, the next flusher finds in slabs, the nvme tier and the object tier how far the draft
 got:
 
-1. Write the chunks and the draft to the arena, with one ``fdatasync`` and one commit: level ``local``.
+1. Write the chunks to files, then the draft to another one, each flushed before the next: level ``local``.
 2. Mark the slots as clean, the chunks first and the draft last.
 3. Put the chunks into the object tier.
 4. Publish the record, in closing order and on condition of its base.
-5. Remove the row in ``nvme.db``, or mark the slots as clean if the draft is not in the nvme tier: level ``object``.
+5. Remove the draft from the nvme tier, or mark the slots as clean if the draft is not in the nvme tier: level ``object``.
 
-Consecutive drafts share the commits of steps 1 and 5. Chunks of a large file are written to the arena before its
-draft is sealed (`tierfs.host.write.ahead`). Step 3 of a large draft runs beside step 1 while no request waits for
+Consecutive drafts share the flushes of steps 1 and 5. Chunks of a large file are written to disk before its draft
+is sealed (`tierfs.host.write.ahead`). Step 3 of a large draft runs beside step 1 while no request waits for
 ``local``. The next draft of a path is not published before step 5. The write id therefore suffices to recognize a
 record that is already published.
 
@@ -132,8 +132,6 @@ class Flusher:
         self.persister.stop()
         self._state.access.close()
         self.ram.close()
-        if self.nvme is not None:
-            self.nvme.close()
 
     def use(self, publisher: StorePublisher) -> None:
         self._state.access.use(publisher)
@@ -202,7 +200,6 @@ class Flusher:
             self.scan.discover()
             self.persister.persist_all()
             self.scan.sweep()  # last, because no request waits for it
-            self.persister.commit_ahead()
 
     def _upload(self) -> None:
         state = self._state

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -15,20 +15,17 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.reader import check_block, envelope_of
-from tierfs.host.nvme.commit import EncodedDraft
 from tierfs.host.nvme.stored import ChunksGoneError
-from tierfs.host.nvme.tier import NvmeTier
+from tierfs.host.nvme.tier import EncodedDraft, NvmeTier
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table.table import SlotState
 
-# Chunks written to the arena at once. Each has one request at the disk at a time. Measured, docs/decisions/0046.
+# Chunks written at once. Each has one request at the disk at a time. Measured, docs/decisions/0046.
 WRITES_MAX = 6
 # The bounds of one commit. A commit costs as much for one small file as for many.
 BATCH_DRAFTS_MAX = 100
 BATCH_BYTES_MAX = 64 << 20
-# How long chunks that were written ahead wait for their draft before `commit_ahead` commits them without it.
-DRAFT_S = 2.0
 # Retries of a draft that waits for room, for a segment that cannot be opened yet, or for an answer of the object tier.
 # About ten seconds.
 WAITS_MAX = 40
@@ -47,7 +44,7 @@ class NvmePersister:
         self._state = state
         self._put = put
         self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
-        self._ahead_at: float | None = None  # time of the last write ahead of a draft, if there was no commit since
+        self._looking_after = threading.Lock()  # so that a copy that another thread has just repaired is not dropped
 
     def stop(self) -> None:
         """Finish the running work, then end the threads."""
@@ -103,8 +100,6 @@ class NvmePersister:
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
             if len(batch) > 1:
                 return self._persist_each(batch)  # finds the draft that fails
-            with contextlib.suppress(TierfsError):
-                nvme.commit()  # the draft's chunks that were written are clean then, and can be evicted
             return self._give_up(batch[0], self._state.known(error, batch[0].path))
         return True
 
@@ -170,12 +165,10 @@ class NvmePersister:
     def _store(self, nvme: NvmeTier, batch: Sequence[FlushItem]) -> None:
         state = self._state
         for last in (False, False, True):
-            elsewhere = [name for entry in batch for name in self._copy_chunks(nvme, entry)]
-            absent = [name for name in elsewhere if not nvme.has(name)]
+            elsewhere = self._copy_chunks(nvme, batch)
             state.fault("before settle.commit")
-            self._ahead_at = None
             try:
-                left = self._commit(nvme, batch, absent)
+                left = self._commit(nvme, batch, elsewhere)
             except ChunksGoneError:
                 # Chunks were evicted to make room for others before the commit made them needed.
                 if last:
@@ -200,7 +193,7 @@ class NvmePersister:
                 moved = [(entry, entry.slot) for entry in batch if entry.slot is not None and not entry.conflict]
             drafts = [entry.draft for entry, _ in moved]
             encoded = [EncodedDraft(each.write_id, each.path, each.encode(), each.names) for each in drafts]
-            numbers = nvme.commit(drafts=encoded, elsewhere=elsewhere)
+            numbers = nvme.commit(encoded, elsewhere=elsewhere)
             state.fault("after settle.commit")
             with state.changed:
                 for (entry, _), number in zip(moved, numbers, strict=True):
@@ -210,18 +203,26 @@ class NvmePersister:
                 state.changed.notify_all()
         return [(entry.draft, slot) for entry, slot in moved]
 
-    def _copy_chunks(self, nvme: NvmeTier, entry: FlushItem) -> list[bytes]:
-        """Write a draft's chunks to the arena. Return the names of those that the object tier has and no slab holds."""
-        draft = entry.draft
+    def _copy_chunks(self, nvme: NvmeTier, batch: Sequence[FlushItem]) -> list[bytes]:
+        """Write the drafts' chunks. Return the names of those that the object tier has and no slab holds."""
         others: list[bytes] = []
-        found: list[Slot] = []
+        found: dict[bytes, Slot] = {}
+        for entry in batch:
+            nvme.protect(entry.draft.names)
+            self._find_chunks(nvme, entry, found, others)
+        self._copy_all(nvme, list(found.values()))
+        return others
+
+    def _find_chunks(self, nvme: NvmeTier, entry: FlushItem, found: dict[bytes, Slot], others: list[bytes]) -> None:
+        """Find a draft's chunks: those in slabs, and the names of those in the object tier."""
+        draft = entry.draft
         rows = draft.record.rows if isinstance(draft.record, Manifest) else ()
         for name, reference, row in zip(draft.names, draft.slots, rows, strict=True):
             chunk = None if reference is None else self._state.chunk(reference)
             if chunk is None and not nvme.has(name):
                 chunk = self._state.ram.find(name)
             if chunk is not None:
-                found.append(chunk)
+                found[name] = chunk
             elif row.stored_length or self._is_published(row):
                 others.append(name)
             elif not nvme.has(name):
@@ -229,10 +230,6 @@ class NvmePersister:
                     f"{draft.path}: one of its chunks is in no local tier", path=draft.path, tier="ram"
                 )
                 raise self._state.missing(entry, reference, lost)
-        here = {name: row.raw_length for name, row in zip(draft.names, rows, strict=True) if nvme.has(name)}
-        nvme.make_room({**here, **{chunk.name: chunk.length for chunk in found}})
-        self._copy_all(nvme, found)
-        return others
 
     def _is_published(self, row: Row) -> bool:
         """Return whether the object tier has a chunk that this draft took over from a draft published meanwhile.
@@ -256,13 +253,13 @@ class NvmePersister:
         _raise_first([self._writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks])
 
     def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
-        """Write one slot's chunk to the arena. It is durable only after the next commit."""
+        """Write one slot's chunk."""
         segment = chunk.segment
         meta, view = segment.meta(chunk), segment.view(chunk)
         nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))
 
     def write_ahead(self, references: Sequence[SlotRef], length: int) -> None:
-        """Write chunks of an unfinished file to the arena, to be committed with its draft.
+        """Write chunks of an unfinished file before it has a draft.
 
         If the file never gets a draft, the chunks can be evicted. Errors are logged and counted, and do not affect the
         file.
@@ -274,33 +271,24 @@ class NvmePersister:
         state = self._state
         if state.nvme is None or self._is_too_large(length):
             return
-        slots = state.chunks(references)
         try:
-            state.nvme.make_room({slot.name: slot.length for slot in slots})
-            self._copy_all(state.nvme, slots, keep=False)
+            self._copy_all(state.nvme, state.chunks(references), keep=False)
         except TierfsError as error:
             state.counters["ahead_write_stops"] += 1
             _logger.info("chunks are not written to the nvme tier early, but when their file is complete: %s", error)
-        self._ahead_at = state.clock.monotonic()
-
-    def commit_ahead(self) -> None:
-        """Commit chunks that were written ahead of a draft which has not followed soon. They are clean then."""
-        nvme, written_at = self._state.nvme, self._ahead_at
-        if nvme is None or written_at is None or self._state.clock.monotonic() < written_at + DRAFT_S:
-            return
-        self._ahead_at = None
-        with contextlib.suppress(TierfsError):  # the commit of the next draft reports the error
-            nvme.commit()
 
     def backfill(self, references: Sequence[SlotRef]) -> None:
-        """Copy clean chunks from slabs to the nvme tier, for later reads."""
+        """Copy clean chunks from slabs to the nvme tier, for later reads. None of them makes room for another one."""
         nvme = self._state.nvme
         if nvme is None:
             return
-        for slot in self._state.chunks(references):
-            if not nvme.has(slot.name):
+        names: list[bytes] = []
+        try:
+            for slot in self._state.chunks(references):
                 self._copy(nvme, slot, keep=False)
-        nvme.commit()
+                names += nvme.pin(slot.name)
+        finally:
+            nvme.unpin(names)
 
     def spill(self, holder: str, references: Sequence[SlotRef], timeout_s: float | None) -> None:
         """Move chunks of an unfinished file out of its slab, because the file is larger than the ram tier.
@@ -338,7 +326,6 @@ class NvmePersister:
         rest = list(slots)
         if nvme is not None:
             try:
-                nvme.make_room({slot.name: slot.length for slot in slots})
                 self._copy_all(nvme, slots)
             except CapacityError as full:
                 self._state.counters["nvme_passed_by"] += 1
@@ -346,7 +333,7 @@ class NvmePersister:
             # Hold also the chunks that were written before the tier was full.
             held = [slot for slot in slots if nvme.has(slot.name)]
             self._state.holders.add(holder)
-            nvme.commit(holds={holder: [slot.name for slot in held]})
+            nvme.hold(holder, [slot.name for slot in held])
             rest = [slot for slot in slots if slot not in held]
         for slot in rest:
             self._put(slot)
@@ -357,27 +344,28 @@ class NvmePersister:
         If the ram tier has a sound copy, write it to the nvme tier.
         """
         nvme = self._state.nvme
-        if nvme is None or self._is_sound(nvme, name, raw_length):
-            return
-        _logger.error("a chunk in the nvme tier is damaged and quarantined: %s", name.hex())
-        nvme.quarantine(name)
-        slot = self._state.ram.find(name)
-        if slot is None:
-            return
-        self._copy(nvme, slot, keep=False)
-        if not self._is_sound(nvme, name, raw_length):
+        with self._looking_after:
+            if nvme is None or self._is_sound(nvme, name, raw_length):
+                return
+            _logger.error("a chunk in the nvme tier is damaged and quarantined: %s", name.hex())
             nvme.quarantine(name)
-        elif nvme.has(name):  # else the slot was reused during the copy
-            nvme.commit()
-            self._state.counters["nvme_repaired"] += 1
+            slot = self._state.ram.find(name)
+            if slot is None:
+                return
+            self._copy(nvme, slot, keep=False)
+            if not self._is_sound(nvme, name, raw_length):
+                nvme.quarantine(name)
+            elif nvme.has(name):  # else the slot was reused during the copy
+                nvme.commit([])
+                self._state.counters["nvme_repaired"] += 1
 
     def _is_sound(self, nvme: NvmeTier, name: bytes, raw_length: int) -> bool:
         """Return whether a chunk's bytes match the digests in its metadata. True if the tier does not have the chunk."""
-        meta = nvme.meta(name)
         with buffers().lend(raw_length) as raw:
-            if meta is None or not nvme.read_into(name, 0, raw):
-                return True
             try:
+                meta = nvme.read(name, 0, raw)
+                if meta is None:
+                    return True
                 envelope = envelope_of(name, raw_length, meta, "nvme")
                 for index in range(len(envelope.blocks)):
                     check_block(envelope, index, raw[index * BLOCK_BYTES :][:BLOCK_BYTES], "nvme")

@@ -68,7 +68,7 @@ class FlushItem:
         draft: The draft to publish.
         turn: The draft's place in the closing order: see `Draft.turn`.
         slot: The draft's slot in a slab; ``None`` once the slab does not need to hold the draft.
-        number: The draft's seq in ``nvme.db``; ``None`` before the draft is there.
+        number: The draft's seq in the nvme tier; ``None`` before the draft is there.
         level: The level that the draft has reached.
         rows: The rows to publish; ``None`` for a chunk that is not in the object tier yet.
         plan: The facts that guide the encoding; ``None`` before the publisher was asked for them.

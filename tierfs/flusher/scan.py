@@ -1,4 +1,4 @@
-"""Find drafts to flush in slabs and in ``nvme.db``, from all processes, and free the leftovers of dead processes."""
+"""Find drafts to flush in slabs and in the nvme tier, from all processes, and free the leftovers of dead processes."""
 
 from __future__ import annotations
 

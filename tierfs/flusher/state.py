@@ -62,7 +62,7 @@ class FlushState:
             pass runs.
         moved_at: When a chunk or record last reached the object tier, or nothing was pending, monotonic seconds.
         local_waits: Number of requests that wait for drafts to reach the nvme tier.
-        holders: Holders in ``nvme.db``: unfinished files that have chunks in the nvme tier.
+        holders: Holders of chunks in the nvme tier: unfinished files.
         counters: Counts of events, by name.
         local_level: The level of a draft in the nvme tier.
         nvme_bytes: The nvme tier's budget; 0 if there is no nvme tier.

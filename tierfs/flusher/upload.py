@@ -43,8 +43,8 @@ def uploads_at_once() -> int:
 class Uploader:
     """Uploads chunks of several drafts at once, and publishes their records in closing order.
 
-    After a draft's record is published, the next draft follows at once, unless it changes the same path. The draft's
-    row in ``nvme.db`` is removed a little later, in one commit with the rows of drafts that were published meanwhile.
+    After a draft's record is published, the next draft follows at once, unless it changes the same path. The draft is
+    removed from the nvme tier a little later, together with drafts that were published meanwhile.
     A flusher that restarts before that recognizes the record by its write id.
 
     Args:

@@ -1,4 +1,4 @@
-"""Allocation of parts of a region, for segments and the arena. Pure bookkeeping; stores nothing itself."""
+"""Allocation of parts of a region, for segments. Pure bookkeeping; stores nothing itself."""
 
 from __future__ import annotations
 

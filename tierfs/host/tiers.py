@@ -78,7 +78,7 @@ class Tiers:
         self._fault = no_faults  # tests fail there
         self._ended = threading.Event()
         stored_level = Level.LOCAL if gives_local else Level.STAGED
-        self.drafts = PendingDrafts(ram, nvme, flusher, counters, stored_level=stored_level)
+        self.drafts = PendingDrafts(ram, nvme, counters, stored_level=stored_level)
         self.reader = ChunkReader(ram, nvme, flusher, counters)
         self.writer = SlabWriter(
             ram,
@@ -196,7 +196,6 @@ class Tiers:
         self.ram.close()
         self.writer.close()
         self.cache.close()
-        self.nvme.close()
 
 
 def _described(awaited: Mapping[tuple[str, bytes], int], path: str, level: Level) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from tierfs.errors import InvalidInputError
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.host import state_directory
-from tierfs.host.nvme.stored import ARENA_FILE, BUDGET_BYTES_MIN
+from tierfs.host.nvme.head import read_budget
+from tierfs.host.nvme.stored import BUDGET_BYTES_MIN
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
 from tierfs.store.encode.codecs import AUTO, Codecs
@@ -39,8 +40,9 @@ class TierOptions:
             ``LOCAL_WORLD_SIZE``, or from 1).
         ram: Budget of the ram tier: a size, or a share of the memory that this process may use. All processes and
             stores of the host share it. Default: ``25%``.
-        nvme: Budget of the store's nvme tier: a size, or a share of the free bytes on the disk of the state directory.
-            Default: ``10%`` when the tier is made, then its size; ``0`` if the object tier is a directory of this host.
+        nvme: Most room on the disk for the store's nvme tier: a size, or a share of the disk's free bytes at its start.
+            Default: ``10%`` when the tier is made, then the same size; ``0`` if the object tier is a directory of this
+            host.
         state_dir: The state directory, an absolute path or one that begins with ``~``. A relative path is refused:
             programs in two directories would be two hosts. Default: see ``TIERFS_STATE_DIR``.
         timeout: Seconds that a write waits for room, and a change for its level; ``inf`` for no limit. A wait for room
@@ -199,11 +201,10 @@ def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int
                 "or 0"
             )
         return 0, f"{where} has only {free} free, {otherwise}"
-    if budget_bytes > free_bytes and not (directory / "stores" / uuid / ARENA_FILE).exists():
-        # The flusher still tries, and uses as much of the disk as it can.
-        return (
-            budget_bytes,
-            f"nvme={options.nvme} does not fit on {where}, where {free} are free, {otherwise}, or give less",
+    if budget_bytes > free_bytes and read_budget(directory / "stores" / uuid) is None:
+        return budget_bytes, (
+            f"nvme={options.nvme} does not fit on {where}, where {free} are free, so the tier ends there: free some "
+            "room, give less, or set state_dir= (TIERFS_STATE_DIR) to another disk"
         )
     if budget_bytes and options.nvme is not None and not is_durable(kind := filesystem_of(directory)):
         return budget_bytes, (
@@ -261,9 +262,8 @@ def spans_hosts() -> bool:
 
 
 def _default_nvme(directory: Path) -> str | int:
-    """Return the size of the existing arena, or the share that sizes a new one."""
-    arena = directory / ARENA_FILE
-    return arena.stat().st_size if arena.exists() else NVME_SHARE
+    """Return the budget of the existing tier, or the share that sizes a new one."""
+    return read_budget(directory) or NVME_SHARE
 
 
 def _free_bytes(directory: Path) -> int:

@@ -18,7 +18,6 @@ from tierfs import kernels
 from tierfs.clock import boot_id
 from tierfs.errors import StoreError, TierfsError
 from tierfs.host.host import SMALL_SHM
-from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.pending.levels import Level
 from tierfs.host.segment_folder import unused_folders
 from tierfs.objects import (
@@ -94,8 +93,6 @@ def status(store: Store) -> dict[str, Any]:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
     for tier, problem in tiers.problems.items():
         report["tiers"].setdefault(tier, {"gives": ""})["problem"] = problem
-    if "nvme" in tiers.problems and not (tiers.nvme.directory / ARENA_FILE).exists():
-        report["tiers"]["nvme"]["gives"] = ""
     device = read_notes(store)
     if device is not None:
         report["tiers"]["device"] = device

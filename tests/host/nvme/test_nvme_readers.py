@@ -4,18 +4,15 @@ import errno
 import json
 import os
 import random
-import sqlite3
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
-from support.nvme_tools import content_of, draft, drop_index, meta_of, open_tier, read, save, write
+from support.nvme_tools import batches, chunk_file, content_of, draft, open_tier, read, save, write
 from support.opened import no_descriptors_left
 
-from tierfs.errors import CorruptionError, InvalidInputError, StoreError
-from tierfs.host.nvme.index import index
+from tierfs.errors import CorruptionError, FormatError, StoreError
 from tierfs.host.nvme.reader import NvmeReader
 
 
@@ -26,14 +23,12 @@ def directory(tmp_path):
 
 @pytest.fixture
 def tier(directory):
-    tier = open_tier(directory)
-    yield tier
-    tier.close()
+    return open_tier(directory)
 
 
 def test_a_missing_tier_holds_nothing(directory):
     reader = NvmeReader(directory)
-    assert reader.find(b"n") is None
+    assert not reader.holds(b"n")
     assert reader.read(b"n", 0, memoryview(bytearray(1))) is None
     assert reader.draft("a") is None
     assert reader.drafts_below("") == []
@@ -48,11 +43,10 @@ def test_a_reader_finds_what_is_committed_after_it_was_made(directory):
     tier = open_tier(directory)
     save(tier, "a", 1)
     assert read(reader, 1)
-    found = reader.find(content_of(1)[0])
-    assert (found.meta, found.length) == (meta_of(content_of(1)[1]), len(content_of(1)[1]))
+    assert reader.holds(content_of(1)[0])
+    assert reader.place_of(content_of(1)[0]).length == len(content_of(1)[1])
+    assert reader.chunks_after(b"", 5) == [(content_of(1)[0], len(content_of(1)[1]))]
     assert reader.draft("a").data == b"manifest of a"
-    tier.close()
-    reader.close()
     assert read(reader, 1)
 
 
@@ -66,161 +60,123 @@ def test_any_part_of_a_chunk_is_read(tier, directory):
         out = bytearray(dice.randrange(len(data) - start + 1))
         assert reader.read(name, start, memoryview(out))
         assert out == data[start : start + len(out)]
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(CorruptionError):
         reader.read(name, 1, memoryview(bytearray(len(data))))
 
 
-def test_a_reader_follows_the_tier_through_a_rebuild_and_a_new_arena(directory):
-    reader = NvmeReader(directory)
-    tier = open_tier(directory)
-    save(tier, "a", 1)
-    assert read(reader, 1)
-    tier.close()
-    drop_index(directory)
-    assert read(reader, 1) is None
-    tier = open_tier(directory)
-    assert read(reader, 1)
-    tier.close()
-    drop_index(directory)
-    os.remove(directory / "nvme.arena")
-    tier = open_tier(directory)
-    save(tier, "b", 2)
-    assert read(reader, 1) is None
-    assert read(reader, 2)
-    tier.close()
-
-
-def test_a_chunk_that_is_evicted_and_overwritten_while_it_is_read_is_absent(directory, monkeypatch):
-    tier = open_tier(directory)
+def test_a_chunk_that_is_overwritten_while_it_is_read_is_absent(directory, monkeypatch):
+    tier = open_tier(directory, budget=300_000)  # one chunk
     write(tier, 1, keep=False)
-    tier.commit()
-    reader = NvmeReader(directory)
-    assert read(reader, 1)
-    real = reader._arena.read_into
-    moved = []
+    reader, moved, real = NvmeReader(directory), [], os.preadv
 
     def read_late(*arguments):
         if not moved:
             moved.append(1)
-            tier.evict()
             write(tier, 2, keep=False)
-            tier.commit()
         return real(*arguments)
 
-    monkeypatch.setattr(reader._arena, "read_into", read_late)
-    assert reader.read(content_of(1)[0], 0, memoryview(bytearray(150_000))) is None
+    monkeypatch.setattr(os, "preadv", read_late)
+    assert read(reader, 1) is None
     assert reader.fallbacks["moved"] == 1
     assert read(reader, 2)
-    tier.close()
 
 
-def test_a_chunk_is_absent_while_the_index_is_kept_busy_and_drafts_are_an_error(tier, directory, caplog):
-    save(tier, "a", 1)
-    reader = NvmeReader(directory, busy_s=0.1, draft_busy_s=0.2)
-    assert read(reader, 1)
-    other = sqlite3.connect(directory / "nvme.db", isolation_level=None)
-    other.execute("BEGIN EXCLUSIVE")
-    start = time.monotonic()
-    assert read(reader, 1) is None
-    assert read(reader, 1) is None
-    assert time.monotonic() - start < 20
-    assert reader.fallbacks["busy"] == 2
-    assert len([record for record in caplog.records if "the nvme tier is not read" in record.message]) == 1
-    # An older file must not be shown instead.
-    with pytest.raises(StoreError) as caught:
-        reader.draft("a")
-    assert caught.value.transient
-    other.execute("ROLLBACK")
-    other.close()
-    assert read(reader, 1)
-    assert reader.draft("a")
-
-
-@pytest.mark.parametrize("is_open", [False, True])
-def test_without_descriptors_a_chunk_is_absent_and_drafts_are_an_error_that_says_what_to_do(tier, directory, is_open):
+def test_a_chunk_that_cannot_be_read_is_absent_and_counted(tier, directory, monkeypatch):
     save(tier, "a", 1)
     reader = NvmeReader(directory)
-    for ask in (lambda: reader.draft("a"), lambda: reader.drafts_below("", conflicts=True)):
-        if is_open:
-            assert ask()
-        with no_descriptors_left(), pytest.raises(StoreError, match="ulimit -n") as caught:
-            ask()
-        assert not caught.value.transient
-        assert ask()
-    if is_open:
-        assert read(reader, 1)
-    with no_descriptors_left():
-        assert reader.find(content_of(1)[0]) is None
-    assert read(reader, 1)
-
-
-def test_an_index_that_cannot_be_read_is_no_answer_about_drafts(tier, directory, monkeypatch):
-    save(tier, "a", 1)
-    reader = NvmeReader(directory)
-
-    def failing(*_arguments, **_options):
-        raise sqlite3.OperationalError("disk I/O error")
-
-    monkeypatch.setattr(sqlite3, "connect", failing)
-    assert read(reader, 1) is None
-    assert reader.fallbacks["unreadable"] == 1
-    with pytest.raises(StoreError, match="disk I/O error") as caught:
-        reader.draft("a")
-    assert not caught.value.transient
-
-
-def test_a_damaged_index_is_passed_by_for_chunks_and_an_error_for_drafts(tier, directory):
-    save(tier, "a", 1)
-    tier.close()
-    (directory / "nvme.db").write_bytes(b"garbage" * 1000)
-    reader = NvmeReader(directory)
-    assert read(reader, 1) is None
-    with pytest.raises(CorruptionError):
-        reader.draft("a")
-    assert reader.fallbacks["index_damaged"] == 2
-
-
-def test_a_missing_index_beside_an_arena_is_no_answer_about_drafts(tier, directory):
-    save(tier, "a", 1)
-    tier.close()
-    (directory / "nvme.db").unlink()
-    reader = NvmeReader(directory)
-    assert read(reader, 1) is None
-    with pytest.raises(CorruptionError, match="missing"):
-        reader.drafts_below("")
-
-
-def test_an_arena_that_is_gone_or_cannot_be_read_is_passed_by_and_counted(tier, directory, monkeypatch):
-    save(tier, "a", 1)
-    reader = NvmeReader(directory)
-    os.rename(directory / "nvme.arena", directory / "away")
-    assert read(reader, 1) is None
-    os.rename(directory / "away", directory / "nvme.arena")
-    assert read(reader, 1)
 
     def failing(*arguments):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "preadv", failing)
-    assert read(reader, 1) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        assert read(reader, 1) is None
     assert reader.fallbacks["unreadable"] == 1
+    assert read(reader, 1)
 
 
-def test_rows_of_an_index_from_a_backup_give_no_bytes_of_other_chunks(tier, directory):
-    write(tier, 1, keep=False)
-    tier.commit()
-    tier.close()
-    old = (directory / "nvme.db").read_bytes()
-    tier = open_tier(directory)
-    tier.evict()
-    write(tier, 2, keep=False)
-    tier.commit()
-    tier.close()
-    (directory / "nvme.db").write_bytes(old)
+def test_a_damaged_chunk_is_an_error_that_the_caller_reports(tier, directory):
+    save(tier, "a", 1)
+    chunk_file(directory, 1).write_bytes(b"garbage" * 1000)
     reader = NvmeReader(directory)
-    assert reader.find(content_of(1)[0])
-    assert read(reader, 1) is None
-    assert reader.fallbacks["page_damaged"] == 1
+    with pytest.raises(CorruptionError):
+        read(reader, 1)
+    assert reader.chunks_after(b"", 5) == [(content_of(1)[0], 7000 - 4096)]
+
+
+def test_a_damaged_batch_may_hold_the_last_change_of_any_file(tier, directory):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory)
+    assert reader.draft("b") is None
+    batches(directory)[0].write_bytes(b"garbage" * 100)
+    save(tier, "c", 2)
+    assert reader.draft("b") is None  # the batch was read before
+    again = NvmeReader(directory)
+    for path in ("a", "b"):
+        assert (again.draft(path).state, again.draft(path).data) == ("damaged", b"")
+    assert again.draft("c").data == b"manifest of c"
+    assert [item.state for item in again.drafts_below("d")] == ["damaged"]
+
+
+def test_drafts_that_cannot_be_read_are_an_error(tier, directory, monkeypatch):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory)
+
+    def failing(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", failing)
+        with pytest.raises(StoreError, match="Input/output error"):
+            reader.draft("a")
+    assert reader.draft("a")
+
+
+def test_without_descriptors_a_chunk_is_absent_and_drafts_are_an_error(tier, directory):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory)
+    for ask in (lambda: reader.draft("a"), lambda: reader.drafts_below("", conflicts=True)):
+        with no_descriptors_left(), pytest.raises(StoreError, match="ulimit -n") as caught:
+            ask()
+        assert not caught.value.transient
+        assert ask()
+    with no_descriptors_left():
+        assert read(reader, 1) is None
+    assert read(reader, 1)
+
+
+def test_another_version_is_refused(tier, directory, monkeypatch):
+    save(tier, "a", 1)
+    monkeypatch.setattr("tierfs.host.nvme.head.VERSION", 2)
+    with pytest.raises(FormatError, match="version 1; this tierfs reads version 2"):
+        NvmeReader(directory).draft("a")
+    with pytest.raises(FormatError, match="version 1"):
+        open_tier(directory)
+
+
+def test_many_threads_share_a_reader(tier, directory):
+    save(tier, "a", 1, 2, 3)
+    reader, found = NvmeReader(directory), []
+    threads = [
+        threading.Thread(target=lambda n=n: found.extend(read(reader, 1 + (n + i) % 3) for i in range(20)))
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 160
+    assert all(found)
+
+
+def test_a_draft_of_many_is_gone_at_once_when_it_is_done(tier, directory):
+    reader = NvmeReader(directory)
+    seqs = tier.commit([draft(f"run/{number}", []) for number in range(5)])
+    for number, seq in enumerate(seqs):
+        assert reader.draft(f"run/{number}")
+        tier.forget_drafts(seq)
+        assert reader.draft(f"run/{number}") is None
+        assert len(reader.drafts_below("run")) == 4 - number
 
 
 def test_a_forked_child_reads_on(tier, directory):
@@ -236,30 +192,11 @@ def test_a_forked_child_reads_on(tier, directory):
     assert read(reader, 2)
 
 
-def test_many_threads_share_a_reader(tier, directory, monkeypatch):
-    save(tier, "a", 1, 2, 3)
-    reader = NvmeReader(directory)
-    found, opened, connect = [], [], index._connect
-    monkeypatch.setattr(index, "_connect", lambda *about, **more: opened.append(1) or connect(*about, **more))
-    threads = [
-        threading.Thread(target=lambda n=n: found.extend(read(reader, 1 + (n + i) % 3) for i in range(20)))
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 160
-    assert all(found)
-    assert opened == [1]
-
-
 CHILD = """
 import json, random, sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
 from support.nvme_tools import content_of, meta_of
-from tierfs.errors import CorruptionError
 from tierfs.host.nvme.reader import NvmeReader
 directory, seed = Path({directory!r}), {seed}
 reader, dice = NvmeReader(directory), random.Random(seed)
@@ -279,10 +216,7 @@ while time.monotonic() < end or counts["hits"] < 20 or not counts["absent"]:
         counts["wrong"] += 1
     else:
         counts["hits"] += 1
-    try:
-        counts["drafts"] += len(reader.drafts_below("run"))
-    except CorruptionError:
-        pass  # it is being made anew
+    counts["drafts"] += len(reader.drafts_below("run"))
 print(json.dumps([counts, reader.fallbacks]))
 """
 
@@ -303,14 +237,11 @@ def test_readers_of_other_processes_never_see_an_exception_or_wrong_bytes(direct
     while any(process.poll() is None for process in readers):
         turn += 1
         names = write(tier, *(dice.randrange(40) for _ in range(3)), keep=True)
-        (seq,) = tier.commit(drafts=[draft(f"run/{turn}", names)])
+        (seq,) = tier.commit([draft(f"run/{turn}", names)])
         tier.forget_drafts(seq)
         if turn % 7 == 0:
             tier.evict()
         if turn % 50 == 0:
-            tier.close()
-            if turn % 100 == 0:
-                drop_index(directory)
             tier = open_tier(directory)
     total = {}
     for process in readers:
@@ -321,4 +252,3 @@ def test_readers_of_other_processes_never_see_an_exception_or_wrong_bytes(direct
             total[what] = total.get(what, 0) + count
     assert total["wrong"] == 0
     assert total["hits"] >= 40
-    tier.close()

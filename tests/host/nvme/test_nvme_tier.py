@@ -3,9 +3,9 @@
 import contextlib
 import errno
 import os
+import stat
 import subprocess
 import threading
-from collections import deque
 
 import pytest
 from support.nvme_tools import (
@@ -14,7 +14,6 @@ from support.nvme_tools import (
     Steps,
     content_of,
     draft,
-    drop_index,
     meta_of,
     open_tier,
     paths,
@@ -25,11 +24,10 @@ from support.nvme_tools import (
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
-from tierfs.host.nvme.arena.extent_page import GRANULE, extent_bytes
-from tierfs.host.nvme.commit import EncodedDraft
-from tierfs.host.nvme.ledger import candidates
+from tierfs.host.nvme.chunk_file import file_bytes
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.stored import ChunksGoneError
+from tierfs.host.nvme.tier import EncodedDraft
 
 
 @pytest.fixture
@@ -39,62 +37,59 @@ def directory(tmp_path):
 
 @pytest.fixture
 def tier(directory):
-    tier = open_tier(directory)
-    yield tier
-    tier.close()
+    return open_tier(directory)
 
 
-def index_of(points, point):
-    return points.index(point)
+def points_of(steps, action):
+    """Return the steps of an action, without ``before``."""
+    del steps.points[:]
+    action()
+    return [point.removeprefix("after ") for point in steps.points if point.startswith("after")]
 
 
-def test_data_is_flushed_before_the_index_names_it_and_the_caller_hears_of_it(directory):
+def test_each_part_of_a_save_is_durable_before_the_next_begins(directory):
     steps = Steps()
     tier = open_tier(directory, faults=steps)
-    del steps.points[:]
-    save(tier, "a", 1)
-    assert steps.points == [
-        f"{when} {step}"
-        for step in ("arena.write", "arena.intents", "arena.write", "arena.sync", "index.commit")
-        for when in ("before", "after")
+    assert points_of(steps, lambda: save(tier, "a", 1)) == [
+        *("chunk.write", "chunk.sync", "chunk.rename", "chunks.sync"),
+        *("batch.write", "batch.rename", "batch.sync", "head.change"),
     ]
-    tier.close()
 
 
-def test_an_extent_is_reused_only_after_the_commit_that_released_it(directory):
+def test_a_file_is_renamed_away_before_it_is_overwritten(directory):
     steps = Steps()
     tier = open_tier(directory, faults=steps)
-    for number in range(9):
-        write(tier, number, keep=False)
-        tier.commit()
-    del steps.points[:]
-    write(tier, 9, keep=False)
-    assert steps.points[:3] == ["before index.release", "after index.release", "before arena.write"]
-    tier.close()
+    fill(tier)
+    files = {file.stat().st_ino for file in (directory / "nvme" / "chunks").iterdir()}
+    points = points_of(steps, lambda: write(tier, 99, keep=False))
+    assert points == ["chunk.remove", "chunk.write", "chunk.sync", "chunk.rename"]
+    assert {file.stat().st_ino for file in (directory / "nvme" / "chunks").iterdir()} == files
 
 
-def test_the_header_of_a_published_draft_is_released_before_publish_returns_and_before_its_extent_is_free(directory):
+def test_a_finished_draft_is_gone_before_its_chunks_may_be_evicted(directory):
     steps = Steps()
     tier = open_tier(directory, faults=steps)
     seq = save(tier, "a", 1)
-    del steps.points[:]
-    tier.forget_drafts(seq)
-    assert steps.points == [
-        "before index.release",
-        "after index.release",
-        "before arena.release",
-        "after arena.release",
-    ]
+    assert points_of(steps, lambda: tier.forget_drafts(seq)) == ["batch.finish", "head.change"]
     assert tier.drafts() == []
     assert tier.usage().dirty_bytes == 0
-    tier.close()
+
+
+def fill(tier, clock=None):
+    """Write clean chunks until the first eviction. Return their number."""
+    for number in range(100):
+        if tier.usage().used_bytes + file_bytes(CHUNK) > BUDGET:
+            return number
+        write(tier, number, keep=False)
+        if clock is not None:
+            clock.sleep(100)
+    raise AssertionError
 
 
 def test_a_commit_survives_reopening(tier, directory):
     first, second = save(tier, "a", 1, 2), save(tier, "b", 2, 3)
     tier.keep_as_conflict(second, "changed on the store")
     before = tier.drafts()
-    tier.close()
     again = open_tier(directory)
     assert again.drafts() == before
     assert [(item.seq, item.path, item.data, item.state) for item in before] == [
@@ -102,52 +97,47 @@ def test_a_commit_survives_reopening(tier, directory):
         (second, "b", b"manifest of b", "conflict"),
     ]
     assert all(read(again, number) for number in (1, 2, 3))
-    assert again.meta(content_of(1)[0]) == meta_of(content_of(1)[1])
     assert save(again, "c", 4) > second
-    again.close()
-
-
-def test_a_chunk_that_was_only_written_is_readable_here_but_not_kept(tier, directory):
-    (name,) = write(tier, 1)
-    assert tier.has(name)
-    assert read(tier, 1)
-    assert tier.meta(name)
-    assert NvmeReader(directory).find(name) is None
-    tier.close()
-    again = open_tier(directory)
-    assert not again.has(name)
-    again.close()
 
 
 def test_a_chunk_that_is_there_is_not_written_again(directory):
     steps = Steps()
     tier = open_tier(directory, faults=steps)
     save(tier, "a", 1)
-    written = steps.points.count("before arena.write")
     save(tier, "b", 1)
-    assert steps.points.count("before arena.write") == written + 1  # the draft
-    tier.close()
+    assert steps.points.count("before chunk.write") == 1
 
 
 def test_a_draft_with_a_known_write_id_is_not_stored_again(tier):
     seq = save(tier, "a", 1)
-    assert tier.commit(drafts=[draft("a", [])]) == [seq]
+    assert tier.commit([draft("a", [])]) == [seq]
     assert len(tier.drafts()) == 1
 
 
 def test_a_draft_that_needs_what_is_not_here_is_refused_unless_it_is_elsewhere(tier):
     (here,), (absent, _) = write(tier, 1), content_of(2)
     with pytest.raises(ChunksGoneError) as caught:
-        tier.commit(drafts=[draft("a", [here, absent])])
+        tier.commit([draft("a", [here, absent])])
     assert caught.value.names == (absent,)
     assert tier.drafts() == []
-    tier.commit(drafts=[draft("a", [here, absent])], elsewhere=[absent])
+    tier.commit([draft("a", [here, absent])], elsewhere=[absent])
     assert paths(tier) == ["a"]
 
 
-def test_a_chunk_is_dirty_for_as_long_as_a_draft_or_a_holder_needs_it(tier):
+def test_a_written_chunk_is_clean_and_survives_reopening(tier, directory):
+    write(tier, 1, keep=False)
+    assert read(tier, 1)
+    assert tier.usage().clean_bytes == tier.usage().used_bytes == file_bytes(CHUNK)
+    again = open_tier(directory)
+    assert read(again, 1)
+    assert again.evict() == file_bytes(CHUNK)
+    assert not read(again, 1)
+
+
+def test_a_chunk_is_dirty_while_a_draft_or_a_holder_needs_it(tier):
     (name,) = write(tier, 1)
-    first, second = tier.commit(drafts=[draft("a", [name]), draft("b", [name])], holds={"open:me:1": [name]})
+    first, second = tier.commit([draft("a", [name]), draft("b", [name])])
+    tier.hold("open:me:1", [name])
     for drop in (
         lambda: tier.forget_drafts(first),
         lambda: tier.forget_drafts(second),
@@ -161,202 +151,84 @@ def test_a_chunk_is_dirty_for_as_long_as_a_draft_or_a_holder_needs_it(tier):
     assert not tier.has(name)
 
 
-def test_holders_are_known_and_keep_what_they_need_over_a_restart(tier, directory):
-    tier.commit(holds={"open:me:1": write(tier, 1), "open:you:2": write(tier, 2)})
-    tier.close()
+def test_holds_survive_reopening(tier, directory):
+    tier.hold("open:me:1", write(tier, 1))
+    tier.hold("open:me:1", write(tier, 2))
+    tier.hold("open:you:2", write(tier, 3))
+    with pytest.raises(ChunksGoneError):
+        tier.hold("open:you:2", [content_of(4)[0]])
     again = open_tier(directory)
     assert again.holders() == ["open:me:1", "open:you:2"]
     assert again.evict() == 0
     again.drop_hold("open:me:1", "open:you:2")
-    assert again.evict() > 0
-    again.close()
+    assert again.evict() == 3 * file_bytes(CHUNK)
 
 
-def test_a_chunk_waits_for_its_draft_even_if_others_commit_before(directory):
+def test_a_chunk_is_kept_for_a_minute_until_its_draft_is_stored(directory):
     clock = ManualClock()
     tier = open_tier(directory, clock=clock)
     (mine,) = write(tier, 1)
     save(tier, "other", 2)
     assert tier.evict() == 0
-    tier.commit(drafts=[draft("a", [mine])])
+    tier.commit([draft("a", [mine])])
     (never,) = write(tier, 3)
-    tier.commit()
     clock.sleep(61)
     assert tier.evict() > 0
     assert not tier.has(never)
     assert tier.has(mine)
-    tier.close()
 
 
-def test_clean_chunks_go_when_room_is_short_the_least_recently_used_first(directory):
+def test_the_least_recently_used_clean_chunk_is_evicted_first(directory):
     clock = ManualClock()
     tier = open_tier(directory, clock=clock)
-    reader = NvmeReader(directory, clock=clock)
-    for number in range(9):
-        write(tier, number, keep=False)
-        tier.commit()
-        clock.sleep(10)
-    assert read(reader, 0)
+    count = fill(tier, clock)
+    assert read(NvmeReader(directory, clock=clock), 0)
     assert read(tier, 1)
-    clock.sleep(10)
-    write(tier, 9, 10, keep=False)
-    tier.commit()
-    assert [read(tier, number) is not None for number in (0, 1, 2)] == [True, True, False]
+    tier.protect([content_of(2)[0]])
+    write(tier, 90, 91, keep=False)
+    there = [read(tier, number) is not None for number in range(count)]
+    assert there == [number not in (3, 4) for number in range(count)]
     usage = tier.usage()
-    assert usage.evicted_bytes > 0
+    assert usage.evicted_bytes == 2 * file_bytes(CHUNK)
     assert usage.used_bytes <= BUDGET
-    tier.close()
 
 
-def chunks(count):
-    """Return names and lengths of chunks that were not written yet."""
-    return {content_of(number)[0]: CHUNK for number in range(1000, 1000 + count)}
-
-
-def filled(directory, steps):
-    tier = open_tier(directory, faults=steps)
-    for number in range(100):
-        write(tier, number, keep=False)
-        tier.commit()
-        if tier.usage().evicted_bytes:
-            break
-    steps.points.clear()
-    return tier
-
-
-def test_room_for_many_chunks_is_made_by_one_commit_and_for_no_more_than_they_take(directory):
-    steps = Steps()
-    tier = filled(directory, steps)
-    before, used = tier.usage().evicted_bytes, tier.usage().used_bytes
-    tier.make_room(chunks(6))
-    assert steps.points.count("before index.release") == 1
-    evicted = tier.usage().evicted_bytes - before
-    extent, capacity = extent_bytes(CHUNK), BUDGET - GRANULE
-    assert 0 <= int(0.85 * capacity) - (used - evicted + 6 * extent) < extent
-    write(tier, *range(200, 206))
-    assert steps.points.count("before index.release") == 1
-    tier.make_room({})
-    assert steps.points.count("before index.release") == 1
-    tier.close()
-
-
-def test_no_room_is_made_while_there_is_some(directory):
-    steps = Steps()
-    tier = open_tier(directory, faults=steps)
-    write(tier, *range(8), keep=False)
-    tier.commit()
-    tier.make_room(chunks(1))
-    assert "before index.release" not in steps.points
-    tier.make_room(chunks(2))
-    assert "before index.release" in steps.points
-    tier.close()
-
-
-def test_room_is_not_made_of_what_it_is_made_for(directory):
+def test_the_order_of_use_survives_reopening(directory):
     clock = ManualClock()
     tier = open_tier(directory, clock=clock)
-    for number in range(9):
-        write(tier, number, keep=False)
-        tier.commit()
-        clock.sleep(10)
-    unchanged = {content_of(number)[0]: CHUNK for number in range(4)}
-    clock.sleep(600)
-    tier.make_room({**unchanged, **chunks(3)})
-    assert all(map(tier.has, unchanged))
-    assert tier.usage().evicted_bytes == 4 * extent_bytes(CHUNK)
-    tier.close()
-
-
-def test_chunks_are_put_in_order_once_for_many_evictions_and_without_the_tables_lock(directory, monkeypatch):
-    clock, orders, free = ManualClock(), [], []
+    fill(tier, clock)
+    assert read(tier, 0)
     tier = open_tier(directory, clock=clock)
-
-    def watched(rows, used):
-        def take():
-            free.append(tier._state.tables.acquire(timeout=5))
-            tier._state.tables.release()
-
-        other = threading.Thread(target=take)
-        other.start()
-        other.join()
-        found = candidates(rows, used)
-        orders.append(len(found))
-        return found
-
-    monkeypatch.setattr("tierfs.host.nvme.state.candidates", watched)
-    monkeypatch.setattr("tierfs.host.nvme.ledger.LOW_WATERMARK", 0.95)  # so that each eviction frees almost nothing
-    number = 0
-    while not tier.usage().evicted_bytes:
-        write(tier, number, keep=False)
-        tier.commit()
-        clock.sleep(100)
-        number += 1
-    assert orders == [number - 1]
-    assert read(tier, 2)  # marks it as used: it was the next but one to be evicted
-    clock.sleep(100)
-    for more in range(number, number + 3):
-        write(tier, more, keep=False)
-        tier.commit()
-        clock.sleep(100)
-    assert len(orders) == 1
-    assert all(free)
-    assert [read(tier, each) is not None for each in range(6)] == [False, False, True, False, False, True]
-    tier.close()
+    write(tier, 90, keep=False)
+    assert read(tier, 0)
+    assert not read(tier, 1)
 
 
-def test_a_chunk_that_is_asked_for_while_others_are_put_in_order_stays(directory, monkeypatch):
-    tier = open_tier(directory, clock=(clock := ManualClock()))
-    number = 0
-    while not tier.usage().evicted_bytes:
-        write(tier, number, keep=False)
-        tier.commit()
-        clock.sleep(100)
-        number += 1
-    state = tier._state
-    asked = state._candidates[0].name
-    (again,) = (each for each in range(number) if content_of(each)[0] == asked)
-    state._candidates = deque([state._candidates[0]])
-
-    def watched(rows, used):
-        other = threading.Thread(target=write, args=(tier, again))
-        other.start()
-        other.join()
-        return candidates(rows, used)
-
-    monkeypatch.setattr("tierfs.host.nvme.state.candidates", watched)
-    tier.make_room({content_of(1000 + each)[0]: CHUNK for each in range(4)})
-    assert tier.has(asked)
-    save(tier, "a", again)
-    tier.close()
+def test_a_smaller_budget_evicts_what_is_clean(directory):
+    tier = open_tier(directory)
+    save(tier, "a", 50)
+    fill(tier)
+    tier = open_tier(directory, budget=BUDGET // 4)
+    assert tier.usage().used_bytes <= BUDGET // 4
+    assert read(tier, 50)
 
 
-def test_threads_that_find_no_room_at_once_evict_once_for_all(directory):
-    steps = Steps()
-    tier = filled(directory, steps)
-    waiting, number = threading.Barrier(3), 300
-    while not steps.points.count("before index.release"):
-        # A thread that finds no room waits until the others have found none either.
-        threads = [
-            threading.Thread(target=lambda at=at: (waiting.wait(), write(tier, at, keep=False)))
-            for at in range(number, number + 3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        number += 3
-    assert steps.points.count("before index.release") == 1
-    tier.close()
+def test_the_tier_ends_where_the_disk_ends(directory, monkeypatch):
+    tier = open_tier(directory)
+    write(tier, 1, 2, keep=False)
+    real = os.statvfs
 
+    def full(path):
+        found = real(path)
+        return os.statvfs_result((*found[:4], 10, *found[5:]))
 
-def test_room_is_made_of_what_may_go_and_no_more(directory):
-    steps = Steps()
-    tier = open_tier(directory, faults=steps)
-    save(tier, "needed", *range(10))
-    tier.make_room(chunks(6))
-    assert all(read(tier, number) for number in range(10))
-    assert not tier.usage().evicted_bytes
-    tier.close()
+    monkeypatch.setattr(os, "statvfs", full)
+    write(tier, 3, keep=False)
+    assert [read(tier, number) is not None for number in (1, 2, 3)].count(True) == 2
+    save(tier, "a", 4)
+    save(tier, "b", 5)
+    with pytest.raises(CapacityError):
+        save(tier, "c", 6)
 
 
 def test_dirty_bytes_are_never_evicted_and_a_full_tier_says_so(tier):
@@ -379,60 +251,19 @@ def test_a_chunk_larger_than_the_whole_tier_is_refused_at_once(tier):
     assert read(tier, 1)
 
 
-def test_an_extent_freed_by_eviction_holds_the_new_chunk_and_not_the_old(tier):
+def test_a_file_that_is_used_again_holds_the_new_chunk(tier):
     for number in range(60):
         write(tier, number, keep=False)
-        tier.commit()
         assert read(tier, number)
         for old in range(max(0, number - 15), number):
             read(tier, old)  # absent or correct, never wrong
 
 
-def test_a_budget_that_grew_grows_the_arena_and_one_that_shrank_shrinks_it_as_far_as_it_is_free(directory):
-    tier = open_tier(directory, budget=BUDGET)
-    save(tier, "a", 1)
-    tier.close()
-    tier = open_tier(directory, budget=2 * BUDGET)
-    assert os.path.getsize(directory / "nvme.arena") == 2 * BUDGET
-    write(tier, *range(2, 18))
-    tier.commit(drafts=[draft("late", write(tier, 18))])
-    tier.close()
-    tier = open_tier(directory, budget=BUDGET // 2)
-    assert BUDGET < os.path.getsize(directory / "nvme.arena") < 2 * BUDGET
-    assert read(tier, 18)
-    with pytest.raises(CapacityError):
-        write(tier, *range(30, 40), length=CHUNK * 2)
-    tier.forget_drafts(*(item.seq for item in tier.drafts()))
-    tier.evict()
-    tier.close()
-    tier = open_tier(directory, budget=BUDGET // 2)
-    assert os.path.getsize(directory / "nvme.arena") == BUDGET // 2
-    tier.close()
-
-
-def test_an_arena_that_may_not_grow_is_used_as_it_is(directory, monkeypatch):
-    tier = open_tier(directory)
-    save(tier, "a", 1)
-    tier.close()
-
-    def full(fd, offset, length):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    tier = open_tier(directory, budget=4 * BUDGET)
-    assert tier.usage().fallbacks["not_grown"] == 1
-    assert read(tier, 1)
-    save(tier, "b", 2)
-    tier.close()
-
-
 def test_a_bad_copy_is_forgotten(tier):
     write(tier, 1, keep=False)
-    tier.commit()
     (name, _) = content_of(1)
     tier.quarantine(name)
     assert not tier.has(name)
-    assert tier.meta(name) is None
     assert tier.usage().fallbacks["quarantined"] == 1
     tier.quarantine(name)
     assert tier.usage().fallbacks["quarantined"] == 1
@@ -449,10 +280,8 @@ def test_a_bad_copy_that_a_draft_needs_is_reported_and_healed_by_writing_it_agai
     assert not tier.has(name)
     reader = NvmeReader(directory)
     assert read(reader, 1) is None
-    assert reader.draft("a").state == "damaged"
-    assert tier.usage().damaged == 1
-    tier.write(name, meta_of(data), memoryview(data))
-    tier.commit()
+    assert reader.usage().damaged == tier.usage().damaged == 1
+    tier.write(name, meta_of(data), memoryview(data), keep=False)
     assert [item.state for item in tier.drafts()] == ["pending"]
     assert read(reader, 1)
     used = tier.usage().used_bytes
@@ -467,11 +296,7 @@ def test_a_chunk_found_wrong_after_writing_is_absent(tier, directory):
     tier.write(name, meta_of(data), memoryview(data), is_sound=lambda: False)
     assert not tier.has(name)
     assert tier.usage().used_bytes == 0
-    tier.close()
-    drop_index(directory)
-    tier = open_tier(directory)
-    assert not tier.has(name)
-    tier.close()
+    assert os.listdir(directory / "nvme" / "chunks") == []
 
 
 def test_a_sound_copy_is_not_taken_back_because_another_one_would_have_been_wrong(tier):
@@ -514,17 +339,14 @@ def test_many_threads_write_commit_read_and_evict_at_once(directory):
         thread.join()
     assert not failures
     assert tier.drafts() == []
-    tier.commit()
     assert tier.usage().dirty_bytes == 0
-    tier.close()
     again = open_tier(directory, budget=8 << 20)
     for number in range(6):
         for turn in range(12):
             read(again, 100 * number + turn)
-    again.close()
 
 
-def test_two_threads_write_one_chunk_once(directory):
+def test_threads_write_one_chunk_once(directory):
     steps = Steps()
     tier = open_tier(directory, faults=steps)
     threads = [threading.Thread(target=write, args=(tier, 1)) for _ in range(8)]
@@ -532,15 +354,14 @@ def test_two_threads_write_one_chunk_once(directory):
         thread.start()
     for thread in threads:
         thread.join()
-    assert steps.points.count("after arena.write") == 1
-    tier.close()
+    assert steps.points.count("after chunk.write") == 1
 
 
 def test_different_chunks_are_written_at_the_same_time(directory):
     meeting = threading.Barrier(4, timeout=20)
 
     def meet(point):
-        if point == "before arena.write":
+        if point == "before chunk.write":
             meeting.wait()
 
     tier = open_tier(directory, faults=meet)
@@ -551,76 +372,125 @@ def test_different_chunks_are_written_at_the_same_time(directory):
         thread.join()
     assert not meeting.broken
     assert all(read(tier, number) for number in range(4))
-    tier.close()
 
 
-def test_writes_go_on_while_a_commit_waits_for_the_disk(directory):
-    waiting, go_on = threading.Event(), threading.Event()
+def failing_once(monkeypatch, call, when=lambda *_: True):
+    """Make a call of the operating system fail once."""
+    real, failing = getattr(os, call), [True]
 
-    def wait(point):
-        if point == "before arena.sync":
-            waiting.set()
-            assert go_on.wait(20)
-
-    tier = open_tier(directory, faults=wait)
-    write(tier, 1)
-    thread = threading.Thread(target=tier.commit)
-    thread.start()
-    assert waiting.wait(20)
-    (late,) = write(tier, 2)
-    go_on.set()
-    thread.join()
-    reader = NvmeReader(directory)
-    assert reader.find(content_of(1)[0])
-    assert reader.find(late) is None  # the flush may not have included it
-    tier.commit()
-    assert reader.find(late)
-    tier.close()
-
-
-def test_a_flush_that_fails_is_not_believed_the_second_time(tier, monkeypatch):
-    save(tier, "before", 1)
-    names = write(tier, 2)
-    real, failing = os.fdatasync, [True]
-
-    def sync(fd):
-        if failing:
+    def fail(*arguments):
+        if failing and when(*arguments):
             failing.pop()
             raise OSError(errno.EIO, "Input/output error")
-        real(fd)
+        return real(*arguments)
 
-    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(os, call, fail)
+
+
+def is_directory(fd):
+    return stat.S_ISDIR(os.fstat(fd).st_mode)
+
+
+def test_a_chunk_whose_flush_fails_is_not_stored(tier, directory, monkeypatch):
+    failing_once(monkeypatch, "fdatasync")
     with pytest.raises(StoreError, match="Input/output"):
-        tier.commit(drafts=[draft("a", names)])
-    with pytest.raises(ChunksGoneError):
-        tier.commit(drafts=[draft("a", names)])
+        write(tier, 2)
+    assert not tier.has(content_of(2)[0])
+    assert os.listdir(directory / "nvme" / "chunks") == []
+    assert tier.usage().used_bytes == 0
     save(tier, "a", 2)
-    assert paths(tier) == ["before", "a"]
     assert read(tier, 2)
 
 
-def test_a_commit_that_the_disk_has_no_room_for_changes_nothing(directory):
-    failing = []
+def test_names_whose_flush_fails_are_not_believed_the_second_time(tier, monkeypatch):
+    save(tier, "before", 1)
+    names, held = write(tier, 2), write(tier, 3)
+    tier.hold("open:me:1", held)
+    failing_once(monkeypatch, "fsync", is_directory)
+    with pytest.raises(StoreError, match="Input/output"):
+        tier.commit([draft("a", names)])
+    with pytest.raises(ChunksGoneError):
+        tier.commit([draft("a", names)])
+    with pytest.raises(StoreError, match="fsync failed"):
+        tier.commit([draft("b", held)])
+    save(tier, "a", 2)
+    assert paths(tier) == ["before", "a"]
+    assert read(tier, 2)
+    assert read(tier, 3)
 
-    def full(point):
-        if point in failing:
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-    tier = open_tier(directory, faults=full)
+@pytest.mark.parametrize("call", ["fdatasync", "fsync", "rename"])
+def test_a_batch_that_cannot_be_stored_leaves_nothing(tier, directory, monkeypatch, call):
     save(tier, "a", 1)
-    used = tier.usage().used_bytes
-    for point in ("before arena.write", "before arena.intents", "before index.commit"):
-        failing[:] = [point]
-        with pytest.raises(OSError):
-            save(tier, "b", 2)
-        failing.clear()
-        assert paths(tier) == ["a"]
-        assert read(tier, 1)
-        tier.quarantine(content_of(2)[0])
-        assert tier.usage().used_bytes == used, point
+    write(tier, 2)
+    tier._chunks.flush()
+    used, reader = tier.usage().used_bytes, NvmeReader(directory)
+    failing_once(monkeypatch, call)
+    with pytest.raises(StoreError):
+        save(tier, "b", 2)
+    assert paths(tier) == ["a"]
+    assert [item.path for item in reader.drafts_below("")] == ["a"]
+    assert tier.usage().used_bytes == used
     save(tier, "b", 2)
     assert paths(tier) == ["a", "b"]
-    tier.close()
+    assert reader.draft("b")
+
+
+def test_a_draft_in_a_batch_is_finished_alone(tier, directory):
+    names = write(tier, 1, 2, 3)
+    seqs = tier.commit([draft(path, [name]) for path, name in zip("abc", names, strict=True)])
+    reader = NvmeReader(directory)
+    assert reader.draft("b")
+    tier.keep_as_conflict(seqs[2], "why")
+    tier.forget_drafts(seqs[1])
+    assert reader.draft("b") is None
+    assert tier.evict([names[1]]) > 0
+    again = open_tier(directory)
+    assert [(item.path, item.state, item.note) for item in again.drafts()] == [
+        ("a", "pending", ""),
+        ("c", "conflict", "why"),
+    ]
+    again.forget_drafts(seqs[0], seqs[2])
+    assert os.listdir(directory / "nvme" / "drafts") == []
+    assert again.usage().dirty_bytes == 0
+
+
+@pytest.mark.parametrize("call", ["fsync", "fdatasync", "unlink"])
+def test_a_draft_whose_removal_fails_is_removed_by_the_next_attempt(tier, directory, monkeypatch, call):
+    alone = save(tier, "a", 1)
+    first, second = tier.commit([draft("b", write(tier, 2)), draft("c", [])])
+    with monkeypatch.context() as patch:
+        failing_once(patch, call, lambda *_: True)
+        with pytest.raises(StoreError):
+            tier.forget_drafts(alone, first)
+    tier.forget_drafts(alone, first)
+    assert paths(tier) == ["c"]
+    assert [item.path for item in NvmeReader(directory).drafts_below("")] == ["c"]
+    tier.forget_drafts(second)
+    tier.evict()
+    assert tier.usage().used_bytes == 0
+
+
+def test_opening_reads_no_chunk(directory, monkeypatch):
+    tier = open_tier(directory)
+    save(tier, "a", 1)
+    write(tier, 2, 3, keep=False)
+    monkeypatch.setattr(os, "preadv", None)
+    tier = open_tier(directory)
+    assert tier.usage().chunks == 3
+
+
+def test_the_disk_follows_use(tier, directory):
+    def disk():
+        files = [file for file in directory.rglob("*") if file.is_file()]
+        return sum(file.stat().st_blocks for file in files) * 512
+
+    assert disk() < 20_000
+    seq = save(tier, "a", 1)
+    assert disk() < CHUNK + 30_000
+    tier.forget_drafts(seq)
+    tier.evict()
+    assert disk() < 20_000
 
 
 @pytest.mark.parametrize("spare", [0, 1, 5, 20, 60])
@@ -639,23 +509,20 @@ def test_a_disk_that_is_full_leaves_everything_committed_intact(tmp_path, spare)
         outcome = []
         for number in range(2, 40):
             try:
-                # Manifests of this size need new pages in the database.
                 names = write(tier, number, length=1000)
-                stored += tier.commit(drafts=[draft(f"b{number}", names, os.urandom(20_000))])
+                stored += tier.commit([draft(f"b{number}", names, os.urandom(20_000))])
             except (CapacityError, StoreError) as error:
                 outcome.append(error)
                 break
         assert outcome
         assert [item.seq for item in tier.drafts()] == stored
         assert read(tier, 1)
-        tier.close()
         os.remove(small / "ballast")
         tier = open_tier(small / "n")
         assert [item.seq for item in tier.drafts()] == stored
         assert all(read(tier, number, 1000) for number in range(2, len(stored) + 1))
         tier.forget_drafts(*stored)
         save(tier, "after", 99)
-        tier.close()
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
 
@@ -676,27 +543,12 @@ def test_invalid_arguments_are_refused(tier, directory):
     with pytest.raises(InvalidInputError):
         tier.write(b"n", b"m" * 901, memoryview(b"x"))
     with pytest.raises(InvalidInputError):
-        tier.commit(drafts=[draft(f"f{number}", []) for number in range(201)])
-
-
-def test_opening_writes_and_needs_no_data_to_be_read(directory, monkeypatch):
-    tier = open_tier(directory, budget=512 << 20)
-    save(tier, "a", 1)
-    tier.close()
-    preadv, read = os.preadv, []
-
-    def note_and_read(*arguments):
-        read.append(preadv(*arguments))
-        return read[-1]
-
-    monkeypatch.setattr(os, "preadv", note_and_read)
-    open_tier(directory, budget=512 << 20).close()
-    assert 0 < sum(read) < 64 << 10
+        tier.commit([draft(f"f{number}", []) for number in range(201)])
 
 
 def test_a_tier_that_is_full_of_drafts_lists_those_below_a_directory(tier, directory):
     for path in ("run/a", "run/b/c", "runner", "run0", "run", "x/run/a"):
-        tier.commit(drafts=[draft(path, [])])
+        tier.commit([draft(path, [])])
     reader = NvmeReader(directory)
     assert [item.path for item in reader.drafts_below("run")] == ["run/a", "run/b/c", "run"]
     assert len(reader.drafts_below("")) == 6
@@ -711,6 +563,6 @@ def test_a_tier_that_is_full_of_drafts_lists_those_below_a_directory(tier, direc
 
 
 def test_the_newest_draft_of_a_path_is_the_one_that_is_found(tier, directory):
-    tier.commit(drafts=[EncodedDraft(b"1" * 16, "a", b"old", []), EncodedDraft(b"2" * 16, "a", b"new", [])])
+    tier.commit([EncodedDraft(b"1" * 16, "a", b"old", []), EncodedDraft(b"2" * 16, "a", b"new", [])])
     assert NvmeReader(directory).draft("a").data == b"new"
     assert NvmeReader(directory).draft("b") is None

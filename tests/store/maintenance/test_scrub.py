@@ -312,13 +312,11 @@ def test_a_damaged_copy_in_the_nvme_tier_is_found_and_put_aside(host):
     data = random.Random(2).randbytes(3 * MIB)
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT)
-    arena = host.tiers.nvme.directory / "nvme.arena"
     sound = scrub_local(host.store, "nvme")
     assert (sound.chunks, sound.damage, sound.is_whole_round) == (1, [], True)
     (name, _), *_ = host.tiers.nvme.chunks_after(b"", 10)
-    offset = host.tiers.nvme.find(name).offset
-    with arena.open("r+b") as file:
-        file.seek(offset + 8192 + 1000)
+    with host.tiers.nvme.place_of(name).path.open("r+b") as file:
+        file.seek(8192 + 1000)
         file.write(b"damage")
     report = scrub_local(host.store, "nvme")
     assert [(each.digest, each.elsewhere) for each in report.damage] == [(name[1:].hex(), True)]

@@ -7,7 +7,7 @@ import pytest
 from support.tiered import MIB, content
 
 from tierfs.errors import CapacityError, StoreError
-from tierfs.host.nvme.arena.arena import Arena
+from tierfs.host.nvme.chunk_file import ChunkFiles
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.rpc.client import FlusherClient
@@ -25,14 +25,15 @@ def soon(monkeypatch):
 
 @pytest.fixture
 def written(monkeypatch):
-    """Names of the chunks that were written to the arena."""
-    names, write = [], Arena.write
+    """Names of the chunks that were written to the nvme tier."""
+    names, write = [], ChunkFiles.write
 
-    def note_and_write(arena, page, data):
-        write(arena, page, data)
+    def note_and_write(files, path, page, data, **options):
+        fd = write(files, path, page, data, **options)
         names.append(page.name)
+        return fd
 
-    monkeypatch.setattr(Arena, "write", note_and_write)
+    monkeypatch.setattr(ChunkFiles, "write", note_and_write)
     return names
 
 
@@ -104,14 +105,14 @@ def test_chunks_of_an_abandoned_file_become_clean(host, written):
 
 
 def test_a_chunk_that_is_given_back_while_it_is_written_is_not_there(host, monkeypatch):
-    begun, go_on, write = threading.Event(), threading.Event(), Arena.write
+    begun, go_on, write = threading.Event(), threading.Event(), ChunkFiles.write
 
-    def wait_and_write(arena, page, data):
+    def wait_and_write(*arguments, **options):
         begun.set()
         assert go_on.wait(20)
-        write(arena, page, data)
+        return write(*arguments, **options)
 
-    monkeypatch.setattr(Arena, "write", wait_and_write)
+    monkeypatch.setattr(ChunkFiles, "write", wait_and_write)
     writer = begin(host, content(2 * CHUNK))
     names = [slot.name for segment in host.tiers.ram.segments() for slot in segment.slots()]
     assert begun.wait(20)

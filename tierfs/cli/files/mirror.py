@@ -275,16 +275,16 @@ def clone_piece(store: Store, piece: Piece, fd: int) -> bool:
     if found is None or found.length != piece.length:
         return False
     whole = piece.length - piece.length % CLONE_ALIGNMENT
-    with open(found.path, "rb") as arena:
-        request = _CLONE_RANGE.pack(arena.fileno(), found.offset, whole, piece.start)
+    with open(found.path, "rb") as chunk:
+        request = _CLONE_RANGE.pack(chunk.fileno(), found.offset, whole, piece.start)
         try:
             if whole:
                 fcntl.ioctl(fd, FICLONERANGE, request)
-            rest = os.pread(arena.fileno(), piece.length - whole, found.offset + whole)
+            rest = os.pread(chunk.fileno(), piece.length - whole, found.offset + whole)
         except OSError:
             return False  # different filesystems, or a filesystem that cannot clone
     os.pwrite(fd, rest, piece.start + whole)
-    # The nvme tier may have reused the extent for another chunk in the meantime.
+    # The nvme tier may have overwritten the file with another chunk in the meantime.
     return holds(store, fd, piece)
 
 

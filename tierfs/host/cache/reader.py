@@ -108,7 +108,7 @@ class ChunkReader:
     def holds(self, name: bytes, tier: str) -> bool:
         """Return whether ``"ram"`` or ``"nvme"`` seems to have a chunk. In the ram tier this counts as a use."""
         if tier == "nvme":
-            return self._nvme.find(name) is not None
+            return self._nvme.holds(name)
         slot = self._ram.find(name)
         if slot is not None:
             slot.segment.touch(slot)
@@ -146,8 +146,7 @@ class ChunkReader:
         return meta
 
     def _copy_nvme(self, name: bytes, out: memoryview) -> bytes | None:
-        found = self._nvme.find(name)
-        return None if found is None or found.length != len(out) else self._nvme.read(name, 0, out)
+        return self._nvme.read(name, 0, out)
 
     def _read_nvme(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> bool:
         runs = block_runs(parts)

@@ -1,1 +1,1 @@
-"""The nvme tier: an arena file that holds the data, and an index of its extents."""
+"""The nvme tier: chunk files and batches of drafts on a local disk; one writer, many readers."""

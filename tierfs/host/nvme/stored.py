@@ -8,12 +8,10 @@ from pathlib import Path
 
 from tierfs.errors import ConflictError
 
-ARENA_FILE = "nvme.arena"
+TIER, CHUNKS, DRAFTS, HOLDS = "nvme", "chunks", "drafts", "holds"
+"""The tier's directory in the store's directory, and the directories in it."""
 BUDGET_BYTES_MIN = 256 << 10
-"""The smallest budget of an nvme tier: four extents."""
-INDEX_FILE = "nvme.db"
-USED_FILE = "nvme.used"
-PATHS_FILE = "nvme.paths"
+"""The smallest budget of an nvme tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +22,10 @@ class StoredDraft:
         seq: The position in closing order.
         write_id: Identifies the change.
         path: Relative to the store.
-        data: The encoded draft; empty if the draft is lost, see ``state``.
-        state: ``pending``. ``conflict``: another writer changed the path first. ``damaged``: the draft, or a chunk that
-            only this tier had, is missing or damaged. If only chunks are damaged, the draft becomes pending again when
-            they are written again.
+        data: The encoded draft; empty if its batch is damaged, see ``state``. Then the path is empty, too.
+        state: ``pending``. ``conflict``: another writer changed the path first. ``damaged``: its batch is damaged, or
+            the tier lacks a chunk that only it had. In the latter case the draft becomes pending again when the chunk
+            is written again.
         note: The reason for the state, for the user.
         at_ns: When the draft was stored, wall clock.
     """
@@ -41,25 +39,22 @@ class StoredDraft:
     at_ns: int
 
 
-DRAFT_COLUMNS = "seq, write_id, path, data, state, note, at_ns"
-
-
 @dataclass(frozen=True, slots=True)
 class NvmeUsage:
-    """The usage of the nvme tier, in bytes of the arena.
+    """The usage of the nvme tier, in bytes of its files.
 
     Attributes:
         budget_bytes: The budget.
-        used_bytes: Dirty and clean chunks, drafts, and chunks that are being written.
-        dirty_bytes: Drafts, chunks that a draft or an open file needs, and uncommitted chunks.
+        used_bytes: Dirty and clean chunks, and drafts.
+        dirty_bytes: Drafts, chunks that a draft or an open file needs, and chunks that are being written.
         clean_bytes: Chunks that may be evicted.
-        chunks: Number of committed chunks.
+        chunks: Number of chunks.
         drafts: Number of pending and damaged drafts.
         conflicts: Number of drafts that are kept because of a conflict.
         damaged: Number of damaged drafts.
         evicted_bytes: Bytes evicted since the tier was opened.
         fallbacks: Counts of fallbacks and unexpected conditions, by kind.
-        gives_local: Whether committed data survives a crash of the host.
+        gives_local: Whether stored data survives a crash of the host.
     """
 
     budget_bytes: int

@@ -1,65 +1,103 @@
 """The writer of the nvme tier, which holds chunks and drafts on a local disk. `tierfs.host.nvme.reader` reads it.
 
-An addition writes data to the arena, calls ``fdatasync``, commits the index once, and only then returns to the caller.
-A removal commits the index first, and only then frees the extent for other data. A crash therefore leaves exactly the
-committed state.
+Each chunk is a file, and each commit of drafts is a file; the directory is the index. An addition makes the bytes
+durable, renames the file to its name, flushes the directory, and only then returns to the caller. A draft's chunks are
+durable before the draft appears. A crash therefore leaves exactly what was committed, and perhaps chunks that no draft
+names: these are clean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tierfs.clock import Clock
-from tierfs.errors import InvalidInputError, StoreError, TierfsError
-from tierfs.host.filesystems import filesystem_of, is_durable
+from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
+from tierfs.host.filesystems import filesystem_of, flush_directory, is_durable
 from tierfs.host.ground import Faults, no_faults
-from tierfs.host.nvme.arena.extent_page import NAME_BYTES_MAX, ExtentKind, ExtentPage
-from tierfs.host.nvme.commit import EncodedDraft, commit, unref
-from tierfs.host.nvme.index.index import INSERT_RELEASE, IndexReader
-from tierfs.host.nvme.ledger import Written
-from tierfs.host.nvme.state import NvmeState
+from tierfs.host.nvme.batch import (
+    BATCH_DRAFTS_MAX,
+    BatchDraft,
+    DraftBatches,
+    NewDraft,
+    encode_batch,
+    list_batches,
+    load_draft,
+)
+from tierfs.host.nvme.chunk_file import ChunkPage
+from tierfs.host.nvme.chunks import TierChunks
+from tierfs.host.nvme.disk_errors import disk_errors
+from tierfs.host.nvme.head import TierHead, read_head, write_head
+from tierfs.host.nvme.old_arena import check_old_arena, remove_old_arena
 from tierfs.host.nvme.stored import (
-    ARENA_FILE,
     BUDGET_BYTES_MIN,
-    DRAFT_COLUMNS,
-    INDEX_FILE,
+    CHUNKS,
+    DRAFTS,
+    HOLDS,
+    TIER,
+    ChunksGoneError,
     NvmeUsage,
     StoredDraft,
 )
-from tierfs.host.private import make_private
+from tierfs.host.private import entries_of, make_private
 
-CHUNK_META_BYTES_MAX = 900
+_logger = logging.getLogger("tierfs.local")
+
+
+class EncodedDraft(NamedTuple):
+    """A draft to store.
+
+    Attributes:
+        write_id: Identifies the change.
+        path: Relative to the store.
+        data: The encoded draft.
+        names: Names of the chunks that the draft needs.
+    """
+
+    write_id: bytes
+    path: str
+    data: bytes
+    names: Sequence[bytes]
+
+
+def has_tier(directory: Path) -> bool:
+    """Return whether a store's directory has an nvme tier, of this version or an earlier one.
+
+    Raises:
+        FormatError: It is of an earlier version, and may hold data that exists nowhere else.
+    """
+    return (directory / TIER).exists() or check_old_arena(directory)
 
 
 def is_needed(directory: Path) -> bool:
-    """Whether an nvme tier that cannot be opened may hold data that exists nowhere else."""
-    if not (directory / ARENA_FILE).exists():
-        return False
-    index = IndexReader(directory / INDEX_FILE, busy_s=0)
+    """Return whether an nvme tier that cannot be opened may hold data that exists nowhere else."""
+    tier = directory / TIER
     try:
-        found = index.select("SELECT 1 FROM drafts UNION SELECT 1 FROM refs")
+        return bool(list_batches(tier / DRAFTS)[0] or entries_of(tier / HOLDS))
     except TierfsError:
         return True
-    finally:
-        index.close()
-    return found is None or bool(found[1])
 
 
 class NvmeTier:
     """The single writer of an nvme tier. The flusher's lock ensures one per directory. Thread-safe.
 
     Args:
-        directory: Holds the arena and the index. Created with mode 0700 if missing.
-        budget_bytes: Disk space for the arena.
+        directory: The store's directory. The tier is a directory in it, created with mode 0700 if missing.
+        budget_bytes: The most disk space to use. The tier uses less if the disk has less.
         clock: Gives the time of use of chunks.
         faults: Called before and after every ordered step, with ``"before STEP"`` and ``"after STEP"``. Steps are
-            ``arena.create``, ``arena.grow``, ``arena.shrink``, ``arena.write``, ``arena.intents``, ``arena.sync``,
-            ``arena.release``, ``index.commit``, ``index.release``, ``index.create``, ``index.aside``,
-            ``index.rebuild``.
+            ``tier.make``, ``tier.scan``, ``chunk.write``, ``chunk.sync``, ``chunk.rename``, ``chunk.remove``, ``chunks.sync``, ``batch.write``,
+            ``batch.rename``, ``batch.sync``, ``batch.finish``, ``conflict.write``, ``conflict.rename``,
+            ``conflict.sync``, ``hold.rename``, ``head.change``.
 
     Raises:
-        CapacityError: The disk has no room for the arena.
+        CapacityError: The disk has no room for the directory.
         FormatError: Another version of tierfs made the existing files.
         InvalidInputError: The budget is less than `BUDGET_BYTES_MIN`.
         ReadOnlyError, StoreError: The files cannot be read or written.
@@ -69,32 +107,51 @@ class NvmeTier:
         if budget_bytes < BUDGET_BYTES_MIN:
             raise InvalidInputError(f"nvme={budget_bytes} is too small: give at least {BUDGET_BYTES_MIN} bytes, or 0")
         make_private(directory)
+        remove_old_arena(directory)
         self.directory = directory
-        self._durable = is_durable(filesystem_of(directory))
-        self._state = NvmeState(directory, budget_bytes, clock=clock, faults=faults)
+        self._budget_bytes = budget_bytes
+        self._clock = clock
+        self._faults = faults
+        self._is_durable = is_durable(filesystem_of(directory))
+        self._lock = threading.Lock()  # held while drafts and holds change
+        self._numbers = itertools.count()
+        tier = directory / TIER
+        self._holds_directory = tier / HOLDS
+        self._drafts_directory = tier / DRAFTS
+        faults("before tier.make")
+        with disk_errors(tier):
+            for each in (tier, tier / CHUNKS, self._drafts_directory, self._holds_directory):
+                make_private(each)
+            flush_directory(tier)
+            flush_directory(directory)
+        faults("after tier.make")
+        known = read_head(tier)
+        self._changes = 0 if known is None else known.changes
+        faults("before tier.scan")
+        self._chunks = TierChunks(tier / CHUNKS, budget_bytes, clock=clock, faults=faults)
+        self._batches = DraftBatches(tier / DRAFTS, faults=faults)
+        self._has_lost = any(draft.place < 0 for draft in self._batches.drafts.values())
+        self._holds = self._read_holds()
+        self._write_ids = {draft.write_id: seq for seq, draft in self._batches.drafts.items()}
+        self.fallbacks: Counter[str] = Counter()
+        for names in (*(draft.names for draft in self._batches.drafts.values()), *self._holds.values()):
+            self._chunks.expect(names)
+        self._chunks.charge(self._batches.used_bytes)
+        self._chunks.shrink()
+        faults("after tier.scan")
+        self._report_damaged()
+        self._change()
 
     def __repr__(self) -> str:
-        ledger = self._state.ledger
-        return f"NvmeTier({str(self.directory)!r}, used={ledger.used}/{ledger.capacity})"
+        return f"NvmeTier({str(self.directory)!r}, used={self._chunks.used_bytes}/{self._budget_bytes})"
 
     def has(self, name: bytes) -> bool:
-        """Return whether the tier has a copy of the chunk, committed or written, that is not known to be damaged."""
-        with self._state.tables:
-            return self._state.ledger.has(name)
+        """Return whether the tier has a copy of the chunk that is not known to be damaged."""
+        return self._chunks.has(name)
 
-    def make_room(self, lengths: Mapping[bytes, int]) -> None:
-        """Evict clean chunks until these chunks fit, as far as possible. Call it before writing the first of many.
-
-        Chunks of ``lengths`` that the tier already has are protected from eviction for some time, as if they were
-        written again.
-
-        Args:
-            lengths: The chunks' lengths in bytes, by name.
-
-        Raises:
-            StoreError: The index could not be changed.
-        """
-        self._state.make_room(lengths)
+    def protect(self, names: Iterable[bytes]) -> None:
+        """Protect those of these chunks that the tier has from eviction for some time, as if they were written again."""
+        self._chunks.protect(names)
 
     def write(
         self,
@@ -105,14 +162,15 @@ class NvmeTier:
         keep: bool = True,
         is_sound: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Write a chunk to the arena, unless the tier has it already. The chunk is durable only after `commit`.
+        """Write a chunk, unless the tier has it already. It is clean until a draft or hold needs it.
+
+        Its bytes are durable when this method returns. Its name is durable after the next `commit` of drafts.
 
         Args:
             name: The chunk's name, 1 to 33 bytes.
             meta: Metadata stored with the chunk, at most 900 bytes.
             data: Borrowed for the call only. Page-aligned memory saves a copy.
-            keep: Whether a draft will name the chunk. If so, the chunk is protected from eviction for some time, even
-                if another thread commits first.
+            keep: Whether a draft will name the chunk. If so, the chunk is protected from eviction for some time.
             is_sound: Called after the write and before the chunk becomes visible. Returns whether ``data`` held the
                 chunk during the whole write. If not, the write is undone, and an earlier copy stays.
 
@@ -121,218 +179,250 @@ class NvmeTier:
             InvalidInputError: The name or the metadata has an invalid length.
             StoreError: The chunk could not be written.
         """
-        if not 0 < len(name) <= NAME_BYTES_MAX or len(meta) > CHUNK_META_BYTES_MAX:
-            raise InvalidInputError(f"a chunk's name of {len(name)} bytes or metadata of {len(meta)} bytes is invalid")
-        state, ledger = self._state, self._state.ledger
-        with state.tables:
-            while name in ledger.busy:
-                state.tables.wait()
-            if ledger.has(name):
-                if keep:
-                    ledger.fresh[name] = state.clock.monotonic()
-                return
-            ledger.busy.add(name)
-            flushes_failed = state.flushes_failed
-        try:
-            extent = state.take(len(data))
-            try:
-                lengths = (extent.serial, extent.offset, len(data))
-                state.arena.write(ExtentPage(ExtentKind.CHUNK, state.arena.epoch, *lengths, name, meta), data)
-                sound = is_sound()
-                if not sound:
-                    state.release(extent, name)
-                with state.tables:
-                    if not sound:
-                        ledger.give(extent)
-                        return
-                    if flushes_failed != state.flushes_failed:
-                        raise StoreError(
-                            f"{state.arena.path}: an fsync failed meanwhile: write the chunk again", transient=True
-                        )
-                    ledger.written[name] = Written(extent, meta)
-                    if keep:
-                        ledger.fresh[name] = state.clock.monotonic()
-            except BaseException:
-                with state.tables:
-                    ledger.give(extent)
-                raise
-        finally:
-            with state.tables:
-                ledger.busy.discard(name)
-                state.tables.notify_all()
+        if self.has(name):
+            if keep:
+                self.protect([name])
+            return
+        self._chunks.add(ChunkPage(name, meta, len(data)), data, keep=keep, is_sound=is_sound)
 
-    def commit(
-        self,
-        *,
-        drafts: Sequence[EncodedDraft] = (),
-        holds: Mapping[str, Sequence[bytes]] | None = None,
-        elsewhere: Collection[bytes] = (),
-    ) -> list[int]:
-        """Commit all chunks written so far, with these drafts and holds, durably and atomically.
+    def commit(self, drafts: Sequence[EncodedDraft], *, elsewhere: Collection[bytes] = ()) -> list[int]:
+        """Store drafts durably and atomically.
 
         Args:
-            drafts: In closing order, at most 200. A draft whose write id is stored already is not stored again.
-            holds: Names of chunks to hold, by holder, in addition to the holder's present ones. A holder's name must
-                not have the form ``d<number>``, which means a draft.
+            drafts: In closing order, at most 200. A draft whose write id is stored already is not stored again. Without
+                drafts, only the names of all chunks written so far become durable.
             elsewhere: Names of chunks that the object tier has. The drafts do not need them in this tier.
 
         Returns:
             The drafts' seqs. The drafts now survive every crash that the filesystem survives.
 
         Raises:
-            ChunksGoneError: The tier lacks chunks that the drafts or holds need. Nothing was committed.
-            CapacityError: The disk or the arena is full. Nothing was committed.
+            ChunksGoneError: The tier lacks chunks that the drafts need. Nothing was stored.
+            CapacityError: The disk or the tier is full. Nothing was stored.
             InvalidInputError: There are more than 200 drafts.
-            StoreError: The commit failed. It has no effect, and earlier commits are untouched. If flushing the arena
-                failed, the caller has to write all uncommitted chunks again.
+            StoreError: Nothing was stored. If the flush of the chunks' names failed, they have to be written again.
         """
-        return commit(self._state, drafts, holds or {}, elsewhere)
+        if len(drafts) > BATCH_DRAFTS_MAX:
+            raise InvalidInputError(f"{len(drafts)} drafts in one commit: at most {BATCH_DRAFTS_MAX} are allowed")
+        with self._lock:
+            seqs = self._write_ids
+            fresh = {draft.write_id: draft for draft in drafts if draft.write_id not in seqs}
+            away = {name for name in elsewhere if not self.has(name)}
+            new = [
+                NewDraft(seq, self._clock.now_ns(), each.write_id, each.path, _those_not(each.names, away), each.data)
+                for seq, each in enumerate(fresh.values(), self._batches.last_seq + 1)
+            ]
+            self._store(new)
+            self._change()
+            return [seqs[draft.write_id] for draft in drafts]
 
-    def drop_hold(self, *holders: str) -> None:
-        """Release all chunks that these holders hold."""
-        state = self._state
-        with state.index_lock:
-            state.refresh()
-            names: list[bytes] = []
-            with state.changing("index.release") as database:
-                for holder in holders:
-                    names += unref(database, holder)
-            with state.tables:
-                state.ledger.unneed(names)
+    def _store(self, new: Sequence[NewDraft]) -> None:
+        names = [name for draft in new for name in draft.names]
+        self._need(names)
+        data = encode_batch(new)
+        try:
+            self._chunks.flush()
+            self._chunks.check(names)
+            if not new:
+                return
+            self._chunks.reserve(len(data))
+            try:
+                self._batches.add(new, data)
+            except Exception:
+                self._chunks.charge(-len(data))
+                raise
+        except Exception:
+            self._chunks.unneed(names)
+            raise
+        self._chunks.unprotect(names)
+        self._write_ids.update((draft.write_id, draft.seq) for draft in new)
 
-    def holders(self) -> list[str]:
-        """Return all holders of chunks except drafts."""
-        query = "SELECT DISTINCT holder FROM refs WHERE holder NOT GLOB 'd[0-9]*' ORDER BY holder"
-        with self._state.index_lock:
-            self._state.refresh()
-            return [holder for (holder,) in self._state.index.select(query)]
+    def _need(self, names: Sequence[bytes]) -> None:
+        gone = self._chunks.need(names)
+        if gone:
+            raise ChunksGoneError(self.directory, sorted(set(gone)))
 
     def forget_drafts(self, *seqs: int) -> None:
-        """Remove drafts that were published or discarded. Their chunks become clean unless others need them.
+        """Remove drafts that were published or discarded, durably. Their chunks become clean unless others need them.
 
-        Unknown seqs are ignored. After the return, a rebuild of the index does not find the drafts either.
+        Unknown seqs are ignored.
         """
-        state, ledger = self._state, self._state.ledger
-        with state.index_lock:
-            state.refresh()
-            with state.tables:
-                gone = {seq: ledger.drafts[seq] for seq in seqs if seq in ledger.drafts}
-            names: list[bytes] = []
-            paths: list[str] = []
-            with state.changing("index.release") as database:
-                for seq, draft in gone.items():
-                    paths += [path for (path,) in database.execute("SELECT path FROM drafts WHERE seq = ?", [seq])]
-                    database.execute("DELETE FROM drafts WHERE seq = ?", [seq])
-                    if draft.extent.size:
-                        # After a crash, the next process that opens the tier finishes this release.
-                        database.execute(INSERT_RELEASE, [draft.extent.serial, draft.extent.offset])
-                    names += unref(database, f"d{seq}")
-            state.paths.add(paths, -1)
-            for draft in gone.values():
-                if state.release(draft.extent, draft.write_id):
-                    state.released.append(draft.extent.serial)
-            with state.tables:
-                ledger.unneed(names)
-                for seq, draft in gone.items():
-                    del ledger.drafts[seq]
-                    ledger.give(draft.extent)
+        with self._lock:
+            before = self._batches.used_bytes
+            try:
+                done = self._batches.finish(seqs)
+            finally:
+                self._chunks.charge(self._batches.used_bytes - before)
+            for draft in done:
+                self._write_ids.pop(draft.write_id, None)
+                self._chunks.unneed(draft.names)
+            self._change()
 
     def keep_as_conflict(self, seq: int, note: str) -> None:
         """Mark a draft as a conflict, with a note for the user. The draft is kept and never published."""
-        with self._state.index_lock:
-            self._state.refresh()
-            with self._state.changing("index.commit") as database:
-                database.execute("UPDATE drafts SET state = 'conflict', note = ? WHERE seq = ?", [note, seq])
+        with self._lock:
+            if seq in self._batches.drafts:
+                self._batches.keep_as_conflict(seq, note)
+            self._change()
 
     def drafts(self) -> list[StoredDraft]:
         """Return all drafts, in closing order."""
-        with self._state.index_lock:
-            self._state.refresh()
-            rows = self._state.index.select(f"SELECT {DRAFT_COLUMNS} FROM drafts ORDER BY seq")  # noqa: S608 - columns only
-        return [StoredDraft(*row) for row in rows]
+        with self._lock:
+            missing = self._chunks.missing()
+            found = [self._load(draft, missing) for draft in self._batches.drafts.values()]
+        return [draft for draft in found if draft is not None]
 
-    def meta(self, name: bytes) -> bytes | None:
-        """Return the metadata stored with a chunk, or None if the tier does not have the chunk."""
-        state = self._state
-        with state.tables:
-            written = state.ledger.written.get(name)
-        if written is not None:
-            return written.meta
-        with state.index_lock:
-            state.refresh()
-            rows = state.index.select("SELECT meta FROM chunks WHERE name = ? AND bad = 0", [name])
-        return bytes(rows[0][0]) if rows else None
+    def _load(self, draft: BatchDraft, missing: Collection[bytes]) -> StoredDraft | None:
+        lacks = sum(name in missing for name in draft.names) if missing else 0
+        is_conflict = draft.seq in self._batches.conflicts
+        return load_draft(self._drafts_directory, draft, is_conflict=is_conflict, missing=lacks)
 
-    def read_into(self, name: bytes, start: int, out: memoryview) -> bool:
-        """Copy a part of a chunk, committed or written. The caller verifies the bytes with the chunk's metadata.
+    def _change(self) -> None:
+        """Tell readers that drafts may have changed. Callers do this before they return."""
+        self._changes += 1
+        self._faults("before head.change")
+        chunks = self._chunks
+        dirty = self._batches.used_bytes + chunks.needed_bytes
+        numbers = (self._changes, chunks.used_bytes, dirty, len(chunks), self._damaged())
+        write_head(self.directory / TIER, TierHead(self._budget_bytes, *numbers))
+        self._faults("after head.change")
+
+    # -- holds ---------------------------------------------------------------------------------------------------------
+
+    def hold(self, holder: str, names: Sequence[bytes]) -> None:
+        """Hold chunks for an unfinished file, in addition to those that the holder has.
+
+        A hold outlives the flusher, but not the host: then the file is gone, too.
+
+        Raises:
+            ChunksGoneError: The tier lacks some of the chunks. Nothing was changed.
+            StoreError: The hold could not be stored.
+        """
+        with self._lock:
+            self._need(names)
+            held = [*self._holds.get(holder, ()), *names]
+            path, temporary = self._holds_directory / holder, self._holds_directory / f".{next(self._numbers)}"
+            try:
+                with disk_errors(path):
+                    temporary.write_bytes(b"".join(bytes([len(name)]) + name for name in held))
+                    self._faults("before hold.rename")
+                    os.rename(temporary, path)
+            except Exception:
+                self._chunks.unneed(names)
+                raise
+            self._faults("after hold.rename")
+            self._chunks.unprotect(names)
+            self._holds[holder] = held
+
+    def drop_hold(self, *holders: str) -> None:
+        """Release all chunks that these holders hold."""
+        with self._lock, disk_errors(self._holds_directory):
+            for holder in holders:
+                names = self._holds.pop(holder, None)
+                if names is not None:
+                    (self._holds_directory / holder).unlink(missing_ok=True)
+                    self._chunks.unneed(names)
+
+    def holders(self) -> list[str]:
+        """Return all holders of chunks except drafts."""
+        return sorted(self._holds)
+
+    def _read_holds(self) -> dict[str, list[bytes]]:
+        found = {}
+        for entry in entries_of(self._holds_directory):
+            with disk_errors(entry.path):
+                if entry.name.startswith("."):
+                    os.unlink(entry.path)  # a crash has left it
+                    continue
+                data, at, names = Path(entry.path).read_bytes(), 0, []
+            while at < len(data):
+                names.append(data[at + 1 : at + 1 + data[at]])
+                at += 1 + data[at]
+            found[entry.name] = names
+        return found
+
+    def pin(self, name: bytes) -> list[bytes]:
+        """Keep a chunk until `unpin`, which the caller guarantees. Return the name in a list, empty without a copy."""
+        return [] if self._chunks.need([name]) else [name]
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """Undo `pin`."""
+        self._chunks.unneed(names)
+        with self._lock:
+            self._change()
+
+    def _damaged(self) -> int:
+        """Return the number of damaged drafts."""
+        missing = self._chunks.missing()
+        if not missing and not self._has_lost:
+            return 0
+        return sum(each.place < 0 or not missing.isdisjoint(each.names) for each in self._batches.drafts.values())
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def read(self, name: bytes, start: int, out: memoryview) -> bytes | None:
+        """Copy a part of a chunk. The caller verifies the bytes with the returned metadata.
 
         Returns:
-            Whether the tier had the part. If not, ``out`` is undefined.
+            The metadata, or None if the tier does not have the chunk. Then ``out`` is undefined.
+
+        Raises:
+            CorruptionError: The chunk's file is damaged.
+            StoreError: The file cannot be read.
         """
-        state = self._state
-        with state.tables:
-            extent = state.ledger.find(name)
-        if extent is None or start + len(out) > extent.length:
+        page = self._chunks.files.read(name, start, out, now_ns=self._clock.now_ns()) if self.has(name) else None
+        return None if page is None else page.meta
+
+    def read_into(self, name: bytes, start: int, out: memoryview) -> bool:
+        """Copy a part of a chunk. Return whether the tier had it; if not, ``out`` is undefined."""
+        try:
+            return self.read(name, start, out) is not None
+        except CorruptionError:
             return False
-        page = state.arena.read_into(extent.offset, start, out)
-        if page is None or (page.epoch, page.serial, page.name) != (state.arena.epoch, extent.serial, name):
-            return False
-        state.used.touch(extent.offset, state.now_s())
-        with state.tables:
-            # If the chunk still has this extent, the extent was not reused during the read.
-            found = state.ledger.find(name)
-            return found is not None and found.serial == extent.serial
 
     def quarantine(self, name: bytes) -> None:
-        """Stop serving a damaged copy. If a draft needs it, mark and log the draft.
+        """Delete a damaged copy. If a draft needs it, log the draft. Writing the chunk again heals the draft."""
+        with self._lock:
+            if self._chunks.quarantine(name):
+                self._report_damaged(name)
+                self._change()
 
-        Writing the chunk again heals the draft.
-        """
-        state, ledger = self._state, self._state.ledger
-        with state.index_lock:
-            state.refresh()
-            with state.tables:
-                if name in ledger.busy or not ledger.has(name):
-                    return  # another thread is writing or evicting the chunk, or there is no copy
-                written = ledger.written.pop(name, None)
-                needed = ledger.needs[name] > 0
-            if written is not None:
-                state.release(written.extent, name)
-                with state.tables:
-                    ledger.give(written.extent)
-            elif needed:
-                state.mark_bad([name], "a chunk is damaged")
-            else:
-                state.evict([name], release=True)
-        state.fallbacks["quarantined"] += 1
+    def _report_damaged(self, name: bytes | None = None) -> None:
+        """Log the drafts that are damaged, or those that need one chunk, which is missing."""
+        missing = self._chunks.missing() if name is None else {name}
+        for draft in self._batches.drafts.values():
+            if draft.place < 0 or not missing.isdisjoint(draft.names):
+                self.fallbacks["drafts_damaged"] += 1
+                why = "its file is damaged" if draft.place < 0 else "a chunk is missing or damaged"
+                what = draft.path or f"{self._drafts_directory / draft.file}: a file"
+                _logger.error("%s was saved on this host and is no longer complete: %s", what, why)
 
     def evict(self, names: Iterable[bytes] | None = None) -> int:
         """Evict the clean chunks among ``names``, or all clean chunks if it is None.
 
         Returns:
-            Bytes of the arena that were freed.
+            Bytes of disk space that were freed.
         """
-        state, ledger = self._state, self._state.ledger
-        with state.index_lock:
-            state.refresh()
-            with state.tables:
-                wanted = dict.fromkeys(ledger.chunks if names is None else names)
-                now = state.clock.monotonic()
-                clean = [name for name in wanted if name in ledger.chunks and ledger.is_clean(name, now)]
-            return state.evict(clean) if clean else 0
+        freed = self._chunks.evict(names)
+        with self._lock:
+            self._change()
+        return freed
 
     def usage(self) -> NvmeUsage:
-        state, ledger = self._state, self._state.ledger
-        with state.index_lock:
-            state.refresh()
-            states = dict(state.index.select("SELECT state, COUNT(*) FROM drafts GROUP BY state"))
-        with state.tables:
-            used, dirty, chunks = ledger.used, ledger.dirty_bytes(), len(ledger.chunks)
-        pending, conflicts, damaged = (states.get(name, 0) for name in ("pending", "conflict", "damaged"))
-        counts = (chunks, pending + damaged, conflicts, damaged, state.evicted_bytes)
-        fallbacks = dict(state.fallbacks + state.arena.fallbacks)
-        return NvmeUsage(state.budget_bytes, used, dirty, used - dirty, *counts, self._durable, fallbacks)
+        with self._lock:
+            conflicts, chunks = len(self._batches.conflicts), len(self._chunks)
+            used = self._chunks.used_bytes
+            clean = self._chunks.clean_bytes()
+            counts = (
+                chunks,
+                len(self._batches.drafts) - conflicts,
+                conflicts,
+                self._damaged(),
+                self._chunks.evicted_bytes,
+            )
+        fallbacks = dict(self.fallbacks + self._chunks.files.fallbacks)
+        return NvmeUsage(self._budget_bytes, used, used - clean, clean, *counts, self._is_durable, fallbacks)
 
-    def close(self) -> None:
-        """Close the files. Uncommitted changes are lost, as in a crash."""
-        self._state.close()
+
+def _those_not(names: Sequence[bytes], away: Collection[bytes]) -> tuple[bytes, ...]:
+    return tuple(name for name in dict.fromkeys(names) if name not in away)

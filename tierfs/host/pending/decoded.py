@@ -12,6 +12,7 @@ from tierfs.host.slab.segment import Slot
 
 # Enough for the pending drafts of a host that writes small files faster than they are flushed; 2 KiB each.
 DECODED_MAX = 16_384
+_Key = tuple[str, int, int] | tuple[str, bytes]
 
 
 class DecodedDrafts:
@@ -24,7 +25,7 @@ class DecodedDrafts:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._lock = threading.Lock()
-        self._decoded: dict[tuple[str, int, int], Draft] = {}
+        self._decoded: dict[_Key, Draft] = {}
 
     def __repr__(self) -> str:
         return f"DecodedDrafts({len(self._decoded)}/{DECODED_MAX})"
@@ -57,31 +58,31 @@ class DecodedDrafts:
         where = slot.segment.meta(slot).decode(errors="replace")
         return [where] if slot.segment.is_still(slot) else []
 
-    def in_index(self, stored: StoredDraft) -> Draft:
-        """Return the draft in a row of the nvme tier's index.
+    def stored(self, stored: StoredDraft) -> Draft:
+        """Return a draft in the nvme tier.
 
         Raises:
             CorruptionError, FormatError: The draft cannot be decoded.
         """
-        key = ("nvme", stored.seq, 0)
+        key = ("nvme", stored.write_id)
         known = self._find(key)
         if known is not None:
             return known
         return self._remember(key, Draft.decode(stored.data, f"{stored.path}: draft {stored.seq} in the nvme tier"))
 
-    def readable_in_index(self, stored: StoredDraft) -> Draft | None:
-        """Return the draft in a row of the nvme tier's index, or log it and return ``None`` if it cannot be decoded."""
+    def readable(self, stored: StoredDraft) -> Draft | None:
+        """Return a draft in the nvme tier, or log it and return ``None`` if it cannot be decoded."""
         try:
-            return self.in_index(stored)
+            return self.stored(stored)
         except (CorruptionError, FormatError) as error:
             self._counters.say(f"stored:{stored.seq}", "a draft cannot be read and is ignored: %s", error)
             return None
 
-    def _find(self, key: tuple[str, int, int]) -> Draft | None:
+    def _find(self, key: _Key) -> Draft | None:
         with self._lock:
             return self._decoded.get(key)
 
-    def _remember(self, key: tuple[str, int, int], draft: Draft) -> Draft:
+    def _remember(self, key: _Key, draft: Draft) -> Draft:
         with self._lock:
             while len(self._decoded) >= DECODED_MAX:
                 del self._decoded[next(iter(self._decoded))]

@@ -1,7 +1,6 @@
 """Drafts: a draft is a sealed change of one path that this host has not published yet.
 
-A draft lies in a slab, or in ``nvme.db`` and the arena once it has reached the nvme tier. The format is private to the
-host. tierfs refuses a draft of another format version (docs/reference/local-tiers.md).
+A draft lies in a slab, or in a file of the nvme tier once it has reached that tier. The format is private to the host. tierfs refuses a draft of another format version (docs/reference/local-tiers.md).
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class Draft:
         return (1, self.stamp_ns, int.from_bytes(self.write_id[:8], "big"))
 
     def encode(self) -> bytes:
-        """Encode the draft as slabs and ``nvme.db`` hold it."""
+        """Encode the draft as the local tiers hold it."""
         base: dict[str, str | bool] = {}
         if self.base.version is not None:
             base["version"] = self.base.version

@@ -1,16 +1,15 @@
 """Find the pending changes of this host: sealed drafts that are not in the object tier yet.
 
-Look-ups read the tiers themselves, the ram tier before the nvme tier, because a draft only moves down. They need a
-flusher only to rebuild a damaged index.
+Look-ups read the tiers themselves, the ram tier before the nvme tier, because a draft only moves down. They need no
+flusher.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 from tierfs.clock import SystemClock, boot_id
 from tierfs.errors import CorruptionError, StoreError
@@ -18,7 +17,6 @@ from tierfs.format.keys import is_at_or_below
 from tierfs.host.counters import Counters
 from tierfs.host.host import Host
 from tierfs.host.nvme.reader import NvmeReader
-from tierfs.host.nvme.stored import StoredDraft
 from tierfs.host.pending.decoded import DecodedDrafts
 from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
@@ -26,12 +24,7 @@ from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.table.table import SlotState
 
-if TYPE_CHECKING:
-    from tierfs.host.rpc.client import FlusherClient  # a flusher loads this file too, and needs no client
-
-REBUILDS_MAX = 2
 KEPT = "changed by another writer before it was flushed: their version is kept, and this one is kept as a conflict"
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +41,6 @@ class PendingDrafts:
     Args:
         ram: The ram tier.
         nvme: The nvme tier.
-        flusher: Asked to rebuild a damaged index.
         counters: Receives fallbacks.
         stored_level: The level of a draft in the nvme tier.
     """
@@ -57,7 +49,6 @@ class PendingDrafts:
         self,
         ram: RamTier,
         nvme: NvmeReader,
-        flusher: FlusherClient,
         counters: Counters,
         *,
         stored_level: Level,
@@ -65,8 +56,6 @@ class PendingDrafts:
         self.stored_level = stored_level
         self._ram = ram
         self._nvme = nvme
-        self._flusher = flusher
-        self._counters = counters
         self._decoded = DecodedDrafts(counters)
         self._by_path = StagedIndex(ram, self._decoded)
         self._boot = boot_id()
@@ -79,7 +68,7 @@ class PendingDrafts:
 
         Raises:
             CorruptionError, FormatError: The newest draft cannot be decoded, or a damaged draft may be newer.
-            StoreError: The index of the nvme tier cannot be read now.
+            StoreError: The nvme tier cannot be read now.
         """
         staged, is_hidden = self._by_path.newest(path)
         if is_hidden:
@@ -89,8 +78,8 @@ class PendingDrafts:
                 path=path,
                 tier="ram",
             )
-        item = self._look_up_stored(lambda: self._nvme.draft(path))
-        stored = None if item is None else self._decoded.in_index(item)
+        item = self._nvme.draft(path)
+        stored = None if item is None else self._decoded.stored(item)
         if stored is not None and (staged is None or not self._is_newer(staged, stored)):
             return Pending(stored, self.stored_level)
         return Pending(staged, Level.STAGED) if staged is not None else None
@@ -106,8 +95,8 @@ class PendingDrafts:
         Drafts that cannot be decoded are skipped and logged.
         """
         staged = list(self._by_path.below(path))
-        stored = self._stored_below(path)
-        readable = [(item.path, self._decoded.readable_in_index(item)) for item in stored]
+        stored = self._nvme.drafts_below(path)
+        readable = [(item.path, self._decoded.readable(item)) for item in stored]
         found = {name: Pending(draft, self.stored_level) for name, draft in readable if draft is not None}
         for draft in staged:
             other = found.get(draft.path)
@@ -135,22 +124,20 @@ class PendingDrafts:
         staged = self._staged((SlotState.SEALED, SlotState.CONFLICT), damaged=damaged)
         if any(is_at_or_below(draft.path, path) for draft in staged) or damaged:
             return False
-        return not self._stored_below(path, conflicts=True)
+        return not self._nvme.drafts_below(path, conflicts=True)
 
     def conflicts(self) -> list[tuple[str, str]]:
         """Return the path of each draft in conflict, with a note for the user."""
         found = [(draft.path, KEPT) for draft in self._staged((SlotState.CONFLICT,))]
-        stored = self._stored_below("", conflicts=True)
+        stored = self._nvme.drafts_below("", conflicts=True)
         return found + [(item.path, item.note) for item in stored if item.state == "conflict"]
 
     def kept(self, path: str) -> Draft | None:
         """Return the newest change of ``path`` that is kept as a conflict, or None."""
         found = [draft for draft in self._staged((SlotState.CONFLICT,)) if draft.path == path]
-        stored = [item for item in self._stored_below(path, conflicts=True) if item.path == path]
+        stored = [item for item in self._nvme.drafts_below(path, conflicts=True) if item.path == path]
         found += [
-            draft
-            for item in stored
-            if item.state == "conflict" and (draft := self._decoded.readable_in_index(item)) is not None
+            draft for item in stored if item.state == "conflict" and (draft := self._decoded.readable(item)) is not None
         ]
         return found[-1] if found else None
 
@@ -181,21 +168,6 @@ class PendingDrafts:
             elif damaged is not None:
                 damaged += self._decoded.damaged_in_slot(slot)
 
-    def _stored_below(self, path: str, *, conflicts: bool = False) -> list[StoredDraft]:
-        return self._look_up_stored(lambda: self._nvme.drafts_below(path, conflicts=conflicts))
-
-    def _look_up_stored(self, look_up: Callable[[], _Answer]) -> _Answer:
-        """Look up drafts in the nvme tier. If the index is damaged, have a flusher rebuild it and retry."""
-        for _ in range(REBUILDS_MAX):
-            try:
-                return look_up()
-            except CorruptionError as error:
-                self._counters.fall_back(
-                    "rebuilds_waited_for", "the index of the nvme tier is damaged, and a flusher rebuilds it: %s", error
-                )
-            self._flusher.request("status", {})
-        return look_up()
-
 
 def paths_pending(state: Path, directory: Path, path: str = "") -> list[str]:
     """Return the paths of pending changes and conflicts at or below ``path`` in local tiers that are not in use here.
@@ -209,7 +181,7 @@ def paths_pending(state: Path, directory: Path, path: str = "") -> list[str]:
         TierfsError: The tiers cannot be read, and may have pending changes.
     """
     nvme, ram = NvmeReader(directory), RamTier(Host(state), directory.name, budget_bytes=0, clock=SystemClock())
-    with contextlib.closing(nvme), contextlib.closing(ram):
+    with contextlib.closing(ram):
         slots = ram.drafts((SlotState.SEALED, SlotState.CONFLICT))
         staged = [slot.segment.meta(slot).decode(errors="replace") for slot in slots]
         for name, error in ram.damaged().items():

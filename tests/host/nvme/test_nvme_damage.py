@@ -1,0 +1,156 @@
+"""What is missing or damaged in the nvme tier, or of an earlier version, is reported. The rest goes on."""
+
+import os
+import sqlite3
+
+import pytest
+from support.nvme_tools import (
+    batches,
+    chunk_file,
+    content_of,
+    meta_of,
+    open_tier,
+    paths,
+    save,
+    write,
+)
+
+from tierfs.errors import FormatError
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.nvme.tier import has_tier, is_needed
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def stored(directory):
+    """A tier with three drafts, the second of them published, and a clean chunk."""
+    tier = open_tier(directory)
+    save(tier, "a", 1, 2)
+    gone = save(tier, "gone", 2, 3)
+    save(tier, "b", 4)
+    tier.forget_drafts(gone)
+    write(tier, 5, keep=False)
+    return directory
+
+
+@pytest.mark.parametrize("size", [None, 0, 100, 4096])
+def test_a_draft_whose_chunk_is_missing_is_reported_not_dropped(stored, caplog, size):
+    if size is None:
+        os.remove(chunk_file(stored, 2))
+    else:
+        os.truncate(chunk_file(stored, 2), size)
+    tier = open_tier(stored)
+    first, second = tier.drafts()
+    assert (first.path, first.state, first.note) == ("a", "damaged", "1 of 2 chunks are not in the nvme tier")
+    assert (second.path, second.state) == ("b", "pending")
+    assert "a was saved on this host and is no longer complete" in caplog.text
+    usage = tier.usage()
+    assert usage.damaged == usage.fallbacks["drafts_damaged"] == 1
+    assert usage.fallbacks.get("chunk_cut", 0) == (size is not None)
+    (name, data) = content_of(2)
+    tier.write(name, meta_of(data), memoryview(data))
+    assert [item.state for item in tier.drafts()] == ["pending", "pending"]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, None])
+def test_a_damaged_batch_is_one_lost_draft_and_can_be_discarded(stored, caplog, content):
+    batch = batches(stored)[0]
+    if content is None:
+        content = bytearray(batch.read_bytes())
+        content[60] ^= 1
+    batch.write_bytes(content)
+    tier = open_tier(stored)
+    first, second = tier.drafts()
+    assert (first.path, first.state, first.data) == ("", "damaged", b"")
+    assert (second.path, second.state) == ("b", "pending")
+    assert "no longer complete: its file is damaged" in caplog.text
+    reader = NvmeReader(stored)
+    assert reader.draft("a").state == "damaged"
+    tier.forget_drafts(first.seq)
+    assert paths(tier) == ["b"]
+    assert reader.draft("a") is None
+
+
+def test_a_batch_that_was_cut_short_keeps_the_path(stored):
+    os.truncate(batches(stored)[0], batches(stored)[0].stat().st_size - 3)
+    tier = open_tier(stored)
+    assert [(item.path, item.data) for item in tier.drafts()] == [("a", b"manifest o"), ("b", b"manifest of b")]
+
+
+def test_a_head_that_is_gone_is_made_again(stored):
+    reader = NvmeReader(stored)
+    os.remove(stored / "nvme" / "head")
+    assert reader.draft("a").data == b"manifest of a"
+    tier = open_tier(stored)
+    save(tier, "c", 9)
+    assert reader.draft("c")
+
+
+def test_files_that_are_no_chunks_are_left_alone(stored):
+    other = stored / "nvme" / "chunks" / "notes.txt"
+    other.write_text("mine")
+    tier = open_tier(stored)
+    tier.evict()
+    assert other.exists()
+
+
+def test_a_tier_is_needed_while_it_has_a_draft_or_a_hold(directory):
+    assert not is_needed(directory)
+    tier = open_tier(directory)
+    write(tier, 1, keep=False)
+    assert not is_needed(directory)
+    seq = save(tier, "a", 2)
+    assert is_needed(directory)
+    tier.forget_drafts(seq)
+    assert not is_needed(directory)
+    tier.hold("somebody", write(tier, 3))
+    assert is_needed(directory)
+    tier.drop_hold("somebody")
+    assert not is_needed(directory)
+
+
+def old_arena(directory, *rows):
+    """Make the files of an earlier version, with these statements about what is pending."""
+    directory.mkdir(mode=0o700)
+    for name in ("nvme.arena", "nvme.used", "nvme.paths", "nvme.db.damaged-1"):
+        (directory / name).write_bytes(bytes(1 << 20))
+    database = sqlite3.connect(directory / "nvme.db")
+    with database:
+        database.execute("CREATE TABLE drafts (seq INTEGER PRIMARY KEY)")
+        database.execute("CREATE TABLE refs (holder TEXT, name BLOB)")
+        for row in rows:
+            database.execute(row)
+    database.close()
+
+
+def test_an_arena_of_an_earlier_version_with_nothing_pending_is_removed(directory):
+    old_arena(directory)
+    assert has_tier(directory)
+    assert NvmeReader(directory).draft("a") is None
+    open_tier(directory)
+    assert os.listdir(directory) == ["nvme"]
+
+
+@pytest.mark.parametrize("what", ["draft", "hold", "index lost", "index damaged"])
+def test_an_arena_of_an_earlier_version_that_is_needed_is_left_alone(directory, what):
+    rows = {"draft": "INSERT INTO drafts VALUES (1)", "hold": "INSERT INTO refs VALUES ('open:1:2', 'name')"}
+    old_arena(directory, *([rows[what]] if what in rows else []))
+    if what == "index lost":
+        os.remove(directory / "nvme.db")
+    elif what == "index damaged":
+        (directory / "nvme.db").write_bytes(b"garbage" * 1000)
+    before = {file.name: file.read_bytes() for file in directory.iterdir()}
+    for ask in (
+        lambda: open_tier(directory),
+        lambda: has_tier(directory),
+        lambda: NvmeReader(directory).draft("a"),
+        lambda: NvmeReader(directory).drafts_below(""),
+    ):
+        with pytest.raises(FormatError, match="run `tierfs wait URL` with that version"):
+            ask()
+    assert not NvmeReader(directory).holds(b"n")
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == before

@@ -1,1 +1,0 @@
-"""The arena: a preallocated file of extents, read and written with direct I/O."""

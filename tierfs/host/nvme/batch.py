@@ -1,0 +1,340 @@
+"""Drafts of the nvme tier: each commit writes a file with its drafts, a *batch*. Its name begins with its first seq.
+
+A batch appears by rename after its bytes and all chunks that it needs are durable. Its drafts are then *pending*. A
+draft that is done is marked so in place; when all drafts of a batch are done, the file is deleted. A draft that is kept
+as a conflict has a second file, ``<seq>.conflict``, with the note for the user.
+
+The batch, with little-endian numbers; the checksum is the XXH3-128 of the 16 bytes at the start and of the table::
+
+    magic "TFSBATCH" | version u16 | count u16 | table length u32 | checksum 16 |
+    count states: u8, 0 pending, 1 done | table | the drafts' data, one after the other
+
+    each row of the table: seq u64 | at_ns i64 | path length u32 | names u32 | data length u64 | write id length u8 |
+                           write id | path | names, each with a length u8 before it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import struct
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tierfs.digest import checksum
+from tierfs.host.filesystems import flush_directory
+from tierfs.host.ground import Faults
+from tierfs.host.nvme.disk_errors import disk_errors
+from tierfs.host.nvme.head import VERSION, check_version
+from tierfs.host.nvme.stored import StoredDraft
+from tierfs.host.private import entries_of
+
+BATCH_DRAFTS_MAX = 200
+TEMPORARY = "new"
+_MAGIC = b"TFSBATCH"
+_HEAD = struct.Struct("<8sHHI")
+_ROW = struct.Struct("<QqIIQB")
+_STATES_AT = _HEAD.size + 16
+_FILE = re.compile(r"([0-9a-f]{16})-[0-9a-f]{8}")
+_CONFLICT = re.compile(r"([0-9a-f]{16})\.conflict")
+_DONE = 1
+
+
+class BatchDraft(NamedTuple):
+    """A draft in a batch.
+
+    Attributes:
+        file: The batch's file name.
+        place: The draft's number in the batch; -1 if the batch is damaged, so that nothing else is known of its drafts.
+        seq: The position in closing order.
+        at_ns: When the draft was stored, wall clock.
+        write_id: Identifies the change.
+        path: Relative to the store.
+        names: Names of the chunks that the draft needs from this tier.
+        at: Offset of its data in the file.
+        length: Bytes of its data.
+    """
+
+    file: str
+    place: int
+    seq: int
+    at_ns: int
+    write_id: bytes
+    path: str
+    names: tuple[bytes, ...]
+    at: int
+    length: int
+
+
+class NewDraft(NamedTuple):
+    """A draft to be written; see `BatchDraft`. ``data`` is the encoded draft."""
+
+    seq: int
+    at_ns: int
+    write_id: bytes
+    path: str
+    names: Sequence[bytes]
+    data: bytes
+
+
+def encode_batch(drafts: Sequence[NewDraft]) -> bytes:
+    rows = []
+    for draft in drafts:
+        path = draft.path.encode("utf-8", "surrogateescape")
+        lengths = (len(path), len(draft.names), len(draft.data), len(draft.write_id))
+        names = b"".join(bytes([len(name)]) + name for name in draft.names)
+        rows.append(b"".join((_ROW.pack(draft.seq, draft.at_ns, *lengths), draft.write_id, path, names)))
+    table = b"".join(rows)
+    head = _HEAD.pack(_MAGIC, VERSION, len(drafts), len(table))
+    return b"".join((head, checksum(head, table), bytes(len(drafts)), table, *(draft.data for draft in drafts)))
+
+
+def list_batches(directory: Path) -> tuple[dict[str, int], set[int]]:
+    """Return the first seq of each batch in the directory, by file name, and the seqs of drafts that are conflicts.
+
+    Raises:
+        ReadOnlyError, StoreError: The directory cannot be listed.
+    """
+    files = [entry.name for entry in entries_of(directory)]
+    batches = {file: int(match[1], 16) for file in files if (match := _FILE.fullmatch(file))}
+    return batches, {int(match[1], 16) for file in files if (match := _CONFLICT.fullmatch(file))}
+
+
+def read_batch(directory: Path, file: str) -> list[BatchDraft]:
+    """Read the drafts of a batch, done or not; none if the batch is gone. A damaged batch is one draft.
+
+    Raises:
+        FormatError: Another version of tierfs wrote it.
+        StoreError: It cannot be read.
+    """
+    path = directory / file
+    with disk_errors(path):
+        try:
+            batch = open(path, "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            return []
+        with batch:
+            head = batch.read(_STATES_AT)
+            if len(head) == _STATES_AT and head.startswith(_MAGIC):
+                _, version, count, length = _HEAD.unpack_from(head)
+                table = batch.read(count + length)[count:]
+                if checksum(head[: _HEAD.size], table) == head[_HEAD.size :]:
+                    check_version(path, version)
+                    return list(_rows(file, table, count, _STATES_AT + count + length))
+    return [BatchDraft(file, -1, int(file.partition("-")[0], 16), 0, checksum(file.encode()), "", (), 0, 0)]
+
+
+def done_in(directory: Path, file: str, count: int) -> set[int] | None:
+    """Return the places of those of a batch's ``count`` drafts that are done, or None if the batch is gone.
+
+    Raises:
+        StoreError: The batch cannot be read.
+    """
+    path = directory / file
+    with disk_errors(path):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            states = os.pread(fd, count, _STATES_AT)
+        finally:
+            os.close(fd)
+    return {index for index, state in enumerate(states) if state == _DONE}
+
+
+def _rows(file: str, table: bytes, count: int, data_at: int) -> Iterator[BatchDraft]:
+    """Yield the rows of a table whose checksum is right."""
+    at = 0
+    for index in range(count):
+        seq, at_ns, path_length, name_count, data_length, id_length = _ROW.unpack_from(table, at)
+        at += _ROW.size
+        write_id = table[at : at + id_length]
+        at += id_length
+        path = table[at : at + path_length].decode("utf-8", "surrogateescape")
+        at += path_length
+        names = []
+        for _ in range(name_count):
+            names.append(table[at + 1 : at + 1 + table[at]])
+            at += 1 + table[at]
+        yield BatchDraft(file, index, seq, at_ns, write_id, path, tuple(names), data_at, data_length)
+        data_at += data_length
+
+
+def load_draft(directory: Path, draft: BatchDraft, *, is_conflict: bool, missing: int = 0) -> StoredDraft | None:
+    """Return a draft with its data, or None if its batch is gone: the draft is done.
+
+    Args:
+        directory: The directory of the batches.
+        draft: The draft.
+        is_conflict: Whether it is kept as a conflict.
+        missing: The number of its chunks that the tier lacks.
+
+    Raises:
+        StoreError: The draft cannot be read.
+    """
+    path, data, state, note = directory / draft.file, b"", "pending", ""
+    with disk_errors(path):
+        try:
+            with open(path, "rb") as file:
+                data = os.pread(file.fileno(), draft.length, draft.at)
+        except FileNotFoundError:
+            return None
+        if is_conflict:
+            state, note = "conflict", "kept as a conflict"
+            with contextlib.suppress(FileNotFoundError):
+                note = (directory / _conflict(draft.seq)).read_text("utf-8", "replace")
+    if draft.place < 0:
+        state, note = "damaged", "its file in the nvme tier is damaged"
+    elif missing and not is_conflict:
+        state, note = "damaged", f"{missing} of {len(draft.names)} chunks are not in the nvme tier"
+    return StoredDraft(draft.seq, draft.write_id, draft.path, data, state, note, draft.at_ns)
+
+
+class DraftBatches:
+    """The drafts of an nvme tier, for its writer. Not thread-safe.
+
+    Args:
+        directory: The directory of the batches, which exists.
+        faults: Called before and after every ordered step.
+
+    Attributes:
+        drafts: The drafts that are not done, by seq.
+        conflicts: The seqs of drafts that are kept as conflicts.
+        last_seq: The highest seq that was in use since the tier was opened.
+        used_bytes: Size of all batches.
+
+    Raises:
+        FormatError: Another version of tierfs wrote a batch.
+        StoreError: The directory cannot be read or written.
+    """
+
+    def __init__(self, directory: Path, *, faults: Faults) -> None:
+        self._directory = directory
+        self._faults = faults
+        self.drafts: dict[int, BatchDraft] = {}
+        self.used_bytes = 0
+        self._left: dict[str, set[int]] = {}  # seqs of each batch that are not done
+        self._sizes: dict[str, int] = {}
+        files, conflicts = list_batches(directory)
+        with disk_errors(directory):
+            (directory / TEMPORARY).unlink(missing_ok=True)
+            for file, _ in sorted(files.items(), key=lambda each: each[1]):
+                found = read_batch(directory, file)
+                done = done_in(directory, file, len(found))
+                self._note(file, [draft for draft in found if draft.place not in (done or ())])
+                # An earlier process may have ended between a change and its flush.
+                flush_file(directory / file)
+                if not self._left[file]:
+                    (directory / file).unlink()
+                    self._forget(file)
+            for seq in conflicts - set(self.drafts):
+                (directory / _conflict(seq)).unlink()
+            flush_directory(directory)
+        self.conflicts = conflicts & set(self.drafts)
+        self.last_seq = max(self.drafts, default=0)
+
+    def _note(self, file: str, drafts: Sequence[BatchDraft]) -> None:
+        self.drafts.update((draft.seq, draft) for draft in drafts)
+        self._left[file] = {draft.seq for draft in drafts}
+        self._sizes[file] = os.stat(self._directory / file).st_size
+        self.used_bytes += self._sizes[file]
+
+    def _forget(self, file: str) -> None:
+        self.used_bytes -= self._sizes.pop(file)
+        del self._left[file]
+
+    def add(self, drafts: Sequence[NewDraft], data: bytes) -> None:
+        """Write a batch durably: ``data``, which is ``drafts`` encoded.
+
+        Raises:
+            StoreError, CapacityError: The batch could not be written. There is no new draft.
+        """
+        self.last_seq = drafts[-1].seq
+        file = f"{drafts[0].seq:016x}-{secrets.token_hex(4)}"
+        self._put(file, data, "batch")
+        self._note(file, read_batch(self._directory, file))
+
+    def keep_as_conflict(self, seq: int, note: str) -> None:
+        """Mark a draft as a conflict, durably."""
+        if seq not in self.conflicts:
+            self._put(_conflict(seq), note.encode("utf-8", "replace"), "conflict")
+            self.conflicts.add(seq)
+
+    def finish(self, seqs: Collection[int]) -> list[BatchDraft]:
+        """Remove drafts durably. Return those of these seqs that were there. After an error, call it again."""
+        done = [self.drafts[seq] for seq in dict.fromkeys(seqs) if seq in self.drafts]
+        ended: dict[str, list[BatchDraft]] = {}
+        for draft in done:
+            ended.setdefault(draft.file, []).append(draft)
+        over = [file for file, some in ended.items() if len(some) == len(self._left[file])]
+        with disk_errors(self._directory), self._step("batch.finish"):
+            for file, some in ended.items():
+                if file not in over:
+                    self._mark_done(self._directory / file, [draft.place for draft in some])
+            for file in over:
+                (self._directory / file).unlink(missing_ok=True)
+            if over:
+                flush_directory(self._directory)
+            for seq in self.conflicts.intersection(seqs):
+                (self._directory / _conflict(seq)).unlink(missing_ok=True)
+        for draft in done:
+            del self.drafts[draft.seq]
+            self._left[draft.file].discard(draft.seq)
+            self.conflicts.discard(draft.seq)
+        for file in over:
+            self._forget(file)
+        return done
+
+    @staticmethod
+    def _mark_done(path: Path, indexes: Collection[int]) -> None:
+        with open(path, "r+b", buffering=0) as batch:
+            for index in indexes:
+                os.pwrite(batch.fileno(), bytes([_DONE]), _STATES_AT + index)
+            os.fdatasync(batch.fileno())
+
+    def _put(self, file: str, data: bytes, what: str) -> None:
+        """Create a file durably."""
+        temporary, path = self._directory / TEMPORARY, self._directory / file
+        with disk_errors(path):
+            try:
+                with self._step(f"{what}.write"), open(temporary, "wb", opener=_open_private) as new:
+                    new.write(data)
+                    new.flush()
+                    os.fdatasync(new.fileno())
+                with self._step(f"{what}.rename"):
+                    os.rename(temporary, path)
+                with self._step(f"{what}.sync"):
+                    flush_directory(self._directory)
+            except Exception:
+                # The caller hears that nothing was stored, so no reader may find it.
+                for each in (temporary, path):
+                    with contextlib.suppress(OSError):
+                        each.unlink()
+                raise
+
+    @contextlib.contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        self._faults(f"before {name}")
+        yield
+        self._faults(f"after {name}")
+
+
+def flush_file(path: Path) -> None:
+    """Make a file's bytes durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def _conflict(seq: int) -> str:
+    return f"{seq:016x}.conflict"
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

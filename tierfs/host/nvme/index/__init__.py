@@ -1,1 +1,0 @@
-"""The index of the arena: a database, and two small files that processes read without it."""
