@@ -563,6 +563,14 @@ def test_a_process_gives_clean_memory_to_those_who_wait(open_tier, host):
     assert first.usage().host_bytes <= BUDGET
 
 
+def test_a_process_gives_nothing_back_for_its_own_request(open_tier):
+    tier = open_tier(budget=2 * MIB)
+    fill(tier)
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, MIB // 2, timeout_s=0.1)
+    assert tier.give_back() == 0
+
+
 def test_a_process_that_gives_memory_back_keeps_what_is_dirty(open_tier, host):
     first = open_tier(budget=4 * MIB)
     slots = fill(first)

@@ -66,6 +66,7 @@ class RamBudget:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._asked = host.directory / ASKED_FILE
+        self._own_ns = 0  # when this object last asked for room
         self.folders = host.folders
         self.directory = self.folders[0]
         make_private(self.directory)
@@ -138,13 +139,15 @@ class RamBudget:
         """Ask the other processes of the host to give memory back. A process that waits for room repeats this."""
         with contextlib.suppress(OSError):  # its disk became read-only: the process waits for the flusher alone
             self._asked.touch(mode=0o600)
+            self._own_ns = os.stat(self._asked).st_mtime_ns
 
     def is_room_asked_for(self) -> bool:
-        """Return whether a process waits for room, or did within the last two seconds."""
+        """Return whether a user of another `RamBudget` waits for room, or did within the last two seconds."""
         try:
-            return time.time() - os.stat(self._asked).st_mtime < ASKED_S
+            status = os.stat(self._asked)
         except FileNotFoundError:
             return False
+        return status.st_mtime_ns != self._own_ns and time.time() - status.st_mtime < ASKED_S
 
     def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:
         entries = [entry for folder in self.folders for entry in entries_of(folder)]
