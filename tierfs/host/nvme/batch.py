@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,15 +247,21 @@ class DraftBatches:
         self.used_bytes -= self._sizes.pop(file)
         del self._left[file]
 
-    def add(self, drafts: Sequence[NewDraft], data: bytes) -> None:
-        """Write a batch durably: ``data``, which is ``drafts`` encoded.
+    def add(self, drafts: Sequence[NewDraft], data: bytes, flush_chunks: Callable[[], None]) -> None:
+        """Write a batch durably.
+
+        Args:
+            drafts: The drafts.
+            data: The same drafts, encoded.
+            flush_chunks: Makes the names of their chunks durable. Called when the batch is written but has no name yet:
+                the flush of the batch has then done most of that work on filesystems with a journal.
 
         Raises:
             StoreError, CapacityError: The batch could not be written. There is no new draft.
         """
         self.last_seq = drafts[-1].seq
         file = f"{drafts[0].seq:016x}-{secrets.token_hex(4)}"
-        self._put(file, data, "batch")
+        self._put(file, data, "batch", flush_chunks)
         self._note(file, read_batch(self._directory, file))
 
     def keep_as_conflict(self, seq: int, note: str) -> None:
@@ -296,8 +302,8 @@ class DraftBatches:
                 os.pwrite(batch.fileno(), bytes([_DONE]), _STATES_AT + index)
             os.fdatasync(batch.fileno())
 
-    def _put(self, file: str, data: bytes, what: str) -> None:
-        """Create a file durably."""
+    def _put(self, file: str, data: bytes, what: str, then: Callable[[], None] = lambda: None) -> None:
+        """Create a file durably. Call ``then`` before it gets its name."""
         temporary, path = self._directory / TEMPORARY, self._directory / file
         with disk_errors(path):
             try:
@@ -305,6 +311,7 @@ class DraftBatches:
                     new.write(data)
                     new.flush()
                     os.fdatasync(new.fileno())
+                then()
                 with self._step(f"{what}.rename"):
                     os.rename(temporary, path)
                 with self._step(f"{what}.sync"):

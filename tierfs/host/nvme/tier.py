@@ -221,13 +221,12 @@ class NvmeTier:
         self._need(names)
         data = encode_batch(new)
         try:
-            self._chunks.flush()
-            self._chunks.check(names)
             if not new:
+                self._chunks.flush()
                 return
             self._chunks.reserve(len(data))
             try:
-                self._batches.add(new, data)
+                self._batches.add(new, data, lambda: self._flush_chunks(names))
             except Exception:
                 self._chunks.charge(-len(data))
                 raise
@@ -236,6 +235,10 @@ class NvmeTier:
             raise
         self._chunks.unprotect(names)
         self._write_ids.update((draft.write_id, draft.seq) for draft in new)
+
+    def _flush_chunks(self, names: Sequence[bytes]) -> None:
+        self._chunks.flush()
+        self._chunks.check(names)
 
     def _need(self, names: Sequence[bytes]) -> None:
         gone = self._chunks.need(names)
