@@ -68,7 +68,7 @@ def read_head(tier: Path) -> TierHead | None:
     with disk_errors(path):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             data = os.pread(fd, _TIER.size, 0)
