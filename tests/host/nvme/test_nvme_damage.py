@@ -56,6 +56,15 @@ def test_a_draft_whose_chunk_is_missing_is_reported_not_dropped(stored, caplog, 
     assert [item.state for item in tier.drafts()] == ["pending", "pending"]
 
 
+@pytest.mark.parametrize("bit", range(8))
+def test_a_flipped_bit_in_a_state_loses_no_draft(stored, bit):
+    batch = batches(stored)[0]
+    content = bytearray(batch.read_bytes())
+    content[32] ^= 1 << bit
+    batch.write_bytes(content)
+    assert paths(open_tier(stored)) == ["a", "b"]
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, None])
 def test_a_damaged_batch_is_one_lost_draft_and_can_be_discarded(stored, caplog, content):
     batch = batches(stored)[0]

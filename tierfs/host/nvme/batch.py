@@ -7,7 +7,7 @@ as a conflict has a second file, ``<seq>.conflict``, with the note for the user.
 The batch, with little-endian numbers; the checksum is the XXH3-128 of the 16 bytes at the start and of the table::
 
     magic "TFSBATCH" | version u16 | count u16 | table length u32 | checksum 16 |
-    count states: u8, 0 pending, 1 done | table | the drafts' data, one after the other
+    count states: u8, 0 pending, 255 done | table | the drafts' data, one after the other
 
     each row of the table: seq u64 | at_ns i64 | path length u32 | names u32 | data length u64 | write id length u8 |
                            write id | path | names, each with a length u8 before it
@@ -40,7 +40,8 @@ _ROW = struct.Struct("<QqIIQB")
 _STATES_AT = _HEAD.size + 16
 _FILE = re.compile(r"([0-9a-f]{16})-[0-9a-f]{8}")
 _CONFLICT = re.compile(r"([0-9a-f]{16})\.conflict")
-_DONE = 1
+_DONE = 0xFF
+"""No single flipped bit makes it from 0."""
 
 
 class BatchDraft(NamedTuple):
