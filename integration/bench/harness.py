@@ -99,13 +99,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def peaks(**probes: Callable[[], int]) -> Iterator[dict[str, int]]:
-    """Sample each probe every 2 ms, and keep the highest values. A process of a probe may end meanwhile."""
+def peaks(every_s: float = 0.002, /, **probes: Callable[[], int]) -> Iterator[dict[str, int]]:
+    """Sample each probe every ``every_s``, and keep the highest values. A process of a probe may end meanwhile."""
     highest = {name: probe() for name, probe in probes.items()}
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.002):
+        while not ended.wait(every_s):
             for name, probe in probes.items():
                 with contextlib.suppress(OSError):
                     highest[name] = max(highest[name], probe())

@@ -183,7 +183,7 @@ def main() -> None:
             note("from staged to local", time.perf_counter() - staged)
             pid = fs.status(path)["flusher"].get("pid")
             if watched is None and pid:
-                watched = watches.enter_context(peaks(anon=partial(proc_number, pid, "status", "RssAnon")))
+                watched = watches.enter_context(peaks(0.02, anon=partial(proc_number, pid, "status", "RssAnon")))
             fs.wait(path, "object")
             wall, cpu = time.perf_counter() - staged, time.process_time() - used
             note("writer's cpu share while the flusher works", cpu / wall)
