@@ -90,9 +90,14 @@ def test_a_batch_that_was_cut_short_keeps_the_path(stored):
     assert [(item.path, item.data) for item in tier.drafts()] == [("a", b"manifest o"), ("b", b"manifest of b")]
 
 
-def test_a_head_that_is_gone_is_made_again(stored):
-    reader = NvmeReader(stored)
-    os.remove(stored / "nvme" / "head")
+@pytest.mark.parametrize("at", [None, 0, 8, 15])
+def test_a_head_that_is_gone_or_damaged_is_made_again(stored, at):
+    reader, head = NvmeReader(stored), stored / "nvme" / "head"
+    content = bytearray(head.read_bytes())
+    os.remove(head)
+    if at is not None:
+        content[at] ^= 2
+        head.write_bytes(content)
     assert reader.draft("a").data == b"manifest of a"
     tier = open_tier(stored)
     save(tier, "c", 9)
@@ -100,11 +105,15 @@ def test_a_head_that_is_gone_is_made_again(stored):
 
 
 def test_files_that_are_no_chunks_are_left_alone(stored):
-    other = stored / "nvme" / "chunks" / "notes.txt"
-    other.write_text("mine")
+    chunks = stored / "nvme" / "chunks"
+    (chunks / "notes.txt").write_text("mine")
+    (chunks / "ab").mkdir()
+    (chunks / "new-0").symlink_to(chunks / "notes.txt")
     tier = open_tier(stored)
+    write(tier, 8, keep=False)
     tier.evict()
-    assert other.exists()
+    assert (chunks / "notes.txt").read_text() == "mine"
+    assert (chunks / "ab").is_dir()
 
 
 def test_a_tier_is_needed_while_it_has_a_draft_or_a_hold(directory):

@@ -121,7 +121,7 @@ def read_batch(directory: Path, file: str) -> list[BatchDraft]:
             head = batch.read(_STATES_AT)
             if len(head) == _STATES_AT and head.startswith(_MAGIC):
                 _, version, count, length = _HEAD.unpack_from(head)
-                table = batch.read(count + length)[count:]
+                table = batch.read(min(count + length, os.fstat(batch.fileno()).st_size))[count:]
                 if checksum(head[: _HEAD.size], table) == head[_HEAD.size :]:
                     check_version(path, version)
                     return list(_rows(file, table, count, _STATES_AT + count + length))

@@ -185,18 +185,25 @@ class ChunkFiles:
             return None, False
         is_whole = file_bytes(end) <= size
         wanted = out if is_whole else out[:0]
-        # Whole pages go straight to aligned memory, the rest through a buffer.
+        # Whole pages go straight to aligned memory, the rest through a buffer, a block at a time.
         straight = _floor(len(wanted)) if start == begin and _is_aligned(wanted) else 0
         through = _ceil(end) - begin - straight if len(wanted) > straight else 0
-        with _lend(PAGE_BYTES) as head, _lend(through) as rest:
-            body = [wanted[:straight], rest]
+        with _lend(PAGE_BYTES) as head, _lend(min(through, BLOCK_BYTES)) as block:
             if begin:
                 _transfer(os.preadv, fd, [head], 0)
-                _transfer(os.preadv, fd, body, PAGE_BYTES + begin)
-            else:
-                _transfer(os.preadv, fd, [head, *body], 0)
-            skip = start - begin
-            _copy(wanted[straight:], rest[skip : skip + len(wanted) - straight])
+            lead, at = ([], PAGE_BYTES + begin) if begin else ([head], 0)
+            if straight or not through:
+                _transfer(os.preadv, fd, [*lead, wanted[:straight]], at)
+                lead, at = [], PAGE_BYTES + begin + straight
+            done = straight
+            while done < len(wanted):
+                skip = start - begin if not done else 0
+                piece = block[: _ceil(skip + len(wanted) - done)]
+                _transfer(os.preadv, fd, [*lead, piece], at)
+                at += sum(map(len, (*lead, piece)))
+                lead, count = [], min(len(piece) - skip, len(wanted) - done)
+                _copy(wanted[done : done + count], piece[skip : skip + count])
+                done += count
             return ChunkPage.decode(bytes(head)), is_whole
 
     def _checked(self, path: Path, page: ChunkPage | None, name: bytes, end: int, *, is_whole: bool) -> ChunkPage:

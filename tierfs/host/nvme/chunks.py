@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import logging
 import os
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -28,7 +28,6 @@ from tierfs.host.private import entries_of
 FRESH_S = 60.0
 """Seconds for which a chunk is protected from eviction while its draft is not committed."""
 TEMPORARY = "new-"
-_logger = logging.getLogger("tierfs.local")
 
 
 class TierChunks:
@@ -75,6 +74,8 @@ class TierChunks:
             try:
                 name, status = name_of(entry.name), entry.stat(follow_symlinks=False)
             except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(status.st_mode):
                 continue
             if name is not None and status.st_size > PAGE_BYTES and not status.st_size % PAGE_BYTES:
                 self._sizes[name] = status.st_size
@@ -196,11 +197,7 @@ class TierChunks:
     # -- needing -------------------------------------------------------------------------------------------------------
 
     def need(self, names: Iterable[bytes]) -> list[bytes]:
-        """Note that a draft or hold needs each of these chunks. Return those that the tier lacks, in which case none is noted.
-
-        Raises:
-            StoreError: The name of one of them may not be durable.
-        """
+        """Note that a draft or hold needs each of these chunks, if the tier has all of them. Return those that it lacks."""
         wanted = list(names)
         with self._lock:
             gone = [name for name in wanted if name not in self._sizes]

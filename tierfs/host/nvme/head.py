@@ -2,7 +2,9 @@
 
 With little-endian numbers::
 
-    magic "TFSNVME1" | version u16 | zeros 6 | the numbers of `TierHead`, u64 each
+    magic "TFSNVME1" | version u16, four times | the numbers of `TierHead`, u64 each
+
+A flipped bit in the magic or the versions makes the head damaged: the next change writes it anew.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tierfs.host.nvme.stored import TIER
 VERSION = 1
 HEAD_FILE = "head"
 _TIER_MAGIC = b"TFSNVME1"
-_TIER = struct.Struct("<8sH6x6Q")
+_TIER = struct.Struct("<8s4H6Q")
 
 
 class TierHead(NamedTuple):
@@ -52,7 +54,7 @@ def write_head(tier: Path, head: TierHead) -> None:
     with disk_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.pwrite(fd, _TIER.pack(_TIER_MAGIC, VERSION, *head), 0)
+            os.pwrite(fd, _TIER.pack(_TIER_MAGIC, *[VERSION] * 4, *head), 0)
         finally:
             os.close(fd)
 
@@ -76,9 +78,11 @@ def read_head(tier: Path) -> TierHead | None:
             os.close(fd)
     if len(data) < _TIER.size or not data.startswith(_TIER_MAGIC):
         return None
-    _, version, *numbers = _TIER.unpack(data)
-    check_version(path, version)
-    return TierHead(*numbers)
+    _, *versions, budget, changes, used, dirty, chunks, damaged = _TIER.unpack(data)
+    if len(set(versions)) > 1:
+        return None
+    check_version(path, versions[0])
+    return TierHead(budget, changes, used, dirty, chunks, damaged)
 
 
 def read_budget(store: Path) -> int | None:

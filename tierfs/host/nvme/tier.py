@@ -92,9 +92,9 @@ class NvmeTier:
         budget_bytes: The most disk space to use. The tier uses less if the disk has less.
         clock: Gives the time of use of chunks.
         faults: Called before and after every ordered step, with ``"before STEP"`` and ``"after STEP"``. Steps are
-            ``tier.make``, ``tier.scan``, ``chunk.write``, ``chunk.sync``, ``chunk.rename``, ``chunk.remove``, ``chunks.sync``, ``batch.write``,
-            ``batch.rename``, ``batch.sync``, ``batch.finish``, ``conflict.write``, ``conflict.rename``,
-            ``conflict.sync``, ``hold.rename``, ``head.change``.
+            ``tier.make``, ``tier.scan``, ``chunk.write``, ``chunk.sync``, ``chunk.rename``, ``chunk.remove``,
+            ``chunks.sync``, ``batch.write``, ``batch.rename``, ``batch.sync``, ``batch.finish``, ``conflict.write``,
+            ``conflict.rename``, ``conflict.sync``, ``hold.rename``, ``head.change``.
 
     Raises:
         CapacityError: The disk has no room for the directory.
@@ -126,7 +126,8 @@ class NvmeTier:
             flush_directory(directory)
         faults("after tier.make")
         known = read_head(tier)
-        self._changes = 0 if known is None else known.changes
+        # Readers may know a number of the lost head, so the new one begins far above.
+        self._changes = clock.now_ns() if known is None else known.changes
         faults("before tier.scan")
         self._chunks = TierChunks(tier / CHUNKS, budget_bytes, clock=clock, faults=faults)
         self._batches = DraftBatches(tier / DRAFTS, faults=faults)
