@@ -1,6 +1,6 @@
 """Finds the copies of a chunk on this host for the flusher: in a draft's slots, in any slot, in the nvme tier.
 
-Nothing is pinned. A slot or extent may be reused while a thread reads it, which is detected afterwards.
+Nothing is pinned. A slot or a file may be reused while a thread reads it, which is detected afterwards.
 """
 
 from __future__ import annotations
