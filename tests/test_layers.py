@@ -29,7 +29,7 @@ BELOW_FACES = BELOW_SESSION | {"session"}
 
 # The layers that each layer may import besides itself. Layers joined by `|` do not know each other:
 #     ground <- format | codec <- objects | host | device <- store <- flusher <- session
-#     <- fs | dcp <- checkpoint <- train <- demo <- cli
+#     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
@@ -57,6 +57,7 @@ ALLOWED = {
     "train": BELOW_FACES | {"device", "dcp", "checkpoint"},
     "checkpoint": BELOW_FACES | {"dcp"},
     "demo": BELOW_FACES | {"dcp", "checkpoint", "train"},
+    "plugs": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount"},
     "testing": None,  # may import anything; no other layer imports it
     "__init__": {
@@ -68,7 +69,7 @@ ALLOWED = {
         "mount",
     },  # lazily, except errors, urls_as_paths and the guard of torch
 }
-TORCH_ALLOWED = {"device", "dcp", "train", "checkpoint", "demo"}
+TORCH_ALLOWED = {"device", "dcp", "train", "checkpoint", "demo", "plugs"}
 
 
 def modules():
