@@ -14,8 +14,10 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -154,9 +156,10 @@ def machine(**more: str) -> dict[str, Any]:
 
 
 def say(report: dict[str, Any], *, as_json: bool) -> None:
-    """Print a report, as JSON or in lines."""
+    """Print a report, as JSON with the command and the date, or in lines."""
     if as_json:
-        print(json.dumps(report, indent=1))
+        run = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+        print(json.dumps(run | report, indent=1))
     else:
         show(report)
 

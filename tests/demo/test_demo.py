@@ -20,7 +20,7 @@ from tierfs.cli.commands import demo
 from tierfs.demo.ranks import RankGroup
 from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
 from tierfs.demo.story import Demo, DemoRun
-from tierfs.errors import AlreadyExistsError, InvalidInputError, TierfsError
+from tierfs.errors import AlreadyExistsError, InvalidInputError, ReadOnlyError, TierfsError
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import save, usage
 
@@ -137,12 +137,14 @@ def test_equal_losses_and_states_are_equal() -> None:
     assert found.equal
     assert "EQUAL: all 2 losses" in found.as_text()
     assert "resumed: 1 checkpoint " in found.as_text()
+    assert found.as_text().splitlines()[-2] == "Saving took 7.5% of its time; 2 checkpoints take 2 KiB, not 8 KiB."
 
 
 def test_a_loss_that_differs_in_its_last_bit_is_different() -> None:
     found = report(uninterrupted=LOSSES, resumed=NEXT_AFTER)
     assert not found.equal
     assert "DIFFERENT: 1 of 2 losses differ, first at step 4" in found.as_text()
+    assert "this is a bug" in found.as_text().splitlines()[-1]
     assert [row["equal"] for row in found.as_document()["losses"]] == [True, True, True, False]
 
 
@@ -204,6 +206,14 @@ def test_missing_torch_is_named_with_the_command_that_installs_it(monkeypatch: p
 def test_an_option_that_makes_no_sense_is_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         demo.run(parsed(*arguments))
+
+
+@needs_torch
+def test_a_state_directory_open_to_others_stops_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path))
+    with pytest.raises(ReadOnlyError, match=f"closed to others: chmod 700 {tmp_path}$"):
+        demo.run(parsed("--params", "50000"))
 
 
 @needs_torch

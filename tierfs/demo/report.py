@@ -133,8 +133,9 @@ class Report:
         }
 
     def as_text(self) -> str:
-        """Return the report for people: the losses around the kill, the verdict, the checkpoints."""
-        return "\n".join([*self._loss_lines(), "", *self._verdict_lines(), "", *self._checkpoint_lines()])
+        """Return the report for people: the losses around the kill, the verdict, the checkpoints, and all in words."""
+        parts = (self._loss_lines(), self._verdict_lines(), self._checkpoint_lines(), self._closing_lines())
+        return "\n\n".join("\n".join(lines) for lines in parts)
 
     def _loss_lines(self) -> list[str]:
         """Show the steps around each resume, the last step, and the first unequal steps."""
@@ -194,13 +195,19 @@ class Report:
             add(_count(run, len(of_run)), logical_bytes, format_bytes(stored_bytes), blocked_s)
         stored_bytes = sum(self.stored_bytes.values())
         add(_count("all", len(self.checkpoints)), self.logical_bytes, format_bytes(stored_bytes), self.blocked_s)
-        blocked = self.blocked_s / self.training_s if self.training_s else 0.0
-        lines += [
-            "",
-            f"blocked: {blocked:.1%} of the time in training",
-            "The resumed run saves the same bytes as the uninterrupted run, and equal chunks are stored once, so it adds little.",
-        ]
         return lines
+
+    def _closing_lines(self) -> list[str]:
+        """Say in two sentences what happened, and name the next step."""
+        if not self.equal:
+            return ["The resumed run is not the uninterrupted run: this is a bug. Report it, with this output."]
+        blocked = self.blocked_s / self.training_s if self.training_s else 0.0
+        stored = f"{len(self.checkpoints)} checkpoints take {format_bytes(sum(self.stored_bytes.values()))}"
+        return [
+            "A training was killed in the middle of a save and later stopped by SIGTERM, and lost nothing that was saved.",
+            f"Saving took {blocked:.1%} of its time; {stored}, not {format_bytes(self.logical_bytes)}.",
+            "Next: docs/tutorial/first-store.md makes a store, docs/how-to/training.md saves your own training.",
+        ]
 
 
 def _again(proof: Proof) -> str:

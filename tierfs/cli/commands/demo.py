@@ -10,6 +10,8 @@ from tierfs.cli.arguments import require_seconds, require_torch
 from tierfs.cli.terminal.output import add_json_argument, print_json
 from tierfs.demo.story import Demo, DemoPlan, say
 from tierfs.errors import InvalidInputError
+from tierfs.host.host import state_directory
+from tierfs.host.private import make_private
 from tierfs.units import parse_size
 
 HELP = "train a small GPT, kill it in the middle of a save, resume, and check that the losses are equal"
@@ -51,12 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         InvalidInputError: An option is invalid, or torch is not installed.
+        ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
         AlreadyExistsError: The URL holds an earlier demo.
         CorruptionError: The killed save appears complete, no complete checkpoint is left, or a run did not resume from
             the newest one.
         TierfsError: A rank failed or timed out.
     """
     plan = _checked(arguments)
+    make_private(state_directory())  # before a rank fails because of it, with a traceback
     directory = None if arguments.url else tempfile.mkdtemp(prefix="tierfs-demo-")
     url = arguments.url.rstrip("/") if arguments.url else f"tierfs::file://{directory}"
     try:
