@@ -392,3 +392,16 @@ def test_a_store_that_crossed_a_fork_says_so(tmp_path) -> None:
 
     in_child(use)
     assert load(store, "a") == b"saved"
+
+
+def test_a_running_flusher_takes_the_codecs_of_the_newest_writer(tmp_path):
+    url, before = f"file://{tmp_path}/store", 0
+    tierfs.init(url)
+    for number, codecs in enumerate(["off", "all", None, "off"]):
+        options = {} if codecs is None else {"codecs": codecs}
+        fs = tierfs.TierFileSystem(target_protocol="file", ack="staged", skip_instance_cache=True, **options)
+        fs.pipe_file(f"{tmp_path}/store/{number}", b"%d: nothing new\n" % number * 100_000)
+        fs.wait(f"{tmp_path}/store/{number}", "object", timeout=60)
+        stored = sum(path.stat().st_size for path in tmp_path.glob("store/.tierfs/chunks/*/*"))
+        assert (stored - before > 1_500_000) is (codecs == "off"), "a writer that asks for none changes nothing"
+        before = stored

@@ -216,6 +216,22 @@ def test_a_full_ram_tier_makes_writers_wait_and_then_says_what_to_do(make_host):
     save(host.store, "b", content(BIG))
 
 
+def test_a_backlog_goes_raw_and_what_follows_it_is_encoded(make_host):
+    def stored():
+        return sum(host.objects.head(info.key).size for info in host.objects.list(keys.CHUNKS))
+
+    host, text = make_host(ram=64 * MIB, nvme=0), b"nothing new\n" * (BIG // 12)
+    with host.held():
+        save(host.store, "a", text)
+    wait(host.store, "", Level.OBJECT, 60)
+    before = stored()
+    assert before > 24 * MIB, "raw until 16 of 40 MiB are left"
+    with host.held():
+        save(host.store, "b", b"less than half of the budget" + text[: 24 * MIB])
+    wait(host.store, "", Level.OBJECT, 60)
+    assert stored() - before < 24 * MIB / 10
+
+
 def test_a_lost_answer_to_a_publish_is_settled_by_the_write_id(tmp_path, descriptor, objects):
     faulty = FaultyObjects(objects, [PlannedFault(Fault.LOST_RESPONSE, "put", key_part="tree/")])
     host = Host(tmp_path, faulty, descriptor)

@@ -35,11 +35,6 @@ class Choice(NamedTuple):
     delta: Coding | None = None
     delta_ratio: float | None = None
 
-    @property
-    def saved(self) -> float:
-        """The share of the raw size that a base saves; 0 if a delta does not pay or was not tried."""
-        return 0.0 if self.delta is None or self.delta_ratio is None else self.static_ratio - self.delta_ratio
-
 
 def sample_of(length: int) -> tuple[int, int]:
     """Return offset and length of the sample in a chunk of this length. It begins at an element of any width."""

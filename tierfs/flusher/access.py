@@ -59,6 +59,7 @@ class Access:
         self._newest: Way | None = None
         self._is_refused = False
         self._publisher: StorePublisher | None = None
+        self._codecs: str | None = None
 
     def __repr__(self) -> str:
         return f"Access(is_known={self.is_known}, is_refused={self._is_refused})"
@@ -72,6 +73,15 @@ class Access:
         """Use this publisher from now on."""
         with self._lock:
             self._publisher, self._is_refused = publisher, False
+
+    def use_codecs(self, codecs: str) -> None:
+        """Let the publisher in use and later ones encode with these codecs."""
+        with self._lock:
+            if codecs != self._codecs:
+                _logger.info("a writer asked for codecs=%s", codecs)
+            self._codecs = codecs
+            if self._publisher is not None:
+                self._publisher.use_codecs(codecs)
 
     def close(self) -> None:
         """Close the publisher, if one was made."""
@@ -126,6 +136,8 @@ class Access:
                 assert self._connect is not None
                 made = self._connect(way)
                 with self._lock:
+                    if self._codecs is not None:
+                        made.use_codecs(self._codecs)
                     if self._used is not None and way.leads_where(self._used):
                         self._publisher = made
             return publisher

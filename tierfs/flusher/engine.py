@@ -135,11 +135,9 @@ class FlushEngine:
     # client's mistake; in the returned function it is ours.
 
     def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        options = arguments.get("options")
-        if options is None:
-            return lambda: None
-        way = Way(str(arguments.get("url")), options, bool(arguments.get("writes")))
-        return lambda: self._flusher.hand_over(way)
+        options, codecs = arguments.get("options"), arguments.get("codecs")
+        way = None if options is None else Way(str(arguments.get("url")), options, bool(arguments.get("writes")))
+        return lambda: self._flusher.hand_over(way, codecs)
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> _Work:
         """A client has sealed a draft."""

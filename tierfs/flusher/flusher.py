@@ -137,8 +137,12 @@ class Flusher:
         self._state.access.use(publisher)
         self._try_again()
 
-    def hand_over(self, way: Way) -> None:
-        """Note how a client reaches the object tier: see `tierfs.flusher.access.Access`."""
+    def hand_over(self, way: Way | None, codecs: str | None = None) -> None:
+        """Note how a client reaches the object tier, and the codecs that a writer asks for: see `Access`."""
+        if codecs is not None:
+            self._state.access.use_codecs(codecs)
+        if way is None:
+            return
         if self._state.access.hand_over(way):
             self._try_again()
         if way.writes and not self._opens_ahead:
@@ -257,11 +261,14 @@ class Flusher:
                     state.entries.hasten(entry)  # a client waits for the draft now
             state.changed.notify_all()
             is_local = level <= state.local_level
+            is_awaited = level is Level.OBJECT and write_id is not None
             state.local_waits += is_local
+            state.object_waits += is_awaited
             try:
                 self._wait_for(waiting, level, deadline, gone)
             finally:
                 state.local_waits -= is_local
+                state.object_waits -= is_awaited
                 state.changed.notify_all()
         return is_known
 
@@ -397,6 +404,7 @@ class Flusher:
             failing = [entry for entry in moving if stall or entry.error is not None]
             return {
                 "queue_files": len(moving),
+                "backlog_bytes": state.entries.backlog_bytes,
                 "queue_bytes": sum(entry.draft.length for entry in moving),
                 "conflict_files": len(kept),
                 "conflicts": [{"path": entry.path, "message": str(entry.error)} for entry in kept[:NAMED_MAX]],

@@ -15,6 +15,7 @@ from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
 from tierfs.store.chunks import SendPlan, send_chunk
 from tierfs.store.commit import PART, Commits
+from tierfs.store.encode.codecs import Codecs, Pressure
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
 from tierfs.store.encode.tensors import NO_CONTEXT, ChunkContext
 from tierfs.store.read.lookup import find_chunk
@@ -51,6 +52,7 @@ class StorePublisher:
         self._open_store = open_store
         self._check = check
         self._lock = threading.Lock()
+        self._codecs: Codecs | None = None
         self._opened: _OpenedStore | None = None
 
     def __repr__(self) -> str:
@@ -59,6 +61,12 @@ class StorePublisher:
     def open(self) -> None:
         """Load the client of the object tier and open the store, so that the first request need not."""
         self._open()
+
+    def use_codecs(self, codecs: str) -> None:
+        """Encode with these codecs from now on: see `Codecs.parse`, also for the error."""
+        self._codecs = Codecs.parse(codecs)
+        if self._opened is not None:
+            self._opened.store.encoder.use(self._codecs)
 
     def close(self) -> None:
         """Release the lease of the store. Nothing is published afterwards."""
@@ -84,6 +92,7 @@ class StorePublisher:
         rows: Sequence[Row | None] = (),
         local: ChunkSources | None = None,
         pace: Pace | None = None,
+        pressure: Pressure = "none",
     ) -> tuple[Row, bool]:
         """Ensure that the object tier holds a chunk. Return its row, and whether its bytes were sent.
 
@@ -94,11 +103,13 @@ class StorePublisher:
             rows: See `SendPlan`, as for ``local`` and ``pace``.
             local: See there.
             pace: See there.
+            pressure: See there.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
         """
-        return send_chunk(self._open().store, raw, digests, SendPlan(context or NO_CONTEXT, rows, local, pace), raw)
+        plan = SendPlan(context or NO_CONTEXT, rows, local, pace, pressure)
+        return send_chunk(self._open().store, raw, digests, plan, raw)
 
     def find_chunk(self, row: Row) -> Row:
         """Return the row of a chunk that no local tier holds, because it was published before.
@@ -216,6 +227,8 @@ class StorePublisher:
                 raise StoreNotFoundError(
                     f"the store {uuid} is no longer at {url}: put it back, and pending changes are flushed", path=url
                 )
+            if self._codecs is not None:
+                store.encoder.use(self._codecs)
             self._opened = _OpenedStore(store, Commits(store), KeyframeIndex(store))
             return self._opened
 

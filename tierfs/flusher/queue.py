@@ -12,6 +12,7 @@ import bisect
 import enum
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class FlushItem:
         plan: The facts that guide the encoding; ``None`` before the publisher was asked for them.
         stage: How far the draft has come.
         error: The last error.
+        unsent_bytes: Bytes of the chunks that are not in the object tier yet. `FlushQueue` sets it.
         failures: Number of failures in a row.
         retry_at: Earliest time of the next attempt, monotonic seconds.
     """
@@ -86,6 +88,7 @@ class FlushItem:
     rows: list[Row | None] = field(default_factory=list)
     plan: FilePlan | None = None
     stage: FlushStage = FlushStage.WAITING
+    unsent_bytes: int = 0
     error: TierfsError | None = None
     failures: int = 0
     retry_at: float = 0.0
@@ -147,10 +150,13 @@ class FlushQueue:
     draft through the methods of this class only.
 
     Attributes:
+        backlog_bytes: Bytes of all drafts' chunks that are not in the object tier yet; none of a draft in conflict.
+        is_behind: Whether the backlog took more than half of the budget, and not less than a quarter since.
         large: Drafts of `LARGE_BYTES_MIN` or more that are not past the nvme tier and were never begun, by write id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget_bytes: float = math.inf) -> None:
+        self._budget_bytes = budget_bytes
         self._by_write_id: dict[bytes, FlushItem] = {}
         self._sorted: list[FlushItem] = []
         self._order = ClosingOrder()
@@ -165,6 +171,8 @@ class FlushQueue:
         self._passed: dict[bytes, FlushItem] = {}  # past the nvme tier but still in a slab, by write id
         self._busy: set[FlushItem] = set()  # a thread works on them
         self.large: dict[bytes, FlushItem] = {}
+        self.backlog_bytes = 0
+        self.is_behind = False
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -180,6 +188,8 @@ class FlushQueue:
 
     def add(self, entry: FlushItem) -> None:
         self._by_write_id[entry.draft.write_id] = entry
+        entry.unsent_bytes = entry.draft.length
+        self._add_backlog(entry.draft.length)
         _insert(self._sorted, entry)
         self._order.add(entry.path, entry.turn)
         self._needs.update(entry.draft.names)
@@ -251,9 +261,20 @@ class FlushQueue:
         self._rouse(entry)
         self._rouse_next(entry)
 
+    def note_sent(self, entry: FlushItem, count: int) -> None:
+        """Note that this many more bytes of a draft's chunks are in the object tier."""
+        count = min(count, entry.unsent_bytes)
+        entry.unsent_bytes -= count
+        self._add_backlog(-count)
+
+    def _add_backlog(self, count: int) -> None:
+        self.backlog_bytes += count
+        self.is_behind = self.backlog_bytes > self._budget_bytes / (4 if self.is_behind else 2)
+
     def remove(self, entry: FlushItem) -> None:
         """Remove a draft that was published and released, or discarded."""
         write_id = entry.draft.write_id
+        self.note_sent(entry, entry.unsent_bytes)
         if entry.published:
             self._standing.remove(entry.path)
         else:
@@ -303,6 +324,7 @@ class FlushQueue:
 
     def _note_kept(self, entry: FlushItem) -> None:
         self._kept[entry.draft.write_id] = entry
+        self.note_sent(entry, entry.unsent_bytes)  # it waits for a person
         self._rouse_built_on(entry)
 
     def _note_past_nvme(self, entry: FlushItem) -> None:

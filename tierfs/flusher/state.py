@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tierfs.clock import Clock
 from tierfs.digest import DigestKind
@@ -25,6 +26,9 @@ from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table.table import SlotState
+
+if TYPE_CHECKING:
+    from tierfs.store.encode.codecs import Pressure
 
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0
@@ -62,6 +66,7 @@ class FlushState:
             pass runs.
         moved_at: When a chunk or record last reached the object tier, or nothing was pending, monotonic seconds.
         local_waits: Number of requests that wait for drafts to reach the nvme tier.
+        object_waits: Number of changes that wait until the object tier has them.
         holders: Holders of chunks in the nvme tier: unfinished files.
         counters: Counts of events, by name.
         local_level: The level of a draft in the nvme tier.
@@ -86,18 +91,18 @@ class FlushState:
         self._random = random
         self.changed = threading.Condition()
         self.placing = threading.Lock()
-        self.entries = FlushQueue()
         self.access = Access(connect)
         self.stopping = False
         self.nudged = True
         self.persisting_since: float | None = None
         self.moved_at = clock.monotonic()
-        self.local_waits = 0
+        self.local_waits = self.object_waits = 0
         self.holders: set[str] = set()
         self.counters: Counter[str] = Counter()
         usage = nvme.usage() if nvme is not None else None
         self.local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
         self.nvme_bytes = usage.budget_bytes if usage is not None else 0
+        self.entries = FlushQueue(ram.budget_bytes + self.nvme_bytes)
 
     def stalled_s(self) -> float:
         """Return for how many seconds nothing has reached the object tier, although drafts are pending.
@@ -118,6 +123,10 @@ class FlushState:
     def persists_alone(self) -> bool:
         """Return whether large drafts are not uploaded early either, because a request waits for the nvme tier."""
         return self.local_waits > 0 and self.persists_first()
+
+    def pressure(self) -> Pressure:
+        """Return why chunks have to be sent soon. The caller holds the lock."""
+        return "backlog" if self.entries.is_behind else "caller" if self.object_waits else "none"
 
     def fail(self, entry: FlushItem, error: TierfsError, wait_s: float | None = None) -> None:
         """Note that an attempt failed, and schedule the next one after ``wait_s`` seconds.

@@ -199,19 +199,24 @@ class Uploader:
         if not entry.past_nvme and state.persists_alone():
             raise StoreError("a client waits for the nvme tier", transient=True)
         if row.stored_length:
-            entry.rows[index] = row
+            self._note(entry, index, row)
             return
         reference = entry.draft.slots[index]
         seen = reference is not None and slot_at(state.ram, reference) is not None
         stored = self._put(publisher, row, local, context, entry.rows)
         try:
-            entry.rows[index] = stored or publisher.find_chunk(row)
+            self._note(entry, index, stored or publisher.find_chunk(row))
         except CorruptionError as error:
             lost = CorruptionError(
                 f"{entry.path}: no tier has a sound copy of one of its chunks, ram and nvme were tried, too: {error}",
                 path=entry.path,
             )
             raise (lost if seen else state.missing(entry, reference, lost)) from error
+
+    def _note(self, entry: FlushItem, index: int, row: Row) -> None:
+        entry.rows[index] = row
+        with self._state.changed:
+            self._state.entries.note_sent(entry, row.raw_length)
 
     def put(self, chunk: Slot) -> None:
         """Put a slot's chunk into the object tier before any record names it."""
@@ -239,7 +244,11 @@ class Uploader:
             if digests is None:
                 return None
             state.fault("before upload.chunk")
-            stored, is_sent = publisher.put_chunk(raw, digests, context, rows=rows, local=local, pace=self.pace)
+            with state.changed:
+                pressure = state.pressure()
+            stored, is_sent = publisher.put_chunk(
+                raw, digests, context, rows=rows, local=local, pace=self.pace, pressure=pressure
+            )
         state.moved_at = state.clock.monotonic()
         state.fault("after upload.chunk")
         if is_sent:

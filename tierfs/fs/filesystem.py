@@ -53,8 +53,8 @@ class TierFileSystem(Changing):
         timeout: Seconds that a write waits for room in the local tiers, and for its level.
         bandwidth: Most bytes per second that the flusher sends to the object tier. The process that starts the flusher
             decides.
-        codecs: How chunks are encoded: ``"auto"`` (to save time), ``"all"`` (to save bytes), ``"off"``, or names of
-            codecs, ``"zstd,plane"``. For writes through the flusher, the process that starts the flusher decides.
+        codecs: How chunks are encoded: ``"auto"`` (raw under pressure), ``"all"``, ``"off"``, or names of codecs,
+            ``"zstd,plane"``. A running flusher takes the codecs of the newest write that gives some.
         device: Budget of GPU memory for each process that saves checkpoints with `TierWriter`. Off by default.
         asynchronous: As in fsspec.
         loop: As in fsspec.

@@ -81,7 +81,7 @@ def compose(
             return opened(hidden=hidden, unused=str(error))
         tiers = open_tiers[key] = localtiers.tiers_for(target, settings, plain, home, resumes=location.resumes)
     assert isinstance(tiers.flusher, localtiers.LaunchingClient)
-    return opened(tiers=tiers, hand_over=partial(tiers.flusher.hand_over, given))
+    return opened(tiers=tiers, hand_over=partial(tiers.flusher.hand_over, given, codecs=options.codecs))
 
 
 def verify_writes(location: Location) -> str:

@@ -50,8 +50,8 @@ class TierOptions:
         bandwidth: Bytes per second from the flusher to the object tier, counted after encoding. Each host has one
             flusher per store, and the process that starts it decides. Writes that bypass the flusher, as with
             ``ack="object"``, are not limited. Default: no limit.
-        codecs: How the flusher encodes chunks: ``auto``, ``all``, ``off``, or names of codecs, ``zstd,plane``. The
-            process that starts the flusher decides. Default: ``auto``.
+        codecs: How chunks are encoded: ``auto``, ``all``, ``off``, or names of codecs, ``zstd,plane``. A running
+            flusher takes the codecs of the newest write that gives some. Default: ``auto``.
         device: Budget of GPU memory for the device tier of each ``TierWriter`` and GPU. Default: none.
     """
 

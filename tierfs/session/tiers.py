@@ -166,8 +166,9 @@ class Launcher:
         self._clock = clock
         self.fallbacks = 0
         self._lock = threading.Lock()
-        # The options as JSON values, and whether something was changed with them.
+        # The options as JSON values, whether something was changed with them, and the codecs that a writer asked for.
         self._handed_over: tuple[dict[str, Any] | None, bool] = (None, False)
+        self._codecs: str | None = None
         self.hand_over(target.options, writes=False)
         self.thread: threading.Thread | None = None
         self._service: Service | None = None
@@ -184,20 +185,24 @@ class Launcher:
     def hello(self) -> dict[str, Any]:
         """Return the greeting for a flusher: the object tier's URL and options, credentials included."""
         options, writes = self._handed_over
-        return {"url": self._target.url, "options": options, "writes": writes}
+        return {"url": self._target.url, "options": options, "writes": writes, "codecs": self._codecs}
 
-    def hand_over(self, options: dict[str, Any], *, writes: bool) -> bool:
+    def hand_over(self, options: dict[str, Any], *, writes: bool, codecs: str | None = None) -> bool:
         """Send these options to flushers from the next greeting on. Options that JSON cannot represent are not sent.
+
+        The flusher encodes with the codecs that the newest writer asked for, if it asked.
 
         Returns:
             Whether the greeting changed.
         """
+        before = self._handed_over, self._codecs
+        if writes and codecs is not None:
+            self._codecs = codecs
         sent = _as_json(options)
-        if sent is None:
-            return False
-        before = self._handed_over
-        self._handed_over = sent, writes or (before[1] and sent == before[0])
-        return self._handed_over != before
+        if sent is not None:
+            known, wrote = self._handed_over
+            self._handed_over = sent, writes or (wrote and sent == known)
+        return (self._handed_over, self._codecs) != before
 
     def launch(self) -> Launched | None:
         """Start a flusher. Return ``None`` if it is a thread."""
@@ -260,14 +265,15 @@ class LaunchingClient(FlusherClient):
         super().__init__(directory, launcher.launch, __version__, launcher.hello)
         self._launcher = launcher
 
-    def hand_over(self, options: dict[str, Any], *, writes: bool) -> None:
+    def hand_over(self, options: dict[str, Any], *, writes: bool, codecs: str | None = None) -> None:
         """Send the flusher these options for the object tier, which may be renewed credentials.
 
         Args:
             options: The options in use now.
             writes: Whether something is changed with them.
+            codecs: The codecs that the user asked for, if any.
         """
-        if self._launcher.hand_over(options, writes=writes):
+        if self._launcher.hand_over(options, writes=writes, codecs=codecs):
             self.greet_again()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from tierfs.format.manifest import Row
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
+from tierfs.store.encode.codecs import Pressure
 from tierfs.store.encode.pipeline import Encoded, SourcePiece
 from tierfs.store.encode.tensors import NO_CONTEXT, ChunkContext
 from tierfs.store.read.fetch import fetch, fetch_object
@@ -43,16 +44,23 @@ class SendPlan:
             not stored yet.
         local: Copies of chunks on this host; ``None`` if the chunk is encoded by itself.
         pace: Limits the bytes per second.
+        pressure: Whether the chunk has to be sent soon, and may be sent raw for that.
     """
 
     context: ChunkContext = NO_CONTEXT
     rows: Sequence[Row | None] = ()
     local: ChunkSources | None = None
     pace: Pace | None = None
+    pressure: Pressure = "none"
 
 
 def store_chunk(
-    store: Store, raw: memoryview, context: ChunkContext = NO_CONTEXT, *, into: memoryview | None = None
+    store: Store,
+    raw: memoryview,
+    context: ChunkContext = NO_CONTEXT,
+    *,
+    into: memoryview | None = None,
+    pressure: Pressure = "none",
 ) -> Row:
     """Make sure that the store holds these bytes, and return their row. Identical bytes are sent once.
 
@@ -65,13 +73,14 @@ def store_chunk(
         context: Facts about the chunk that guide its encoding.
         into: Memory for the encoded bytes, as long as ``raw``. May be ``raw`` itself if the caller no longer needs its
             content. By default a buffer is borrowed.
+        pressure: See `SendPlan`.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
     """
     digests, _ = digests_of(store.descriptor.digest_kind, raw)
     with buffers().lend(len(raw)) if into is None else contextlib.nullcontext(into) as memory:
-        return send_chunk(store, raw, digests, SendPlan(context), memory)[0]
+        return send_chunk(store, raw, digests, SendPlan(context, pressure=pressure), memory)[0]
 
 
 def send_chunk(
@@ -173,7 +182,8 @@ def _encode(store: Store, digest: bytes, raw: memoryview, plan: SendPlan, into: 
         if row is not None and row.stored_length and _may_need(store, row, digest, chain_max)
     ]
     bases = BaseReader(store, plan.local)
-    return store.encoder.encode(raw, context, pieces if len(pieces) == len(sources) else (), into=into, bases=bases)
+    found = pieces if len(pieces) == len(sources) else ()
+    return store.encoder.encode(raw, context, found, into=into, bases=bases, pressure=plan.pressure)
 
 
 def _may_need(store: Store, row: Row, digest: bytes, steps_max: int) -> bool:
@@ -244,7 +254,7 @@ def _put(store: Store, row: Row, payload: list[Buffer], pace: Pace | None) -> Ro
     """Create a chunk object. Return the object that is stored afterwards, or `DAMAGED`."""
     checksum = checksum_for(store.objects.capabilities, payload)
     try:
-        with store.encoder.sending():
+        with store.encoder.sending(row.stored_length):
             if pace is not None:
                 pace.take(row.stored_length)
             store.objects.put(keys.chunk_key(row.name), payload, mode=CREATE, checksum=checksum)

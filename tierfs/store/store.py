@@ -148,7 +148,7 @@ class Store:
             if self._encoder is None:
                 from tierfs.store.encode.encoder import Encoder  # noqa: PLC0415 - loads numpy
 
-                self._encoder = Encoder(self._codecs, is_near=self.descriptor.endpoint.host_local)
+                self._encoder = Encoder(self._codecs, is_near=self.descriptor.endpoint.host_local, clock=self.clock)
             return self._encoder
 
     def hand_over(self, *, writes: bool) -> None:

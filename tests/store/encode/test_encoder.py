@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from support.saving import XXH3, Training, bfloat16
 
 from tierfs import digest
 from tierfs.buffers import Buffers, buffers
+from tierfs.clock import ManualClock
 from tierfs.codec import Codec, Reason, decode_block
 from tierfs.codec.choice import DELTA_WORTH
 from tierfs.errors import CorruptionError
@@ -24,7 +24,6 @@ from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.encoder import REPROBE_SAVES, Encoder
 from tierfs.store.encode.pipeline import SourcePiece, blocks_of
 from tierfs.store.encode.tensors import ChunkContext, Tensor
-from tierfs.threads import Processors
 
 MIB = 1 << 20
 MASTER = Tensor("run:master:float4", "float", 4)
@@ -82,14 +81,14 @@ def encoder_for(codecs="all", *, is_near=False):
     return Encoder(Codecs.parse(codecs), is_near=is_near)
 
 
-def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
+def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER, pressure="none"):
     context = ChunkContext((tensor,) * -(-len(raw) // MIB), save, base)
-    return encode_as(encoder, host, raw, context, sources)
+    return encode_as(encoder, host, raw, context, sources, pressure)
 
 
-def encode_as(encoder, host, raw, context, sources=()):
+def encode_as(encoder, host, raw, context, sources=(), pressure="none"):
     memory = memoryview(bytearray(raw))
-    return encoder.encode(memory, context, sources, into=memory, bases=host)
+    return encoder.encode(memory, context, sources, into=memory, bases=host, pressure=pressure)
 
 
 def decoded(encoded, raw, reference=b""):
@@ -280,22 +279,6 @@ def test_an_unknown_name_is_examined_for_itself(host):
     assert host.fetches == 3
 
 
-@pytest.mark.parametrize(("known", "fetched"), [(3, True), (1, False)])
-def test_a_bases_savings_are_counted_by_blocks(host, known, fetched):
-    # The base saves most of the known tensor's blocks. The other blocks save nothing.
-    encoder, tensor = encoder_for("auto"), Tensor("w", "float", 4)
-    master = numbers(count=MIB // 4)
-    encode(encoder, host, near(master).tobytes(), base=host.chunk(master.tobytes(), host.remote), tensor=tensor)
-    fetches, raw = host.fetches, near(master).tobytes() * known + os.urandom((4 - known) * MIB)
-    base = replace(
-        host.chunk(master.tobytes() * known + os.urandom((4 - known) * MIB), host.remote), stored_length=3 * MIB
-    )
-    context = ChunkContext((tensor,) * known, 0, base)
-    encoded = encode_as(encoder, host, raw, context)
-    assert bool(encoded.bases) == fetched
-    assert host.fetches == fetches + fetched
-
-
 def test_a_base_is_fetched_for_one_tensor_of_which_nothing_is_known(host):
     encoder, raw = encoder_for("auto"), os.urandom(2 * MIB)
     known, unknown = (Tensor(name, "float", 4) for name in "ku")
@@ -305,24 +288,6 @@ def test_a_base_is_fetched_for_one_tensor_of_which_nothing_is_known(host):
     for _ in range(2):
         encode_as(encoder, host, raw, ChunkContext((known, unknown), 0, base))
     assert host.fetches == 2
-
-
-@pytest.mark.parametrize(("stored", "fetches"), [(100, 3), (100 * MIB, 1)], ids=["worth it", "not worth it"])
-def test_a_base_is_fetched_where_it_saves_enough(host, stored, fetches):
-    encoder, master = encoder_for("auto"), numbers()
-    base = replace(host.chunk(master.tobytes(), host.remote), stored_length=stored)
-    for save in range(3):  # the first save has to find that out
-        encode(encoder, host, near(master).tobytes(), save=save, base=base)
-    assert host.fetches == fetches
-
-
-@pytest.mark.parametrize(("is_near", "fetches"), [(True, 3), (False, 1)])
-def test_a_host_local_base_may_save_less(host, is_near, fetches):
-    encoder, master = encoder_for("auto", is_near=is_near), numbers()
-    base = replace(host.chunk(master.tobytes(), host.remote), stored_length=3 * len(master.tobytes()))
-    for save in range(3):
-        encode(encoder, host, near(master).tobytes(), save=save, base=base)
-    assert host.fetches == fetches
 
 
 def test_a_base_that_cannot_be_read_is_none(host):
@@ -344,52 +309,53 @@ def test_a_base_is_not_read_where_nothing_is_to_be_encoded_against_one(host, tri
     assert (host.reads, host.fetches, len(tried)) == (0, 0, 1)
 
 
-@contextlib.contextmanager
-def encoding_as_many_as_processors(encoder, monkeypatch, host):
-    """Keep two threads busy with encoding one chunk each, as many as there are processors."""
-    begun, go_on = threading.Barrier(3), threading.Event()
-    choose = encoder_module.choose
-
-    def wait_and_choose(sample, **about):
-        if threading.current_thread() is not threading.main_thread():
-            begun.wait(60)
-            assert go_on.wait(60)
-        return choose(sample, **about)
-
-    monkeypatch.setattr(encoder_module._encoders, "shared", Processors())
-    monkeypatch.setattr(encoder_module, "choose", wait_and_choose)
-    with ThreadPoolExecutor(2) as pool:
-        tasks = [pool.submit(encode, encoder, host, numbers().tobytes()) for _ in range(2)]
-        begun.wait(60)
-        yield
-        go_on.set()
-        assert [codecs_of(task.result(60)) for task in tasks] == [{Codec.PLANE}] * 2
-
-
 @pytest.mark.parametrize(
-    ("codecs", "sends", "codec"),
-    [("auto", False, Codec.STORE), ("auto", True, Codec.PLANE), ("all", False, Codec.PLANE)],
-    ids=["pressed", "all senders are busy", "all"],
+    ("codecs", "pressure", "codec"),
+    [
+        ("auto", "none", Codec.PLANE),
+        ("auto", "backlog", Codec.STORE),
+        ("all", "backlog", Codec.PLANE),
+        ("all", "caller", Codec.PLANE),
+    ],
 )
-def test_a_chunk_goes_raw_only_under_pressure(host, monkeypatch, codecs, sends, codec):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+def test_a_chunk_goes_raw_only_under_pressure(host, codecs, pressure, codec):
     encoder, raw = encoder_for(codecs), numbers().tobytes()
-    with encoding_as_many_as_processors(encoder, monkeypatch, host):
-        with contextlib.ExitStack() as sent:
-            for _ in range(2 if sends else 1):
-                sent.enter_context(encoder.sending())
-            encoded = encode(encoder, host, raw)
+    encoded = encode(encoder, host, raw, pressure=pressure)
     assert codecs_of(encoded) == {codec}
     assert decoded(encoded, raw) == raw
     assert (reasons_of(encoded) == {Reason.LINK_IS_FASTER}) is (codec is Codec.STORE)
-    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "the others have ended"
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "nothing presses any more"
 
 
-def test_a_put_that_fails_is_not_sent_any_more(host):
-    encoder = encoder_for("auto")
-    with contextlib.suppress(CorruptionError), encoder.sending():
-        raise CorruptionError("it broke")
-    assert encoder._sending == 0
+class TickingClock(ManualClock):
+    """Each look at it takes 10 ms, so that the encoder spends 10 ms on each chunk."""
+
+    def monotonic(self):
+        self.sleep(0.01)
+        return super().monotonic()
+
+
+@pytest.mark.parametrize(("send_s", "codec"), [(0.0, Codec.STORE), (1.0, Codec.PLANE)], ids=["fast way", "slow way"])
+def test_a_waiting_caller_gets_raw_chunks_over_a_faster_way(host, send_s, codec):
+    clock, raw = TickingClock(), numbers().tobytes()
+    encoder = Encoder(Codecs.parse("auto"), is_near=True, clock=clock)
+    found = []
+    for _ in range(40):
+        found.append(codecs_of(encode(encoder, host, raw, pressure="caller")))
+        with encoder.sending(2 * len(raw)):
+            clock.sleep(send_s)
+    assert found[0] == {Codec.PLANE}, "nothing is known of the way yet"
+    assert found[-1] == {codec}
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "no caller waits"
+    clock.sleep(60)
+    assert codecs_of(encode(encoder, host, raw, pressure="caller")) == {Codec.PLANE}, "old speeds do not count"
+
+
+def test_other_codecs_begin_with_the_next_chunk(host):
+    encoder, raw = encoder_for("off"), numbers().tobytes()
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.STORE}
+    encoder.use(Codecs.parse("all"))
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}
 
 
 def test_codecs_off_stores_raw_bytes(host):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from tierfs.codec import Codec
 from tierfs.errors import InvalidInputError
@@ -15,7 +16,7 @@ class Codecs:
     Attributes:
         allowed: The codecs. Always has STORE. Has CONST unless STORE is the only one: a block for which CONST is right
             is not tried with any other codec.
-        always: Encode also where sending the raw bytes would be faster.
+        always: Encode under any pressure.
     """
 
     allowed: frozenset[Codec] = frozenset(Codec)
@@ -25,7 +26,7 @@ class Codecs:
     def parse(cls, text: str) -> Codecs:
         """Parse the option: ``auto``, ``all``, ``off``, or names like ``"zstd,plane"``.
 
-        ``auto`` uses all codecs where they save time, and ``all`` uses them wherever they save bytes.
+        ``all`` uses all codecs wherever they save bytes, and ``auto`` does so too except under pressure.
 
         Raises:
             InvalidInputError: ``text`` is none of these.
@@ -51,3 +52,5 @@ class Codecs:
 
 
 AUTO = Codecs()
+Pressure: TypeAlias = Literal["none", "caller", "backlog"]
+"""Why a chunk has to be sent soon: not at all, for a caller that waits for the object tier, or for room in the local tiers."""

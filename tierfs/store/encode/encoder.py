@@ -1,14 +1,13 @@
 """Choose how each chunk is encoded for the object tier.
 
 The encoder chooses once per tensor, on a sample of its first chunk, and remembers the choice from save to save. Under
-pressure it sends a chunk raw: docs/decisions/0055-raw-under-pressure.md.
+pressure it sends a chunk raw: docs/decisions/0066-pressure-is-a-backlog.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierfs._fork import PerProcess
 from tierfs.buffers import block_buffers, buffers
+from tierfs.clock import Clock, SystemClock
 from tierfs.codec import Codec, Reason
 from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
-from tierfs.store.encode.codecs import Codecs
+from tierfs.store.encode.codecs import Codecs, Pressure
 from tierfs.store.encode.pipeline import (
     BlockPlan,
     Deriver,
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
 GROUPS_MAX = 10_000
-# The share of its own size that a base has to save to be fetched over a network for encoding.
-FETCH_WORTH = 0.5
+# Speeds are those of the last 5 to 10 seconds.
+SPEED_S = 5.0
 _logger = logging.getLogger("tierfs.store")
 
 # As many threads encode at a time as there are processors: each uses memory for a base and a few blocks. These turns
@@ -81,23 +81,42 @@ class _Known(NamedTuple):
         return 0 <= save - self.save < saves
 
 
+class _Speed:
+    """Bytes per second that a thread at one stage recently achieved, its wait for a turn included. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._seconds = self._bytes = self._since = 0.0
+
+    def add(self, count: int, seconds: float, now: float) -> None:
+        """Add a chunk. Older ones count half as much after each `SPEED_S`."""
+        if periods := (now - self._since) // SPEED_S:
+            share = 0.5**periods
+            self._seconds, self._bytes, self._since = self._seconds * share, self._bytes * share, now
+        self._seconds, self._bytes = self._seconds + seconds, self._bytes + count
+
+    def known(self, now: float) -> float | None:
+        """Return the speed, or None if nothing passed recently."""
+        return self._bytes / self._seconds if self._seconds and now - self._since < 2 * SPEED_S else None
+
+
 class Encoder:
     """Encodes the chunks of a store, and remembers what it found out about tensors. Safe for use by many threads.
 
     Args:
         codecs: The codecs that may be used.
         is_near: Whether the object tier is on this host, so that a base is cheap to fetch.
+        clock: Measures how long chunks take.
     """
 
-    def __init__(self, codecs: Codecs, *, is_near: bool) -> None:
+    def __init__(self, codecs: Codecs, *, is_near: bool, clock: Clock | None = None) -> None:
         self.codecs = codecs
         self._is_near = is_near
+        self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._choices: dict[str, _Known] = {}
         self._saves: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
-        self._encoding = self._sending = 0  # chunks in flight
-        self._processors = len(os.sched_getaffinity(0))
+        self._shrinking, self._sending = _Speed(), _Speed()  # bytes that encoding saved, bytes that were sent
         self._deriver, self._deriving = Deriver(codecs), threading.Lock()
 
     def __repr__(self) -> str:
@@ -124,28 +143,32 @@ class Encoder:
                 del self._saves[next(iter(self._saves))]
         return count
 
-    @contextlib.contextmanager
-    def sending(self) -> Iterator[None]:
-        """Count a chunk as being sent while the ``with`` block runs."""
+    def use(self, codecs: Codecs) -> None:
+        """Encode with these codecs from now on, and forget the choices among the others."""
         with self._lock:
-            self._sending += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._sending -= 1
+            if codecs != self.codecs:
+                self.codecs, self._deriver = codecs, Deriver(codecs)
+                self._choices.clear()
 
     @contextlib.contextmanager
-    def _one_more(self) -> Iterator[bool]:
-        """Yield whether to encode a chunk, or send it raw under pressure."""
+    def sending(self, count: int) -> Iterator[None]:
+        """Measure how long this many bytes take to the object tier: as long as the ``with`` block runs."""
+        begun = self._clock.monotonic()
+        yield
+        now = self._clock.monotonic()
         with self._lock:
-            is_encoded = self.codecs.always or self._sending >= self._processors or self._encoding < self._processors
-            self._encoding += is_encoded
-        try:
-            yield is_encoded
-        finally:
-            with self._lock:
-                self._encoding -= is_encoded
+            self._sending.add(count, now - begun, now)
+
+    def _is_raw(self, pressure: Pressure) -> bool:
+        """Return whether to send a chunk raw."""
+        if self.codecs.always or pressure == "none":
+            return False
+        if pressure == "backlog":
+            return True
+        now = self._clock.monotonic()
+        with self._lock:
+            saves, sends = self._shrinking.known(now), self._sending.known(now)
+        return saves is not None and sends is not None and sends > saves
 
     @property
     def derives(self) -> bool:
@@ -160,6 +183,7 @@ class Encoder:
         *,
         into: memoryview,
         bases: BaseReader,
+        pressure: Pressure = "none",
     ) -> Encoded:
         """Encode a chunk in the way that makes it smallest; under pressure, leave it raw.
 
@@ -169,23 +193,33 @@ class Encoder:
             sources: The sources that the context names, as they are stored.
             into: See `tierfs.store.encode.pipeline.encode_chunk`.
             bases: Reads the context's base and the sources.
+            pressure: Whether the chunk has to be sent soon.
         """
         if not {Codec.DPLANE, Codec.SPARSE} & self.codecs.allowed:
             context = replace(context, base=None)  # no allowed codec would use it
-        with self._one_more() as is_encoded:
-            encoded = None if is_encoded else Encoded([_raw_block(block) for block in blocks_of(raw)])
-            if encoded is None and sources and self.derives:
-                with self._deriving, _encoders().turn():  # other threads send while this one waits for its turn
-                    encoded = self._deriver.encode(raw, sources, bases, into)
-            if encoded is None:
-                encoded = self._encode_chosen(raw, context, into, bases)
+        is_raw, begun = self._is_raw(pressure), self._clock.monotonic()
+        if is_raw:
+            encoded = Encoded([_raw_block(block) for block in blocks_of(raw)])
+        else:
+            encoded = self._derive(raw, sources, into, bases) or self._encode_chosen(raw, context, into, bases)
+        now = self._clock.monotonic()
         with self._lock:
+            if not is_raw:
+                self._shrinking.add(len(raw) - sum(len(block.data) for block in encoded.blocks), now - begun, now)
             self._counts["raw_bytes"] += len(raw)
             for block in encoded.blocks:
                 self._counts["encoded_bytes"] += len(block.data)
                 self._counts[f"{block.codec.name.lower()}_blocks"] += 1
                 self._counts[f"{block.reason.name.lower()}_blocks"] += 1
         return encoded
+
+    def _derive(
+        self, raw: memoryview, sources: Sequence[SourcePiece], into: memoryview, bases: BaseReader
+    ) -> Encoded | None:
+        if not (sources and self.derives):
+            return None
+        with self._deriving, _encoders().turn():  # other threads send while this one waits for its turn
+            return self._deriver.encode(raw, sources, bases, into)
 
     def _encode_chosen(self, raw: memoryview, context: ChunkContext, into: memoryview, bases: BaseReader) -> Encoded:
         tensors = [*context.tensors, *[Tensor()] * (block_count(len(raw)) - len(context.tensors))]
@@ -194,7 +228,7 @@ class Encoder:
             known = {tensor: self._known(tensor, context) for tensor in tensors}
             if row is not None and any(choice is None or choice.delta is not None for choice in known.values()):
                 with buffers().lend(row.raw_length) as memory:
-                    if bases.read_base(row, memory) or self._fetch(row, memory, tensors, known, bases):
+                    if bases.read_base(row, memory) or self._fetch(row, memory, tensors, bases):
                         done = self._try(raw, into, tensors, known, memory)
             blocks, found = done or self._try(raw, into, tensors, known, None)
         self._learn(blocks, found, tensors, context.save, raw)
@@ -295,24 +329,14 @@ class Encoder:
                     missed = known.choice._replace(delta=None, delta_ratio=encoded / count)
                     self._choices[tensor.name] = _Known(save, missed, known.misses + 1)
 
-    def _fetch(
-        self,
-        row: Row,
-        out: memoryview,
-        tensors: Sequence[Tensor],
-        known: Mapping[Tensor, Choice | None],
-        bases: BaseReader,
-    ) -> bool:
+    def _fetch(self, row: Row, out: memoryview, tensors: Sequence[Tensor], bases: BaseReader) -> bool:
         """Fetch a base from the object tier. Return false if that is not worth it, or the base cannot be read.
 
-        Over a network it is worth it if the base is expected to save enough, or if that has to be measured. Nothing is
-        remembered of a tensor without a name, so it counts as saving nothing.
+        Over a network no base is fetched for a chunk without a named tensor: nothing is remembered of it, so each of
+        its saves would fetch one to find out that it saves nothing.
         """
-        if not (self.codecs.always or self._is_near):
-            is_measured = all(choice is not None or not tensor.name for tensor, choice in known.items())
-            saved = sum(choice.saved for tensor in tensors if (choice := known[tensor]) is not None) / len(tensors)
-            if is_measured and saved * row.raw_length < FETCH_WORTH * row.stored_length:
-                return False
+        if not (self.codecs.always or self._is_near or any(tensor.name for tensor in tensors)):
+            return False
         try:
             bases.fetch(row, out)
         except TierfsError as error:

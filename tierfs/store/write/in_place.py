@@ -24,6 +24,7 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 from tierfs.store.chunks import store_chunk
+from tierfs.store.encode.codecs import Pressure
 from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import ChunkContext, layout_of, places
 from tierfs.store.read_back import replaced_chunks
@@ -133,7 +134,7 @@ class StagedFile:
         finally:
             ahead.end()
 
-    def _put(self, path: str, chunks: Sequence[_Chunk]) -> None:
+    def _put(self, path: str, chunks: Sequence[_Chunk], pressure: Pressure) -> None:
         """Put chunks into the object tier. The file's own table of tensors tells how to encode each chunk."""
         views = [chunk.view for chunk in chunks]
         lengths, group = list(map(len, views)), group_of(path)
@@ -143,7 +144,7 @@ class StagedFile:
         contexts = [ChunkContext(tensors, save, unread=unread) for _, tensors in places(layout, lengths, group)]
 
         def put(number: int) -> Row:
-            return store_chunk(self._store, views[number], contexts[number])
+            return store_chunk(self._store, views[number], contexts[number], pressure=pressure)
 
         missing = [number for number, chunk in enumerate(chunks) if chunk.row is None]
         for number, row in zip(missing, transfers().map(put, missing), strict=True):
@@ -184,7 +185,8 @@ class StagedFile:
         try:
             chunks = [chunk for run in runs for chunk in run._chunks]
             if self._writer is None:
-                self._put(path, chunks)
+                is_awaited = (self._store.ack if level is None else level) is Level.OBJECT
+                self._put(path, chunks, "caller" if is_awaited else "none")
             rows = [chunk.row for chunk in chunks if chunk.row is not None]
             slots = [chunk.slot for chunk in chunks]
             assert len(rows) == len(chunks), "not sealed"

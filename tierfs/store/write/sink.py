@@ -15,6 +15,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.store.chunks import store_chunk
+from tierfs.store.encode.codecs import Pressure
 from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import ChunkContext, places
 from tierfs.store.store import Store
@@ -38,10 +39,14 @@ class ObjectSink:
     Args:
         cutter: Finds the ends of chunks, and the elements in them.
         unread: See `ChunkContext.unread`.
+        pressure: See `tierfs.store.chunks.SendPlan`.
     """
 
-    def __init__(self, store: Store, path: str, cutter: Cutter, unread: set[bytes] | None = None) -> None:
+    def __init__(
+        self, store: Store, path: str, cutter: Cutter, unread: set[bytes] | None = None, *, pressure: Pressure = "none"
+    ) -> None:
         self._store = store
+        self._pressure: Pressure = pressure
         self._cutter = cutter
         self._unread = unread
         self._group = group_of(path)
@@ -107,7 +112,9 @@ class ObjectSink:
             raw, tiers = buffer[:filled], self._store.tiers
             cache = tiers.cache if tiers is not None and tiers.cache.keeps_reads else None
             try:
-                row = store_chunk(self._store, raw, context, into=raw if cache is None else None)
+                row = store_chunk(
+                    self._store, raw, context, into=raw if cache is None else None, pressure=self._pressure
+                )
                 if cache is not None:
                     cache.insert(local_name(self._store.descriptor.digest_kind, row.name.digest), raw)
                 return row

@@ -22,6 +22,7 @@ from tierfs.format.manifest import (
 )
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
+from tierfs.store.encode.codecs import Pressure
 from tierfs.store.read.reader import Reader, expand_rows, open_content, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.tree.records import nothing_at, observe, observe_to_replace, observe_to_stage, publish
@@ -306,7 +307,8 @@ class Writer:
             if tiers is None:
                 old = self._observed.manifest
                 unread = {row.name.digest for row in old.rows} if old is not None and not old.indirect else None
-                self._sink = ObjectSink(self._store, self.path, cutter, unread)
+                waits: Pressure = "caller" if self._level is Level.OBJECT else "none"
+                self._sink = ObjectSink(self._store, self.path, cutter, unread, pressure=waits)
             else:
                 self._store.hand_over(writes=True)
                 self._sink = SlabSink(tiers, self._write_id, cutter, timeout_s=self._store.timeout_s)
