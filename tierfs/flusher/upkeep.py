@@ -116,12 +116,13 @@ class Upkeep:
         if store.clock.monotonic() - self._gc_ended_s < every_s:
             return
         try:
-            report = collect(store, GcOptions(), lambda *_: self._check())
+            report = collect(store, GcOptions(reencode=True), lambda *_: self._check())
         except ConflictError as error:
             _logger.info("gc skipped: %s", error)  # another gc is running
             return
         self.counters["gc_runs"] += 1
         self.counters["gc_deleted_bytes"] += report.deleted.bytes
+        self.counters["gc_reencoded_chunks"] += report.reencoded.count
         if report.missing:
             _logger.error("%d chunks that files need are missing: run `tierfs repair`", report.missing)
         if report.is_blocked:

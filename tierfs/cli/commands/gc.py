@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="delete at once, if no other process writes; refused if a writer has a live lease",
     )
     parser.add_argument(
+        "--reencode",
+        action="store_true",
+        help="first encode chunks that were sent raw under pressure; gc deletes the raw ones later",
+    )
+    parser.add_argument(
         "--without",
         action="append",
         default=[],
@@ -75,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = GcOptions(
         dry_run=arguments.dry_run,
         exclusive=arguments.exclusive,
+        reencode=arguments.reencode,
         without=without,
         concurrency=arguments.concurrency,
         deletes_per_s=arguments.rate,
@@ -114,6 +120,7 @@ def _print(report: GcReport, grace_s: int) -> None:
         return
     would = "would be " if report.dry_run else ""
     rows: list[tuple[str, Tally, str]] = [
+        (f"{would}re-encoded", report.reencoded, "sent raw under pressure"),
         (f"{would}deleted", report.deleted, "condemned a grace ago, and still needed by nothing"),
         (f"{would}condemned", report.condemned, "needed by nothing"),
         ("waiting", report.waiting, "condemned, until a grace has passed"),

@@ -208,6 +208,8 @@ def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]
         deleted, waiting = gc["deleted"], gc["waiting"]["bytes"] + gc["condemned"]["bytes"]
         text = f"{format_time(gc['ended_ns'])}, deleted {deleted['count']} chunks, {format_bytes(deleted['bytes'])}; "
         text += f"{format_bytes(waiting)} are condemned"
+        if encoded := gc.get("reencoded", {}).get("count"):
+            text += f"; {encoded} chunks were encoded that were sent raw"
         if gc["unreadable_count"]:
             named = ", ".join(map(printable, gc["unreadable"][:3]))
             text = f"{format_time(gc['ended_ns'])}, BLOCKED: {gc['unreadable_count']} records cannot be read or have vanished: {named}"

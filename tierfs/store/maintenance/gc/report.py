@@ -29,6 +29,7 @@ class GcOptions:
     Attributes:
         dry_run: Change nothing, and report what a run would do, by this host's clock.
         exclusive: The user guarantees that no other process writes to the store: delete unreached chunks at once.
+        reencode: First encode chunks that were sent raw under pressure: see `tierfs.store.maintenance.reencode`.
         without: Paths. An unreadable or vanished record at or below one of them counts as reaching nothing.
         concurrency: Most requests in flight.
         deletes_per_s: Most chunk objects deleted per second.
@@ -37,6 +38,7 @@ class GcOptions:
 
     dry_run: bool = False
     exclusive: bool = False
+    reencode: bool = False
     without: Sequence[str] = ()
     concurrency: int = 16
     deletes_per_s: float = 3000.0
@@ -63,6 +65,7 @@ class GcReport:
         replaced: Shard files that no save has named for a grace, which were deleted. Bytes are their lengths.
         unfinished: Other shard files that no checkpoint names: their save is under way, did not finish, or was replaced
             less than a grace ago.
+        reencoded: Chunks that were encoded, and the bytes that this saves once their raw objects are deleted.
         unreadable: Unreadable and vanished records. If there are any, nothing was condemned or deleted.
         passed_over: Unreadable and vanished records that `GcOptions.without` excused.
         next_s: Seconds until another run can delete the chunks that are condemned now; ``None`` if there are none.
@@ -85,6 +88,7 @@ class GcReport:
     references: Tally = field(default_factory=Tally)
     replaced: Tally = field(default_factory=Tally)
     unfinished: Tally = field(default_factory=Tally)
+    reencoded: Tally = field(default_factory=Tally)
     unreadable: list[Damage] = field(default_factory=list)
     passed_over: list[Damage] = field(default_factory=list)
     next_s: int | None = None

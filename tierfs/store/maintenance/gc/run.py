@@ -63,21 +63,26 @@ def collect(store: Store, options: GcOptions | None = None, progress: Progress =
             f"{', '.join(store.descriptor.endpoint.missing)}: make sure that no process writes, and use --exclusive",
             path=store.url,
         )
+    reencoded = Tally()
+    if options.reencode:
+        from tierfs.store.maintenance.reencode import reencode  # noqa: PLC0415 - it loads NumPy
+
+        reencoded = reencode(store, exclusive=options.exclusive, dry_run=options.dry_run, progress=progress)
     with Pool(options.concurrency) as pool:
-        return _Run(store.without_local_tiers(), options, pool, progress).run()
+        return _Run(store.without_local_tiers(), options, pool, progress, reencoded).run()
 
 
 class _Run:
     """The state of one run."""
 
-    def __init__(self, store: Store, options: GcOptions, pool: Pool, progress: Progress) -> None:
+    def __init__(self, store: Store, options: GcOptions, pool: Pool, progress: Progress, reencoded: Tally) -> None:
         self._store = store
         self._options = options
         self._pool = pool
         self._progress = progress
         self._width = keys.name_bytes(store.descriptor.digest_kind)
         self._turn = Turn(store)
-        self._report = GcReport(dry_run=options.dry_run)
+        self._report = GcReport(dry_run=options.dry_run, reencoded=reencoded)
         self._touched: set[int] = set()  # epochs of the lists whose chunks this run deleted
         self._published: list[int] = []
         self._doomed = bytearray()
@@ -375,6 +380,9 @@ class _Run:
             "unreadable": [each.path or each.key for each in report.unreadable[:10]],
             "unreadable_count": len(report.unreadable),
             "without": list(self._options.without),
-            **{name: asdict(getattr(report, name)) for name in ("reached", "deleted", "condemned", "waiting", "young")},
+            **{
+                name: asdict(getattr(report, name))
+                for name in ("reached", "deleted", "condemned", "waiting", "young", "reencoded")
+            },
         }
         self._turn.note(self._turn.record.epochs, last)
