@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").glob("[CS]*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
+CODE_COLUMNS_MAX = 124  # on the site, in a window of 1,300 pixels: docs/pictures/site.css
+
 
 def slug(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
@@ -116,22 +118,25 @@ def test_the_change_log_has_whole_versions_alone_and_each_change_is_a_file():
         assert 0 < len(path.read_text().split()) < 80, path.name
 
 
-def test_every_picture_is_what_its_source_says():
+@pytest.mark.parametrize("script", ["draw.py", "plots.py", "record.py"])
+def test_every_picture_is_what_its_source_says(script):
     import runpy
 
-    for script in ("draw.py", "plots.py"):
-        draw = runpy.run_path(str(ROOT / "docs" / "pictures" / script))
-        for path, picture in draw["pictures"]().items():
-            assert path.read_text() == picture, f"{path.name}: run docs/pictures/{script}"
+    draw = runpy.run_path(str(ROOT / "docs" / "pictures" / script))
+    for path, picture in draw["pictures"]().items():
+        assert path.read_text() == picture, f"{path.name}: run docs/pictures/{script}"
+        assert len(picture) < 60_000, path.name
+    shown = re.findall(r"!\[([^\]]+)\]\([\w./]*pictures/([\w-]+)\.svg\)", "".join(page.read_text() for page in PAGES))
+    words = {name: " ".join(text.split()) for text, name in shown}
+    for name, text in draw["alternatives"]().items():
+        assert words.get(name) == text, f"no page shows {name}.svg with these words"
 
 
-def test_every_plot_is_in_a_page_that_says_in_words_what_it_shows():
-    import runpy
-
-    plots = runpy.run_path(str(ROOT / "docs" / "pictures" / "plots.py"))
-    pages = "".join(path.read_text() for path in PAGES)
-    for name, report in plots["REPORTS"].items():
-        assert f"![{plots['alternative'](report)}](../pictures/claims-{name}.svg)" in pages, name
+def test_no_line_of_code_is_wider_than_the_site():
+    for page in PAGES:
+        for block in re.findall(r"^```.*?^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            wide = [line for line in block.splitlines() if len(line) > CODE_COLUMNS_MAX]
+            assert not wide or page.name in {"README.md", "cli.md"}, f"{page.relative_to(ROOT)}: {wide}"
 
 
 def test_the_reference_has_what_the_code_knows():
