@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from tierfs.device import accelerator as accelerators
-from tierfs.device.digests import hash_blocks
-from tierfs.device.kernel_launch import function, launch
+from tierfs.device.kernel_launch import function, hash_blocks, launch
 
 READ_KERNEL = Path(__file__).with_name("device_read.cu")
 READ_THREADS = 256

@@ -18,7 +18,7 @@ from device_training import Trainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tierfs.dcp import TierLoadPlanner, TierReader
-from tierfs.device.digests import cut_blocks
+from tierfs.device.kernel_launch import cut_blocks
 from tierfs.digest import BLOCK_BYTES, DigestKind, hash_bytes
 
 MODES = ("device", "lazy", "ram")

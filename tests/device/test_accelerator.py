@@ -27,7 +27,7 @@ class SlowToMake:
 
 def test_threads_that_ask_first_at_once_get_one_accelerator(monkeypatch):
     monkeypatch.setattr(accelerators, "accelerators", [])
-    monkeypatch.setattr(accelerators, "CudaAccelerator", SlowToMake)
+    monkeypatch.setattr(accelerators, "Accelerator", SlowToMake)
     tensor = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
     found = []
     threads = [threading.Thread(target=lambda: found.append(accelerators.accelerator_of(tensor))) for _ in range(3)]
@@ -49,7 +49,7 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
             self.index = index
 
     monkeypatch.setattr(accelerators, "accelerators", [])
-    monkeypatch.setattr(accelerators, "CudaAccelerator", HeldInParent)
+    monkeypatch.setattr(accelerators, "Accelerator", HeldInParent)
     on_gpu = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
     thread = threading.Thread(target=accelerators.accelerator_of, args=(on_gpu,))
     thread.start()
@@ -73,13 +73,13 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
 
 @pytest.mark.parametrize("has_kernels", [False, True])
 def test_copies_to_conjugated_and_negated_views_keep_the_values(monkeypatch, has_kernels):
-    def copy_pieces(targets, sources, lengths, _device):
-        for target, source, length in zip(targets, sources, lengths, strict=True):
+    def copy_pieces(copies, _device):
+        for target, source, length in copies:
             ctypes.memmove(target, source, length)
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
     monkeypatch.setattr(accelerators, "copy_pieces", copy_pieces)
-    accelerator = accelerators.CudaAccelerator(0)
+    accelerator = accelerators.Accelerator(0)
     accelerator.has_kernels = has_kernels
     sources = [torch.randn(4, dtype=torch.complex64), torch.randn(4)]
     targets = [torch.zeros(4, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(4))]

@@ -13,8 +13,7 @@ import xxhash
 from support.cuda_emulator import Emulator
 from support.xxh3_reference import hash_blocks_reference
 
-from tierfs.device.digests import cut_blocks, hash_blocks
-from tierfs.device.kernel_launch import KERNELS, function
+from tierfs.device.kernel_launch import KERNELS, cut_blocks, function, hash_blocks
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
 

@@ -1,7 +1,7 @@
-"""The protocol of the GPU operations that tierfs needs, and its implementation for CUDA by torch.
+"""The GPU operations that tierfs needs.
 
-All other code in `tierfs.device` uses only `Accelerator`. Tests therefore run it on host memory, with streams that
-finish as late or as early as the contract allows.
+All other code in `tierfs.device` uses a GPU only through `Accelerator`. Tests put an object with the same methods in its
+place: host memory, whose streams finish as late or as early as the contract allows.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tierfs._fork import PerProcess
-from tierfs.device.digests import hash_blocks
-from tierfs.device.kernel_launch import function, launch
+from tierfs.device.kernel_launch import copy_pieces, hash_blocks
 from tierfs.errors import CapacityError, StoreError
 
 GPU_FAILURES = CapacityError, StoreError, torch.cuda.OutOfMemoryError
@@ -26,119 +24,22 @@ LARGE_BYTES = 1 << 20
 """Without CuPy, tensors of at least this size are copied on the device one by one."""
 # torch copies these dtypes bit for bit in fused launches.
 _FUSED = frozenset({torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64})
-PIECE_BYTES = 1 << 20
-"""Most bytes that one thread block copies. 20 GB take 20,000 thread blocks, far more than run at once."""
-THREADS = 512
 
 
-class Event(Protocol):
-    """A point in the work that is queued on a stream."""
+class Accelerator:
+    """One CUDA device, by torch, and by CuPy for the kernels. Thread-safe.
 
-    def synchronize(self) -> None:
-        """Block this thread until the work before this point is done."""
+    Streams and events are opaque: `current` and `new_stream` return streams, `record` returns events, and
+    ``event.synchronize()`` blocks this thread until the work before the event is done. All copies are asynchronous. The
+    caller keeps both tensors alive, and the source unchanged, until it has synchronized an event that was recorded
+    behind the copy.
 
-
-class Accelerator(Protocol):
-    """One GPU. Thread-safe.
-
-    Streams are opaque: the caller gets them from `current` and `new_stream`, and passes them to the other
-    methods. All copies are asynchronous. The caller keeps both tensors alive, and the source unchanged, until it has
-    synchronized an event that was recorded behind the copy.
+    Args:
+        index: Index of the device.
 
     Attributes:
         name: Name of the card, for people.
         has_kernels: Whether CuPy is installed. `hash` needs it, and so do copies of many tensors in one launch.
-    """
-
-    name: str
-    has_kernels: bool
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in this GPU's memory."""
-
-    def allocate(self, length: int) -> torch.Tensor:
-        """Allocate device memory by torch's allocator: uint8 of one dimension, uninitialised.
-
-        Raises:
-            CapacityError: The GPU does not have this much memory left.
-        """
-
-    def new_stream(self) -> Any:
-        """Make a stream."""
-
-    def current(self) -> Any:
-        """Return the stream on which this thread's operations are queued."""
-
-    def record(self, stream: Any) -> Event:
-        """Return an event behind all work that is queued on a stream so far."""
-
-    def wait(self, stream: Any, event: Event) -> None:
-        """Order work that is queued on ``stream`` from now on after ``event``. Does not block this thread."""
-
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queue device-to-device copies on the current stream. Each pair of tensors has equal dtype and shape."""
-
-    def gather(self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Queue copies on the current stream of tensors into device memory, with their elements in row-major order.
-
-        Args:
-            memory: uint8 of one dimension.
-            parts: For each tensor its offset in bytes, a multiple of the element's size, and the tensor.
-                Tensors are not empty, and lie strided on the device.
-        """
-
-    def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy from the device to the host.
-
-        Both tensors are uint8 of one dimension. The call may block if the target is pageable.
-        """
-
-    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy from the host to the device on the current stream. Both tensors have the same shape."""
-
-    def host_memory(self, length: int) -> torch.Tensor:
-        """Allocate page-locked host memory, uint8 of one dimension. If the driver refuses, it is pageable."""
-
-    def touch(self, stream: Any) -> None:
-        """Queue a tiny kernel.
-
-        A copy engine runs copies of other streams between two copies of one stream only if a kernel separates the two.
-        """
-
-    def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
-        """Hash blocks after the work that is queued on a stream. Blocks until the digests are complete.
-
-        Args:
-            stream: The stream.
-            addresses: uint64: address of each block in device memory.
-            lengths: uint32: length of each block in bytes.
-
-        Returns:
-            The digests in order, 16 bytes each.
-        """
-
-    def is_capturing(self) -> bool:
-        """Return whether the current stream is being captured into a graph."""
-
-    def is_pinned(self, memory: torch.Tensor) -> bool:
-        """Return whether host memory is page-locked for the device."""
-
-    def pin(self, memory: torch.Tensor) -> None:
-        """Page-lock host memory, uint8 of one dimension, of at most 64 GiB per call.
-
-        Raises:
-            StoreError: The driver refuses.
-        """
-
-    def unpin(self, memory: torch.Tensor) -> None:
-        """Undo `pin`. Call it before the memory is unmapped."""
-
-
-class CudaAccelerator:
-    """One CUDA device, by torch, and by CuPy for the kernels. Implements `Accelerator`.
-
-    Args:
-        index: Index of the device.
     """
 
     def __init__(self, index: int) -> None:
@@ -148,12 +49,18 @@ class CudaAccelerator:
         self._touched: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        return f"CudaAccelerator({self.device.index}, {self.name!r})"
+        return f"Accelerator({self.device.index}, {self.name!r})"
 
     def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in this GPU's memory."""
         return bool(tensor.is_cuda and tensor.device.index == self.device.index)
 
     def allocate(self, length: int) -> torch.Tensor:
+        """Allocate device memory by torch's allocator: uint8 of one dimension, uninitialised.
+
+        Raises:
+            CapacityError: The GPU does not have this much memory left.
+        """
         try:
             return torch.empty(length, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
@@ -167,34 +74,33 @@ class CudaAccelerator:
         return torch.cuda.Stream(self.device)
 
     def current(self) -> Any:
+        """Return the stream on which this thread's operations are queued."""
         return torch.cuda.current_stream(self.device)
 
-    def record(self, stream: Any) -> Event:
-        event: Event = torch.cuda.Event(blocking=True)
-        event.record(stream)  # type: ignore[attr-defined]
+    def record(self, stream: Any) -> Any:
+        """Return an event behind all work that is queued on a stream so far."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
         return event
 
-    def wait(self, stream: Any, event: Event) -> None:
+    def wait(self, stream: Any, event: Any) -> None:
+        """Order work that is queued on ``stream`` from now on after ``event``. Does not block this thread."""
         stream.wait_event(event)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Implement `Accelerator.copy`. With CuPy, one launch copies all contiguous tensors.
+        """Queue device-to-device copies on the current stream. Each pair of tensors has equal dtype and shape.
 
-        Without CuPy, large tensors are copied one by one, and small ones in one fused launch per dtype.
+        With CuPy, one launch copies all contiguous tensors. Without it, large tensors are copied one by one, and small
+        ones in one fused launch per dtype.
         """
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
-            if all(each.is_contiguous() and not each.is_conj() and not each.is_neg() for each in (target, source)):
+            if _is_plain(target) and _is_plain(source):
                 plain.append((target, source))
             else:
                 target.copy_(source, non_blocking=True)
         if self.has_kernels:
-            copy_pieces(
-                [target.data_ptr() for target, _ in plain],
-                [source.data_ptr() for _, source in plain],
-                [target.nbytes for target, _ in plain],
-                self.device,
-            )
+            copy_pieces([(to.data_ptr(), begin.data_ptr(), to.nbytes) for to, begin in plain], self.device)
             return
         fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for target, source in plain:
@@ -211,52 +117,81 @@ class CudaAccelerator:
             torch._foreach_copy_(to, begin)
 
     def gather(self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Queue copies on the current stream of tensors into device memory, with their elements in row-major order.
+
+        Args:
+            memory: uint8 of one dimension.
+            parts: For each tensor its offset in bytes, a multiple of the element's size, and the tensor.
+                Tensors are not empty, and lie strided on the device.
+        """
         if not self.has_kernels:
             self.copy([view_of(memory, at, tensor) for at, tensor in parts], [tensor.detach() for _, tensor in parts])
             return
-        base = memory.data_ptr()
-        targets: list[int] = []
-        sources: list[int] = []
-        lengths: list[int] = []
+        plain = []
         for at, tensor in parts:
-            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                targets.append(base + at)
-                sources.append(tensor.data_ptr())
-                lengths.append(tensor.nbytes)
+            if _is_plain(tensor):
+                plain.append((memory.data_ptr() + at, tensor.data_ptr(), tensor.nbytes))
             else:
                 view_of(memory, at, tensor).copy_(tensor.detach(), non_blocking=True)
-        copy_pieces(targets, sources, lengths, self.device)
+        copy_pieces(plain, self.device)
 
     def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy from the device to the host.
+
+        Both tensors are uint8 of one dimension. The call may block if the target is pageable.
+        """
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy from the host to the device on the current stream. Both tensors have the same shape."""
         target.copy_(source, non_blocking=True)
 
     def host_memory(self, length: int) -> torch.Tensor:
+        """Allocate page-locked host memory, uint8 of one dimension. If the driver refuses, it is pageable."""
         try:
             return torch.empty(length, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             return torch.empty(length, dtype=torch.uint8)
 
     def touch(self, stream: Any) -> None:
+        """Queue a tiny kernel.
+
+        A copy engine runs copies of other streams between two copies of one stream only if a kernel separates the two.
+        """
         with torch.cuda.stream(stream):
             if self._touched is None:
                 self._touched = torch.zeros(1, device=self.device)
             self._touched.add_(1)
 
     def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
+        """Hash blocks after the work that is queued on a stream. Blocks until the digests are complete.
+
+        Args:
+            stream: The stream.
+            addresses: uint64: address of each block in device memory.
+            lengths: uint32: length of each block in bytes.
+
+        Returns:
+            The digests in order, 16 bytes each.
+        """
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             return bytes(hash_blocks(addresses, lengths, self.device).cpu().numpy().tobytes())
 
     def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured into a graph."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def is_pinned(self, memory: torch.Tensor) -> bool:
+        """Return whether host memory is page-locked for the device."""
         return bool(memory.is_pinned())
 
     def pin(self, memory: torch.Tensor) -> None:
+        """Page-lock host memory, uint8 of one dimension, of at most 64 GiB per call.
+
+        Raises:
+            StoreError: The driver refuses.
+        """
         try:
             with torch.cuda.device(self.device):
                 code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
@@ -269,8 +204,13 @@ class CudaAccelerator:
             raise StoreError(f"cudaHostRegister failed with error {int(code)}", tier="device")
 
     def unpin(self, memory: torch.Tensor) -> None:
+        """Undo `pin`. Call it before the memory is unmapped."""
         with torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def view_of(memory: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -312,7 +252,7 @@ def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
         with _lock():
             found = _owner_of(tensor)
             if found is None:
-                found = CudaAccelerator(tensor.device.index)
+                found = Accelerator(tensor.device.index)
                 accelerators.append(found)
     return found
 
@@ -324,50 +264,3 @@ def _owner_of(tensor: torch.Tensor) -> Accelerator | None:
 def has_accelerator() -> bool:
     """Whether this process can use a GPU."""
     return bool(accelerators) or bool(torch.cuda.is_available())
-
-
-def piece_table(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Cut copies into pieces of at most `PIECE_BYTES`.
-
-    Args:
-        targets: Addresses.
-        sources: Addresses, one for each target. Nothing overlaps.
-        lengths: Length of each copy in bytes.
-
-    Returns:
-        uint64 [pieces, 3]: target, source and length of each piece.
-    """
-    sizes = np.array(lengths, np.uint64)
-    counts = ((sizes + np.uint64(PIECE_BYTES - 1)) // np.uint64(PIECE_BYTES)).astype(np.int64)
-    total = int(counts.sum())
-    firsts = np.cumsum(counts) - counts
-    offsets = ((np.arange(total) - np.repeat(firsts, counts)) * PIECE_BYTES).astype(np.uint64)
-    table = np.empty((total, 3), np.uint64)
-    table[:, 0] = np.repeat(np.array(targets, np.uint64), counts) + offsets
-    table[:, 1] = np.repeat(np.array(sources, np.uint64), counts) + offsets
-    table[:, 2] = np.minimum(np.repeat(sizes, counts) - offsets, np.uint64(PIECE_BYTES))
-    return table
-
-
-def copy_pieces(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-    """Queue copies on torch's current stream of ``device``. Returns before the kernel has run.
-
-    Args:
-        targets: Addresses in the device's memory.
-        sources: Addresses, one for each target. Nothing overlaps.
-        lengths: Length of each copy in bytes.
-        device: A CUDA device.
-
-    Raises:
-        InvalidInputError: CuPy is not installed.
-        StoreError: The GPU's compiler rejects the kernel.
-    """
-    table = piece_table(targets, sources, lengths)
-    if not len(table):
-        return
-    with torch.cuda.device(device):
-        pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True)
-        pinned.numpy().view(np.uint64)[:] = table.reshape(-1)
-        launch(
-            function("copy_pieces", "copy"), len(table), THREADS, (pinned.to(device, non_blocking=True),), device=device
-        )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tierfs.device.accelerator import Accelerator, Event
+from tierfs.device.accelerator import Accelerator
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.units import parse_size
 
@@ -111,7 +111,7 @@ class Drain:
         pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
         hurry: threading.Event,
         stop: threading.Event,
-        queued: Callable[[Event], None],
+        queued: Callable[[Any], None],
     ) -> None:
         """Move pieces to the host, with one in flight, while the gate is open. Returns when all have arrived.
 
@@ -122,38 +122,29 @@ class Drain:
             stop: If any thread sets it, the remaining pieces are skipped.
             queued: Called once the last piece is queued, with the event behind it.
         """
+        accelerator, piece_bytes = self._accelerator, _piece_bytes()
+        held_s, begun = 0.0, time.monotonic()
         try:
-            self._move(pieces, hurry, stop, queued)
+            for host, device in pieces:
+                for target, source in zip(host.split(piece_bytes), device.split(piece_bytes), strict=True):
+                    if stop.is_set():
+                        break
+                    if not hurry.is_set():
+                        held_s += self.gate.wait(self._finish_s - held_s, hurry, stop, self._rush)
+                    is_paced = not hurry.is_set()
+                    accelerator.fetch(self.stream, target, source)
+                    self.moved_bytes += target.numel()
+                    if is_paced:
+                        accelerator.touch(self.stream)
+                        accelerator.record(self.stream).synchronize()
+            event = accelerator.record(self.stream)
+            queued(event)
+            event.synchronize()
         except BaseException:
             # The caller releases the targets, so no copy to them may be in flight.
             with contextlib.suppress(Exception):
-                self._accelerator.record(self.stream).synchronize()
+                accelerator.record(self.stream).synchronize()
             raise
-
-    def _move(
-        self,
-        pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        hurry: threading.Event,
-        stop: threading.Event,
-        queued: Callable[[Event], None],
-    ) -> None:
-        accelerator, piece_bytes = self._accelerator, _piece_bytes()
-        held_s, begun = 0.0, time.monotonic()
-        for host, device in pieces:
-            for target, source in zip(host.split(piece_bytes), device.split(piece_bytes), strict=True):
-                if stop.is_set():
-                    break
-                if not hurry.is_set():
-                    held_s += self.gate.wait(self._finish_s - held_s, hurry, stop, self._rush)
-                is_paced = not hurry.is_set()
-                accelerator.fetch(self.stream, target, source)
-                self.moved_bytes += target.numel()
-                if is_paced:
-                    accelerator.touch(self.stream)
-                    accelerator.record(self.stream).synchronize()
-        event = accelerator.record(self.stream)
-        queued(event)
-        event.synchronize()
         self.moved_s += time.monotonic() - begun - held_s
 
 

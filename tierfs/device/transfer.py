@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import threading
 import time
 import weakref
@@ -25,10 +26,9 @@ import numpy as np
 import torch
 
 from tierfs import digest
-from tierfs._fork import renew_in_children
-from tierfs.device.accelerator import GPU_FAILURES, Accelerator, Event, as_bytes
-from tierfs.device.digests import DIGEST_BYTES, cut_blocks
+from tierfs.device.accelerator import GPU_FAILURES, Accelerator, as_bytes
 from tierfs.device.drain import Drain
+from tierfs.device.kernel_launch import DIGEST_BYTES, cut_blocks
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import InvalidInputError, StoreError
@@ -37,8 +37,6 @@ from tierfs.threads import processors
 
 SMALL_BYTES = 1 << 20
 """If all tensors of a region are shorter, they are gathered on the device and cross the link as one."""
-
-
 BESIDE_TRAINING = 4
 """Most threads that copy or hash concurrently during training. More of them keep the trainer's thread from the GIL."""
 
@@ -111,8 +109,8 @@ class Transfer:
         self._regions: Sequence[MemoryRegion] = ()
         self._sources: list[torch.Tensor | None] = []  # per region, the device memory it was gathered in
         self._kept: list[tuple[torch.Tensor, int]] = []  # tensors read in place, with their versions
-        self._captured: Event | None = None
-        self._last: Event | None = None
+        self._captured: Any = None
+        self._last: Any = None
         self._is_fenced = False
         self._checking = threading.Lock()
         self._hurry = threading.Event()
@@ -120,18 +118,6 @@ class Transfer:
         self._queued = threading.Event()
         self._done = threading.Event()
         self._error: BaseException | None = None
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        # A child has no thread that moves the bytes.
-        if not self._done.is_set():
-            self._error = StoreError(
-                "the staged state was still being copied from the GPU when this process was forked: stage it here, or "
-                "fork once the save is done"
-            )
-            self._checking, self._queued, self._done = threading.Lock(), threading.Event(), threading.Event()
-            self._queued.set()
-            self._done.set()
 
     def __repr__(self) -> str:
         return f"Transfer({self.mode.value}, {'done' if self._done.is_set() else 'under way'})"
@@ -299,7 +285,7 @@ class Transfer:
         if error is not None and not isinstance(error, Exception):
             raise error
 
-    def _note_queued(self, event: Event) -> None:
+    def _note_queued(self, event: Any) -> None:
         self._last = event
         self._queued.set()
 
@@ -396,6 +382,7 @@ def fence_all() -> None:
 
 
 _open: weakref.WeakSet[Transfer] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # a child has no thread that moves the bytes
 _hooks: list[Any] = []
 _lock = threading.Lock()
 

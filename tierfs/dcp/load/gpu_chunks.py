@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.device.accelerator import Accelerator, Event
-from tierfs.device.digests import cut_blocks
+from tierfs.device.accelerator import Accelerator
+from tierfs.device.kernel_launch import cut_blocks
 from tierfs.digest import CHUNK_BYTES
 from tierfs.threads import processors, transfers
 
@@ -36,7 +36,7 @@ class Uploads:
         self.count = max(1, min(processors().count, -(-length // (2 * CHUNK_BYTES))))
         memory = accelerator.host_memory(2 * self.count * CHUNK_BYTES)
         self._sets = [memory[: self.count * CHUNK_BYTES], memory[self.count * CHUNK_BYTES :]]
-        self._events: list[Event | None] = [None, None]
+        self._events: list[Any] = [None, None]
         self._used = 0
 
     def __repr__(self) -> str:

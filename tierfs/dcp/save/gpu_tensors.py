@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from tierfs._fork import PerProcess, renew_in_children
+from tierfs._fork import PerProcess
 from tierfs.dcp.save.gpu_staging import pin
 from tierfs.dcp.save.plan import TensorPlan, plan_of
 from tierfs.dcp.save.saves import Save, StagedState
 from tierfs.dcp.save.shard_file import FileRun, ShardFile, say_waves
 from tierfs.device.accelerator import Accelerator, accelerator_of
 from tierfs.device.transfer import CaptureMode, MemoryRegion, Transfer
-from tierfs.errors import CapacityError, StoreError
+from tierfs.errors import CapacityError
 from tierfs.gc_pause import detached
 from tierfs.threads import start_daemon
 
@@ -46,16 +46,6 @@ class Later:
         self.transfers: Sequence[Transfer] = ()
         self.fill: Callable[[], None] | None = None
         self.note_progress()
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        if not self.ready.is_set():  # a child has no thread that makes the views
-            self.error = StoreError(
-                "the staged state was still being copied from the GPU when this process was forked: stage it here, or "
-                "fork once the save is done"
-            )
-            self.ready = threading.Event()
-            self.ready.set()
 
     def note_progress(self) -> None:
         """Set `ready` if all views are available."""
