@@ -346,9 +346,9 @@ def test_staged_tensors_are_found_in_every_run(url):
     live = {f"large{number}": noise(600, 500, seed=number) for number in range(5)} | {"small": noise(10)}
     staged = writer.stage(live)
     for name, tensor in staged.items():
-        _, placed = staged_in(tensor)
+        _, (_, placed) = staged_in(tensor)
         assert (placed.name, placed.length) == (name, tensor.nbytes)
-        _, part = staged_in(tensor[3:7])
+        _, (_, part) = staged_in(tensor[3:7])
         assert (part.name, part.at - placed.at, part.length) == (name, tensor[:3].nbytes, tensor[3:7].nbytes)
         assert staged_in(live[name]) is None
 

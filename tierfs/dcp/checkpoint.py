@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.facts import is_pickle, read_metadata
 from tierfs.dcp.load.coverage import boxes_in, problem_of
@@ -19,21 +19,6 @@ from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import metadata_file, rank_of
 from tierfs.format.keys import inside
 from tierfs.store import Entry, Store, list_directory
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A box of a tensor that was saved as one piece.
-
-    Attributes:
-        offsets: Where the box begins in the tensor, in elements.
-        sizes: The number of elements of each dimension.
-        place: Where the bytes are.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: BytesPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +71,21 @@ class Checkpoint:
         """Return where one object lies. Raises as `objects` does."""
         return self._place(fqn, MetadataIndex(fqn))
 
-    def shards(self, fqn: str) -> list[Shard]:
+    def shards(self, fqn: str) -> list[SavedItem]:
         """Return the shards of a tensor.
 
         Raises:
             CorruptionError: The metadata does not say where a shard is.
         """
+        item = self.metadata.state_dict_metadata[fqn]
         return [
-            Shard(tuple(chunk.offsets), tuple(chunk.sizes), self._place(fqn, MetadataIndex(fqn, chunk.offsets)))
-            for chunk in self.metadata.state_dict_metadata[fqn].chunks
+            SavedItem(
+                self._place(fqn, MetadataIndex(fqn, chunk.offsets)),
+                item.properties.dtype,
+                tuple(chunk.sizes),
+                tuple(chunk.offsets),
+            )
+            for chunk in item.chunks
         ]
 
     def places(self) -> Iterator[tuple[str, BytesPlace]]:

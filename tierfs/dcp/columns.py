@@ -60,6 +60,23 @@ class BytesPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedItem:
+    """A chunk of a tensor, or an object, as it was saved.
+
+    Attributes:
+        place: Where its bytes are.
+        dtype: Of its elements; ``None`` for an object.
+        sizes: The number of elements of each dimension of the chunk.
+        offsets: Where the chunk begins in the tensor, in elements. Readers of whole chunks may leave it out.
+    """
+
+    place: BytesPlace
+    dtype: torch.dtype | None = None
+    sizes: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class _Cuts:
     """How tensors of one shape are cut.
 

@@ -16,10 +16,9 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address, full_url
 from tierfs.dcp.checkpoint import read_checkpoint
-from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.load.coverage import Absent, mark_absent
-from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.load.rollback import roll_back
 from tierfs.dcp.load.shards import ShardFiles
 from tierfs.dcp.planning import begin_planning, end_planning

@@ -18,7 +18,8 @@ from tierfs.cli.commands._checkpoint_catalog import or_dash
 from tierfs.cli.files.places import StorePlace, source_of
 from tierfs.cli.terminal.output import align, format_time, print_json, printable
 from tierfs.cli.terminal.progress import Progress
-from tierfs.dcp.checkpoint import Checkpoint, Shard, open_checkpoint
+from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
+from tierfs.dcp.columns import SavedItem
 from tierfs.errors import CorruptionError
 from tierfs.units import format_bytes
 
@@ -118,7 +119,7 @@ def _tensor(checkpoint: Checkpoint, fqn: str, placement: Placement | None) -> di
     }
 
 
-def _shard(shard: Shard, placement: Placement) -> dict[str, object]:
+def _shard(shard: SavedItem, placement: Placement) -> dict[str, object]:
     level = placement.level(shard.place)
     return {
         "offsets": list(shard.offsets),
@@ -131,7 +132,7 @@ def _shard(shard: Shard, placement: Placement) -> dict[str, object]:
     }
 
 
-def _shard_row(shard: Shard, placement: Placement) -> tuple[str, ...]:
+def _shard_row(shard: SavedItem, placement: Placement) -> tuple[str, ...]:
     place = shard.place
     level = placement.level(place)
     return (

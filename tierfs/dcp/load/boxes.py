@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.columns import BytesPlace
-from tierfs.dcp.load.items import SavedItem
+from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.tensorbytes import narrowed
 from tierfs.dcp.torch_format.checksums import check_checksums
@@ -160,11 +159,7 @@ class BoxReader:
                 )
         whole = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))]
         items = create_read_items_for_chunk_list(box.fqn, described, whole) if box.length else []
-        return [
-            (item, SavedItem(shard.place, box.dtype, shard.sizes))
-            for item in items
-            for shard in [shards[tuple(item.storage_index.offset)]]
-        ]
+        return [(item, shards[tuple(item.storage_index.offset)]) for item in items]
 
 
 class _IntoBoxes:

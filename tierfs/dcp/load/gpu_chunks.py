@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from tierfs.dcp.load.shards import ShardFiles
+from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.device.accelerator import Accelerator
 from tierfs.device.kernel_launch import cut_blocks
 from tierfs.digest import CHUNK_BYTES
@@ -77,20 +77,6 @@ SHARE_MIN = 0.5
 """The wanted fraction of a chunk for which it is copied whole. Of other chunks the host reads the wanted blocks."""
 
 
-class GpuPart(NamedTuple):
-    """Bytes of a file, and where they go.
-
-    Attributes:
-        file: Name in the directory of the checkpoint.
-        at: Offset in the file.
-        target: uint8 [length] in the GPU's memory.
-    """
-
-    file: str
-    at: int
-    target: torch.Tensor
-
-
 @dataclass(slots=True)
 class _WantedChunk:
     file: str
@@ -106,12 +92,8 @@ class _WantedChunk:
         return sum(map(len, self.targets)) >= SHARE_MIN * self.length
 
 
-class _Sent(NamedTuple):
-    """A chunk that is queued for the GPU, the digests that its blocks should have, and its memory there."""
-
-    chunk: _WantedChunk
-    digests: bytes
-    memory: torch.Tensor
+_Sent: TypeAlias = tuple[_WantedChunk, bytes, torch.Tensor]
+"""A chunk that is queued for the GPU, the digests that its blocks should have, and its memory there."""
 
 
 class GpuChunks:
@@ -132,8 +114,11 @@ class GpuChunks:
     def __repr__(self) -> str:
         return f"GpuChunks({self._files!r}, {self._uploads!r})"
 
-    def load(self, parts: Sequence[GpuPart]) -> set[int]:
+    def load(self, parts: Sequence[FileRange]) -> set[int]:
         """Load parts whose chunks are in a local tier and intact. Returns when they are in place.
+
+        Args:
+            parts: Each into uint8 of one dimension in the GPU's memory.
 
         Returns:
             The indexes of the parts that were not loaded, or not wholly. The caller reads them, which reports damage.
@@ -155,10 +140,10 @@ class GpuChunks:
         self._accelerator.record(self._accelerator.current()).synchronize()
         return missed
 
-    def _chunks_of(self, parts: Sequence[GpuPart]) -> list[_WantedChunk]:
+    def _chunks_of(self, parts: Sequence[FileRange]) -> list[_WantedChunk]:
         found: dict[tuple[str, int], _WantedChunk] = {}
         for owner, part in enumerate(parts):
-            for number, length, pieces in self._files.cut(part.file, part.at, part.target):
+            for number, length, pieces in self._files.cut(part.file, part.at, part.out):
                 chunk = found.setdefault((part.file, number), _WantedChunk(part.file, number, length))
                 for start, target in pieces:
                     chunk.owners.append(owner)
@@ -192,7 +177,7 @@ class GpuChunks:
                 self._memory = self._accelerator.allocate(self._uploads.count * CHUNK_BYTES)
             memory = self._memory[place * CHUNK_BYTES :][: chunk.length]
             self._uploads.put(memory, torch.frombuffer(source, dtype=torch.uint8))
-            sent.append(_Sent(chunk, digests, memory))
+            sent.append((chunk, digests, memory))
         self._uploads.swap()
         return sent
 
@@ -200,7 +185,7 @@ class GpuChunks:
         """Verify chunks that were sent, and queue the copies to their tensors."""
         if not sent:
             return
-        blocks = [cut_blocks(one.memory.data_ptr(), one.chunk.length) for one in sent]
+        blocks = [cut_blocks(memory.data_ptr(), chunk.length) for chunk, _, memory in sent]
         addresses, lengths = (np.concatenate(column) for column in zip(*blocks, strict=True))
         found = self._accelerator.hash(self._accelerator.current(), addresses, lengths)
         targets: list[torch.Tensor] = []

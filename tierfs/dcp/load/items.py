@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from tierfs.buffers import KEPT_MAX, buffers
-from tierfs.dcp.columns import BytesPlace
-from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart, Uploads
+from tierfs.dcp.columns import BytesPlace, SavedItem
+from tierfs.dcp.load.gpu_chunks import GpuChunks, Uploads
 from tierfs.dcp.load.ranges import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.planner import object_loader
@@ -42,21 +42,6 @@ ALIGN = 16
 
 Tensors in a file may be unaligned, and some processors cannot read such elements.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class SavedItem:
-    """A saved chunk of a tensor, or an object.
-
-    Attributes:
-        place: Where its bytes are.
-        dtype: Of its elements; ``None`` for an object.
-        shape: Of the chunk.
-    """
-
-    place: BytesPlace
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -157,13 +142,13 @@ class ItemReader:
     def _add_tensor(self, item: Any, saved: SavedItem) -> None:
         fqn, place = item.storage_index.fqn, saved.place
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        if len(offsets) != len(saved.shape) or any(
+        if len(offsets) != len(saved.sizes) or any(
             offset < 0 or offset + length > whole
-            for offset, length, whole in zip(offsets, lengths, saved.shape, strict=True)
+            for offset, length, whole in zip(offsets, lengths, saved.sizes, strict=True)
         ):
             raise InvalidInputError(
                 f"{fqn}: the plan reads {list(lengths)} elements at {list(offsets)}, but the chunk saved in "
-                f"{place.file} has shape {list(saved.shape)}"
+                f"{place.file} has shape {list(saved.sizes)}"
             )
         target = self._planner.resolve_tensor(item).detach()
         if tuple(target.shape) != lengths:
@@ -180,7 +165,7 @@ class ItemReader:
         self._tensors.append((item, target, is_same))
         is_straight = is_same and target.is_cpu and not is_on_gpu
         dense_max = DENSE_BYTES_MAX if is_straight else READ_BYTES_MAX
-        for extent in extents_of(saved.shape, saved.dtype.itemsize, offsets, lengths, dense_bytes_max=dense_max):
+        for extent in extents_of(saved.sizes, saved.dtype.itemsize, offsets, lengths, dense_bytes_max=dense_max):
             part = narrowed(target, extent.offsets, extent.lengths)
             flat = plain_bytes(part) if is_same and extent.is_dense else None
             straight = memoryview(flat.numpy()) if flat is not None and is_straight else None
@@ -212,14 +197,14 @@ class ItemReader:
     def _load_on_gpu(self) -> list[_Part]:
         """Load the parts of chunks that a GPU can verify. Returns the other parts."""
         loaded: list[_Part] = []
-        wanted: list[GpuPart] = []
+        wanted: list[FileRange] = []
         uploads: Uploads | None = None
         for part in self._parts if self._gpu_verifies else ():
             to = None if part.on_gpu is None else self._uploads_to(part.target)
             if part.on_gpu is not None and to is not None and to.accelerator.has_kernels:
                 self._files.check(part.file, part.at, part.length, repr(part.fqn))
                 loaded.append(part)
-                wanted.append(GpuPart(part.file, part.at, part.on_gpu))
+                wanted.append(FileRange(part.file, part.at, part.on_gpu, repr(part.fqn)))
                 uploads = to
         if uploads is None:
             return self._parts

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tierfs.dcp.load.items import SavedItem
+from tierfs.dcp.columns import SavedItem
 from tierfs.dcp.tensorbytes import has_shared_elements, narrowed
 from tierfs.device.accelerator import GPU_FAILURES
 from tierfs.device.tier import DeviceTier, Generation, device_tiers
@@ -67,7 +67,7 @@ def _copy(
     for item, saved in wanted:
         spot = generation.items.get(item.storage_index) if saved.dtype is not None else None
         source = None if spot is None else generation.tensor(spot)
-        if source is None or source.dtype != saved.dtype or tuple(source.shape) != tuple(saved.shape):
+        if source is None or source.dtype != saved.dtype or tuple(source.shape) != tuple(saved.sizes):
             rest.append((item, saved))
             continue
         target = planner.resolve_tensor(item).detach()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -27,22 +27,14 @@ class FileRange(NamedTuple):
     Attributes:
         file: Name in the directory of the checkpoint.
         at: Offset in the file.
-        out: Memory to fill. Borrowed until the read ends.
+        out: Memory to fill, a memoryview or, for `GpuChunks`, a tensor. Borrowed until the read ends.
         label: Its purpose, for errors: a tensor's name.
     """
 
     file: str
     at: int
-    out: memoryview
+    out: Any
     label: str
-
-
-class _Wanted(NamedTuple):
-    """The requested parts of one chunk of a file, by offsets in the chunk."""
-
-    file: str
-    number: int
-    parts: list[Part]
 
 
 class ShardFiles:
@@ -93,19 +85,19 @@ class ShardFiles:
             self.check(item.file, item.at, len(item.out), item.label)
             items.setdefault(item.file, []).append(item)
         chunks = [
-            _Wanted(file, number, parts)
+            (file, number, parts)
             for file, found in items.items()
             for number, parts in by_chunk(((item.at, item.out) for item in found), self._open[file].starts).items()
         ]
 
-        def fill(chunk: _Wanted) -> None:
-            reader = self._open[chunk.file]
+        def fill(chunk: tuple[str, int, list[Part]]) -> None:
+            file, number, parts = chunk
+            reader = self._open[file]
             try:
-                reader.read_chunk(chunk.number, chunk.parts)
+                reader.read_chunk(number, parts)
             except TierfsError as error:
-                start, end = reader.starts[chunk.number : chunk.number + 2]
-                labels = _labels(items[chunk.file], start, end, error)
-                raise_named(error, f"{labels} in shard file {self.where(chunk.file)}")
+                labels = _labels(items[file], reader.starts[number], reader.starts[number + 1], error)
+                raise_named(error, f"{labels} in shard file {self.where(file)}")
 
         transfers().map(fill, chunks)
 

@@ -27,7 +27,7 @@ from tierfs.store import Store
 from tierfs.store.status import leave_note
 
 if TYPE_CHECKING:
-    from tierfs.dcp.save.shard_file import FileRun, Placed, ShardFile
+    from tierfs.dcp.save.shard_file import FileRun, Place, ShardFile
 
 STAGES = ("auto", "device", "lazy", "ram", "all")
 _logger = logging.getLogger("tierfs.dcp")
@@ -230,7 +230,7 @@ def _use_of(segment: Any) -> Callable[[], bool]:
 
 
 def snapshots_of(
-    transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Placed]]
+    transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Place]]
 ) -> list[tuple[Transfer, dict[Any, Spot]]]:
     """Return, for each snapshot in the device tier, where items lie in it, by the item's key.
 
@@ -245,8 +245,8 @@ def snapshots_of(
         for run, begin in zip(runs, transfer.offsets, strict=True)
     }
     found: dict[Transfer, dict[Any, Spot]] = {}
-    for key, tensor, placed in items:
-        transfer, begin = begins.get(id(placed.run), (None, 0))
-        if transfer is not None and transfer.generation is not None and placed.length == tensor.nbytes:
-            found.setdefault(transfer, {})[key] = Spot(begin + placed.at, tensor.dtype, tensor.shape)
+    for key, tensor, (run, entry) in items:
+        transfer, begin = begins.get(id(run), (None, 0))
+        if transfer is not None and transfer.generation is not None and entry.length == tensor.nbytes:
+            found.setdefault(transfer, {})[key] = Spot(begin + entry.at, tensor.dtype, tensor.shape)
     return list(found.items())

@@ -282,10 +282,10 @@ def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: 
             _go_in_waves(file, error, later)
             rooms = [file.make_room(job.plan) for job in jobs]
         for job, begun in zip(jobs, rooms, strict=True):
-            for run, (placed, memory) in zip(job.plan.runs, begun, strict=True):
-                for number, view in zip(run.numbers, file.views(run, placed, memory), strict=True):
+            for run, (_, memory) in zip(job.plan.runs, begun, strict=True):
+                for number, view in zip(run.numbers, file.views(run, memory), strict=True):
                     later.views[job.numbers[number]] = view
-            job.runs += [placed for placed, _ in begun]
+            job.runs += [run for run, _ in begun]
             job.targets = [torch.frombuffer(memory, dtype=torch.uint8) for _, memory in begun]
         later.note_progress()
         for job in jobs:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,27 +31,6 @@ if TYPE_CHECKING:
     from tierfs.host.slab.segment import Segment
 
 
-@dataclass(slots=True, eq=False)
-class Placed:
-    """A tensor or object in the file.
-
-    Attributes:
-        name: In the header; unique in the file.
-        dtype: The safetensors name of the dtype.
-        shape: Rows first.
-        run: The run that it lies in; ``None`` if it has no bytes.
-        at: Offset in the run, in bytes.
-        length: In bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    run: FileRun | None
-    at: int
-    length: int
-
-
 class FileRun:
     """A run, and the tensors or objects in it.
 
@@ -67,22 +45,16 @@ class FileRun:
         self.address = address
         self.entries = entries
         self._begins: list[int] = []
-        self._placed: list[Placed] = []
 
-    @property
-    def placed(self) -> list[Placed]:
-        """The entries as `Placed`. Made at the first use, because `TierWriter.stage` has no time for it."""
-        if not self._placed:
-            self._placed = [
-                Placed(name, dtype, shape, self, at, length) for name, dtype, shape, at, length in self.entries
-            ]
-        return self._placed
-
-    def find(self, inside: int) -> Placed:
-        """Return the tensor at an offset in the run, in bytes, or else the last one before it."""
+    def find(self, inside: int) -> HeaderEntry:
+        """Return the entry of the tensor at an offset in the run, in bytes, or else of the last one before it."""
         if not self._begins:
             self._begins = [entry.at for entry in self.entries]
-        return self.placed[bisect_right(self._begins, inside) - 1]
+        return self.entries[bisect_right(self._begins, inside) - 1]
+
+
+Place: TypeAlias = tuple[FileRun | None, HeaderEntry]
+"""Where a tensor or object lies in a shard file: its run, ``None`` if it has no bytes, and its entry there."""
 
 
 class RunMemory(np.ndarray[Any, Any]):
@@ -180,11 +152,10 @@ class ShardFile:
         if is_free:
             self.names |= plan.names
         begun = self.begin_runs([run.lengths for run in plan.runs])
-        for run, (placed, _) in zip(plan.runs, begun, strict=True):
-            entries = run.entries
+        for planned, (run, _) in zip(plan.runs, begun, strict=True):
+            run.entries = planned.entries
             if not is_free:
-                entries = tuple([entry._replace(name=unique(entry.name, self.names)) for entry in entries])
-            placed.entries = entries
+                run.entries = [entry._replace(name=unique(entry.name, self.names)) for entry in planned.entries]
         return begun
 
     def add_from_host(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -193,8 +164,8 @@ class ShardFile:
         views: list[torch.Tensor | None] = [None] * len(tensors)
         with torch.no_grad():
             batches: list[Batch] = []
-            for run, (placed, memory) in zip(plan.runs, self.make_room(plan), strict=True):
-                found = self.views(run, placed, memory)
+            for run, (_, memory) in zip(plan.runs, self.make_room(plan), strict=True):
+                found = self.views(run, memory)
                 for number, view in zip(run.numbers, found, strict=True):
                     views[number] = view
                 originals = [tensors[number][1] for number in run.numbers]
@@ -205,18 +176,18 @@ class ShardFile:
                 for view, (_, tensor) in zip(views, tensors, strict=True)
             ]
 
-    def views(self, run: TensorRun, placed: FileRun, memory: RunMemory) -> list[torch.Tensor]:
+    def views(self, run: TensorRun, memory: RunMemory) -> list[torch.Tensor]:
         """Return the tensors of a run as views of its memory. From now on `staged_in` finds them."""
         views = run.views(memory)
         for view in views:
             view.untyped_storage()._tierfs_memory = memory
         return views
 
-    def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Placed]:
+    def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Place]:
         """Copy the bytes of serialised objects into the file. Raises as `make_room` does."""
         pieces = [PlannedPiece(name, "bytes", len(data)) for name, data in objects]
         self._reserve(sum(piece.length for piece in pieces))
-        found: dict[int, Placed] = {}
+        found: dict[int, Place] = {}
         plans = plan_runs(pieces)
         for plan, (run, _) in zip(plans, self.begin_runs([plan.lengths for plan in plans]), strict=True):
             entries: list[HeaderEntry] = []
@@ -225,9 +196,9 @@ class ShardFile:
                 name, data = objects[number]
                 run.memory.view[at : at + len(data)] = data
                 entries.append(HeaderEntry(unique(name, self.names), "U8", (len(data),), at, len(data)))
+                found[number] = run, entries[-1]
                 at += len(data)
             run.entries = entries
-            found.update(zip(plan.pieces, run.placed, strict=True))
         return [found[number] for number in range(len(objects))]
 
     def close(self) -> StagedFile:
@@ -339,7 +310,7 @@ def memory_of(tensor: torch.Tensor) -> RunMemory | None:
     return getattr(tensor.untyped_storage(), "_tierfs_memory", None)
 
 
-def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
+def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Place] | None:
     """Return the file that a tensor was staged in, and its place.
 
     ``None`` unless the tensor is contiguous and lies in one staged tensor.
@@ -351,13 +322,10 @@ def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
     at = tensor.data_ptr() - run.address
     if not length or not 0 <= at < run.memory.length:
         return None
-    placed = run.find(at)
-    if at + length > placed.at + placed.length:
+    entry = run.find(at)
+    if at + length > entry.at + entry.length:
         return None
-    dtype, shape = described(tensor.dtype, tensor.shape, length)
-    if (dtype, shape, length) != (placed.dtype, placed.shape, placed.length):
-        placed = Placed(placed.name, dtype, shape, run, at, length)
-    return memory.file, placed
+    return memory.file, (run, HeaderEntry(entry.name, *described(tensor.dtype, tensor.shape, length), at, length))
 
 
 def check_is_held(tensor: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from tierfs.dcp.save.gpu_staging import GpuStaging, snapshots_of
 from tierfs.dcp.save.gpu_tensors import begin_tensors
 from tierfs.dcp.save.plan import PlannedPiece, cut, described, header, plan_runs, unique
 from tierfs.dcp.save.saves import Save
-from tierfs.dcp.save.shard_file import FileState, Placed, ShardFile, changed_on_the_way, memory_of, say_waves, staged_in
+from tierfs.dcp.save.shard_file import FileState, Place, ShardFile, changed_on_the_way, memory_of, say_waves, staged_in
 from tierfs.dcp.tensorbytes import bytes_of, may_be_on_gpu, refuse_unusual
 from tierfs.dcp.torch_format.streams import SaveSink
 from tierfs.device.transfer import BESIDE_TRAINING
@@ -47,25 +47,26 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
         InvalidInputError: A tensor has no elements to store.
     """
     try:
-        file, placed = _place(store, items, gpu)
+        file, places = _place(store, items, gpu)
     except CapacityError as error:
         say_waves(store, error)
         items = _without_room(store, items)
         data = [(item.index.fqn, data.getbuffer() if isinstance(data, io.BytesIO) else data) for item, data in items]
         return stream(store, path, data)
-    items_placed = zip(items, placed, strict=True)
-    snapshots = snapshots_of(
-        file.transfers,
-        ((item.index, data, where) for (item, data), where in items_placed if item.type is not WriteItemType.BYTE_IO),
+    tensors = (
+        (item.index, data, place)
+        for (item, data), place in zip(items, places, strict=True)
+        if item.type is not WriteItemType.BYTE_IO
     )
-    length, offsets = commit_shard(file, path, placed)
+    snapshots = snapshots_of(file.transfers, tensors)
+    length, offsets = commit_shard(file, path, places)
     save.snapshots = snapshots
-    return length, [offsets[id(where)] for where in placed], [where.length for where in placed]
+    return length, offsets, [entry.length for _, entry in places]
 
 
-def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging) -> tuple[ShardFile, list[Placed]]:
+def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging) -> tuple[ShardFile, list[Place]]:
     """Find the staged items, copy the others, and return the file and the place of each item."""
-    placed: list[Placed | None] = [None] * len(items)
+    places: list[Place | None] = [None] * len(items)
     tensors: list[tuple[int, torch.Tensor]] = []
     objects: list[tuple[int, memoryview]] = []
     file: ShardFile | None = None
@@ -82,7 +83,7 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
                     "there was no room to stage the state, and the save does not wait for room again", tier="ram"
                 )
         if found is not None and found[0].store is store and file in {None, found[0]}:
-            file, placed[number] = found
+            file, places[number] = found
         else:
             if found is not None:
                 found[0].check_arrived()
@@ -90,19 +91,19 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
     is_new, file = file is None, file or ShardFile(store, gpu)
     try:
         named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
-        for (number, _), where in zip(tensors, _copied(file, named), strict=True):
-            placed[number] = where
+        for (number, _), place in zip(tensors, _copied(file, named), strict=True):
+            places[number] = place
         blobs = file.add_objects([(items[number][0].index.fqn, data) for number, data in objects])
-        for (number, _), where in zip(objects, blobs, strict=True):
-            placed[number] = where
+        for (number, _), place in zip(objects, blobs, strict=True):
+            places[number] = place
     except BaseException:
         if is_new:
             file.abort()  # its memory is needed to write in waves
         raise
-    return file, [where for where in placed if where is not None]
+    return file, [place for place in places if place is not None]
 
 
-def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Placed]:
+def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Place]:
     """Copy tensors into a file, and return their places."""
     if may_be_on_gpu(tensor for _, tensor in tensors):
         views = begin_tensors(file, tensors, at_once=True).result()
@@ -112,7 +113,7 @@ def _copied(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]]) -> lis
     return [
         found[1]
         if (found := staged_in(view)) is not None
-        else Placed(unique(name, file.names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
+        else (None, HeaderEntry(unique(name, file.names), *described(tensor.dtype, tensor.shape, 0), 0, 0))
         for view, (name, tensor) in zip(views, tensors, strict=True)
     ]
 
@@ -174,7 +175,7 @@ def stream(store: Store, path: str, items: Sequence[tuple[str, torch.Tensor | me
     return len(head) + at, [len(head) + entry.at for entry in entries], [entry.length for entry in entries]
 
 
-def commit_shard(file: ShardFile, path: str, wanted: Sequence[Placed]) -> tuple[int, dict[int, int]]:
+def commit_shard(file: ShardFile, path: str, wanted: Sequence[Place]) -> tuple[int, list[int]]:
     """Publish a shard file under a name. Runs that hold no wanted part are left out.
 
     Afterwards the file is over, even if this fails.
@@ -185,55 +186,43 @@ def commit_shard(file: ShardFile, path: str, wanted: Sequence[Placed]) -> tuple[
         wanted: The parts that the checkpoint refers to.
 
     Returns:
-        The file's length, and the offset of each wanted part in the file, by the part's ``id``; both in bytes.
+        The file's length, and the offset of each wanted part in the file; both in bytes.
 
     Raises:
         StoreError, CorruptionError: A copy from a GPU failed. The message says why.
         TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
     """
     memory = file.close()
-    lies = _without_the_rest(file, wanted)
-    needed = {id(placed.run) for placed in lies.values() if placed.run is not None}
+    places = _without_the_rest(file, wanted)
+    needed = {id(run) for run, _ in places}
     runs = [run for run in file.runs if id(run) in needed]
     # Without local tiers, sealing hashes nothing.
     seals_alike = file.store.tiers is not None and file.store.descriptor.digest_kind is DigestKind.XXH3_128
     # The digests of the other runs are compared when these are sealed.
-    used = {id(placed.run) for placed in wanted}
+    used = {id(run) for run, _ in wanted}
     file.check_arrived([run for run in file.runs if id(run) in used and not (seals_alike and id(run) in needed)])
     # Seal first, so that the flusher can begin: making the header takes a while.
     # If a GPU is in use, training goes on meanwhile, and needs a processor and the interpreter's lock.
     memory.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if file.transfers else None)
     if seals_alike:
         _check_arrived(file)
+    other = _seen_otherwise(places)
+    entries = []
     begins: dict[int, int] = {}
     end = 0
     for run in runs:
         begins[id(run)] = end
+        for entry in run.entries:
+            dtype, shape = other.get((id(run), entry.at), (entry.dtype, entry.shape))
+            entries.append(HeaderEntry(entry.name, dtype, shape, end + entry.at, entry.length))
         end += run.memory.length
-    other = _seen_otherwise(placed for placed in lies.values() if placed.run is not None)
-    entries = [
-        HeaderEntry(
-            placed.name,
-            *other.get(id(placed), (placed.dtype, placed.shape)),
-            begins[id(run)] + placed.at,
-            placed.length,
-        )
-        for run in runs
-        for placed in run.placed
-    ]
-    entries += [
-        HeaderEntry(placed.name, placed.dtype, placed.shape, end, 0) for placed in lies.values() if placed.run is None
-    ]
+    entries += [entry._replace(at=end) for run, entry in places if run is None]
     head = header(entries)
     (first,) = memory.add_runs([cut(len(head))])
     first.view[:] = head
     memory.seal([first])
     memory.commit(path, [first, *(run.memory for run in runs)], metadata=part_of(file.store), is_new=True)
-    offsets = {
-        number: len(head) + (begins[id(placed.run)] + placed.at if placed.run is not None else end)
-        for number, placed in lies.items()
-    }
-    return len(head) + end, offsets
+    return len(head) + end, [len(head) + begins.get(id(run), end) + entry.at for run, entry in places]
 
 
 def _check_arrived(file: ShardFile) -> None:
@@ -249,16 +238,15 @@ def _check_arrived(file: ShardFile) -> None:
                 raise changed_on_the_way(run)
 
 
-def _without_the_rest(file: ShardFile, wanted: Sequence[Placed]) -> dict[int, Placed]:
-    """Return the place of each wanted part, by its ``id``, after packing mixed runs again without the unwanted parts.
+def _without_the_rest(file: ShardFile, wanted: Sequence[Place]) -> Sequence[Place]:
+    """Return the place of each wanted part, after packing mixed runs again without the unwanted parts.
 
     Unwanted parts are replicas that another rank saves. If there is no room to pack again, they stay in the file.
     """
-    lies = {id(placed): placed for placed in wanted}
-    places = {(id(placed.run), placed.at) for placed in wanted}
-    mixed = {id(run) for run in file.runs if any((id(run), placed.at) not in places for placed in run.placed)}
-    sources = [placed for placed in lies.values() if id(placed.run) in mixed]
-    plans = plan_runs([PlannedPiece(source.name, source.dtype, source.length) for source in sources])
+    there = {(id(run), entry.at) for run, entry in wanted}
+    mixed = {id(run) for run in file.runs if any((id(run), entry.at) not in there for entry in run.entries)}
+    sources = list(dict.fromkeys(place for place in wanted if id(place[0]) in mixed))
+    plans = plan_runs([PlannedPiece(entry.name, entry.dtype, entry.length) for _, entry in sources])
     try:
         packed = file.begin_runs([plan.lengths for plan in plans], wait=False)
     except CapacityError as error:
@@ -268,62 +256,56 @@ def _without_the_rest(file: ShardFile, wanted: Sequence[Placed]) -> dict[int, Pl
                 "this rank also stores tensors that another rank saves, for lack of room to leave them out: %s",
                 error,
             )
-        return lies
+        return wanted
     names: set[str] = set()
-    for plan, (run, _) in zip(plans, packed, strict=True):
+    moved: dict[Place, Place] = {}
+    for plan, (target, _) in zip(plans, packed, strict=True):
         entries: list[HeaderEntry] = []
         at = 0
-        for source in map(sources.__getitem__, plan.pieces):
-            assert source.run is not None
-            run.memory.view[at : at + source.length] = source.run.memory.view[source.at : source.at + source.length]
-            name = source.name if source.name not in names else unique(source.name, file.names)
+        for run, entry in map(sources.__getitem__, plan.pieces):
+            assert run is not None
+            target.memory.view[at : at + entry.length] = run.memory.view[entry.at : entry.at + entry.length]
+            name = entry.name if entry.name not in names else unique(entry.name, file.names)
             names.add(name)
-            entries.append(HeaderEntry(name, source.dtype, source.shape, at, source.length))
-            at += source.length
-        run.entries = entries
-        lies.update((id(sources[number]), placed) for number, placed in zip(plan.pieces, run.placed, strict=True))
-    return lies
+            entries.append(entry._replace(name=name, at=at))
+            moved[run, entry] = target, entries[-1]
+            at += entry.length
+        target.entries = entries
+    return [moved.get(place, place) for place in wanted]
 
 
-def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape, by the ``id`` of the staged part, of tensors that are saved with others than when staged.
+def _seen_otherwise(wanted: Iterable[Place]) -> dict[tuple[int, int], tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape, by run and offset, of tensors that are saved with others than when they were staged.
 
     A planner may reshape a tensor, or view its bits as another dtype. If the saved views of one tensor disagree, the
     header describes it as bytes.
     """
-    seen: dict[int, tuple[Placed, list[Placed]]] = {}
-    for placed in wanted:
-        assert placed.run is not None
-        staged = placed.run.find(placed.at)
-        seen.setdefault(id(staged), (staged, []))[1].append(placed)
+    seen: dict[tuple[int, int], tuple[HeaderEntry, list[HeaderEntry]]] = {}
+    for run, entry in wanted:
+        if run is not None:
+            staged = run.find(entry.at)
+            seen.setdefault((id(run), staged.at), (staged, []))[1].append(entry)
     found = {}
-    for number, (staged, takes) in seen.items():
-        if all(take is staged for take in takes):
-            continue
+    for place, (staged, takes) in seen.items():
         dtypes = {take.dtype for take in takes}
         shapes = {take.shape for take in takes if take.length == staged.length}
         if len(dtypes) == 1 and len(shapes) == 1:
-            found[number] = dtypes.pop(), shapes.pop()
+            found[place] = dtypes.pop(), shapes.pop()
         elif dtypes != {staged.dtype} or shapes:
-            found[number] = "U8", (staged.length,)
+            found[place] = "U8", (staged.length,)
     return found
 
 
 SUFFIX = filesystem.DEFAULT_SUFFIX
 
 
-def write_archives(
-    store: Store, path: str, items: Sequence[torch.Tensor | io.BytesIO]
-) -> tuple[int, list[int], list[int]]:
+def write_archives(store: Store, path: str, items: Sequence[torch.Tensor | io.BytesIO]) -> Stored:
     """Write tensors and serialised objects as one file, from front to back, at the store's level.
 
     Args:
         store: The store to write to.
         path: Relative to the store; drawn at random.
         items: Tensors on any device. At most one tensor is copied at a time.
-
-    Returns:
-        The file's length, and the offset and the length of each item; all in bytes.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from tierfs.codec.layout import torch_zip
-from tierfs.dcp.columns import BytesPlace
-from tierfs.dcp.load.items import ItemReader, SavedItem, put_in
+from tierfs.dcp.columns import BytesPlace, SavedItem
+from tierfs.dcp.load.items import ItemReader, put_in
 from tierfs.dcp.load.shards import FileRange, ShardFiles, raise_named
 from tierfs.dcp.tensorbytes import in_safetensors, narrowed, writable_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
@@ -168,7 +168,7 @@ def _in_safetensors(
     """Return the saved item with the place of the tensor's bare bytes."""
     where = f"{index.fqn!r} in shard file {files.where(saved.place.file)}"
     assert saved.dtype is not None
-    length = math.prod(saved.shape) * saved.dtype.itemsize
+    length = math.prod(saved.sizes) * saved.dtype.itemsize
     try:
         entry = table[index.fqn]
         described = (entry["dtype"], entry["shape"])
@@ -185,7 +185,7 @@ def _in_safetensors(
             "chunk of a tensor in a safetensors file",
             path=saved.place.file,
         )
-    expected = in_safetensors(saved.dtype, saved.shape)
+    expected = in_safetensors(saved.dtype, saved.sizes)
     if (
         expected is None
         or described != (expected[0], list(expected[1]))
@@ -197,4 +197,4 @@ def _in_safetensors(
             f"{where}: the file's table has {entry!r}, but the metadata has {expected}",
             path=saved.place.file,
         )
-    return SavedItem(BytesPlace(saved.place.file, data_at + begin, length), saved.dtype, saved.shape)
+    return SavedItem(BytesPlace(saved.place.file, data_at + begin, length), saved.dtype, saved.sizes)
