@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfs.checkpoint.retention import Every, Latest, SavedCheckpoint, decide
+from tierfs.checkpoint.retention import Every, Latest, SavedCheckpoint, check_policies, decide
 from tierfs.errors import InvalidInputError
 from tierfs.train import Manager
 from tierfs.train.policies import (
@@ -22,7 +22,6 @@ from tierfs.train.policies import (
     deadline_of,
     young_daly_s,
 )
-from tierfs.train.retention import as_rules
 
 NOW_S = 1_700_000_000.0
 seconds = st.floats(0.001, 1e5)
@@ -175,7 +174,7 @@ class Odd:
 
 def test_the_users_own_policy_keeps_checkpoints():
     saved = [SavedCheckpoint(f"step_{step}", step, step) for step in range(1, 7)]
-    decisions = decide(saved, as_rules([Odd(), Latest(2)], context()), 10)
+    decisions = decide(saved, [Odd(), Latest(2)], 10, context())
     assert [each.saved.step for each in decisions if each.is_kept] == [1, 3, 5, 6]
 
 
@@ -184,7 +183,7 @@ def test_an_object_that_is_no_policy_is_refused(wrong):
     with pytest.raises(InvalidInputError, match="should_save"):
         as_save_policies([wrong() if wrong is Odd else wrong] if wrong is not Every else [Latest(1)])
     with pytest.raises(InvalidInputError, match="preserve"):
-        as_rules([wrong if wrong is not Every else Preemption()], context())
+        check_policies([wrong if wrong is not Every else Preemption()])
 
 
 @pytest.mark.parametrize("argument", ["save", "light", "keep"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing
 from tierfs.checkpoint.notes import METRICS, NOTES, PINNED, Lines, metrics_of, read_lines
@@ -19,24 +18,9 @@ from tierfs.store.tree.records import observe
 NAMED_MAX = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """The outcome for one checkpoint.
-
-    Attributes:
-        decision: The decision of the rules.
-        removed: Whether the checkpoint was removed.
-        problem: The reason why it could not be removed; empty if there is none.
-    """
-
-    decision: Decision
-    removed: bool
-    problem: str = ""
-
-
 def prune(
     store: Store, path: str, keep: Sequence[Rule], *, pinned: Collection[str] = (), dry_run: bool = False
-) -> list[Pruned]:
+) -> list[Decision]:
     """Remove the checkpoints at or below a path that no rule keeps.
 
     Args:
@@ -61,19 +45,17 @@ def prune(
     lines = {above: read_lines(store, above) or Lines() for above in {path.rpartition("/")[0] for path in found}}
     saved = [_saved(store, *each, pinned, lines) for each in found.values()]
     _check_metrics(store, path, keep, saved)
-    pruned = []
-    for decision in decide(saved, keep, store.clock.now_ns()):
-        if decision.is_kept or dry_run:
-            pruned.append(Pruned(decision, removed=False))
+    decisions = decide(saved, keep, store.clock.now_ns())
+    for decision in decisions if not dry_run else ():
+        if decision.is_kept:
             continue
         candidate, seen = found[decision.saved.path]
         try:
             remove(store, candidate, seen.roots)
+            decision.removed = True
         except (ConflictError, NotFoundError) as error:
-            pruned.append(Pruned(decision, removed=False, problem=f"another writer changed it: {error}"))
-        else:
-            pruned.append(Pruned(decision, removed=True))
-    return pruned
+            decision.problem = f"another writer changed it: {error}"
+    return decisions
 
 
 def _check_pins(store: Store, path: str, pinned: Collection[str], found: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
@@ -63,6 +63,30 @@ class Rule(Protocol):
 
     def __str__(self) -> str:
         """Return the reason in words."""
+
+
+class KeepPolicy(Protocol):
+    """A reason to keep checkpoints, written by a user of `tierfs.train.Manager`. ``str`` of it is the reason."""
+
+    def preserve(self, checkpoints: Sequence[SavedCheckpoint], *, context: Any) -> Sequence[bool]:
+        """Return for each checkpoint whether to keep it, in the order given.
+
+        Args:
+            checkpoints: The complete checkpoints of one kind, full or light, of the run, the oldest first. The policy is
+                called for each kind.
+            context: A `tierfs.train.Context`: times and events, as this rank knows them.
+        """
+
+
+def check_policies(policies: Iterable[Any]) -> None:
+    """Check that each item is a `Rule` or a `KeepPolicy`.
+
+    Raises:
+        InvalidInputError: An item is neither.
+    """
+    for policy in policies:
+        if not hasattr(policy, "preserve") and not hasattr(policy, "select"):
+            raise InvalidInputError(f"keep=[{policy!r}]: a keep policy must have preserve(checkpoints, *, context)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,28 +252,41 @@ class Within:
         return f"saved within {self.time}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """The decision about one checkpoint.
 
     Attributes:
         saved: The checkpoint.
         reasons: The reasons to keep it, in words; empty if it may be removed.
+        removed: Whether it was removed.
+        problem: The reason why it could not be removed; empty if there is none.
     """
 
     saved: SavedCheckpoint
     reasons: tuple[str, ...]
+    removed: bool = False
+    problem: str = ""
 
     @property
     def is_kept(self) -> bool:
         return bool(self.reasons)
 
 
-def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) -> list[Decision]:
+def decide(
+    saved: Iterable[SavedCheckpoint], keep: Sequence[Rule | KeepPolicy], now_ns: int, context: Any = None
+) -> list[Decision]:
     """Decide which checkpoints to keep, and why. Return the decisions for the oldest checkpoint first.
 
+    Args:
+        saved: The checkpoints.
+        keep: The rules and policies.
+        now_ns: The present time, in nanoseconds since the epoch.
+        context: For policies.
+
     Raises:
-        InvalidInputError: There is no rule. That would keep the newest checkpoint alone.
+        InvalidInputError: There is no rule, which would keep the newest checkpoint alone; or a policy's answer is
+            invalid.
     """
     if not keep:
         raise InvalidInputError("name at least one rule of what to keep")
@@ -265,9 +302,21 @@ def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) 
         for path, reason in _newest(complete).items():
             reasons[path].append(reason)
         for rule in keep:
-            for each in rule.select(complete, now_ns):
+            for each in _kept_by(rule, complete, now_ns, context):
                 reasons[each.path].append(str(rule))
     return [Decision(each, tuple(reasons[each.path])) for each in ordered]
+
+
+def _kept_by(
+    rule: Rule | KeepPolicy, saved: Sequence[SavedCheckpoint], now_ns: int, context: Any
+) -> Iterable[SavedCheckpoint]:
+    preserve = getattr(rule, "preserve", None)
+    if preserve is None:
+        return cast("Rule", rule).select(saved, now_ns)
+    kept = preserve(saved, context=context)
+    if len(kept) != len(saved):
+        raise InvalidInputError(f"{rule!r} got {len(saved)} checkpoints, but returned {len(kept)} answers")
+    return [each for each, is_kept in zip(saved, kept, strict=True) if is_kept]
 
 
 def _newest(complete: Sequence[SavedCheckpoint]) -> dict[str, str]:

@@ -6,13 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tierfs.checkpoint.retention import Best, Every, Geometric, Latest, Within
+    from tierfs.checkpoint.retention import Best, Every, Geometric, KeepPolicy, Latest, Within
     from tierfs.train.handle import SaveHandle
     from tierfs.train.manager import Manager
     from tierfs.train.policies import Context, Deadline, Preemption, SavePolicy, YoungDaly
     from tierfs.train.proof import ResumeReport
     from tierfs.train.restore import Restored
-    from tierfs.train.retention import KeepPolicy
     from tierfs.train.signals import outlive_signals
     from tierfs.train.state import TrainState
 
@@ -43,7 +42,7 @@ _HOMES = {
     "Deadline": "tierfs.train.policies",
     "Every": _RETENTION,
     "Geometric": _RETENTION,
-    "KeepPolicy": "tierfs.train.retention",
+    "KeepPolicy": _RETENTION,
     "Latest": _RETENTION,
     "Manager": "tierfs.train.manager",
     "Preemption": "tierfs.train.policies",

@@ -1,6 +1,6 @@
 """`Retention`: removes this run's checkpoints, and local copies of them, that no policy keeps.
 
-The policies are rules of `tierfs.checkpoint.retention`, or written by users (`KeepPolicy`).
+`tierfs.checkpoint.retention` has the policies.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from tierfs.checkpoint.notes import Lines
-from tierfs.checkpoint.retention import Decision, Rule, SavedCheckpoint, decide
+from tierfs.checkpoint.retention import Decision, SavedCheckpoint, check_policies, decide
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import evict
@@ -24,53 +24,6 @@ KNOWN_MAX = 1000
 OBJECT = "object"
 LOCAL_TIERS = ("nvme", "ram")
 _logger = logging.getLogger("tierfs.train")
-
-
-class KeepPolicy(Protocol):
-    """A reason to keep checkpoints."""
-
-    def preserve(self, checkpoints: Sequence[SavedCheckpoint], *, context: Context) -> Sequence[bool]:
-        """Return for each checkpoint whether to keep it, in the order given.
-
-        Args:
-            checkpoints: The complete checkpoints of one kind, full or light, of the run, the oldest first. The policy is
-                called for each kind.
-            context: Times and events, as this rank knows them.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class _Preserving:
-    """Adapts a user's keep policy to a rule of retention."""
-
-    policy: KeepPolicy
-    context: Context
-
-    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
-        kept = self.policy.preserve(saved, context=self.context)
-        if len(kept) != len(saved):
-            raise InvalidInputError(f"{self.policy!r} got {len(saved)} checkpoints, but returned {len(kept)} answers")
-        return [each for each, is_kept in zip(saved, kept, strict=True) if is_kept]
-
-    def __str__(self) -> str:
-        return repr(self.policy)
-
-
-def as_rules(policies: Iterable[Any], context: Context) -> list[Rule]:
-    """Turn a user's keep policies into rules of retention.
-
-    Raises:
-        InvalidInputError: An item is not a keep policy.
-    """
-    found: list[Rule] = []
-    for policy in policies:
-        if hasattr(policy, "preserve"):
-            found.append(_Preserving(policy, context))
-        elif hasattr(policy, "select"):
-            found.append(policy)
-        else:
-            raise InvalidInputError(f"keep=[{policy!r}]: a keep policy must have preserve(checkpoints, *, context)")
-    return found
 
 
 class Retention:
@@ -97,7 +50,7 @@ class Retention:
             raise InvalidInputError(f"keep={{{min(unknown)!r}: ...}}: the tiers are 'object', 'nvme' and 'ram'")
         self._policies = {tier: listed(policies, "keep") for tier, policies in by_tier.items()}
         for policies in self._policies.values():
-            as_rules(policies, Context(now_s=0.0, since_s=0.0))
+            check_policies(policies)
         self._run = run
         self._removes = removes
         self._evicts = evicts
@@ -225,7 +178,7 @@ class Retention:
         A `TierfsError` of a policy is raised as a `RuntimeError`, because it is not a failure of the store.
         """
         try:
-            return list(decide(saved, as_rules(policies, context), int(context.now_s * 1e9)))
+            return decide(saved, policies, int(context.now_s * 1e9), context)
         except TierfsError as error:
             raise RuntimeError(f"a keep policy failed: {error}") from error
 

@@ -12,7 +12,7 @@ from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import ConflictError, InvalidInputError
 
 if TYPE_CHECKING:
-    from tierfs.checkpoint.prune import Pruned
+    from tierfs.checkpoint.retention import Decision
 
 HELP = "remove checkpoints that no rule keeps"
 EXAMPLES = """\
@@ -59,27 +59,27 @@ def run(arguments: argparse.Namespace) -> int:
     return ConflictError.exit_code if any(each.problem for each in pruned) else 0
 
 
-def _plain(each: Pruned) -> dict[str, object]:
-    saved = each.decision.saved
+def _plain(each: Decision) -> dict[str, object]:
+    saved = each.saved
     return {
         "path": saved.path,
         "step": saved.step,
         "kind": saved.kind,
-        "kept": each.decision.is_kept,
-        "reasons": list(each.decision.reasons),
+        "kept": each.is_kept,
+        "reasons": list(each.reasons),
         "removed": each.removed,
         "problem": each.problem,
     }
 
 
-def _print(pruned: list[Pruned], *, dry_run: bool) -> None:
+def _print(pruned: list[Decision], *, dry_run: bool) -> None:
     if not pruned:
         print("there are no checkpoints")
         return
     rows = []
     for each in pruned:
-        saved = each.decision.saved
-        what = "kept" if each.decision.is_kept else "removed" if each.removed else "would go" if dry_run else "failed"
-        why = each.problem or ", ".join(each.decision.reasons) or "no rule keeps it"
+        saved = each.saved
+        what = "kept" if each.is_kept else "removed" if each.removed else "would go" if dry_run else "failed"
+        why = each.problem or ", ".join(each.reasons) or "no rule keeps it"
         rows.append((what, "-" if saved.step is None else str(saved.step), printable(saved.path), printable(why)))
     print("\n".join(align(rows, right=(1,), states=(0,))))
