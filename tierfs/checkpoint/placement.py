@@ -25,69 +25,6 @@ from tierfs.store.read.reader import expand_rows
 LOCAL_TIERS = ("ram", "nvme")
 
 
-@dataclass(frozen=True, slots=True)
-class _PlacedFile:
-    level: Level
-    rows: Sequence[Row]
-    starts: Sequence[int]
-
-
-class Placement:
-    """Finds the tiers of a checkpoint's bytes. It looks up each file once. Not thread-safe."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._files: dict[str, _PlacedFile | None] = {}
-
-    def __repr__(self) -> str:
-        return f"Placement({self._checkpoint.where!r})"
-
-    def level(self, place: BytesPlace) -> Level | None:
-        """Return the level that the file of a place has reached; ``None`` if the file is missing."""
-        file = self._file(place.file)
-        return None if file is None else file.level
-
-    def tiers(self, place: BytesPlace) -> list[str]:
-        """Return the tiers that hold all bytes of a place, the nearest first.
-
-        Raises:
-            CorruptionError, FormatError: The file's record is damaged, or written by an unsupported version.
-            StoreError, ReadOnlyError: The object tier failed.
-        """
-        file, tiers = self._file(place.file), self._checkpoint.store.tiers
-        if file is None or not place.length:
-            return []
-        first = max(0, bisect.bisect_right(file.starts, place.at) - 1)
-        last = bisect.bisect_left(file.starts, place.at + place.length)
-        kind = self._checkpoint.store.descriptor.digest_kind
-        names = [local_name(kind, row.name.digest) for row in file.rows[first:last]]
-        near = LOCAL_TIERS if tiers is not None and names else ()
-        found = [tier for tier in near if tiers is not None and all(tiers.reader.holds(name, tier) for name in names)]
-        return [*found, *(["object"] if file.level is Level.OBJECT else [])]
-
-    def rows(self, name: str) -> tuple[Sequence[Row], Sequence[int]]:
-        """Return the chunks of a file, and the offset of each in it; none if the file is missing or has no chunks."""
-        file = self._file(name)
-        return ((), ()) if file is None else (file.rows, file.starts)
-
-    def _file(self, name: str) -> _PlacedFile | None:
-        if name not in self._files:
-            self._files[name] = self._look(inside(self._checkpoint.directory, name))
-        return self._files[name]
-
-    def _look(self, path: str) -> _PlacedFile | None:
-        store = self._checkpoint.store
-        try:
-            level = level_of(store, path)
-            entry = stat(store, path)
-        except NotFoundError:
-            return None
-        rows: Sequence[Row] = ()
-        if entry.manifest is not None and entry.manifest.inline is None:
-            rows = expand_rows(store, entry.manifest, path)
-        return _PlacedFile(level, rows, [0, *itertools.accumulate(row.raw_length for row in rows)][: len(rows)])
-
-
 @dataclass(slots=True)
 class Coded:
     """The encoding of some bytes.
@@ -103,23 +40,43 @@ class Coded:
     reasons: Counter[str] = field(default_factory=Counter)
 
 
-class Codings:
-    """Finds the encoding of a checkpoint's bytes. It reads each chunk's envelope once, in one request. Not thread-safe.
+class Placement:
+    """Finds the tiers and the encoding of a checkpoint's bytes. Not thread-safe.
 
-    Args:
-        checkpoint: The checkpoint.
-        placement: The placement of the same checkpoint.
+    It looks up each file once, and reads each chunk's envelope at most once, in one request.
     """
 
-    def __init__(self, checkpoint: Checkpoint, placement: Placement) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._placement = placement
+        self._store = checkpoint.store
+        # By name, None for a missing file: its level, its chunks, and the offset of each chunk.
+        self._files: dict[str, tuple[Level, Sequence[Row], Sequence[int]] | None] = {}
         self._envelopes: dict[Row, Envelope] = {}
 
     def __repr__(self) -> str:
-        return f"Codings({self._checkpoint.where!r})"
+        return f"Placement({self._checkpoint.where!r})"
 
-    def of(self, places: Iterable[BytesPlace]) -> Coded:
+    def level(self, place: BytesPlace) -> Level | None:
+        """Return the level that the file of a place has reached; ``None`` if the file is missing."""
+        file = self._file(place.file)
+        return None if file is None else file[0]
+
+    def tiers(self, place: BytesPlace) -> list[str]:
+        """Return the tiers that hold all bytes of a place, the nearest first.
+
+        Raises:
+            CorruptionError, FormatError: The file's record is damaged, or written by an unsupported version.
+            StoreError, ReadOnlyError: The object tier failed.
+        """
+        if self._file(place.file) is None or not place.length:
+            return []
+        kind, tiers = self._store.descriptor.digest_kind, self._store.tiers
+        names = [local_name(kind, row.name.digest) for row, _ in self._chunks(place)]
+        near = LOCAL_TIERS if tiers is not None and names else ()
+        found = [tier for tier in near if tiers is not None and all(tiers.reader.holds(name, tier) for name in names)]
+        return [*found, *(["object"] if self.level(place) is Level.OBJECT else [])]
+
+    def coded(self, places: Iterable[BytesPlace]) -> Coded:
         """Return the encoding of the bytes at these places. Files that are not in the object tier yet do not count.
 
         Raises:
@@ -128,18 +85,15 @@ class Codings:
         """
         coded = Coded()
         for place in places:
-            rows, starts = self._placement.rows(place.file)
-            if not place.length or self._placement.level(place) is not Level.OBJECT:
-                continue
-            end = place.at + place.length
-            for number in range(max(0, bisect.bisect_right(starts, place.at) - 1), bisect.bisect_left(starts, end)):
-                self._add(coded, rows[number], place.at - starts[number], end - starts[number])
+            if place.length and self.level(place) is Level.OBJECT:
+                for row, begin in self._chunks(place):
+                    self._add(coded, row, place.at - begin, place.at + place.length - begin)
         return coded
 
     def _add(self, coded: Coded, row: Row, start: int, end: int) -> None:
         """Count the bytes between two offsets of a chunk. The offsets may lie outside the chunk."""
         if row not in self._envelopes:
-            self._envelopes[row] = read_envelope(self._checkpoint.store, row, self._checkpoint.where)
+            self._envelopes[row] = read_envelope(self._store, row, self._checkpoint.where)
         for number, block in enumerate(self._envelopes[row].blocks):
             begin = number * BLOCK_BYTES
             length = min(BLOCK_BYTES, row.raw_length - begin)
@@ -148,6 +102,28 @@ class Codings:
                 coded.stored_bytes += block.encoded_length * shared // length
                 coded.codecs[_name(Codec, block.codec)] += 1
                 coded.reasons[_name(Reason, block.reason)] += 1
+
+    def _chunks(self, place: BytesPlace) -> Iterable[tuple[Row, int]]:
+        """Return the chunks that hold a place, each with its offset in the file."""
+        _, rows, starts = self._file(place.file) or (None, (), ())
+        first = max(0, bisect.bisect_right(starts, place.at) - 1)
+        last = bisect.bisect_left(starts, place.at + place.length)
+        return zip(rows[first:last], starts[first:last], strict=True)
+
+    def _file(self, name: str) -> tuple[Level, Sequence[Row], Sequence[int]] | None:
+        if name not in self._files:
+            self._files[name] = self._look(inside(self._checkpoint.directory, name))
+        return self._files[name]
+
+    def _look(self, path: str) -> tuple[Level, Sequence[Row], Sequence[int]] | None:
+        try:
+            level, entry = level_of(self._store, path), stat(self._store, path)
+        except NotFoundError:
+            return None
+        rows: Sequence[Row] = ()
+        if entry.manifest is not None and entry.manifest.inline is None:
+            rows = expand_rows(self._store, entry.manifest, path)
+        return level, rows, [0, *itertools.accumulate(row.raw_length for row in rows)][: len(rows)]
 
 
 def _name(kind: type[Codec | Reason], number: int) -> str:

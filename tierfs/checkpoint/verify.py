@@ -9,16 +9,15 @@ import bisect
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from tierfs.buffers import buffers
 from tierfs.checkpoint.catalog import candidates, step_of
 from tierfs.codec.layout.safetensors import HeaderEntry, read_table
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
-from tierfs.dcp.columns import BytesPlace
+from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.load.boxes import Box, BoxReader
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.digest import CHUNK_BYTES
@@ -87,14 +86,6 @@ class CheckpointReport:
         self.damage += other.damage
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckedFile:
-    name: str
-    reader: Reader
-    borders: Sequence[int]
-    tier: str
-
-
 def verify_checkpoint(checkpoint: Checkpoint, *, progress: Callable[[int], object] | None = None) -> CheckpointReport:
     """Check that a checkpoint is complete, and that every byte is as it was written.
 
@@ -136,21 +127,24 @@ def _check_file(
 ) -> None:
     """Check a file against the length and the places (name, offset, length) that the metadata gives."""
     try:
-        file = _open(checkpoint, name, length, report)
+        reader, borders, tier = _open(checkpoint, name, length, report)
     except (CorruptionError, FormatError) as error:
         names = tuple(sorted({fqn for fqn, _, _ in places}))
         report.damage.append(ShardDamage(names, name, 0, 0, "object", error.kind, str(error)))
         return
     report.files += 1
-    found = _read(file, report, progress)
+    found = _read(reader, borders, report, progress)
     for at, count, problem in found:
         names = tuple(sorted({fqn for fqn, begin, size in places if begin < at + count and at < begin + size}))
-        report.damage.append(ShardDamage(names, name, at, count, file.tier, problem.kind, str(problem)))
+        report.damage.append(ShardDamage(names, name, at, count, tier, problem.kind, str(problem)))
     if checkpoint.note is not None and not found:
-        _check_table(checkpoint, file, report)
+        _check_table(checkpoint, name, reader, tier, report)
 
 
-def _open(checkpoint: Checkpoint, name: str, length: int, report: CheckpointReport) -> _CheckedFile:
+def _open(
+    checkpoint: Checkpoint, name: str, length: int, report: CheckpointReport
+) -> tuple[Reader, Iterable[int], str]:
+    """Return a file's reader, where its chunks end, and the tier that is read."""
     store, path = checkpoint.store, inside(checkpoint.directory, name)
     where = store.where(path)
     try:
@@ -169,11 +163,11 @@ def _open(checkpoint: Checkpoint, name: str, length: int, report: CheckpointRepo
         report.undigested.append(name)
     elif entry.manifest is not None and entry.manifest.inline is None:
         borders = itertools.accumulate(row.raw_length for row in expand_rows(store, entry.manifest, path))
-    return _CheckedFile(name, reader, list(borders), "object" if level is Level.OBJECT else "local")
+    return reader, borders, "object" if level is Level.OBJECT else "local"
 
 
 def _read(
-    file: _CheckedFile, report: CheckpointReport, progress: Callable[[int], object] | None
+    reader: Reader, borders: Iterable[int], report: CheckpointReport, progress: Callable[[int], object] | None
 ) -> list[tuple[int, int, TierfsError]]:
     """Read a file, and return the offset, length and error of each unreadable piece, by offset."""
     lock = threading.Lock()
@@ -183,12 +177,12 @@ def _read(
         at, count = piece
         try:
             with buffers().lend(count) as out:
-                file.reader.read_into(at, out)
+                reader.read_into(at, out)
         except ConflictError as error:
             with lock:
                 found.append((at, count, error))
         except (CorruptionError, FormatError):
-            parts = bad_parts(lambda start, part: file.reader.read_into(at + start, part), count)
+            parts = bad_parts(lambda start, part: reader.read_into(at + start, part), count)
             with lock:
                 found.extend((at + start, size, error) for start, size, error in parts)
         with lock:
@@ -196,64 +190,56 @@ def _read(
         if progress is not None:
             progress(count)
 
-    pieces = list(_pieces(file))
+    ends = [0, *(min(border, reader.length) for border in borders)]
+    pieces = [(at, end - at) for at, end in itertools.pairwise(ends) if end > at]
     for start in range(0, len(pieces), BATCH):
         transfers().map(check, pieces[start : start + BATCH])
     return sorted(found, key=lambda item: item[0])
 
 
-def _pieces(file: _CheckedFile) -> Iterator[tuple[int, int]]:
-    at = 0
-    for border in file.borders:
-        end = min(border, file.reader.length)
-        if end > at:
-            yield at, end - at
-        at = end
-
-
-def _check_table(checkpoint: Checkpoint, file: _CheckedFile, report: CheckpointReport) -> None:
+def _check_table(checkpoint: Checkpoint, name: str, reader: Reader, tier: str, report: CheckpointReport) -> None:
     """Compare the metadata about the values of a safetensors file with the file's own table."""
 
     def wrong(names: tuple[str, ...], at: int, length: int, problem: str) -> None:
-        report.damage.append(ShardDamage(names, file.name, at, length, file.tier, CorruptionError.kind, problem))
+        report.damage.append(ShardDamage(names, name, at, length, tier, CorruptionError.kind, problem))
 
     try:
-        entries, begin = read_table(file.reader.read_into, file.reader.length, file.name)
+        table, begin = read_table(reader.read_into, reader.length, name)
     except CorruptionError as error:
         wrong((), 0, 0, str(error))
         return
-    table = _Table(entries.values(), begin)
-    for fqn, item in checkpoint.tensors.items():
+    entries = sorted((entry for entry in table.values() if entry.length), key=lambda entry: entry.at)
+    starts = [begin + entry.at for entry in entries]
+
+    def check(fqn: str, item: SavedItem) -> None:
+        place = item.place
+        if place.file != name or not place.length:
+            return
+        number = bisect.bisect_right(starts, place.at) - 1
+        inner = place.at - starts[number] + place.length if number >= 0 else 0
+        problem = _disagreement(item, entries[number] if 0 < inner <= entries[number].length else None)
+        if problem:
+            at = f" at {list(item.offsets)}" if item.dtype is not None else ""
+            wrong((fqn,), place.at, place.length, f"{fqn!r}{at}: {problem}")
+
+    for fqn in checkpoint.tensors:
         for shard in checkpoint.shards(fqn):
-            if shard.place.file == file.name and shard.place.length:
-                problem = table.problem(shard.place.at, shard.place.length, item.properties.dtype, shard.sizes)
-                if problem:
-                    wrong((fqn,), shard.place.at, shard.place.length, f"{fqn!r} at {list(shard.offsets)}: {problem}")
+            check(fqn, shard)
     for fqn, place in checkpoint.objects.items():
-        if place.file == file.name and place.length and (problem := table.problem(place.at, place.length, None, ())):
-            wrong((fqn,), place.at, place.length, f"{fqn!r}: {problem}")
+        check(fqn, SavedItem(place))
 
 
-class _Table:
-    """The table of a safetensors file."""
-
-    def __init__(self, entries: Iterable[HeaderEntry], begin: int) -> None:
-        self._begin = begin
-        self._entries = sorted((entry for entry in entries if entry.length), key=lambda entry: entry.at)
-        self._starts = [entry.at for entry in self._entries]
-
-    def problem(self, at: int, length: int, dtype: Any, sizes: tuple[int, ...]) -> str:
-        """Return why these bytes cannot be such a shard, or an object if ``dtype`` is ``None``; empty if they can."""
-        number = bisect.bisect_right(self._starts, at - self._begin) - 1
-        entry = self._entries[number] if number >= 0 else None
-        if entry is None or at - self._begin + length > entry.at + entry.length:
-            return f"bytes {at} to {at + length} are not in any tensor of the shard file"
-        known = "U8" if dtype is None else SAFETENSORS_NAMES.get(dtype, "U8")
-        if entry.dtype not in {known, "U8"}:
-            return f"the metadata says {dtype or 'an object'}, but the shard file's own table says {entry.dtype}"
-        if entry.length == length and entry.dtype == SAFETENSORS_NAMES.get(dtype) and entry.shape != sizes:
-            return f"the metadata says {list(sizes)}, but the shard file's own table says {list(entry.shape)}"
-        return ""
+def _disagreement(item: SavedItem, entry: HeaderEntry | None) -> str:
+    """Return why bytes in an entry of a shard file's table cannot be a saved item; empty if they can."""
+    if entry is None:
+        return f"bytes {item.place.at} to {item.place.at + item.place.length} are not in any tensor of the shard file"
+    known = "U8" if item.dtype is None else SAFETENSORS_NAMES.get(item.dtype, "U8")
+    if entry.dtype not in {known, "U8"}:
+        return f"the metadata says {item.dtype or 'an object'}, but the shard file's own table says {entry.dtype}"
+    is_whole = item.dtype is not None and entry.length == item.place.length
+    if is_whole and entry.dtype == SAFETENSORS_NAMES.get(item.dtype) and entry.shape != item.sizes:
+        return f"the metadata says {list(item.sizes)}, but the shard file's own table says {list(entry.shape)}"
+    return ""
 
 
 def _check_archives(checkpoint: Checkpoint, report: CheckpointReport) -> None:

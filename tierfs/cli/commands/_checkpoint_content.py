@@ -12,7 +12,7 @@ from typing import cast
 
 from tierfs.checkpoint.catalog import candidates, step_of
 from tierfs.checkpoint.diff import CheckpointDifference, compare
-from tierfs.checkpoint.placement import Codings, Placement
+from tierfs.checkpoint.placement import Placement
 from tierfs.checkpoint.verify import CheckpointReport, verify_checkpoint
 from tierfs.cli.commands._checkpoint_catalog import or_dash
 from tierfs.cli.files.places import StorePlace, source_of
@@ -33,10 +33,9 @@ def show(arguments: argparse.Namespace) -> int:
         where = Placement(checkpoint)
         placement = where if arguments.shards else None
         tensors = {fqn: _tensor(checkpoint, fqn, placement) for fqn in names}
-        codings = Codings(checkpoint, where)
         for number, (fqn, tensor) in enumerate(tensors.items() if arguments.codecs else ()):
             progress.note(f"{number} of {len(tensors)} tensors")
-            coded = codings.of(shard.place for shard in checkpoint.shards(fqn))
+            coded = where.coded(shard.place for shard in checkpoint.shards(fqn))
             tensor |= {"stored": coded.stored_bytes, "codecs": dict(coded.codecs), "reasons": dict(coded.reasons)}
     if arguments.json:
         print_json(
