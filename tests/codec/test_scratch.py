@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tierfs.codec import Codec, Coding, decode_block, encode_block
-from tierfs.codec import scratch as module
-from tierfs.codec.scratch import lent, scratch
+from tierfs.codec import numbers as module
+from tierfs.codec.numbers import lent, scratch
 
 
 @pytest.fixture(autouse=True)

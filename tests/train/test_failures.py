@@ -7,7 +7,7 @@ import torch
 from support.flipping import flip_shard
 
 from tierfs.errors import CorruptionError, NotFoundError, StoreError, TierfsError
-from tierfs.train import Every, Latest, Manager, health
+from tierfs.train import Every, Latest, Manager, handle
 from tierfs.train import save as saving
 from tierfs.train.save import RunWriter
 
@@ -71,9 +71,9 @@ def test_too_many_failures_in_a_row_end_the_run(root, failing):
 
 def test_a_newest_durable_step_that_is_too_old_ends_the_run(root, monkeypatch):
     now_s = [1000.0]
-    monkeypatch.setattr(health.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(handle.time, "monotonic", lambda: now_s[0])
     levels = {1: "object", 2: "staged", 3: "staged"}
-    watched = health.Health("warn", 3, "1m")
+    watched = handle.Health("warn", 3, "1m")
 
     class Ended:
         def __init__(self, step):
@@ -86,7 +86,7 @@ def test_a_newest_durable_step_that_is_too_old_ends_the_run(root, monkeypatch):
     now_s[0] += 1
     assert watched.is_old()
     with pytest.raises(TierfsError, match="max_age"):
-        watched.check(health.Agreed(is_old=True))
+        watched.check(handle.Agreed(is_old=True))
 
 
 def test_max_age_is_asked_for_at_each_step(root):

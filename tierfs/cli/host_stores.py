@@ -75,7 +75,7 @@ def host_stores(state: Path) -> Iterator[HostStore]:
     from tierfs.host.identity import PLACE_FILE, places_in  # noqa: PLC0415
     from tierfs.host.nvme.stored import TIER  # noqa: PLC0415
     from tierfs.host.rpc.client import is_flusher_running  # noqa: PLC0415
-    from tierfs.session.left_behind import is_pending  # noqa: PLC0415
+    from tierfs.session.compose import is_pending  # noqa: PLC0415
 
     for folder in sorted((state / "stores").glob("*")):
         if not (folder / PLACE_FILE).exists():

@@ -109,7 +109,7 @@ def encode_blocks(
     Raises:
         InvalidInputError: As in `encode_block`; also if the blocks differ in length, or are too many.
     """
-    from tierfs.codec.scratch import lent  # noqa: PLC0415 - see the module's description
+    from tierfs.codec.numbers import lent  # noqa: PLC0415 - see the module's description
 
     if len(raws) > coding.together or len({len(raw) for raw in raws}) != 1:
         raise InvalidInputError(
@@ -236,7 +236,7 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
     if codec == Codec.ZSTD:
         out[:] = frames.decompress(encoded, len(out))
         return
-    from tierfs.codec.scratch import lent  # noqa: PLC0415
+    from tierfs.codec.numbers import lent  # noqa: PLC0415
 
     factor = Codec(codec).base_factor
     reference = memoryview(b"") if base is None else base

@@ -18,8 +18,7 @@ import numpy as np
 from tierfs import kernels
 from tierfs.codec import frames
 from tierfs.codec.frames import DamageError
-from tierfs.codec.numbers import check_gaps, gaps_of, positions_of, rare_positions
-from tierfs.codec.scratch import Elements, elements_of, scratch
+from tierfs.codec.numbers import Elements, check_gaps, elements_of, gaps_of, positions_of, rare_positions, scratch
 from tierfs.digest import Buffer
 
 WORTH = 0.97

@@ -18,9 +18,8 @@ import numpy as np
 
 from tierfs import kernels
 from tierfs.codec.frames import DamageError
-from tierfs.codec.numbers import unzigzag, zigzag
+from tierfs.codec.numbers import WIDTHS, Elements, elements_of, scratch, unzigzag, zigzag
 from tierfs.codec.packing import WORTH, Mode, PlaneCounts, PlaneFit, counts_of, fit_of, pack, unpack, unpack_wide
-from tierfs.codec.scratch import WIDTHS, Elements, elements_of, scratch
 from tierfs.digest import Buffer
 
 PLANE_HEAD_BYTES = 5

@@ -19,7 +19,7 @@ from tierfs.dcp.checkpoint import read_checkpoint
 from tierfs.dcp.columns import BytesPlace, SavedItem
 from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.load.coverage import Absent, mark_absent
-from tierfs.dcp.load.rollback import roll_back
+from tierfs.dcp.load.gpu_chunks import roll_back
 from tierfs.dcp.load.shards import ShardFiles
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.torch_format.data import read_items

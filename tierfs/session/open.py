@@ -27,8 +27,7 @@ from tierfs.errors import (
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.objects import ObjectTier, as_promised, connect, probe
-from tierfs.session.compose import compose, forget_tiers, state_of, tier_settings, verify_writes
-from tierfs.session.left_behind import check_nothing_is_left
+from tierfs.session.compose import check_nothing_is_left, compose, forget_tiers, state_of, tier_settings, verify_writes
 from tierfs.session.settings import ResolvedTiers
 from tierfs.session.url import LOCAL, Location, parse_url, target_url
 from tierfs.store.create import LEASE_S, check_digests, check_times, create_store, read_descriptor

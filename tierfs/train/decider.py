@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from tierfs.train.agree import Agreed, Agreement, World
-from tierfs.train.health import Health
+from tierfs.train.handle import Health
 from tierfs.train.policies import Context, Preemption, SavePolicy
 from tierfs.train.save import SaveThread
 from tierfs.train.signals import Signals

@@ -22,8 +22,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.train.agree import Agreed, World
 from tierfs.train.course import Course
 from tierfs.train.decider import LIGHT, SaveDecider, StepTimer
-from tierfs.train.handle import SaveHandle, SaveOrder
-from tierfs.train.health import FailedSave, Health
+from tierfs.train.handle import FailedSave, Health, SaveHandle, SaveOrder
 from tierfs.train.policies import Preemption, as_save_policies
 from tierfs.train.proof import History, Prover, ResumeReport, history_in
 from tierfs.train.restore import ACCEPTED, Restored, Restorer

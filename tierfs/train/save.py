@@ -22,8 +22,7 @@ from tierfs.format.checkpoint import SaveMark
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World, reason_of
 from tierfs.train.course import Course
-from tierfs.train.handle import SaveHandle, SaveOrder
-from tierfs.train.health import Health
+from tierfs.train.handle import Health, SaveHandle, SaveOrder
 from tierfs.train.policies import Context
 from tierfs.train.proof import encode_history
 from tierfs.train.retention import Retention

@@ -6,8 +6,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfs.dcp.load import ranges
-from tierfs.dcp.load.ranges import GAP_BYTES_MAX, READ_BYTES_MAX, BoxExtent, extents_of
+from tierfs.dcp.load import coverage
+from tierfs.dcp.load.coverage import GAP_BYTES_MAX, READ_BYTES_MAX, BoxExtent, extents_of
 
 MIB = 1 << 20
 
@@ -64,12 +64,12 @@ def test_every_element_of_a_box_is_in_one_extent_where_it_lies_in_the_chunk(box)
 
 @given(boxes(), st.integers(0, 40), st.integers(1, 200), st.integers(1, 200))
 def test_extents_keep_to_the_limits_of_gap_and_length(box, gap_max, read_max, dense_max):
-    before = ranges.GAP_BYTES_MAX, ranges.READ_BYTES_MAX
-    ranges.GAP_BYTES_MAX, ranges.READ_BYTES_MAX = gap_max, read_max
+    before = coverage.GAP_BYTES_MAX, coverage.READ_BYTES_MAX
+    coverage.GAP_BYTES_MAX, coverage.READ_BYTES_MAX = gap_max, read_max
     try:
         check(box, gap_max, read_max, dense_max)
     finally:
-        ranges.GAP_BYTES_MAX, ranges.READ_BYTES_MAX = before
+        coverage.GAP_BYTES_MAX, coverage.READ_BYTES_MAX = before
 
 
 def test_a_whole_chunk_is_one_extent_however_long_if_that_is_wanted():

@@ -31,7 +31,7 @@ from tierfs.host.host import state_directory
 from tierfs.host.private import check_private
 from tierfs.host.slab.memory import memory_limit
 from tierfs.session import parse_url
-from tierfs.session.probing import probe_store
+from tierfs.session.descriptor import probe_store
 from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, TierOptions, from_environment, resolve
 from tierfs.session.url import configured_tiers
 from tierfs.units import format_bytes, parse_share

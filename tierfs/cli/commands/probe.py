@@ -9,7 +9,7 @@ from tierfs.cli.arguments import add_url_argument, require_url
 from tierfs.cli.terminal.output import add_json_argument, align, print_json
 from tierfs.cli.terminal.progress import Progress
 from tierfs.session import parse_url
-from tierfs.session.probing import ProbeReport, probe_store
+from tierfs.session.descriptor import ProbeReport, probe_store
 
 HELP = "test which conditions and checksums an endpoint supports, and record the result in its store"
 EXAMPLES = """\

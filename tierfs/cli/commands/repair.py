@@ -14,7 +14,7 @@ from tierfs.cli.terminal.output import add_json_argument, print_json, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.session import parse_url
-from tierfs.session.descriptor_repair import mend_descriptor
+from tierfs.session.descriptor import mend_descriptor
 from tierfs.store import Store
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import torch
 
 from tierfs.buffers import KEPT_MAX, buffers
 from tierfs.dcp.columns import BytesPlace, SavedItem
+from tierfs.dcp.load.coverage import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.gpu_chunks import GpuChunks, Uploads
-from tierfs.dcp.load.ranges import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.shards import FileRange, ShardFiles
 from tierfs.dcp.planner import object_loader
 from tierfs.dcp.tensorbytes import has_shared_elements, is_quantized, lacks_quantizer, narrowed, plain_bytes

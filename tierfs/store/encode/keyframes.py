@@ -336,7 +336,7 @@ def _sample(file: _LocalFile, span: Span) -> bytes | None:
     """Return some elements from the middle of a tensor, in two bytes each; ``None`` if they are not on this host."""
     # These modules import numpy, which importing the package must not do.
     from tierfs.codec.delta import derive  # noqa: PLC0415
-    from tierfs.codec.scratch import elements_of  # noqa: PLC0415
+    from tierfs.codec.numbers import elements_of  # noqa: PLC0415
 
     count = (span.stop - span.start) // span.width
     length = min(SOURCE_SAMPLE, count)
