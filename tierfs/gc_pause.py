@@ -17,6 +17,9 @@ from typing import TypeVar
 from tierfs._fork import renew_in_children
 from tierfs.threads import start_daemon
 
+# Planning takes less, unless there are very many ranks or tensors. DCP does not tell a writer that planning failed.
+PLANNING_S_MAX = 2.0
+
 
 class Uncollected:
     """Pauses the garbage collector until `end`, or until the ``with`` block ends. May overlap, on any threads.
@@ -59,6 +62,15 @@ class Uncollected:
     def _end_after(self, seconds: float) -> None:
         if not self._ended.wait(seconds):
             self.end()
+
+
+def planning() -> Uncollected:
+    """Begin a pause for the time in which DCP plans a save or a load: two seconds at most.
+
+    Plans of a thousand tensors are a hundred thousand objects: DCP creates each, pickles it for the coordinator, and
+    unpickles it. A collection would block training for longer than the copy of its state. After planning they are gone.
+    """
+    return Uncollected(PLANNING_S_MAX)
 
 
 class _Switch:

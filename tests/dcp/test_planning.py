@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter, planning
+from tierfs import gc_pause
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -26,8 +27,7 @@ def place(url):
 def enabled():
     gc.enable()
     yield
-    planning.end_planning()
-    assert gc.isenabled()
+    assert until_enabled()
 
 
 def state():
@@ -92,7 +92,7 @@ def fail_to_plan(writer):
 
 
 def test_the_next_save_ends_what_a_planner_that_failed_left_off(place, monkeypatch):
-    monkeypatch.setattr(planning, "PLANNING_S_MAX", 600)
+    monkeypatch.setattr(gc_pause, "PLANNING_S_MAX", 600)
     writer = TierWriter(place)
     assert fail_to_plan(writer) == [False, False]
     assert not gc.isenabled()
@@ -101,22 +101,21 @@ def test_the_next_save_ends_what_a_planner_that_failed_left_off(place, monkeypat
 
 
 def test_a_failed_plans_pause_of_collection_ends_by_itself(place, monkeypatch):
-    monkeypatch.setattr(planning, "PLANNING_S_MAX", 0.05)
+    monkeypatch.setattr(gc_pause, "PLANNING_S_MAX", 0.05)
     fail_to_plan(TierWriter(place))
     assert until_enabled()
 
 
 def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypatch):
-    monkeypatch.setattr(planning, "PLANNING_S_MAX", 600)
-    planning.begin_planning()
-    thread = threading.Thread(
-        target=dcp.save, args=(state(),), kwargs={"storage_writer": TierWriter(place), "no_dist": True}
-    )
+    monkeypatch.setattr(gc_pause, "PLANNING_S_MAX", 600)
+    writer = TierWriter(place)
+    fail_to_plan(writer)
+    thread = threading.Thread(target=dcp.save, args=(state(),), kwargs={"storage_writer": writer, "no_dist": True})
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
     assert not gc.isenabled()
-    planning.end_planning()
+    dcp.save(state(), storage_writer=writer, no_dist=True)
     assert gc.isenabled()
 
 

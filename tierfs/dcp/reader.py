@@ -21,7 +21,6 @@ from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.load.coverage import Absent, mark_absent
 from tierfs.dcp.load.gpu_chunks import roll_back
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.torch_format.data import read_items
 from tierfs.errors import (
     ConflictError,
@@ -33,6 +32,7 @@ from tierfs.errors import (
 )
 from tierfs.format.checkpoint import ROOT, metadata_file
 from tierfs.format.keys import inside
+from tierfs.gc_pause import Uncollected, planning
 from tierfs.session import parse_url
 from tierfs.store import Store, stat
 from tierfs.store.announced_saves import Waiting
@@ -89,6 +89,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         self._note: CheckpointNote | None = None
         self._shared: str | None = None
         self.device_bytes = 0
+        self._planning: Uncollected | None = None
 
     def __repr__(self) -> str:
         return f"TierReader({self._address.url!r})"
@@ -214,7 +215,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         """
         if isinstance(metadata, _Unreadable):
             raise metadata.failure
-        begin_planning()
+        self._planning = planning()
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -250,7 +251,9 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             CorruptionError: Stored bytes are wrong or missing. Items that were loaded before stay in place.
             TierfsError: The read failed.
         """
-        end_planning()
+        if self._planning is not None:
+            self._planning.end()
+            self._planning = None
         store, directory = self._address.open()
         lengths = {} if self._note is None else self._note.files
         files = ShardFiles(store, directory, lengths)

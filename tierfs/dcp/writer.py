@@ -20,7 +20,6 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address
 from tierfs.dcp.columns import BytesPlace
-from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.replicas import Delegated, Replicas, delegated_by, split
@@ -32,7 +31,7 @@ from tierfs.device.drain import Gate
 from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark, metadata_file
 from tierfs.format.keys import inside
-from tierfs.gc_pause import Uncollected, detached
+from tierfs.gc_pause import Uncollected, detached, planning
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, status
 from tierfs.store.commit import Commits
@@ -48,11 +47,17 @@ class _WriterThread(threading.local):
         address: The address of the next save, if `TierWriter.reset` gave one.
         save_id: The id that this rank proposes for the next save.
         save: The save that runs or last ran.
+        planning: The pause of garbage collection while DCP plans.
     """
 
     address: Address | None = None
     save_id: str = ""
     save: Save | None = None
+    planning: Uncollected | None = None
+
+    def end_planning(self) -> None:
+        if self.planning is not None:
+            self.planning.end()
 
 
 class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are untyped here
@@ -250,8 +255,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
         Another save may change the writer's address before this one ends.
         """
-        begin_planning()
         here = self._here
+        here.end_planning()
+        here.planning = planning()
         save = here.save = self._saves.begin()
         save.address, here.address = here.address or self._address, None
         save.save_id, here.save_id = here.save_id or secrets.token_hex(16), ""
@@ -307,7 +313,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: A tensor has no elements to store, or an object could not be loaded again. The message
                 names it.
         """
-        end_planning()
+        self._here.end_planning()
         save = self.running
         store, path = save.target.open(write=True)
         # This rank does not store these items. The coordinator checks that another rank does.
