@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -117,16 +118,36 @@ def encode_sparse(raw: memoryview, width: int, base: memoryview, out: memoryview
     writer = PlaneWriter(raw, width, out, _SPARSE_HEAD.size, 1 + width)
     numbers = difference(raw, width, base)
     differs = np.not_equal(numbers, 0, out=scratch("flags", 1, numbers.size).view(np.bool_))
-    count = int(np.count_nonzero(differs))
-    if not writer.fits or count > _SPARSE_MAX * numbers.size:
+    found = _exceptions(differs, numbers, _SPARSE_MAX) if writer.fits else None
+    if found is None:
         return None
-    positions = np.flatnonzero(differs)
-    gaps = gaps_of(positions)
-    values = np.take(numbers, positions, out=scratch("values", width, count), mode="clip")
-    _SPARSE_HEAD.pack_into(out, 0, width, 0, count, gaps.size)
+    gaps, values = found
+    _SPARSE_HEAD.pack_into(out, 0, width, 0, values.size, gaps.size)
     put_planes(writer, gaps)
     put_planes(writer, zigzag(values))
     return writer.finish()
+
+
+def _exceptions(differs: Any, elements: Elements, share_max: float) -> tuple[Elements, Elements] | None:
+    """Return the gaps between the elements that differ, and these elements; None if they are more than a share."""
+    count = int(np.count_nonzero(differs))
+    if count > share_max * elements.size:
+        return None
+    positions = np.flatnonzero(differs)
+    values = scratch("values", elements.itemsize, count)
+    return gaps_of(positions), np.take(elements, positions, out=values, mode="clip")
+
+
+def _take_exceptions(
+    encoded: memoryview, head_bytes: int, count: int, gap_bytes: int, elements: Elements, tail: int
+) -> tuple[PlaneReader, Any, Elements]:
+    """Return the reader behind the exceptions, their positions, and their values. Raises `DamageError`."""
+    check_gaps(count, gap_bytes, elements.size)
+    planes = PlaneReader(encoded, head_bytes, [gap_bytes] + [count] * elements.itemsize, tail)
+    positions = positions_of(planes.take(), count, elements.size)
+    values = scratch("values", elements.itemsize, count)
+    planes.merge(values)
+    return planes, positions, values
 
 
 def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> None:
@@ -141,11 +162,9 @@ def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> Non
     if width not in WIDTHS or reserved:
         raise DamageError("invalid head of a sparse block")
     elements = elements_of(out, width)
-    check_gaps(count, gap_bytes, elements.size)
-    planes = PlaneReader(encoded, _SPARSE_HEAD.size, [gap_bytes] + [count] * width, len(out) % width)
-    positions = positions_of(planes.take(), count, elements.size)
-    values = scratch("values", width, count)
-    planes.merge(values)
+    planes, positions, values = _take_exceptions(
+        encoded, _SPARSE_HEAD.size, count, gap_bytes, elements, len(out) % width
+    )
     out[:] = base
     elements[positions] += unzigzag(values)
     planes.finish(out)
@@ -164,13 +183,11 @@ def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | 
     derived = scratch("elements", _DERIVED_WIDTH, elements.size)
     derive(base, derived)
     differs = np.not_equal(elements, derived, out=scratch("flags", 1, elements.size).view(np.bool_))
-    count = int(np.count_nonzero(differs))
-    if not writer.fits or count > _EXCEPTIONS_MAX * elements.size:
+    found = _exceptions(differs, elements, _EXCEPTIONS_MAX) if writer.fits else None
+    if found is None:
         return None
-    positions = np.flatnonzero(differs)
-    gaps = gaps_of(positions)
-    values = np.take(elements, positions, out=scratch("values", _DERIVED_WIDTH, count), mode="clip")
-    _DERIVED_HEAD.pack_into(out, 0, _BFLOAT16, count, gaps.size)
+    gaps, values = found
+    _DERIVED_HEAD.pack_into(out, 0, _BFLOAT16, values.size, gaps.size)
     put_planes(writer, gaps)
     put_planes(writer, values)
     return writer.finish()
@@ -188,11 +205,9 @@ def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> No
     if function != _BFLOAT16:
         raise DamageError("derived by an unknown function")
     elements = elements_of(out, _DERIVED_WIDTH)
-    check_gaps(count, gap_bytes, elements.size)
-    planes = PlaneReader(encoded, _DERIVED_HEAD.size, [gap_bytes, count, count], len(out) % _DERIVED_WIDTH)
-    positions = positions_of(planes.take(), count, elements.size)
-    values = scratch("values", _DERIVED_WIDTH, count)
-    planes.merge(values)
+    planes, positions, values = _take_exceptions(
+        encoded, _DERIVED_HEAD.size, count, gap_bytes, elements, len(out) % _DERIVED_WIDTH
+    )
     derive(base, elements)
     elements[positions] = values
     planes.finish(out)

@@ -131,10 +131,6 @@ class PlaceColumns(Mapping[Any, BytesPlace]):
         return sum(len(column.files) for column in self._tensors.values()) + len(self._others)
 
 
-class _UnusualError(Exception):
-    """The text is not exactly as `encode` writes it, or a value in it is wrong."""
-
-
 def read_tensors(text: bytes, files: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, _Column]] | None:
     """Read the members of ``tensors``.
 
@@ -147,7 +143,7 @@ def read_tensors(text: bytes, files: Mapping[str, int]) -> tuple[dict[str, Any],
     """
     try:
         return _TensorParser(files).read(text)
-    except (_UnusualError, ValueError, OverflowError):
+    except (KeyError, ValueError, OverflowError):
         return None
 
 
@@ -169,26 +165,26 @@ class _TensorParser:
             end = text.find(_AFTER_CHUNKS, at) if name is not None else -1
             properties = _PROPERTIES.match(text, end) if end >= 0 else None
             if name is None or properties is None or name.end() > end:
-                raise _UnusualError
+                raise ValueError(_UNUSUAL)
             fqn = json.loads(b'"%b"' % name[1])
             if json.dumps(fqn, ensure_ascii=False)[1:-1].encode() != name[1] or (last is not None and last >= fqn):
-                raise _UnusualError
+                raise ValueError(_UNUSUAL)
             last = fqn
             dtype, layout, memory_format, *flags, shape = properties.groups()
-            kind = _known(DTYPES, dtype)
+            kind = DTYPES[dtype.decode()]
             whole = self._shape(shape)
             column = self._column(text[name.end() : end], whole, kind.itemsize)
             described = TensorProperties(
                 dtype=kind,
-                layout=_known(LAYOUTS, layout),
+                layout=LAYOUTS[layout.decode()],
                 requires_grad=flags[1] == b"true",
-                memory_format=_known(MEMORY_FORMATS, memory_format),
+                memory_format=MEMORY_FORMATS[memory_format.decode()],
                 pin_memory=flags[0] == b"true",
             )
             items[fqn] = TensorStorageMetadata(described, whole, list(column.cuts.chunks))
             columns[fqn] = column
             if (text[properties.end() - 1 : properties.end()] == b",") != (properties.end() < len(text)):
-                raise _UnusualError
+                raise ValueError(_UNUSUAL)
             at = properties.end()
         return items, columns
 
@@ -200,16 +196,13 @@ class _TensorParser:
         # follows all but the last.
         size = sum(map(len, (*ats, *names, *lengths, *offsets, *shapes)))
         if size + len(found) * _CHUNK_BYTES - bool(found) != len(text):
-            raise _UnusualError
-        try:
-            files = [self._names[name] for name in names]
-        except KeyError:
-            raise _UnusualError from None
+            raise ValueError(_UNUSUAL)
+        files = [self._names[name] for name in names]
         cuts = self._cut(whole, offsets, shapes)
         at, length = (np.array([*map(int, each)], np.int64) for each in (ats, lengths))
         limits = np.array([self._sizes[file] for file in files], np.int64)
         if (length != cuts.elements * itemsize).any() or (at > limits - length).any():
-            raise _UnusualError
+            raise ValueError(_UNUSUAL)
         return _Column(cuts, files, at, length)
 
     def _cut(self, whole: Any, offsets: tuple[bytes, ...], shapes: tuple[bytes, ...]) -> _Cuts:
@@ -221,12 +214,12 @@ class _TensorParser:
                 if not len(offset) == len(shape) == len(whole) or any(
                     begin + size > end for begin, size, end in zip(offset, shape, whole, strict=True)
                 ):
-                    raise _UnusualError
+                    raise ValueError(_UNUSUAL)
                 chunks.append(ChunkStorageMetadata(offset, shape))
                 elements.append(math.prod(shape))
             positions = {tuple(chunk.offsets): number for number, chunk in enumerate(chunks)}
             if len(positions) != len(chunks) or max(elements, default=0) > _ELEMENTS_MAX:
-                raise _UnusualError
+                raise ValueError(_UNUSUAL)
             found = self._cuts[key] = _Cuts(chunks, np.array(elements, np.int64), positions)
         return found
 
@@ -236,18 +229,12 @@ class _TensorParser:
         if found is None:
             values = json.loads(b"[%b]" % text)
             if len(values) > DIMENSIONS_MAX or max(values, default=0) > INTEGER_MAX:
-                raise _UnusualError
+                raise ValueError(_UNUSUAL)
             found = self._shapes[text] = torch.Size(values)
         return found
 
 
+_UNUSUAL = "the text is not exactly as `encode` writes it, or a value in it is wrong"
 _CHUNK_BYTES = len(b'{"at":,"file":"","length":,"offsets":[],"shape":[]},')
 # Multiplied by the size in bytes of any element, this is at most `INTEGER_MAX`.
 _ELEMENTS_MAX = INTEGER_MAX // 64
-
-
-def _known(values: Mapping[str, Any], name: bytes) -> Any:
-    try:
-        return values[name.decode()]
-    except KeyError:
-        raise _UnusualError from None

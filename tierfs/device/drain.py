@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -174,11 +174,6 @@ def _piece_bytes() -> int:
     return found
 
 
-class _Pin(NamedTuple):
-    memory: torch.Tensor | None  # None: it is pageable, or other code registered it
-    is_used: Callable[[], bool]
-
-
 class Pins:
     """The registered regions of one process and GPU. Not thread-safe; no copy to a region may be in flight.
 
@@ -190,7 +185,8 @@ class Pins:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._regions: dict[str, _Pin] = {}
+        # By key, the memory, and whether it is still used. No memory: it is pageable, or other code registered it.
+        self._regions: dict[str, tuple[torch.Tensor | None, Callable[[], bool]]] = {}
         self.failed = 0
 
     def __repr__(self) -> str:
@@ -199,7 +195,7 @@ class Pins:
     @property
     def registered_bytes(self) -> int:
         """Number of registered bytes."""
-        return sum(region.memory.numel() for region in list(self._regions.values()) if region.memory is not None)
+        return sum(memory.numel() for memory, _ in list(self._regions.values()) if memory is not None)
 
     def add(
         self,
@@ -231,15 +227,14 @@ class Pins:
                 "host memory cannot be registered with the GPU, so copies to it are slow and block their thread: "
                 f"{error}; raise the limit on locked memory (ulimit -l)",
             )
-        self._regions[key] = _Pin(pinned, is_used)
+        self._regions[key] = pinned, is_used
 
     def sweep(self) -> None:
         """Release the regions that are no longer used."""
-        for key in [key for key, region in self._regions.items() if not region.is_used()]:
-            region = self._regions.pop(key)
-            if region.memory is not None:
-                for piece in region.memory.split(PIN_BYTES_MAX):
-                    self._accelerator.unpin(piece)
+        for key in [key for key, (_, is_used) in self._regions.items() if not is_used()]:
+            memory, _ = self._regions.pop(key)
+            for piece in memory.split(PIN_BYTES_MAX) if memory is not None else ():
+                self._accelerator.unpin(piece)
 
     def _pin(self, whole: torch.Tensor) -> None:
         done: list[torch.Tensor] = []

@@ -60,7 +60,7 @@ class Changing(Reading):
         """
         if isinstance(path, (str, os.PathLike)):
             stripped = self._strip(path)
-            if any(handle.path == stripped and handle.absorb_removal() for handle in list(self._opened.handles)):
+            if any(handle.path == stripped and handle.absorb_removal() for handle in list(self._written)):
                 return
         sync(self.loop, self._rm, path, recursive=recursive, maxdepth=maxdepth, **kwargs)
 

@@ -168,7 +168,7 @@ class TierFileSystem(Changing):
                 raise AlreadyExistsError(f"{path} is a directory", path=path)
             raise IsADirectoryError(f"{path} is a directory")
         handle = WriteFile(self, path, writer, mode, autocommit=autocommit)
-        self._opened.handles.add(handle)
+        self._written.add(handle)
         return handle
 
     def wait(self, path: str, level: str = "object", timeout: float | None = None) -> None:

@@ -178,7 +178,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
         self._target_options = dict(target_options or {})
         if target_protocol is not None:
             strip(target_protocol, "")
-        self._opened = _Opened()
+        self._local = threading.local()
         self._used: dict[str, str] = {}  # by the store's URL, the last path that was used in it
         self._first = fo
         # fsspec calls this on instances too. On an instance, a bare path is a path of the object tier.
@@ -255,6 +255,11 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
         above = self.unstrip_protocol(path).rpartition("/")[0]
         _logger.warning("%s; look-ups find nothing there", error, extra={"repeat_of": f"no store above {above}"})
 
+    @property
+    def _written(self) -> weakref.WeakSet[WriteFile]:
+        """The handles that this thread opened for writing and that are still alive."""
+        return self._local.__dict__.setdefault("written", weakref.WeakSet())  # type: ignore[no-any-return]
+
     def _only_store(self) -> Store:
         """Return the store that this instance has used. Raise `InvalidInputError` unless it is exactly one."""
         paths = list(self._used.values()) or [self._first]
@@ -279,13 +284,6 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
         stripped = str(self._strip(path))
         above, start = stripped.rstrip("/"), len(relative)
         return [f"{above}/{below}" if (below := item[start:].strip("/")) else stripped for item in found]
-
-
-class _Opened(threading.local):
-    """The handles that this thread opened for writing and that are still alive."""
-
-    def __init__(self) -> None:
-        self.handles: weakref.WeakSet[WriteFile] = weakref.WeakSet()
 
 
 def is_hint(name: str) -> bool:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tierfs.errors import TierfsError
 from tierfs.host.pending.levels import Level
@@ -68,17 +68,13 @@ def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
         url: The store's root.
         launcher: A launcher that ``tiers`` keep alive.
     """
-    _open[tiers] = _Open(url, weakref.ref(launcher), os.getpid())
+    _open[tiers] = url, weakref.ref(launcher), os.getpid()
     _register(os.getpid())
 
 
-class _Open(NamedTuple):
-    url: str
-    launcher: weakref.ref[Launcher]  # it refers to the tiers, which only their users keep alive
-    process: int
-
-
-_open: weakref.WeakKeyDictionary[Tiers, _Open] = weakref.WeakKeyDictionary()
+# By tiers, the store's root, the launcher, and the process that opened them. The launcher refers to the tiers, which only
+# their users keep alive.
+_open: weakref.WeakKeyDictionary[Tiers, tuple[str, weakref.ref[Launcher], int]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -121,7 +117,7 @@ def _close_in_child() -> None:
 
 def _close_all() -> None:
     for tiers, launcher in _opened():
-        url = _open.pop(tiers).url
+        url = _open.pop(tiers)[0]
         # If the state directory is gone, nothing is left to close.
         if tiers.ram.host.directory.exists():
             try:
@@ -134,5 +130,5 @@ def _close_all() -> None:
 
 def _opened() -> list[tuple[Tiers, Launcher]]:
     """Return the tiers that this process opened itself, not a parent, and still uses; the newest first."""
-    known = [(tiers, one.launcher()) for tiers, one in _open.items() if one.process == os.getpid()]
+    known = [(tiers, launcher()) for tiers, (_, launcher, process) in _open.items() if process == os.getpid()]
     return [(tiers, launcher) for tiers, launcher in reversed(known) if launcher is not None]

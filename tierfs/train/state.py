@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING
 from typing import Any
 
 import torch
@@ -68,15 +69,6 @@ class Wanted:
         return {key: value for key, value in values.items() if f"{section}.{key}" in self._saved}
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-MISSING = _Missing()
-"""The argument was not passed, not even as ``None``."""
-
-
 class TrainState:
     """The complete state of a training run on this rank. `Manager.save` copies it, `Manager.restore` loads it in place.
 
@@ -130,7 +122,7 @@ class TrainState:
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [] if isinstance(self.optimizer, _Missing) else _listed(self.optimizer)
+        return [] if self.optimizer is MISSING else _listed(self.optimizer)
 
     def check(self) -> None:
         """Check that the state is complete. Every save does this first.
@@ -140,7 +132,7 @@ class TrainState:
         """
         for name in ("optimizer", "scheduler", "dataloader"):
             part = getattr(self, name)
-            if isinstance(part, _Missing):
+            if part is MISSING:
                 raise InvalidInputError(f"TrainState has no {name}: pass it, or {name}=None to leave it out")
             for each in _listed(part):
                 if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):

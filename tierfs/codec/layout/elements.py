@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tierfs.codec.layout.safetensors import follow_safetensors
-from tierfs.codec.layout.steps import BYTES, Item, Read, ReadTo, Rest, Steps
+from tierfs.codec.layout.steps import BYTES, Item, Read, Steps
 from tierfs.codec.layout.torch_zip import LOCAL, follow_torchzip
 
 _START_BYTES = 9  # the length of a safetensors header, and its first character
@@ -58,7 +58,7 @@ def spans(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
     at = 0
     try:
         request = next(steps)
-        while not isinstance(request, Rest):
+        while request is not None:
             if isinstance(request, Item):
                 if request.length > length - at:
                     return []
@@ -87,10 +87,10 @@ def _fill_up(found: list[Span], to: int) -> None:
         found.append(Span(at, to, BYTES.width, "", BYTES.kind))
 
 
-def _read(read: Callable[[int, memoryview], None], at: int, length: int, request: Read | ReadTo) -> bytes | None:
+def _read(read: Callable[[int, memoryview], None], at: int, length: int, request: Read) -> bytes | None:
     """Return the requested bytes; None if the file does not have them."""
     most = min(request.length, length - at)
-    if isinstance(request, Read):
+    if not request.mark:
         if request.length > most:
             return None
         data = bytearray(most)

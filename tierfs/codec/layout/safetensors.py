@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Rest, Steps
+from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Steps
 from tierfs.errors import CorruptionError
 
 HEADER_BYTES_MAX = 100_000_000
@@ -94,7 +94,7 @@ def follow_safetensors(start: bytes) -> Steps:
     for entry in sorted(entries.values(), key=lambda entry: entry.at):
         if entry.length:
             yield Item(entry.name, entry.length, ELEMENTS.get(entry.dtype, BYTES))
-    yield Rest()
+    yield None
 
 
 def _parse(text: bytes | bytearray, where: str) -> dict[str, HeaderEntry]:

@@ -2,7 +2,8 @@
 
 A reader is a generator. It yields its next request, and is sent the bytes if it requested any. So the same reader
 serves an existing file (`tierfs.codec.layout.elements`) and one that is being written (`tierfs.store.write.cuts`).
-`Rest` is the last step. A reader that ends before it does not understand the bytes that it was sent.
+``None`` is the last step: no tensor is in the rest of the file, which may be empty. A reader that ends before it does
+not understand the bytes that it was sent.
 """
 
 from __future__ import annotations
@@ -32,16 +33,10 @@ BYTES = Element(1, 1, "bytes")
 
 
 class Read(NamedTuple):
-    """Requests the next ``length`` bytes."""
+    """Requests the next ``length`` bytes; with a ``mark``, those up to and including it, at most ``length``."""
 
     length: int
-
-
-class ReadTo(NamedTuple):
-    """Requests the next bytes, up to and including ``mark``, which must come within ``length`` bytes."""
-
-    mark: bytes
-    length: int
+    mark: bytes = b""
 
 
 class Item(NamedTuple):
@@ -52,8 +47,4 @@ class Item(NamedTuple):
     element: Element
 
 
-class Rest(NamedTuple):
-    """States that no tensor is in the rest of the file, which may be empty."""
-
-
-Steps: TypeAlias = Generator[Read | ReadTo | Item | Rest, bytes, None]
+Steps: TypeAlias = Generator[Read | Item | None, bytes, None]

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Generator, Mapping
 from typing import Any, TypeAlias
 
-from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, ReadTo, Rest, Steps
+from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Steps
 
 LOCAL = b"PK\x03\x04"
 """The first bytes of each record, and so of the file."""
@@ -63,7 +63,7 @@ def follow_torchzip(start: bytes) -> Steps:
     if is_empty or not name.endswith(_PICKLE):
         return
     prefix = name.removesuffix(_PICKLE)
-    pickle = (yield ReadTo(_BEHIND, HEAD_BYTES_MAX))[: -len(_BEHIND)]
+    pickle = (yield Read(HEAD_BYTES_MAX, _BEHIND))[: -len(_BEHIND)]
     storages = storages_in(pickle)
     signature = yield from _check_size(len(pickle))
     has_items = False
@@ -85,10 +85,10 @@ def follow_torchzip(start: bytes) -> Steps:
         elif has_items:
             break
         else:
-            record = yield ReadTo(_BEHIND, _OTHER_BYTES_MAX)
+            record = yield Read(_OTHER_BYTES_MAX, _BEHIND)
             signature = yield from _check_size(len(record) - len(_BEHIND))
     if signature in {LOCAL, _DIRECTORY}:
-        yield Rest()
+        yield None
 
 
 def _name(header: bytes) -> Generator[Read, bytes, tuple[str, bool]]:

@@ -93,6 +93,7 @@ class BoxReader:
         )
         self._names = set(checkpoint.files())
         self._checked: set[BytesPlace] = set()
+        self._targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # of the present `read`
 
     def __repr__(self) -> str:
         return f"BoxReader({self._checkpoint.where!r})"
@@ -110,15 +111,26 @@ class BoxReader:
         if any(box.length for box in boxes):
             # Nothing is allocated until all files are known to exist with the lengths that the metadata says.
             self._files.open(self._names)
-        planner = _IntoBoxes()
         wanted: list[tuple[Any, SavedItem]] = []
         for box in boxes:
             wanted += self._wanted(box)
-            planner.add(box)
+            self._targets[box.fqn, box.offsets] = _tensor_for(box)
         for item, saved in wanted:
             self._check(saved.place, item.storage_index.fqn)
-        read_items(self._files, wanted, planner)
-        return [planner.targets[box.fqn, box.offsets] for box in boxes]
+        read_items(self._files, wanted, self)
+        targets, self._targets = self._targets, {}
+        return [targets[box.fqn, box.offsets] for box in boxes]
+
+    def resolve_tensor(self, item: Any) -> torch.Tensor:
+        """Return the target of a read item. With `commit_tensor`, this is torch's `LoadPlanner` for `read_items`."""
+        target = self._targets[item.dest_index.fqn, tuple(item.dest_index.offset)]
+        return narrowed(target, item.dest_offsets, item.lengths)
+
+    def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def load_bytes(self, item: Any, value: io.BytesIO) -> None:
+        raise AssertionError("objects are read by `object`")
 
     def object(self, fqn: str) -> bytes:
         """Return the bytes of an object, as they were stored.
@@ -162,41 +174,24 @@ class BoxReader:
         return [(item, shards[tuple(item.storage_index.offset)]) for item in items]
 
 
-class _IntoBoxes:
-    """The part of torch's `LoadPlanner` that receives read items: each box has a tensor of its own."""
+def _tensor_for(box: Box) -> torch.Tensor:
+    """Allocate a tensor for a box.
 
-    def __init__(self) -> None:
-        self.targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-
-    def add(self, box: Box) -> None:
-        """Allocate a tensor for a box.
-
-        Raises:
-            CorruptionError: No such tensor can exist.
-        """
-        if str(box.dtype).startswith(_QUANTIZED):
-            raise CorruptionError(
-                f"{box.fqn!r}: {box.dtype} is quantized, and checkpoints do not hold its scale and zero point"
-            )
-        try:
-            raw = torch.empty(box.length, dtype=torch.uint8, device="cpu")
-            empty = torch.empty(0 if box.length else box.sizes, dtype=box.dtype, device="cpu")
-            made = raw.view(box.dtype).view(box.sizes) if box.length else empty
-        except RuntimeError as error:
-            raise CorruptionError(
-                f"{box.fqn!r}: no tensor can have {list(box.sizes)} elements of {box.dtype}: {error}"
-            ) from error
-        self.targets[box.fqn, box.offsets] = made
-
-    def resolve_tensor(self, item: Any) -> torch.Tensor:
-        target = self.targets[item.dest_index.fqn, tuple(item.dest_index.offset)]
-        return narrowed(target, item.dest_offsets, item.lengths)
-
-    def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
-        """Do nothing."""
-
-    def load_bytes(self, item: Any, value: io.BytesIO) -> None:
-        raise AssertionError("objects are read by `BoxReader.object`")
+    Raises:
+        CorruptionError: No such tensor can exist.
+    """
+    if str(box.dtype).startswith(_QUANTIZED):
+        raise CorruptionError(
+            f"{box.fqn!r}: {box.dtype} is quantized, and checkpoints do not hold its scale and zero point"
+        )
+    try:
+        raw = torch.empty(box.length, dtype=torch.uint8, device="cpu")
+        empty = torch.empty(0 if box.length else box.sizes, dtype=box.dtype, device="cpu")
+        return raw.view(box.dtype).view(box.sizes) if box.length else empty
+    except RuntimeError as error:
+        raise CorruptionError(
+            f"{box.fqn!r}: no tensor can have {list(box.sizes)} elements of {box.dtype}: {error}"
+        ) from error
 
 
 def _cut(shape: tuple[int, ...], itemsize: int, bytes_max: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -22,19 +21,8 @@ from tierfs.threads import processors
 
 # torch copies these as fast as memory allows, and bit for bit. It is slow at some others, and turns every bool into 0
 # or 1.
-_COPIED_AS_THEY_ARE = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-    }
-)
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_COPIED_AS_THEY_ARE = _INTEGERS | {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 
 LARGE_BYTES = 1 << 20
 """The minimum for `copy_large`. Each piece acquires the interpreter's lock, which other threads may release late."""
@@ -44,32 +32,23 @@ _PIECE_BYTES = 16 << 20
 _PIECES = 2
 
 
-class Batch(NamedTuple):
-    """Tensors to copy.
+def copy_tensors(batches: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], int]]) -> None:
+    """Copy tensors bit for bit. None may be empty or overlap with a target, and autograd has to be off.
 
-    Attributes:
-        targets: Contiguous, in memory of this process, all of one dtype.
-        sources: One for each target, of its dtype and shape. Strided, on any device.
-        longest: Bytes of the longest one.
+    Args:
+        batches: Targets, contiguous, in memory of this process and all of one dtype; a source for each of its dtype and
+            shape, strided, on any device; and the bytes of the longest of them.
     """
-
-    targets: Sequence[torch.Tensor]
-    sources: Sequence[torch.Tensor]
-    longest: int
-
-
-def copy_tensors(batches: Iterable[Batch]) -> None:
-    """Copy tensors bit for bit. None may be empty or overlap with a target, and autograd has to be off."""
     large: list[tuple[torch.Tensor, torch.Tensor]] = []
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    for batch in batches:
-        is_copied_as_it_is = batch.targets[0].dtype in _COPIED_AS_THEY_ARE
-        if is_copied_as_it_is and batch.longest < LARGE_BYTES:  # nearly all batches
-            targets += batch.targets
-            sources += batch.sources
+    for copies, originals, longest in batches:
+        is_copied_as_it_is = copies[0].dtype in _COPIED_AS_THEY_ARE
+        if is_copied_as_it_is and longest < LARGE_BYTES:  # nearly all batches
+            targets += copies
+            sources += originals
             continue
-        for target, source in zip(batch.targets, batch.sources, strict=True):
+        for target, source in zip(copies, originals, strict=True):
             if target.nbytes >= LARGE_BYTES and _is_plain(source) and _is_its_memory(source):
                 large.append((target, source))
             elif is_copied_as_it_is:

@@ -115,7 +115,7 @@ class Saves:
 
     def begin(self) -> Save:
         """Return the save of the state that this thread read last; a new save if that is not a state of this writer."""
-        save, _thread.read = _thread.read, None
+        save, _thread.read = getattr(_thread, "read", None), None
         _thread.stored = None  # an earlier save of this thread that has not finished has failed
         return save if save is not None and save.saves() is self and save.address is None else self.ask()
 
@@ -139,12 +139,8 @@ class Saves:
         return save
 
 
-class _Thread(threading.local):
-    read: Save | None = None  # the save of the staged state that this thread read last
-    stored: Save | None = None  # the save whose part this thread stored last
-
-
-_thread = _Thread()
+_thread = threading.local()
+"""``read``: the save of the staged state that this thread read last. ``stored``: the save whose part it stored last."""
 
 
 def forget_read() -> None:
@@ -263,7 +259,7 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
 
 def _hear(url: str, save_id: str, metadata_path: str, sequence: int) -> SavedMeta:
     """Take the coordinator's message on another rank, on the thread that saves there."""
-    save = _thread.stored
+    save: Save | None = getattr(_thread, "stored", None)
     saves = save.saves() if save is not None else None
     if (
         save is not None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
-from tierfs.dcp.save.copy import Batch, copy_tensors
+from tierfs.dcp.save.copy import copy_tensors
 from tierfs.dcp.save.gpu_staging import GpuStaging
 from tierfs.dcp.save.plan import PlannedPiece, TensorPlan, TensorRun, described, plan_of, plan_runs, unique
 from tierfs.device.transfer import BESIDE_TRAINING, Transfer
@@ -163,13 +163,13 @@ class ShardFile:
         plan = plan_of(tensors)
         views: list[torch.Tensor | None] = [None] * len(tensors)
         with torch.no_grad():
-            batches: list[Batch] = []
+            batches = []
             for run, (_, memory) in zip(plan.runs, self.make_room(plan), strict=True):
                 found = self.views(run, memory)
                 for number, view in zip(run.numbers, found, strict=True):
                     views[number] = view
                 originals = [tensors[number][1] for number in run.numbers]
-                batches.append(Batch(found, originals, max(run.counts) * run.dtype.itemsize))
+                batches.append((found, originals, max(run.counts) * run.dtype.itemsize))
             copy_tensors(batches)
             return [
                 torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if view is None else view

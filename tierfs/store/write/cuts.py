@@ -12,7 +12,7 @@ import sys
 from collections import deque
 
 from tierfs.codec.layout.elements import Span, follow
-from tierfs.codec.layout.steps import Item, ReadTo, Rest, Steps
+from tierfs.codec.layout.steps import Item, Steps
 from tierfs.digest import CHUNK_BYTES
 from tierfs.store.encode.tensors import unknown_layout
 
@@ -116,8 +116,7 @@ class Cutter:
                 end = self._at + request.length
                 self._layout.append(Span(self._at, end, request.element.width, request.name, request.element.kind))
             return begins
-        if isinstance(request, Rest):
+        if request is None:
             return True
-        self._kept, self._left = bytearray(), request.length
-        self._mark = request.mark if isinstance(request, ReadTo) else b""
+        self._kept, self._mark, self._left = bytearray(), request.mark, request.length
         return False
