@@ -66,8 +66,12 @@ class Address:
         """Return the address of another directory with the same options."""
         return replace(self, url=full_url(path))
 
-    def open(self, *, write: bool = False) -> tuple[Store, str]:
+    def open(self, *, write: bool = False, is_checked: bool = True) -> tuple[Store, str]:
         """Return the store that holds the checkpoint, and the checkpoint's path in it.
+
+        Args:
+            write: Whether the caller writes. Then a missing store may be made.
+            is_checked: Whether a store that this process has open is checked, before a write, to still exist.
 
         Raises:
             StoreNotFoundError: No store is there.
@@ -76,7 +80,7 @@ class Address:
         location = parse_url(self.url)
         location = replace(location, options={**location.options, **self.options}, tiers=self.tiers)
         create = write and (asks_to_create(location) if self.create is None else self.create)
-        return open_store(location, write=write, create=create)
+        return open_store(location, write=write and is_checked, create=create)
 
 
 def full_url(path: str | os.PathLike[str]) -> str:

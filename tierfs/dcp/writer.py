@@ -197,7 +197,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._staged_on = threading.get_ident()
         save = self._saves.ask()
         try:
-            store, _ = self._address.open(write=True)
+            # `write_data` checks the store: training does not wait here for the object tier.
+            store, _ = self._address.open(write=True, is_checked=False)
             with Uncollected():  # 10,000 new tensors trigger a full collection, which scans all of torch's objects
                 return self._staged(store, state_dict, save)
         except Exception as error:
