@@ -43,12 +43,8 @@ def safetensors_pieces(
 ) -> Iterator[memoryview]:
     """Return the pieces of one safetensors file with every tensor as a whole, in the order of the file.
 
-    A piece is valid until the next one is requested.
-
-    Args:
-        checkpoint: The checkpoint to export.
-        skip_objects: Leave out values that are not tensors. Otherwise they are refused.
-        progress: Called with the number of bytes of each piece of a tensor that was exported.
+    A piece is valid until the next one is requested. Values that are not tensors are refused, or with ``skip_objects``
+    left out. ``progress`` gets the bytes of each piece.
 
     Raises:
         InvalidInputError: The format cannot hold a value of the checkpoint. No tensor was read yet.
@@ -106,10 +102,7 @@ def state_of(
 ) -> dict[object, Any]:
     """Load the whole state into memory, nested as it was saved.
 
-    Args:
-        checkpoint: The checkpoint to export.
-        skip_objects: Leave out values that are not tensors. Otherwise they are loaded with ``weights_only=True``.
-        progress: Called with the number of bytes of each tensor that was read.
+    Values that are not tensors are loaded with ``weights_only=True``, or with ``skip_objects`` left out.
 
     Raises:
         InvalidInputError: The pickle of an object needs code that is not allowed, and was not run. Or two values have
@@ -150,13 +143,7 @@ def write_dcp(
 ) -> None:
     """Write a directory for torch's ``FileSystemReader``: ``torch.save`` archives of tensor pieces, pickled metadata.
 
-    Both files are synced to the disk.
-
-    Args:
-        checkpoint: The checkpoint to export.
-        directory: An empty local directory.
-        skip_objects: Leave out values that are not tensors.
-        progress: Called with the number of bytes of each piece of a tensor that was written.
+    Both files are synced to the disk. The directory is local and empty.
 
     Raises:
         CorruptionError: Stored bytes are wrong or missing. The files written so far stay in the directory.
@@ -200,10 +187,6 @@ def _stored(stream: BinaryIO, write: Callable[[], object]) -> Any:
 
 def write_state(state: Any, stream: BinaryIO) -> None:
     """Write a value as ``torch.save`` does.
-
-    Args:
-        state: The result of `state_of`, or one tensor.
-        stream: Gets the bytes, in order.
 
     Raises:
         TierfsError, OSError: A write to the stream failed.

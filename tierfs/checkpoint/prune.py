@@ -110,10 +110,7 @@ def roots_of(store: Store, candidate: Candidate) -> dict[str, bytes]:
 def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
     """Remove a checkpoint unless it was saved again: the metadata first, then the files that it names and the notes.
 
-    Args:
-        store: The store.
-        candidate: The checkpoint to remove.
-        seen: `Standing.roots`, or the result of `roots_of`, at the time of the decision.
+    ``seen`` is `Standing.roots`, or the result of `roots_of`, at the time of the decision.
 
     Raises:
         ConflictError: The checkpoint was saved again in the meantime.

@@ -278,12 +278,6 @@ def decide(
 ) -> list[Decision]:
     """Decide which checkpoints to keep, and why. Return the decisions for the oldest checkpoint first.
 
-    Args:
-        saved: The checkpoints.
-        keep: The rules and policies.
-        now_ns: The present time, in nanoseconds since the epoch.
-        context: For policies.
-
     Raises:
         InvalidInputError: There is no rule, which would keep the newest checkpoint alone; or a policy's answer is
             invalid.

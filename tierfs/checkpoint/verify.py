@@ -89,11 +89,8 @@ class CheckpointReport:
 def verify_checkpoint(checkpoint: Checkpoint, *, progress: Callable[[int], object] | None = None) -> CheckpointReport:
     """Check that a checkpoint is complete, and that every byte is as it was written.
 
-    Files in the object tier are read from there, even if this host has local copies.
-
-    Args:
-        checkpoint: The checkpoint to verify.
-        progress: Called with the number of bytes after each check, from several threads.
+    Files in the object tier are read from there, even if this host has local copies. ``progress`` gets the number of
+    bytes after each check, from several threads.
 
     Raises:
         CorruptionError: The metadata lacks the place of a tensor or object.

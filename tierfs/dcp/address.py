@@ -40,10 +40,8 @@ class Address:
     def of(cls, path: str | os.PathLike[str], options: Mapping[str, Any]) -> Address:
         """Return the address for the arguments of a writer or reader.
 
-        Args:
-            path: The checkpoint's directory.
-            options: The options of `TierOptions`, ``create``, and one mapping per protocol (``s3={...}``), as for
-                ``fsspec.url_to_fs``.
+        Options are those of `TierOptions`, ``create``, and one mapping per protocol (``s3={...}``), as for
+        ``fsspec.url_to_fs``.
 
         Raises:
             InvalidInputError: An option is unknown, or the URL is invalid.

@@ -122,9 +122,6 @@ class Checkpoint:
     def check_whole(self, names: Iterable[str] | None = None) -> None:
         """Check that the shards of tensors make up the whole tensors, each element once.
 
-        Args:
-            names: The tensors to check; by default all.
-
         Raises:
             CorruptionError: The shards of a tensor do not.
             InvalidInputError: The same, but other ranks may have saved the missing shards.
@@ -150,10 +147,7 @@ class Checkpoint:
 def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) -> Checkpoint:
     """Read the metadata of a checkpoint.
 
-    Args:
-        store: The store that holds the checkpoint.
-        directory: The checkpoint's path in the store.
-        rank: The rank whose part to read, if the ranks saved without collectives.
+    ``rank`` selects the part of one rank, if the ranks saved without collectives.
 
     Raises:
         NotFoundError: No checkpoint is there.

@@ -104,12 +104,7 @@ class _Column(NamedTuple):
 
 
 class PlaceColumns(Mapping[Any, BytesPlace]):
-    """The place of each chunk of each tensor, and of each object, by torch's `MetadataIndex`.
-
-    Args:
-        tensors: By FQN.
-        others: The places of objects.
-    """
+    """The place of each chunk of each tensor, and of each object, by torch's `MetadataIndex`."""
 
     def __init__(self, tensors: Mapping[str, _Column], others: Mapping[Any, BytesPlace]) -> None:
         self._tensors = tensors

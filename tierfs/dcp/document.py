@@ -23,9 +23,7 @@ FILE_NAME_BYTES_MAX = 255
 class Checked:
     """One object of a document. Every method raises `CorruptionError` if the member is wrong.
 
-    Args:
-        document: As it was parsed.
-        where: Its name in errors.
+    Errors begin with ``where``.
     """
 
     __slots__ = ("document", "where")

@@ -67,11 +67,8 @@ class Facts:
 def read_facts(store: Store, directory: str, *, rank: int | None = None, path: str = "") -> Facts:
     """Read the facts about a checkpoint.
 
-    Args:
-        store: The store that holds the checkpoint.
-        directory: The checkpoint's path in the store.
-        rank: The rank whose part to read, if the ranks saved without collectives.
-        path: The path of the metadata, if it is not the usual one.
+    ``rank`` selects the part of one rank, if the ranks saved without collectives; ``path`` is that of the metadata, if
+    it is not the usual one.
 
     Raises:
         NotFoundError: The file is not there.

@@ -112,10 +112,6 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
 def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
     """Read a document.
 
-    Args:
-        data: The bytes of the document.
-        where: Its name in errors.
-
     Returns:
         torch's `Metadata`, with a `BytesPlace` for each chunk and object in ``storage_data``, and tierfs's note.
 

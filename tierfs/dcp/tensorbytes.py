@@ -199,10 +199,6 @@ def lies_nowhere(tensor: torch.Tensor) -> bool:
 def refuse_unusual(tensor: Any, name: str = "") -> None:
     """Check that a tensor can be stored: it has elements in memory, and consists of nothing else.
 
-    Args:
-        tensor: On any device.
-        name: The tensor's name in the error.
-
     Raises:
         InvalidInputError: The tensor cannot be stored. The message says what to store instead.
     """

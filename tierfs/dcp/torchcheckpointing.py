@@ -57,9 +57,6 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
     Errors are tierfs's own, and subclasses of `OSError` where ``torch_checkpointing`` requires that. A path of the
     wrong kind raises `NotADirectoryError` or `IsADirectoryError`. A file appears when its stream is closed. A directory
     is renamed file by file, the metadata last.
-
-    Args:
-        options: See `TierStorageConfig`.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:

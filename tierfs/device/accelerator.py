@@ -167,10 +167,7 @@ class Accelerator:
     def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
         """Hash blocks after the work that is queued on a stream. Blocks until the digests are complete.
 
-        Args:
-            stream: The stream.
-            addresses: uint64: address of each block in device memory.
-            lengths: uint32: length of each block in bytes.
+        Addresses are uint64, and lengths uint32, in bytes.
 
         Returns:
             The digests in order, 16 bytes each.

@@ -35,9 +35,8 @@ _functions: dict[tuple[Path, str, int], Any] = {}
 def function(name: str, file: str | os.PathLike[str]) -> Any:
     """Return a kernel for the current device, compiled on first use in this process. Thread-safe.
 
-    Args:
-        name: Name of the kernel, declared ``extern "C" __global__``.
-        file: A file of ``kernels/`` without its suffix, or a path that ends in ``.cu``.
+    The name is that of an ``extern "C" __global__`` function in a file of ``kernels/``, or in a path that ends in
+    ``.cu``.
 
     Returns:
         A ``cupy.RawKernel`` for `launch`.
@@ -135,10 +134,7 @@ def piece_table(copies: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint64
 def copy_pieces(copies: Sequence[tuple[int, int, int]], device: torch.device) -> None:
     """Queue copies on torch's current stream of ``device``. Returns before the kernel has run.
 
-    Args:
-        copies: For each its target's and its source's address in the device's memory, and its length in bytes. Nothing
-            overlaps.
-        device: A CUDA device.
+    Each copy is a target's and a source's address in the device's memory, and a length in bytes. Nothing overlaps.
 
     Raises:
         InvalidInputError: CuPy is not installed.
@@ -171,10 +167,6 @@ _WIDE_THREADS = 256
 
 def cut_blocks(address: int, length: int) -> tuple[Addresses, Lengths]:
     """Cut a region of memory into blocks.
-
-    Args:
-        address: Address of the region.
-        length: Length of the region in bytes.
 
     Returns:
         The addresses of the blocks, and their lengths in bytes: ``BLOCK_BYTES`` each, except that the last may be

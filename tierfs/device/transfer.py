@@ -80,10 +80,7 @@ class HostMemory(NamedTuple):
 class Transfer:
     """Copies the tensors of one save to host memory. Any thread may call `fence`, `wait` and `cancel`.
 
-    Args:
-        accelerator: The GPU on which the tensors lie.
-        drain: The drain of that GPU.
-        tier: The device tier. Required for `CaptureMode.DEVICE`.
+    `CaptureMode.DEVICE` requires a device tier.
 
     Attributes:
         mode: The mode in effect. It becomes ``ram`` if the device tier has no room.

@@ -276,10 +276,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
     def _names(self, path: str, relative: str, found: Iterable[str]) -> list[str]:
         """Return the names on this filesystem of paths found in the store at or below ``relative``.
 
-        Args:
-            path: The path that the caller gave. It is ``relative`` within the store.
-            relative: The same path, relative to the store.
-            found: Paths relative to the store.
+        ``path`` is the caller's, and ``relative`` the same path in the store.
         """
         stripped = str(self._strip(path))
         above, start = stripped.rstrip("/"), len(relative)

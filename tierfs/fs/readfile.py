@@ -28,11 +28,6 @@ SHARD_NAME = re.compile(r"rank-[0-9]+-[0-9a-f]+\.safetensors")
 class ReadFile(io.BufferedReader):
     """A file at one version, open for reading. Large reads go straight into the caller's buffer.
 
-    Args:
-        fs: The filesystem that opened the file.
-        path: The path in the form of that filesystem.
-        details: The result of ``fs.info`` when the file was opened.
-
     Attributes:
         size: Length of the file in bytes.
         blocksize: Needed by fsspec's ``blockcache::`` to set up its cache. Reads do not use that cache, because tierfs

@@ -16,11 +16,8 @@ class WriteDescriptor:
     """A file in memory (memfd) that user code writes to. `collect` takes its bytes and releases their memory.
 
     Offsets in it are offsets in the file being written. Collected bytes become a hole, so memory holds only the bytes
-    written since. The user's descriptor is write-only, because a hole would read as zeros.
-
-    Args:
-        path: Path of the file being written, for errors.
-        length: Bytes that the file has already.
+    written since. The user's descriptor is write-only, because a hole would read as zeros. ``length`` is the number of
+    bytes that the file has already.
 
     Attributes:
         number: The descriptor for the user.

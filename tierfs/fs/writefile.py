@@ -31,12 +31,8 @@ class WriteFile(io.BufferedIOBase):
     ``close`` also raises, unless a ``with`` passes the exception on. A failed write leaves a hole. After it,
     every write and ``close`` raise the same error, and nothing is published.
 
-    Several threads may write to a handle: each call of ``write`` appends its bytes as a whole.
-
-    Args:
-        fs: The filesystem that opened the file.
-        path: The path in the form of that filesystem.
-        autocommit: Whether ``close`` publishes. In a transaction it does not; ``commit`` does.
+    Several threads may write to a handle: each call of ``write`` appends its bytes as a whole. In a transaction
+    (``autocommit=False``), ``commit`` publishes, and ``close`` does not.
     """
 
     def __init__(self, fs: Any, path: str, writer: Writer, mode: str, *, autocommit: bool = True) -> None:

@@ -44,13 +44,6 @@ def compose(
 
     The caller holds the lock of the table of open stores.
 
-    Args:
-        location: The location that the store is opened for.
-        objects: The object tier, with the promises that its backend states.
-        descriptor: The store's descriptor.
-        url: URL of the root.
-        places: The object tier's names for the place of the root: see `ObjectTier.places`.
-
     Raises:
         TierfsError: The user asked for local tiers, and they cannot be used.
     """

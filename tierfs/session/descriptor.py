@@ -31,10 +31,7 @@ COMPARED_MAX = 100
 def mend_descriptor(location: Location, replicas: Sequence[Store] = (), *, dry_run: bool = False) -> str:
     """Repair the descriptor of the store whose root is here, if it is damaged, or missing beside the store's records.
 
-    Args:
-        location: The root.
-        replicas: Other stores. The descriptor of a copy of this store is its descriptor.
-        dry_run: Change nothing.
+    The descriptor of a copy of this store, one of ``replicas``, is its descriptor.
 
     Returns:
         The source of the right bytes; empty if there is nothing to repair.

@@ -63,10 +63,7 @@ def _pending(tiers: Tiers, *, ends: bool) -> list[str]:
 def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
     """Call `finish` when this process ends, unless it is a forked child or the tiers are no longer used.
 
-    Args:
-        tiers: The tiers. Held by a weak reference.
-        url: The store's root.
-        launcher: A launcher that ``tiers`` keep alive.
+    The tiers, which keep the launcher alive, are held by a weak reference.
     """
     _open[tiers] = url, weakref.ref(launcher), os.getpid()
     _register(os.getpid())

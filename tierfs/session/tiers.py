@@ -100,12 +100,8 @@ def tiers_for(
 ) -> Tiers:
     """Make this process's part of a store's local tiers.
 
-    Args:
-        target: The store.
-        settings: Budgets, the state directory, timeouts.
-        connect: Opens the store without local tiers, for a flusher that is a thread of this process.
-        home: See `home_of`.
-        resumes: Whether to start a flusher if changes are pending.
+    ``connect`` opens the store without local tiers, for a flusher that is a thread. ``resumes`` says whether to start a
+    flusher if changes are pending.
     """
     clock = SystemClock()
     host, directory = home
@@ -268,10 +264,7 @@ class LaunchingClient(FlusherClient):
     def hand_over(self, options: dict[str, Any], *, writes: bool, codecs: str | None = None) -> None:
         """Send the flusher these options for the object tier, which may be renewed credentials.
 
-        Args:
-            options: The options in use now.
-            writes: Whether something is changed with them.
-            codecs: The codecs that the user asked for, if any.
+        ``writes`` says whether something is changed with them. ``codecs`` are those that the user asked for, if any.
         """
         if self._launcher.hand_over(options, writes=writes, codecs=codecs):
             self.greet_again()

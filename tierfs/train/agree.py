@@ -41,10 +41,7 @@ _logger = logging.getLogger("tierfs.train")
 class World:
     """The ranks of a job, with one gloo group for the training thread and another one for the thread that saves.
 
-    The constructor is a collective.
-
-    Args:
-        timeout_s: Seconds that a rank waits for the others.
+    The constructor is a collective. A rank waits for the others for ``timeout_s`` seconds.
 
     Attributes:
         while_waiting: Called every `WAITED_S` while the training thread waits for the others, with a function that returns
@@ -178,11 +175,8 @@ class Agreed:
 class Agreement:
     """Lets the ranks agree at every n-th of the calls that all of them make, so that it costs little.
 
-    Ranks send their numbers at one call and receive the result at the next one. Training goes on in between.
-
-    Args:
-        world: The ranks.
-        kind: The place in the training loop that makes these calls: 0 or 1. It detects a rank at the other place.
+    Ranks send their numbers at one call and receive the result at the next one. Training goes on in between. ``kind``
+    is the place in the training loop that makes these calls: 0 or 1. It detects a rank at the other place.
 
     Attributes:
         every: Ranks agree at every n-th call. All ranks have the same number.

@@ -34,13 +34,6 @@ STEPS_MEASURED = 16
 class SaveDecider:
     """Asks the policies of this rank, and lets the ranks agree. Handles the signals of `Preemption` until `close`.
 
-    Args:
-        world: The ranks.
-        health: Counts the failed saves of this rank.
-        full: Policies for full saves. Each of them can ask for one.
-        light: Policies for light saves. Each of them can ask for one.
-        saves: Makes the saves.
-
     Attributes:
         timer: Measures how long steps take, and for how long a save blocks them.
     """
@@ -88,8 +81,7 @@ class SaveDecider:
     def at_check(self, step: int) -> Iterator[Agreed]:
         """Do the same between steps, where the caller acts only on ``stop``. A collective.
 
-        Args:
-            step: The last step that was made.
+        ``step`` is the last step that was made.
         """
         self._check_timer.made_step()
         agreed = self._opinion(step) if self._world.size == 1 else self._at_checks.receive()
@@ -101,9 +93,7 @@ class SaveDecider:
     def wish(self, step: int, *, uniform: bool | None = None) -> int:
         """Return the kind of save that this rank's policies ask for; 0 for none.
 
-        Args:
-            step: The step that was made.
-            uniform: ``True`` asks only policies that answer the same on all ranks, ``False`` the others, ``None`` all.
+        ``uniform=True`` asks only policies that answer the same on all ranks, ``False`` only the others.
         """
         context = self.context()
         for kind in (FULL, LIGHT):

@@ -163,10 +163,6 @@ def young_daly_s(cost_s: float, mtbf_s: float) -> float:
     """Return the interval between saves, in seconds, with the least expected loss of time.
 
     This is Daly's "A higher order estimate of the optimum checkpoint interval" (2006).
-
-    Args:
-        cost_s: Seconds for which a save blocks training.
-        mtbf_s: Mean seconds between failures.
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s

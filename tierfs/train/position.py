@@ -33,10 +33,7 @@ def positions(loaders: Sequence[Any]) -> dict[str, Any]:
 def set_positions(loaders: Sequence[Any], saved: Any, epoch: int) -> list[str]:
     """Set the positions that `positions` returned. Return in words why the data differs; empty if it is the same.
 
-    Args:
-        loaders: The data loaders.
-        saved: The positions, or a list of the loaders' own states, as earlier checkpoints have.
-        epoch: The epoch of loaders that do not tell theirs.
+    Earlier checkpoints have a list of the loaders' own states. ``epoch`` is for loaders that do not tell theirs.
 
     Raises:
         InvalidInputError: A loader does not take its position, for example because its data set is shorter.

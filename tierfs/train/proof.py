@@ -158,10 +158,7 @@ class Prover:
     ) -> list[PartCheck]:
         """Compare the restored state, part by part.
 
-        Args:
-            state: This rank's state, as it would be saved.
-            step: The step that the state has; ``None`` if it is unknown.
-            learning_rates: The learning rates that the state has; ``None`` if they are unknown.
+        What the state does not tell is ``None``.
         """
         expected, about = self._restored.step, self._restored.about
         rates = None if learning_rates is None else list(learning_rates)
@@ -225,11 +222,7 @@ class Prover:
     ) -> PartCheck:
         """Make steps again, and compare their losses with the recorded ones.
 
-        Args:
-            train: Makes a step, and returns its loss.
-            steps: The steps to make, ascending.
-            recorded: The recorded losses by step.
-            tolerance: The relative difference that two losses may have; 0 compares bit for bit.
+        ``tolerance`` is the relative difference that two losses may have; 0 compares bit for bit.
         """
         problem = ""
         for step in steps:

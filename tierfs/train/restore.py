@@ -103,13 +103,7 @@ class _Planner(TierLoadPlanner):
 
 
 class Restorer:
-    """Loads steps of a run. Each call is a collective.
-
-    Args:
-        run: The directory of the run.
-        options: Options for `TierReader`.
-        world: The ranks.
-    """
+    """Loads steps of a run. Each call is a collective."""
 
     def __init__(self, run: RunDirectory, options: Mapping[str, Any], world: World) -> None:
         self._run = run

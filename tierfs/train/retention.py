@@ -75,11 +75,7 @@ class Retention:
     def resume(self, step: int, kind: str, lines: Lines | None, newer: Iterable[int]) -> None:
         """Protect a restored checkpoint, and learn the known checkpoints from its record.
 
-        Args:
-            step: The restored step.
-            kind: The kind of its checkpoint.
-            lines: The lines of the root.
-            newer: Newer steps. No policy keeps those that the run left behind.
+        No policy keeps ``newer`` steps that the run left behind.
         """
         record = self._run.record_of(step) or {}
         try:

@@ -52,17 +52,6 @@ class RunWriter(TierWriter):
 class SaveThread:
     """Makes the saves of one rank in the order of their requests. Its collectives use `World.saving`.
 
-    Args:
-        run: The directory of the run.
-        writer: Writes the checkpoints.
-        world: The ranks.
-        course: The line of the run, which is recorded with a save.
-        keep: Removes checkpoints after each save.
-        health: Gets the outcome of each save.
-        planner: Returns a new planner for each save; ``None`` for torch's own.
-        on_stale: ``warn``, ``raise`` or ``ignore``, for a save whose tensors all equal those of the last saved step.
-        reads_back: Whether each save is read back.
-
     Attributes:
         context: Returns the facts that keep policies get. `SaveDecider` sets it.
         save_s: Seconds until a save reached its level, by the slowest recent save; 0 before the first one.

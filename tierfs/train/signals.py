@@ -27,9 +27,6 @@ class Signals:
 
     Python lets only the main thread set handlers. On another thread, this logs a warning and handles nothing.
 
-    Args:
-        wanted: The signals to handle.
-
     Raises:
         InvalidInputError: A signal is invalid or cannot be handled, such as SIGKILL. No handler is set then.
 

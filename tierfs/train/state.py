@@ -38,11 +38,7 @@ LEFT_OUT = ("optimizer", "data loader", "scaler", "extra values")
 class Wanted:
     """The values that a restore loads.
 
-    Args:
-        kind: The kind of the checkpoint, ``full`` or ``light``.
-        about: The description of the checkpoint; ``None`` if it has none.
-        names: The names of all saved values.
-        only: The names of those that are loaded.
+    ``names`` are those of all saved values, ``only`` those of the loaded ones.
 
     Attributes:
         kind: As given.
@@ -379,10 +375,7 @@ def _complete_state(optimizer: torch.optim.Optimizer, *, is_whole: bool) -> Iter
     """Let torch make the state that parameters lack, to load into. If that fails, the state stays as it was.
 
     torch makes it only for an optimizer that has neither state nor gradients. Without it, saved state would be skipped.
-
-    Args:
-        optimizer: The optimizer.
-        is_whole: Whether all saved state is loaded. Otherwise the optimizer keeps the state that it has.
+    If not all saved state is loaded (``is_whole``), the optimizer keeps the state that it has.
     """
     before = dict(optimizer.state)
     with _unchanged(optimizer) as parameters:

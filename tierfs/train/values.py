@@ -136,9 +136,7 @@ def pack(value: Any) -> str:
 def unpack(text: str, where: str) -> Any:
     """Decode a value that `pack` encoded.
 
-    Args:
-        text: The JSON that `pack` returned.
-        where: The name of the value in errors.
+    Errors begin with ``where``.
 
     Raises:
         FormatError: The text is invalid, or from a newer version.

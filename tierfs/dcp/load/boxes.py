@@ -101,8 +101,7 @@ class BoxReader:
     def read(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
         """Read boxes into tensors of their own, concurrently.
 
-        Args:
-            boxes: All different, and of tensors whose shards make up the whole tensor: see `Checkpoint.check_whole`.
+        The boxes are all different, and of tensors whose shards make up the whole tensor: see `Checkpoint.check_whole`.
 
         Raises:
             CorruptionError: Stored bytes are wrong or missing.

@@ -51,9 +51,6 @@ def mark_absent(metadata: Any) -> Any:
     Plans for other parts of the tensor do not change. If chunks overlap, or there are too many gaps, one such chunk
     stands for the whole tensor.
 
-    Args:
-        metadata: torch's `Metadata`.
-
     Returns:
         The same object if every tensor is whole, else a copy.
     """
@@ -131,9 +128,7 @@ def problem_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> str:
 def gaps_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> list[Region] | None:
     """Return the parts of a tensor that no box covers, as boxes that do not overlap.
 
-    Args:
-        boxes: Inside the tensor, without overlaps.
-        shape: Of the tensor.
+    The boxes lie inside the tensor and do not overlap.
 
     Returns:
         The gaps; ``None`` if finding them takes too much work.
@@ -148,9 +143,7 @@ def gaps_of(boxes: Sequence[Region], shape: tuple[int, ...]) -> list[Region] | N
 class Bound:
     """Limits how often an untrusted document makes a routine repeat itself.
 
-    Args:
-        count: The number of steps in total.
-        problem: The message of the error.
+    `take` counts the steps, and raises `ValueError` with the given text after so many.
     """
 
     def __init__(self, count: int, problem: str) -> None:

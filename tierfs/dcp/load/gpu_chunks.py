@@ -31,9 +31,7 @@ _logger = logging.getLogger("tierfs.dcp")
 class Uploads:
     """Two sets of buffers of one chunk each: one is filled while the other is copied. Not thread-safe.
 
-    Args:
-        accelerator: The GPU that receives the bytes.
-        length: Most bytes that will be copied. Few bytes take few buffers.
+    For few bytes in all (``length``) it takes few buffers.
 
     Attributes:
         count: Number of buffers in a set.
@@ -107,10 +105,7 @@ _Sent: TypeAlias = tuple[_WantedChunk, bytes, torch.Tensor]
 class GpuChunks:
     """Loads parts of files into one GPU, on its current stream. Not thread-safe.
 
-    Args:
-        files: The checkpoint's files.
-        uploads: Page-locked buffers for the same GPU. The first chunk that is sent allocates as much memory on the GPU
-            as a set of them has.
+    The first chunk that is sent allocates as much memory on the GPU as a set of the buffers has.
     """
 
     def __init__(self, files: ShardFiles, uploads: Uploads) -> None:
@@ -222,11 +217,6 @@ def roll_back(
     """Load the items that lie in a device tier of this process.
 
     All bytes of the snapshot are verified before any is copied.
-
-    Args:
-        save_id: The id of the save.
-        wanted: torch's `ReadItem`, with the saved chunk or object.
-        planner: torch's `LoadPlanner`.
 
     Returns:
         The items that have to be read elsewhere, and the number of bytes copied.

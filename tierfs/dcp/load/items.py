@@ -68,12 +68,7 @@ class _Part:
 
 
 class ItemReader:
-    """Reads items of a plan in waves. It calls the planner on the caller's thread.
-
-    Args:
-        files: The checkpoint's files.
-        planner: torch's `LoadPlanner`.
-    """
+    """Reads items of a plan in waves. It calls the planner on the caller's thread."""
 
     def __init__(self, files: ShardFiles, planner: Any) -> None:
         self._files = files
@@ -100,8 +95,7 @@ class ItemReader:
     def read(self, items: Sequence[tuple[Any, SavedItem]]) -> None:
         """Read items into their destinations.
 
-        Args:
-            items: torch's `ReadItem`, with the saved chunk or object. Sorted by file and offset they are read fastest.
+        Sorted by file and offset they are read fastest.
 
         Raises:
             CorruptionError: Stored bytes are wrong or missing.
@@ -261,10 +255,7 @@ class ItemReader:
 def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
     """Copy a tensor into another one of the same shape, converting the dtype.
 
-    Args:
-        target: A tensor of any device, strides and dtype.
-        source: On the CPU.
-        uploads: The buffers that hold the source, if the copy to a GPU may be done later.
+    The source is on the CPU. If it lies in lent buffers of ``uploads``, the copy to a GPU may be done later.
     """
     if target.dtype == source.dtype and source.dtype.itemsize == 1 and not is_quantized(target):
         # torch cannot copy some of the one-byte dtypes, but it can copy their bytes.
@@ -308,10 +299,6 @@ class Destinations:
 
     def add(self, name: str, tensor: Any) -> bool:
         """Add a destination. Several destinations of one name are assumed not to overlap.
-
-        Args:
-            name: The loaded tensor's name.
-            tensor: The destination, or a part of it.
 
         Returns:
             False if the memory from its first to its last byte may overlap another name's. Then it is not added.

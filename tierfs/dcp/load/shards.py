@@ -40,10 +40,7 @@ class FileRange(NamedTuple):
 class ShardFiles:
     """Files of a checkpoint. Each is looked up once. Not for use by several threads at once.
 
-    Args:
-        store: The store that holds them.
-        directory: The checkpoint's directory, relative to the store's root.
-        lengths: The lengths that the metadata says, for the files that it names.
+    ``lengths`` are those that the metadata says, for the files that it names.
     """
 
     def __init__(self, store: Store, directory: str, lengths: Mapping[str, int]) -> None:
@@ -126,12 +123,6 @@ class ShardFiles:
 
     def check(self, name: str, at: int, length: int, label: str) -> None:
         """Check that a range lies in its file.
-
-        Args:
-            name: The file's name.
-            at: Where the range begins in the file.
-            length: Of the range.
-            label: Its owner, for errors.
 
         Raises:
             CorruptionError: It does not, or the file is missing or of another length.

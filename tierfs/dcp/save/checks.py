@@ -78,13 +78,7 @@ def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
 def check_free(store: Store, url: str, path: str, metadata_path: str, *, overwrite: bool, together: bool) -> None:
     """Check that a checkpoint may be saved to a directory.
 
-    Args:
-        store: The store to save to.
-        url: The directory's name in messages.
-        path: The checkpoint's directory, relative to the store.
-        metadata_path: The path of the checkpoint's metadata.
-        overwrite: Whether an existing checkpoint may be replaced.
-        together: Whether the ranks save together, with collectives.
+    ``together`` says whether the ranks save with collectives.
 
     Raises:
         AlreadyExistsError: A checkpoint is there and may not be replaced, or a load would find it instead of the new

@@ -94,11 +94,7 @@ class GpuStaging:
     def transfer(self, accelerator: Accelerator, store: Store, pin: Callable[[], None], *, at_once: bool) -> Transfer:
         """Create a transfer for tensors of one GPU that go to one file.
 
-        Args:
-            accelerator: The GPU.
-            store: The store that the file is saved to.
-            pin: Registers the file's memory with the GPU.
-            at_once: Whether the caller waits for the bytes.
+        ``at_once`` says whether the caller waits for the bytes.
         """
         budget = self._budget_of(store)
         mode, tier = CaptureMode.RAM, None
@@ -232,12 +228,7 @@ def _use_of(segment: Any) -> Callable[[], bool]:
 def snapshots_of(
     transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Place]]
 ) -> list[tuple[Transfer, dict[Any, Spot]]]:
-    """Return, for each snapshot in the device tier, where items lie in it, by the item's key.
-
-    Args:
-        transfers: See `ShardFile`.
-        items: Key, tensor and place in the file of each item.
-    """
+    """Return, for each snapshot in the device tier, where items lie in it, by the item's key."""
     begins = {
         id(run): (transfer, begin)
         for transfer, runs in transfers

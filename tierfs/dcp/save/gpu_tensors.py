@@ -81,14 +81,7 @@ class Later:
 
 
 class LaterState(StagedState):
-    """A staged state some of whose tensors follow: an `Awaited` stands for each of them until the content is read.
-
-    Args:
-        content: Its content.
-        save: The save that it was staged for, if any.
-        file: The shard file that its tensors lie in.
-        later: The staged tensors.
-    """
+    """A staged state some of whose tensors follow: an `Awaited` stands for each of them until the content is read."""
 
     def __init__(self, content: Mapping[str, Any], save: Save | None, file: ShardFile, later: Later) -> None:
         self.later = later
@@ -146,8 +139,7 @@ ForkingPickler.register(LaterState, LaterState.reduce_for_process)
 class Awaited:
     """Stands for a tensor whose memory is not available yet.
 
-    Args:
-        make: Returns the tensor. Called once it is available.
+    ``make`` returns the tensor once it is available.
     """
 
     __slots__ = ("_made", "_make")
@@ -180,10 +172,7 @@ def _replaced(value: Any) -> Any:
 class _GpuPart:
     """The tensors of one GPU.
 
-    Args:
-        transfer: Moves them to the host.
-        plan: Their layout in the file.
-        numbers: Their numbers among all tensors of the call.
+    ``numbers`` are those of the tensors among all tensors of the call.
     """
 
     def __init__(self, transfer: Transfer, plan: TensorPlan, numbers: Sequence[int]) -> None:
@@ -264,11 +253,7 @@ def begin_tensors(file: ShardFile, tensors: Sequence[tuple[str, torch.Tensor]], 
 def _fill(file: ShardFile, jobs: Sequence[_GpuPart], later: Later, *, is_alone: bool = True) -> None:
     """Reserve memory for captured tensors, and move them there.
 
-    Args:
-        file: Receives the bytes.
-        jobs: One for each of some GPUs; the other GPUs follow in another call.
-        later: Receives the views.
-        is_alone: Whether this runs in the background, where an error cannot be raised to a caller.
+    ``is_alone`` says whether this runs in the background, where an error cannot be raised to a caller.
 
     Raises:
         CapacityError: There is no room, and ``is_alone`` is false.

@@ -55,15 +55,8 @@ def publish_shards(
 ) -> SaveMark:
     """Publish shard files.
 
-    If the ranks run on several hosts, announce them, to be published when all parts have arrived.
-
-    Args:
-        store: The store to publish in.
-        path: The checkpoint's directory, relative to the store.
-        save: The save, on the coordinator.
-        metadata: As DCP planned it.
-        parts: The results of all ranks.
-        facts: ``kind`` and ``run`` for the `CheckpointNote`, if a training manager saves.
+    If the ranks run on several hosts, announce them, to be published when all parts have arrived. ``facts`` are
+    ``kind`` and ``run`` for the `CheckpointNote`, if a training manager saves.
 
     Returns:
         The mark of the save.

@@ -122,9 +122,6 @@ class Saves:
     def settled(self, where: str) -> Save | None:
         """Return the save that was requested last; ``None`` if there was none. Earlier saves may still be in flight.
 
-        Args:
-            where: The checkpoint's name in messages.
-
         Raises:
             NotFoundError: That save has not finished.
         """

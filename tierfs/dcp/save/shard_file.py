@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 class FileRun:
     """A run, and the tensors or objects in it.
 
-    Args:
-        memory: The run.
-        address: The address of its first byte in this process.
-        entries: The header's entries, in order.
+    ``address`` is that of its first byte in this process.
     """
 
     def __init__(self, memory: Run, address: int, entries: Sequence[HeaderEntry]) -> None:
@@ -228,10 +225,8 @@ class ShardFile:
     def check_arrived(self, only: Collection[FileRun] | None = None) -> None:
         """Hash the bytes that a GPU hashed before they left it, and compare the digests.
 
-        The file's memory must be filled and not sealed. Once all bytes are checked, later calls do nothing.
-
-        Args:
-            only: The runs to check; ``None`` for all.
+        The file's memory must be filled and not sealed. Once all bytes are checked, later calls do nothing. ``only``
+        limits the check to some runs.
 
         Raises:
             CorruptionError: The bytes changed in transfer.

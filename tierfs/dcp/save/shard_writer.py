@@ -35,12 +35,7 @@ Stored: TypeAlias = tuple[int, list[int], list[int]]
 def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging, save: Save) -> Stored:
     """Store a rank's items as one safetensors file, from the memory where they were staged, or by copying them.
 
-    Args:
-        store: The store to write to.
-        path: Relative to the store; drawn at random.
-        items: With their data.
-        gpu: Moves tensors from a GPU.
-        save: The save. It learns where the items lie in the device tier.
+    The path is relative to the store, and drawn at random. ``save`` learns where the items lie in the device tier.
 
     Raises:
         StoreError, CapacityError, ConflictError, TimeoutError: The file could not be stored.
@@ -145,10 +140,7 @@ def _without_room(store: Store, items: Sequence[tuple[WriteItem, Any]]) -> Seque
 def stream(store: Store, path: str, items: Sequence[tuple[str, torch.Tensor | memoryview]]) -> Stored:
     """Write a shard file from front to back. At most one tensor is copied at a time.
 
-    Args:
-        store: The store to write to.
-        path: Relative to the store; drawn at random.
-        items: Dense tensors on any device, and the bytes of objects, with their names. In the order of the file.
+    The path is relative to the store, and drawn at random. Tensors are dense, on any device.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
@@ -178,12 +170,7 @@ def stream(store: Store, path: str, items: Sequence[tuple[str, torch.Tensor | me
 def commit_shard(file: ShardFile, path: str, wanted: Sequence[Place]) -> tuple[int, list[int]]:
     """Publish a shard file under a name. Runs that hold no wanted part are left out.
 
-    Afterwards the file is over, even if this fails.
-
-    Args:
-        file: An open shard file.
-        path: Relative to the file's store; drawn at random.
-        wanted: The parts that the checkpoint refers to.
+    Afterwards the file is over, even if this fails. The path is relative to the file's store, and drawn at random.
 
     Returns:
         The file's length, and the offset of each wanted part in the file; both in bytes.
@@ -302,10 +289,7 @@ SUFFIX = filesystem.DEFAULT_SUFFIX
 def write_archives(store: Store, path: str, items: Sequence[torch.Tensor | io.BytesIO]) -> Stored:
     """Write tensors and serialised objects as one file, from front to back, at the store's level.
 
-    Args:
-        store: The store to write to.
-        path: Relative to the store; drawn at random.
-        items: Tensors on any device. At most one tensor is copied at a time.
+    The path is relative to the store, and drawn at random. Tensors may lie on any device; one at a time is copied.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.

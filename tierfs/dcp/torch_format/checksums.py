@@ -21,13 +21,6 @@ def check_checksums(
 ) -> None:
     """Check an archive that tierfs has no digests of against the checksums in it: see `problem_of`.
 
-    Args:
-        files: The checkpoint's files.
-        place: The place of the archive.
-        fqn: The tensor's or object's name.
-        stream: The bytes of the archive, at their start.
-        known: As for `problem_of`.
-
     Raises:
         CorruptionError: A record does not match its checksum.
         TierfsError: The archive cannot be read.

@@ -49,10 +49,6 @@ def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]], plann
 def locate(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]]) -> tuple[list[tuple[Any, SavedItem]], list[Any]]:
     """Separate tensors in safetensors files from those that ``torch.save`` wrote.
 
-    Args:
-        files: The checkpoint's files.
-        wanted: torch's `ReadItem`, with the saved chunk, whose place is a `StockPlace`.
-
     Returns:
         The items in safetensors files, with the places of their bare bytes; and the other items, unchanged.
 

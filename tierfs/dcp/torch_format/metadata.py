@@ -176,10 +176,6 @@ class _Unpickler(pickle._Unpickler):
 def unpickle(data: bytes, where: str) -> Any:
     """Return the content of the pickle: `Record` for torch's objects, strings for layouts and paths, tuples for sizes.
 
-    Args:
-        data: The pickle.
-        where: Its name in errors.
-
     Raises:
         InvalidInputError: The pickle names a global that torch's metadata does not use. Nothing was called.
         CorruptionError: The pickle is damaged.
