@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of, in_batches
+from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of
 from tierfs.dcp.tensorbytes import bytes_of
 
 ELEMENTS_AT_ONCE = 1 << 20
@@ -104,11 +104,9 @@ def compare(a: Checkpoint, b: Checkpoint, *, progress: Callable[[int], object] |
         checkpoint.check_whole(tensors)
     readers = BoxReader(a), BoxReader(b)
     differences = {fqn: TensorDifference() for fqn in tensors}
-    for batch in in_batches(_boxes(a, b, tensors)):
-        for box, one, other in zip(batch, readers[0].read(batch), readers[1].read(batch), strict=True):
-            differences[box.fqn].add(compare_tensors(one, other))
-            if progress is not None:
-                progress(box.length)
+    boxes = list(_boxes(a, b, tensors))
+    for (box, one), (_, other) in zip(readers[0].each(boxes, progress), readers[1].each(boxes), strict=True):
+        differences[box.fqn].add(compare_tensors(one, other))
     found.tensors = {fqn: difference for fqn, difference in differences.items() if difference.differing}
     found.objects = [
         fqn for fqn in alike if described_a[fqn] == _OBJECT and readers[0].object(fqn) != readers[1].object(fqn)

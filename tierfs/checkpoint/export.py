@@ -10,7 +10,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tierfs.codec.layout.safetensors import HEADER_BYTES_MAX, HeaderEntry
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.load.boxes import BATCH_BYTES, Box, BoxReader, boxes_of, in_batches
+from tierfs.dcp.load.boxes import BATCH_BYTES, Box, BoxReader, boxes_of
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.save.plan import header
 from tierfs.dcp.tensorbytes import bytes_of, in_safetensors
@@ -81,7 +81,7 @@ def _with_head(
     head: bytes, checkpoint: Checkpoint, names: list[str], progress: Callable[[int], object] | None
 ) -> Iterator[memoryview]:
     yield memoryview(head)
-    for _, tensor in _read(checkpoint, names, progress):
+    for _, tensor in BoxReader(checkpoint).each(_boxes(checkpoint, names), progress):
         if tensor.numel():
             yield bytes_of(tensor)
 
@@ -124,13 +124,8 @@ def state_of(
     tensors = checkpoint.tensors
     paths = checkpoint.metadata.planner_data
     nested(dict.fromkeys([*values, *tensors]), paths)  # refuses paths that contradict each other
-    for batch in in_batches(
-        Box(fqn, item.properties.dtype, (0,) * len(item.size), tuple(item.size)) for fqn, item in tensors.items()
-    ):
-        for box, tensor in zip(batch, reader.read(batch), strict=True):
-            values[box.fqn] = tensor
-            if progress is not None:
-                progress(box.length)
+    whole = (Box(fqn, item.properties.dtype, (0,) * len(item.size), tuple(item.size)) for fqn, item in tensors.items())
+    values |= {box.fqn: tensor for box, tensor in reader.each(whole, progress)}
     return nested(values, paths)
 
 
@@ -160,7 +155,7 @@ def write_dcp(
             places[MetadataIndex(fqn)] = _stored(stream, partial(stream.write, reader.object(fqn)))
         for fqn, item in checkpoint.tensors.items():
             items[fqn] = TensorStorageMetadata(item.properties, item.size, [])
-        for box, tensor in _read(checkpoint, list(checkpoint.tensors), progress):
+        for box, tensor in reader.each(_boxes(checkpoint, checkpoint.tensors), progress):
             offsets = torch.Size(box.offsets)
             number = len(items[box.fqn].chunks)
             items[box.fqn].chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
@@ -210,17 +205,8 @@ def _paths_of(paths: Any, items: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if paths is None else {fqn: path for fqn, path in paths.items() if fqn in items}
 
 
-def _read(
-    checkpoint: Checkpoint, names: list[str], progress: Callable[[int], object] | None
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield every box of the named tensors, in order, with its elements."""
-    reader = BoxReader(checkpoint)
-    boxes = (box for fqn in names for box in boxes_of(checkpoint, fqn, bytes_max=BATCH_BYTES))
-    for batch in in_batches(boxes):
-        for box, tensor in zip(batch, reader.read(batch), strict=True):
-            yield box, tensor
-            if progress is not None:
-                progress(box.length)
+def _boxes(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[Box]:
+    return (box for fqn in names for box in boxes_of(checkpoint, fqn, bytes_max=BATCH_BYTES))
 
 
 def _listed(names: list[str]) -> str:

@@ -102,12 +102,7 @@ def import_checkpoint(
 
 
 def import_part(
-    source: Checkpoint,
-    url: str,
-    part: ImportPart,
-    *,
-    overwrite: bool,
-    progress: Callable[[int], object] | None = None,
+    source: Checkpoint, url: str, part: ImportPart, *, overwrite: bool, progress: Callable[[int], object] | None = None
 ) -> PartResult:
     """Import one part, in any process that can access both stores. Arguments are as for `import_checkpoint`.
 
@@ -145,11 +140,7 @@ def _write_part(
 ) -> PartResult:
     reader = BoxReader(source)
     data: dict[tuple[str, tuple[int, ...]], Any] = {(fqn, ()): io.BytesIO(reader.object(fqn)) for fqn in part.objects}
-    for batch in in_batches(part.boxes):
-        for box, tensor in zip(batch, reader.read(batch), strict=True):
-            data[box.fqn, box.offsets] = tensor
-            if progress is not None:
-                progress(box.length)
+    data |= {(box.fqn, box.offsets): tensor for box, tensor in reader.each(part.boxes, progress)}
     return list(writer.write_data(part.plan, _Given(data)).value())
 
 

@@ -90,9 +90,7 @@ def _change(name: str, module: Any, change: Callable[[Any], None]) -> None:
         import logging  # noqa: PLC0415 - as above
 
         logging.getLogger("tierfs.dcp").warning(
-            "%s of this torch is unknown (%s): it may take a tierfs URL for a local path, so pass it none",
-            name,
-            error,
+            "%s of this torch is unknown (%s): it may take a tierfs URL for a local path, so pass it none", name, error
         )
 
 

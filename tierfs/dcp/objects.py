@@ -291,10 +291,7 @@ def _look_up(content: bytes) -> tuple[dict[str, str], str]:
             if not name or name in allowed:
                 continue
             if name.partition(".")[0] in _blocklisted_modules:
-                return (
-                    {},
-                    f"it is built with {name}, and torch blocks that module: save its parts as plain values",
-                )
+                return ({}, f"it is built with {name}, and torch blocks that module: save its parts as plain values")
             needed[name] = module
     except ValueError:  # unknown content: the planner that made it can read it
         return {}, ""

@@ -22,14 +22,7 @@ from tierfs.dcp.load.coverage import Absent, mark_absent
 from tierfs.dcp.load.gpu_chunks import roll_back
 from tierfs.dcp.load.shards import ShardFiles
 from tierfs.dcp.torch_format.data import read_items
-from tierfs.errors import (
-    ConflictError,
-    CorruptionError,
-    InvalidInputError,
-    NotFoundError,
-    StoreError,
-    TierfsError,
-)
+from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.format.checkpoint import ROOT, metadata_file
 from tierfs.format.keys import inside
 from tierfs.gc_pause import Uncollected, planning
@@ -163,8 +156,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         except NotFoundError as error:
             why = "; ".join(map(str, waiting)) or "an unfinished save has none"
             raise NotFoundError(
-                f"no checkpoint is at {self.checkpoint_id}: {where} does not exist; {why}; see `tierfs ls`",
-                path=path,
+                f"no checkpoint is at {self.checkpoint_id}: {where} does not exist; {why}; see `tierfs ls`", path=path
             ) from error
         for save in waiting:
             _logger.warning("%s: a later save is incomplete and is not loaded: %s", self.checkpoint_id, save)
@@ -240,7 +232,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         if len(saves) > 1:
             raise ConflictError(
                 f"{self.checkpoint_id} was saved again while it was being loaded: the ranks read metadata of "
-                f"{len(saves)} saves, {', '.join(sorted(saves))}; load it again",
+                f"{len(saves)} saves, {', '.join(sorted(saves))}; load it again"
             )
         return plans
 

@@ -57,14 +57,7 @@ def function(name: str, file: str | os.PathLike[str]) -> Any:
     return found
 
 
-def launch(
-    kernel: Any,
-    grid: int,
-    block: int,
-    arguments: Sequence[Argument],
-    *,
-    device: torch.device,
-) -> None:
+def launch(kernel: Any, grid: int, block: int, arguments: Sequence[Argument], *, device: torch.device) -> None:
     """Launch ``kernel`` on torch's current stream of ``device``. Returns before it has run.
 
     The kernel's memory follows torch's rules. A tensor allocated on the current stream may be released right after the

@@ -52,12 +52,7 @@ def compose(
     )
     options, settings, host_local = tier_settings(location, descriptor, url.partition("://")[2])
     plain = partial(Store, objects, descriptor, url=url, codecs=settings.codecs, state_dir=settings.directory)
-    opened = partial(
-        plain,
-        ack=settings.ack,
-        timeout_s=settings.timeout_s,
-        device_bytes=settings.device_bytes,
-    )
+    opened = partial(plain, ack=settings.ack, timeout_s=settings.timeout_s, device_bytes=settings.device_bytes)
     if not (settings.ram_bytes or settings.nvme_bytes):
         return opened()
     from tierfs.session import tiers as localtiers  # noqa: PLC0415 - brings numpy, which takes a while

@@ -39,12 +39,7 @@ class SaveDecider:
     """
 
     def __init__(
-        self,
-        world: World,
-        health: Health,
-        full: Sequence[SavePolicy],
-        light: Sequence[SavePolicy],
-        saves: SaveThread,
+        self, world: World, health: Health, full: Sequence[SavePolicy], light: Sequence[SavePolicy], saves: SaveThread
     ) -> None:
         self._world = world
         self._health = health

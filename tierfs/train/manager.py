@@ -443,12 +443,7 @@ class Manager:
             raise NotFoundError(f"{self._run.url} has no complete checkpoint: there is nothing to resume from")
         load = partial(self._restorer.restore, state, only=(), kind="full", on_corrupt="raise")
         return Prover(self._run, self._world, restored).prove(
-            as_state(state),
-            train,
-            lambda step: load(step=step),
-            steps=steps,
-            metric=metric,
-            tolerance=tolerance,
+            as_state(state), train, lambda step: load(step=step), steps=steps, metric=metric, tolerance=tolerance
         )
 
     def best(self, metric: str, mode: str = "min") -> int | None:

@@ -271,10 +271,7 @@ class TrainState:
             names = {name for group in own for name in group["params"]}
             state = {name: each for name, each in values["state"].items() if name in names}
             set_optimizer_state_dict(
-                self.model,
-                optimizer,
-                {"state": state, "param_groups": own},
-                options=StateDictOptions(strict=False),
+                self.model, optimizer, {"state": state, "param_groups": own}, options=StateDictOptions(strict=False)
             )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,16 @@ class BoxReader:
         read_items(self._files, wanted, self)
         targets, self._targets = self._targets, {}
         return [targets[box.fqn, box.offsets] for box in boxes]
+
+    def each(
+        self, boxes: Iterable[Box], progress: Callable[[int], object] | None = None
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield boxes in order, each with its elements, and pass the bytes of each to ``progress``. Raises as `read`."""
+        for batch in in_batches(boxes):
+            for box, tensor in zip(batch, self.read(batch), strict=True):
+                yield box, tensor
+                if progress is not None:
+                    progress(box.length)
 
     def resolve_tensor(self, item: Any) -> torch.Tensor:
         """Return the target of a read item. With `commit_tensor`, this is torch's `LoadPlanner` for `read_items`."""

@@ -190,7 +190,6 @@ def _in_safetensors(
         or end != begin + length
     ):
         raise CorruptionError(
-            f"{where}: the file's table has {entry!r}, but the metadata has {expected}",
-            path=saved.place.file,
+            f"{where}: the file's table has {entry!r}, but the metadata has {expected}", path=saved.place.file
         )
     return SavedItem(BytesPlace(saved.place.file, data_at + begin, length), saved.dtype, saved.sizes)
