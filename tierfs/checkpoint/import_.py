@@ -43,11 +43,7 @@ PART_BYTES = 1 << 30
 class ImportPart:
     """A part of a checkpoint to import, which becomes one shard file. It can be pickled for another process.
 
-    Attributes:
-        number: The number that takes the place of the rank.
-        objects: The names of the objects in this part.
-        boxes: The parts of tensors in this part.
-        plan: The save plan that torch's planner would make for this part.
+    Its number takes the place of the rank, and its plan is the one that torch's planner would make.
     """
 
     number: int

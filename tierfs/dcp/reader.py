@@ -37,11 +37,7 @@ _logger = logging.getLogger("tierfs.dcp")
 
 
 class _Unreadable:
-    """Stands for metadata that could not be read: torch's loader catches the error of `read_metadata` and goes on.
-
-    Attributes:
-        failure: That error. Access to any other attribute raises it.
-    """
+    """Stands for metadata that could not be read: torch's loader catches the error of `read_metadata` and goes on."""
 
     def __init__(self, failure: Exception) -> None:
         self.failure = failure

@@ -178,9 +178,6 @@ class Pins:
     """The registered regions of one process and GPU. Not thread-safe; no copy to a region may be in flight.
 
     A registration keeps the region mapped until `sweep` finds that it is no longer used.
-
-    Attributes:
-        failed: Number of regions that could not be registered, and are used as pageable memory.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -128,10 +128,8 @@ class _Instances(_Cached):
 class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
     """The base class of `TierFileSystem`, whose docstring describes the arguments.
 
-    fsspec passes it the rest of a chained URL.
-
-    Attributes:
-        _first: The path in the first chained URL of this instance. Empty if no URL had one.
+    fsspec passes it the rest of a chained URL. ``_first`` is the path in the first chained URL of this instance; empty
+    if no URL had one.
     """
 
     protocol = "tierfs"

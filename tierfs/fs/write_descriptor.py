@@ -18,9 +18,6 @@ class WriteDescriptor:
     Offsets in it are offsets in the file being written. Collected bytes become a hole, so memory holds only the bytes
     written since. The user's descriptor is write-only, because a hole would read as zeros. ``length`` is the number of
     bytes that the file has already.
-
-    Attributes:
-        number: The descriptor for the user.
     """
 
     def __init__(self, path: str, length: int) -> None:

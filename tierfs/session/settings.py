@@ -103,16 +103,8 @@ class TierOptions:
 class ResolvedTiers:
     """The options, resolved on this host.
 
-    Attributes:
-        ack: The level at which a write is acknowledged.
-        ram_bytes: Budget; 0 switches the tier off.
-        nvme_bytes: Budget; 0 switches the tier off.
-        directory: The state directory.
-        timeout_s: How long a writer waits for room, and for its level; ``None`` for no limit.
-        bandwidth: Most bytes per second from the flusher to the object tier; 0 for no limit.
-        codecs: Codecs that chunks may have.
-        device_bytes: Budget of the device tier of each writer and GPU; 0 switches the tier off.
-        problems: Why this host cannot provide a tier as asked for, by the tier's name.
+    See `TierOptions`. A budget of 0 switches its tier off, ``timeout_s=None`` and ``bandwidth=0`` mean no limit, and
+    ``problems`` tells by the tier's name why this host cannot provide it as asked for.
     """
 
     ack: Level

@@ -177,9 +177,6 @@ class Agreement:
 
     Ranks send their numbers at one call and receive the result at the next one. Training goes on in between. ``kind``
     is the place in the training loop that makes these calls: 0 or 1. It detects a rank at the other place.
-
-    Attributes:
-        every: Ranks agree at every n-th call. All ranks have the same number.
     """
 
     def __init__(self, world: World, kind: int) -> None:

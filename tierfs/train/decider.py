@@ -32,11 +32,7 @@ STEPS_MEASURED = 16
 
 
 class SaveDecider:
-    """Asks the policies of this rank, and lets the ranks agree. Handles the signals of `Preemption` until `close`.
-
-    Attributes:
-        timer: Measures how long steps take, and for how long a save blocks them.
-    """
+    """Asks the policies of this rank, and lets the ranks agree. Handles the signals of `Preemption` until `close`."""
 
     def __init__(
         self, world: World, health: Health, full: Sequence[SavePolicy], light: Sequence[SavePolicy], saves: SaveThread

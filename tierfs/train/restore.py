@@ -71,12 +71,7 @@ class Restored:
 
 
 class _Planner(TierLoadPlanner):
-    """Loads the values whose names match a pattern, and leaves the rest of the state unchanged.
-
-    Attributes:
-        not_loaded: The names of saved values to load that the state has no place for.
-        converted: The names of those that have another dtype in the state.
-    """
+    """Loads the values whose names match a pattern, and leaves the rest of the state unchanged."""
 
     def __init__(self, only: Sequence[str]) -> None:
         super().__init__()

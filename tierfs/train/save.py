@@ -37,8 +37,7 @@ _logger = logging.getLogger("tierfs.train")
 class RunWriter(TierWriter):
     """A writer that writes the notes beside a checkpoint right before it publishes it, so none lacks its notes.
 
-    Attributes:
-        notes: Writes the notes. Called on the coordinator with the save's id; ``None`` for no notes.
+    ``notes`` is called on the coordinator with the save's id.
     """
 
     notes: Callable[[str], None] | None = None

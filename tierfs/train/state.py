@@ -39,10 +39,6 @@ class Wanted:
     """The values that a restore loads.
 
     ``names`` are those of all saved values, ``only`` those of the loaded ones.
-
-    Attributes:
-        kind: As given.
-        about: As given.
     """
 
     def __init__(self, kind: str, about: About | None, names: Collection[str], only: Collection[str]) -> None:

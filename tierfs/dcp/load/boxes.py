@@ -33,11 +33,7 @@ _QUANTIZED = ("torch.qint", "torch.quint")
 class Box:
     """A part of a tensor.
 
-    Attributes:
-        fqn: The tensor's name.
-        dtype: Of its elements.
-        offsets: Where the box begins in the tensor, in elements.
-        sizes: The number of elements of each dimension.
+    Offsets and sizes are in elements.
     """
 
     fqn: str

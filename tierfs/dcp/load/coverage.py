@@ -28,11 +28,7 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Stands in ``storage_data`` for a chunk that was not saved, or whose content is ambiguous.
-
-    Attributes:
-        why: The problem of the tensor, in words.
-    """
+    """Stands in ``storage_data`` for a chunk that was not saved, or whose content is ambiguous."""
 
     why: str
 

@@ -32,9 +32,6 @@ class Uploads:
     """Two sets of buffers of one chunk each: one is filled while the other is copied. Not thread-safe.
 
     For few bytes in all (``length``) it takes few buffers.
-
-    Attributes:
-        count: Number of buffers in a set.
     """
 
     def __init__(self, accelerator: Accelerator, length: int) -> None:

@@ -40,9 +40,6 @@ class GpuStaging:
         stage: One of `STAGES`, as for `TierWriter`.
         device: Budget of GPU memory; ``None`` takes the budget of the store's options.
 
-    Attributes:
-        is_asked: Whether the arguments ask for a GPU.
-
     Raises:
         InvalidInputError: An argument is invalid.
     """

@@ -25,13 +25,7 @@ from tierfs.store.write.staging import is_staged
 
 @dataclass(slots=True)
 class Parts:
-    """The results of all ranks.
-
-    Attributes:
-        places: The place of each item.
-        files: The length of each file, in bytes.
-        hosts: The hosts that wrote the files: see `host_of`.
-    """
+    """The results of all ranks."""
 
     places: dict[MetadataIndex, BytesPlace] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)

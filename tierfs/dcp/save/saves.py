@@ -92,13 +92,7 @@ class Save:
 
 
 class Saves:
-    """The saves of one writer on one rank. Safe for use by many threads.
-
-    Attributes:
-        last: The save that was requested last, if any.
-        done: The save that finished last, if any.
-        ended: The ids of the finished saves.
-    """
+    """The saves of one writer on one rank. Safe for use by many threads."""
 
     def __init__(self) -> None:
         self.last: Save | None = None

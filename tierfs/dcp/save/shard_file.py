@@ -81,8 +81,6 @@ class ShardFile:
         private: Use memory of this process alone. Such a file is only read from; it cannot be committed to the store.
 
     Attributes:
-        store: As given.
-        gpu: As given.
         state: Open: can be committed. Private: is only read from. Over: was saved or discarded, so its memory may have
             another owner.
         runs: In order.

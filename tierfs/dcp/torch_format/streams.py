@@ -13,8 +13,7 @@ from tierfs.store import Reader, Writer
 class SaveSink(io.RawIOBase):
     """Passes written bytes to a writer, which its owner has to commit.
 
-    Attributes:
-        error: Why a write failed. torch hides this behind an error about the end of its own file.
+    ``error`` tells why a write failed. torch hides that behind an error about the end of its own file.
     """
 
     def __init__(self, writer: Writer) -> None:
