@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
+from tierfs.device.transfer import CaptureMode, Transfer
 from tierfs.errors import CapacityError, NotFoundError
 from tierfs.gc_pause import detached
 
@@ -90,7 +90,8 @@ def test_a_transfer_ends_though_its_tier_fails():
         def give(self, *_, **__):
             raise RuntimeError("the tier is broken")
 
-    transfer = Transfer(CaptureMode.DEVICE, None, None, Failing(), HostMemory(lambda: None, None, lambda *_: None))
+    nothing = {"pin": lambda: None, "find": None, "fall_back": lambda *_: None}
+    transfer = Transfer(CaptureMode.DEVICE, None, None, Failing(), **nothing)
     transfer.generation = object()
     with pytest.raises(RuntimeError, match="the tier is broken"):
         transfer.discard()

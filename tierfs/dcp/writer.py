@@ -22,7 +22,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu_staging import GpuStaging
-from tierfs.dcp.save.replicas import Delegated, Replicas, delegated_by, split
+from tierfs.dcp.save.replicas import Replicas, delegated_by, split
 from tierfs.dcp.save.saves import Save, SavedMeta, Saves, StagedState, forget_read, note_stored
 from tierfs.dcp.save.shard_file import ShardFile, say_waves
 from tierfs.dcp.save.shard_writer import SUFFIX, write_archives, write_shard
@@ -281,7 +281,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         checks.check_plannable(plan.items)
         save.offered = plan.items if plan.usable else None
         ours, save.delegated = split(plan.items)
-        return replace(plan, items=ours, storage_data=Delegated(save.delegated)) if save.delegated else plan
+        return replace(plan, items=ours, storage_data=save.delegated) if save.delegated else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that some rank saves each tensor, and return the plans unchanged. Called on the coordinator alone.
@@ -361,13 +361,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         save = self.running
         store, path = save.target.open(write=True)
         metadata.version = filesystem.CURRENT_DCP_VERSION  # written and, as with torch's writers, returned
-        parts = publish.Parts.of(result for rank in results for result in rank)
-        checks.check_owners(save.target.url, parts.places, (result.index for rank in results for result in rank))
         save.metadata_path = inside(path, save.metadata_name)
-        if self._is_stock:
-            mark = publish.publish_archives(store, path, save, metadata, parts)
-        else:
-            mark = publish.publish_shards(store, path, save, metadata, parts, self.facts)
+        stored = [result for rank in results for result in rank]
+        mark = publish.publish_checkpoint(store, path, save, metadata, stored, self.facts, is_stock=self._is_stock)
         # DCP sends this object to the other ranks, whose writers learn from it that the save finished.
         metadata.storage_meta = SavedMeta(
             save.target.url, mark.save_id, metadata_path=save.metadata_path, sequence=mark.sequence

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from tierfs.threads import processors
 
 SMALL_BYTES = 1 << 20
 """If all tensors of a region are shorter, they are gathered on the device and cross the link as one."""
+FindChunks: TypeAlias = Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]]
+"""Finds chunks that the host has, by their digests: for each a function that fills a buffer, and returns whether it did."""
 BESIDE_TRAINING = 4
 """Most threads that copy or hash concurrently during training. More of them keep the trainer's thread from the GIL."""
 
@@ -62,25 +64,15 @@ class MemoryRegion(NamedTuple):
     parts: Sequence[tuple[int, torch.Tensor]]
 
 
-class HostMemory(NamedTuple):
-    """Callbacks to the owner of the host memory.
-
-    Attributes:
-        pin: Registers memory with the GPU that is not registered yet.
-        find: Finds chunks that the host has, by their digests. For each chunk found, it returns a function that fills a
-            buffer with the bytes and returns whether it did. ``None`` if the store uses another kind of digest.
-        fall_back: Reports a fallback. Called with a name and a message.
-    """
-
-    pin: Callable[[], None]
-    find: Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]] | None
-    fall_back: Callable[[str, str], None]
-
-
 class Transfer:
     """Copies the tensors of one save to host memory. Any thread may call `fence`, `wait` and `cancel`.
 
     `CaptureMode.DEVICE` requires a device tier.
+
+    Args:
+        pin: Registers the host's memory with the GPU, where it is not registered yet.
+        find: ``None`` if the store uses another kind of digest.
+        fall_back: Reports a fallback. Called with a name and a message.
 
     Attributes:
         mode: The mode in effect. It becomes ``ram`` if the device tier has no room.
@@ -92,7 +84,15 @@ class Transfer:
     """
 
     def __init__(
-        self, mode: CaptureMode, accelerator: Accelerator, drain: Drain, tier: DeviceTier | None, host: HostMemory
+        self,
+        mode: CaptureMode,
+        accelerator: Accelerator,
+        drain: Drain,
+        tier: DeviceTier | None,
+        *,
+        pin: Callable[[], None],
+        find: FindChunks | None,
+        fall_back: Callable[[str, str], None],
     ) -> None:
         self.mode = mode
         self.generation: Generation | None = None
@@ -102,7 +102,7 @@ class Transfer:
         self._accelerator = accelerator
         self._drain = drain
         self._tier = tier
-        self._host = host
+        self._pin, self._find, self._fall_back = pin, find, fall_back
         self._regions: Sequence[MemoryRegion] = ()
         self._sources: list[torch.Tensor | None] = []  # per region, the device memory it was gathered in
         self._kept: list[tuple[torch.Tensor, int]] = []  # tensors read in place, with their versions
@@ -195,7 +195,7 @@ class Transfer:
                 self._tier.give(self.generation, drained=False)
                 self.generation = None
             name = "device_tier" if self.mode is CaptureMode.DEVICE else "device_scratch"
-            self._host.fall_back(name, f"tensors are copied to host memory while training waits: {error}")
+            self._fall_back(name, f"tensors are copied to host memory while training waits: {error}")
             return None
         return memory
 
@@ -266,7 +266,7 @@ class Transfer:
             is_awaited = self.mode is CaptureMode.RAM
             with self._drain.rush() if is_awaited else contextlib.nullcontext(), self._drain.turn:
                 self._drain.pins.sweep()
-                self._host.pin()
+                self._pin()
                 assert self._captured is not None
                 self._accelerator.wait(self._drain.stream, self._captured)
                 missing = self._missing(targets)
@@ -297,7 +297,7 @@ class Transfer:
             self._regions, self._sources, self._kept = (), [], []
             # The owner of the host memory refers to this transfer. Break the reference cycle, which would keep the
             # owner and its memory alive until garbage collection.
-            self._host = HostMemory(lambda: None, None, self._host.fall_back)
+            self._pin, self._find = (lambda: None), None
             _open.discard(self)
             self._queued.set()
             self._done.set()
@@ -334,7 +334,7 @@ class Transfer:
         try:
             digests = generation.digests = self._accelerator.hash(stream, *generation.blocks)
         except GPU_FAILURES as error:
-            self._host.fall_back(
+            self._fall_back(
                 "gpu_hash", f"a snapshot is copied whole, is not compared, and cannot be rolled back to: {error}"
             )
             return [[(0, region.length)] for region in self._regions]
@@ -351,7 +351,7 @@ class Transfer:
                 self.digests[index].append(whole)
                 chunks.append((index, begin, end, whole))
         found: set[tuple[int, int]] = set()
-        known = self._host.find({whole for *_, whole in chunks}) if self._host.find is not None else {}
+        known = self._find({whole for *_, whole in chunks}) if self._find is not None else {}
 
         def fill(chunk: tuple[int, int, int, bytes]) -> None:
             index, begin, end, whole = chunk

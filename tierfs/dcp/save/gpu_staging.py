@@ -17,7 +17,7 @@ from tierfs._fork import PerProcess
 from tierfs.device.accelerator import Accelerator, has_accelerator
 from tierfs.device.drain import Gate, drain_of
 from tierfs.device.tier import DeviceTier, Spot
-from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
+from tierfs.device.transfer import CaptureMode, FindChunks, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.slab.segment import Slot
@@ -102,8 +102,15 @@ class GpuStaging:
         with self._lock():
             if accelerator not in self._accelerators:
                 self._accelerators.append(accelerator)
-        host = HostMemory(pin, _finder(store), fall_back_of(store))
-        found = Transfer(mode, accelerator, drain_of(accelerator), tier, host)
+        found = Transfer(
+            mode,
+            accelerator,
+            drain_of(accelerator),
+            tier,
+            pin=pin,
+            find=_finder(store),
+            fall_back=fall_back_of(store),
+        )
         self._transfers.add(found)
         return found
 
@@ -166,7 +173,7 @@ class GpuStaging:
             return found
 
 
-def _finder(store: Store) -> Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]] | None:
+def _finder(store: Store) -> FindChunks | None:
     """Return a function that finds chunks in this process's part of the ram tier.
 
     Their bytes are checked when they are sealed.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tierfs.dcp.columns import BytesPlace
 from tierfs.dcp.document import CheckpointNote
 from tierfs.dcp.metadata import encode
+from tierfs.dcp.save.checks import check_owners
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.torch_format.metadata import encode_pickle
 from tierfs.errors import InvalidInputError
@@ -23,34 +24,28 @@ from tierfs.store.tree.references import is_root
 from tierfs.store.write.staging import is_staged
 
 
-@dataclass(slots=True)
-class Parts:
-    """The results of all ranks."""
-
-    places: dict[MetadataIndex, BytesPlace] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
-    hosts: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, results: Iterable[WriteResult]) -> Parts:
-        """Collect the results of the ranks."""
-        parts = cls()
-        for result in results:
-            if result.storage_data is not None:
-                place, length, host = result.storage_data
-                parts.places[result.index] = place
-                parts.files[place.file] = length
-                parts.hosts.add(host)
-        return parts
-
-
-def publish_shards(
-    store: Store, path: str, save: Save, metadata: Metadata, parts: Parts, facts: Mapping[str, str]
+def publish_checkpoint(
+    store: Store,
+    path: str,
+    save: Save,
+    metadata: Metadata,
+    results: Sequence[WriteResult],
+    facts: Mapping[str, str],
+    *,
+    is_stock: bool,
 ) -> SaveMark:
-    """Publish shard files.
+    """Publish a checkpoint, on the coordinator.
 
-    If the ranks run on several hosts, announce them, to be published when all parts have arrived. ``facts`` are
-    ``kind`` and ``run`` for the `CheckpointNote`, if a training manager saves.
+    If the ranks run on several hosts, announce it, to be published when all parts have arrived.
+
+    Args:
+        store: The store to publish in.
+        path: The checkpoint's directory, relative to the store.
+        save: The save.
+        metadata: As DCP planned it.
+        results: Of all ranks.
+        facts: ``kind`` and ``run`` for the `CheckpointNote`, if a training manager saves.
+        is_stock: Whether the files are archives that torch's own readers can read.
 
     Returns:
         The mark of the save.
@@ -58,54 +53,43 @@ def publish_shards(
     Raises:
         StoreError, CapacityError, TimeoutError: The checkpoint could not be published.
         ConflictError: A save to the same directory is published that this one may not replace.
+        InvalidInputError: No rank saved a tensor that ranks left to each other. Or ``is_stock``, and the ranks run on
+            several hosts: that layout cannot wait for the other hosts' parts.
     """
-    mark = _mark_of(save)
-    meta = StorageMeta(checkpoint_id=save.target.url, save_id=mark.save_id)
-    complete = replace(metadata, storage_data=parts.places, storage_meta=meta)
-    kind, run = facts.get("kind"), facts.get("run")
-    note = CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=parts.files, kind=kind, run=run)
-    document = encode(complete, note)
-    if _spans_hosts(store, parts):
-        Commits(store).announce(path, document, mark)
-    else:
-        _publish(store, path, save, document, parts)
-    return mark
-
-
-def publish_archives(store: Store, path: str, save: Save, metadata: Metadata, parts: Parts) -> SaveMark:
-    """Publish archives that torch's own readers can read. As `publish_shards`.
-
-    Raises:
-        InvalidInputError: The ranks run on several hosts. This layout cannot wait for the other hosts' parts.
-    """
-    if _spans_hosts(store, parts):
-        raise InvalidInputError(
-            f"{save.target.url}: the ranks are on several hosts, and layout='dcp' cannot wait for parts of other "
-            "hosts: save with ack='object'"
-        )
-    mark = _mark_of(save)
-    meta = StorageMeta(checkpoint_id=save.target.url, save_id=mark.save_id)
-    _publish(store, path, save, encode_pickle(metadata, parts.places, meta), parts)
-    return mark
-
-
-def _mark_of(save: Save) -> SaveMark:
     assert save.planned is not None, "prepare_global_plan comes first"
-    return save.planned
-
-
-def _spans_hosts(store: Store, parts: Parts) -> bool:
-    """Return whether parts may not be in the object tier yet, and only other hosts can flush them."""
-    return store.ack < Level.OBJECT and not parts.hosts <= {host_of(store)}
-
-
-def _publish(store: Store, path: str, save: Save, document: bytes, parts: Parts) -> None:
+    mark, url, commits = save.planned, save.target.url, Commits(store)
+    places: dict[MetadataIndex, BytesPlace] = {}
+    files: dict[str, int] = {}
+    hosts: set[str] = set()
+    for result in results:
+        if result.storage_data is not None:
+            places[result.index], length, host = result.storage_data
+            files[places[result.index].file] = length
+            hosts.add(host)
+    check_owners(url, places, (result.index for result in results))
+    meta = StorageMeta(checkpoint_id=url, save_id=mark.save_id)
+    # Parts of other hosts may not be in the object tier yet, and only those hosts can flush them.
+    spans_hosts = store.ack < Level.OBJECT and not hosts <= {host_of(store)}
+    if is_stock and spans_hosts:
+        raise InvalidInputError(
+            f"{url}: the ranks are on several hosts, and layout='dcp' cannot wait for parts of other hosts: save with "
+            "ack='object'"
+        )
+    if is_stock:
+        document = encode_pickle(metadata, places, meta)
+    else:
+        complete = replace(metadata, storage_data=places, storage_meta=meta)
+        kind, run = facts.get("kind"), facts.get("run")
+        note = CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=files, kind=kind, run=run)
+        document = encode(complete, note)
+    if spans_hosts:
+        commits.announce(path, document, mark)
+        return mark
     leaves_to_flusher = is_staged(store, save.metadata_path, store.ack)
-    commits = Commits(store)
-    commits.publish(save.metadata_path, document, _mark_of(save), is_new=save.is_new)
+    commits.publish(save.metadata_path, document, mark, is_new=save.is_new)
     if is_root(save.metadata_path) and not leaves_to_flusher:
-        is_all = save.is_new and bool(parts.files)
-        commits.note_published(path, [*parts.files, ROOT] if is_all else None)
+        commits.note_published(path, [*files, ROOT] if save.is_new and files else None)
+    return mark
 
 
 def wait_for(

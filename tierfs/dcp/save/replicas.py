@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
@@ -48,16 +48,6 @@ class RemoteReplica(torch.Tensor):  # type: ignore[misc]
             f"{', '.join(self.items)}: this rank left it to another rank, as in the last save, but now saves it in an "
             "object: the planner has changed. The next save copies everything again"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Delegated:
-    """Items that a rank's plan leaves to other ranks.
-
-    They are kept with a plan that a planner caches for later saves.
-    """
-
-    indexes: tuple[MetadataIndex, ...]
 
 
 class Replicas:
@@ -143,8 +133,11 @@ def split(items: Sequence[WriteItem]) -> tuple[list[WriteItem], tuple[MetadataIn
 
 
 def delegated_by(plan: SavePlan) -> tuple[MetadataIndex, ...]:
-    """Return the items that a rank leaves to others, by this save's plan or an earlier one that is still valid."""
-    return plan.storage_data.indexes if isinstance(plan.storage_data, Delegated) else ()
+    """Return the items that a rank leaves to others, by this save's plan or an earlier one that is still valid.
+
+    They are kept with a plan that a planner caches for later saves.
+    """
+    return plan.storage_data if isinstance(plan.storage_data, tuple) else ()
 
 
 def _marked(item: WriteItem) -> WriteItem:
