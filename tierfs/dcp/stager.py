@@ -59,19 +59,7 @@ def stage(state_dict: Mapping[str, Any], file: ShardFile, save: Save | None = No
     named: dict[int, tuple[list[str], torch.Tensor]] = {}
     objects: dict[int, Any] = {}
     _collect(None, state_dict, named, objects)
-    memo: dict[int, Any] = {}
-    if objects:
-        try:
-            # All in one pickle, so that the copies share what the originals share.
-            memo.update(zip(objects, pickle.loads(pickle.dumps(list(objects.values()))), strict=True))  # noqa: S301 - pickled by this process
-        except Exception as error:  # noqa: BLE001 - pickling may raise anything
-            # A value that cannot be pickled cannot be saved, unless a planner replaces it.
-            kinds = ", ".join(sorted({type(value).__name__ for value in objects.values()}))
-            _logger.warning(
-                "objects (%s) are copied with copy.deepcopy, because one of them cannot be pickled: %s",
-                kinds,
-                str(error),
-            )
+    memo = _copied_by_pickle(objects)
     delegated = save.taken if save is not None else {}
     replicas: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
@@ -108,6 +96,22 @@ def stage(state_dict: Mapping[str, Any], file: ShardFile, save: Save | None = No
         raise
     later.begin()
     return copied
+
+
+def _copied_by_pickle(objects: Mapping[int, Any]) -> dict[int, Any]:
+    """Return copies by number, from one pickle, so that they share what the originals share; none if that fails.
+
+    A value that cannot be pickled cannot be saved, unless a planner replaces it.
+    """
+    try:
+        copies = pickle.loads(pickle.dumps(list(objects.values()))) if objects else []  # noqa: S301 - pickled by this process
+    except Exception as error:  # noqa: BLE001 - pickling may raise anything
+        kinds = ", ".join(sorted({type(value).__name__ for value in objects.values()}))
+        _logger.warning(
+            "objects (%s) are copied with copy.deepcopy, because one of them cannot be pickled: %s", kinds, str(error)
+        )
+        return {}
+    return dict(zip(objects, copies, strict=True))
 
 
 def _put_views(memo: dict[int, Any], staged: Iterable[tuple[int, torch.Tensor]], views: Iterable[torch.Tensor]) -> None:

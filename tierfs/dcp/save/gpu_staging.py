@@ -138,21 +138,15 @@ class GpuStaging:
         budget = self._budget_of(store)
         if not budget and not self._accelerators:
             return None
-        report: dict[str, Any] = {
-            "gives": "none",
-            "budget_bytes": budget,
-            "used_bytes": 0,
-            "generations": 0,
-            "snapshots": 0,
-            "newest_age_s": None,
-        }
         tiers = [tier.status() for tier in list(self._tiers.values())]
+        names = ("budget_bytes", "used_bytes", "generations", "snapshots")
+        report: dict[str, Any] = {"gives": "none", **{name: sum(tier[name] for tier in tiers) for name in names}}
+        ages = [tier["newest_age_s"] for tier in tiers if tier["newest_age_s"] is not None]
+        report["newest_age_s"] = min(ages, default=None)
         if tiers:
-            for name in ("budget_bytes", "used_bytes", "generations", "snapshots"):
-                report[name] = sum(tier[name] for tier in tiers)
-            ages = [tier["newest_age_s"] for tier in tiers if tier["newest_age_s"] is not None]
-            report["newest_age_s"] = min(ages, default=None)
             report["device"] = ", ".join(sorted({tier["device"] for tier in tiers}))
+        else:
+            report["budget_bytes"] = budget
         drains = [drain_of(accelerator) for accelerator in self._accelerators]
         moved_s = sum(drain.moved_s for drain in drains)
         report["drained_bytes"] = sum(drain.moved_bytes for drain in drains)
