@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from tierfs.cli.app import main
 from tierfs.dcp import TierWriter
 from tierfs.objects import RetryingObjects, connect
-from tierfs.session import descriptor_repair
+from tierfs.session import descriptor
 from tierfs.session import open as session_open
 from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
@@ -42,7 +42,7 @@ def test_a_descriptor_whose_answer_was_lost_is_repaired(root, tmp_path, capsys, 
     flip(place, 20)
     lost = [PlannedFault(Fault.LOST_RESPONSE, "put")]
     monkeypatch.setattr(
-        descriptor_repair, "connect", lambda *place: RetryingObjects(FaultyObjects(connect(*place), lost))
+        descriptor, "connect", lambda *place: RetryingObjects(FaultyObjects(connect(*place), lost))
     )
     code, shown = repair(capsys, root, "--from", str(copy))
     assert (code, place.read_bytes()) == (0, sound)

@@ -33,7 +33,7 @@ def forget():
     """Unregister memory before it is unmapped, and drop the drains and device tiers that another test would find."""
     for drain in _drains.values():
         pins = drain.pins
-        pins._regions = {key: region._replace(is_used=bool) for key, region in pins._regions.items()}
+        pins._regions = {key: (memory, bool) for key, (memory, _) in pins._regions.items()}
         pins.sweep()
     _drains.clear()
     _live.clear()

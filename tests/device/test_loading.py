@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.address import Address
-from tierfs.dcp.load.gpu_chunks import GpuChunks, GpuPart, Uploads
+from tierfs.dcp.load.gpu_chunks import GpuChunks, Uploads
+from tierfs.dcp.load.shards import FileRange
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, StoreError
 from tierfs.format.ranges import by_chunk
@@ -202,10 +203,10 @@ def test_a_chunk_of_missed_parts_alone_is_not_copied(fake):
     target = fake.own(torch.zeros(2 * CHUNK_BYTES, dtype=torch.uint8))
     chunks = GpuChunks(Files(), Uploads(fake, CHUNK_BYTES))
     at = CHUNK_BYTES * 5 // 8  # less than half of the first chunk is wanted
-    assert chunks.load([GpuPart("a", at, target[:CHUNK_BYTES])]) == {0}
+    assert chunks.load([FileRange("a", at, target[:CHUNK_BYTES], "a")]) == {0}
     assert not copied
     # The second chunk is not in a local tier, so the rest of the part is not copied either.
-    assert chunks.load([GpuPart("a", CHUNK_BYTES, target)]) == {0}
+    assert chunks.load([FileRange("a", CHUNK_BYTES, target, "a")]) == {0}
     assert copied == [1]
 
 
