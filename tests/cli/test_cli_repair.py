@@ -41,9 +41,7 @@ def test_a_descriptor_whose_answer_was_lost_is_repaired(root, tmp_path, capsys, 
     sound = place.read_bytes()
     flip(place, 20)
     lost = [PlannedFault(Fault.LOST_RESPONSE, "put")]
-    monkeypatch.setattr(
-        descriptor, "connect", lambda *place: RetryingObjects(FaultyObjects(connect(*place), lost))
-    )
+    monkeypatch.setattr(descriptor, "connect", lambda *place: RetryingObjects(FaultyObjects(connect(*place), lost)))
     code, shown = repair(capsys, root, "--from", str(copy))
     assert (code, place.read_bytes()) == (0, sound)
     assert str(copy) in shown["descriptor"]

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -76,19 +76,8 @@ class SavedItem:
     offsets: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Cuts:
-    """How tensors of one shape are cut.
-
-    Attributes:
-        chunks: torch's `ChunkStorageMetadata`, in order.
-        elements: The number of elements of each chunk.
-        positions: The number of each chunk, by its offsets.
-    """
-
-    chunks: list[Any]
-    elements: npt.NDArray[np.int64]
-    positions: dict[tuple[int, ...], int]
+_Cuts: TypeAlias = tuple[list[Any], npt.NDArray[np.int64], dict[tuple[int, ...], int]]
+"""How tensors of one shape are cut: torch's `ChunkStorageMetadata` in order, their elements, their numbers by offsets."""
 
 
 class _Column(NamedTuple):
@@ -114,11 +103,11 @@ class PlaceColumns(Mapping[Any, BytesPlace]):
         column = self._tensors.get(index.fqn)
         if column is None:
             return self._others[index]
-        return column.place(column.cuts.positions[index.offset])
+        return column.place(column.cuts[2][index.offset])
 
     def __iter__(self) -> Iterator[Any]:
         for fqn, column in self._tensors.items():
-            for number, chunk in enumerate(column.cuts.chunks):
+            for number, chunk in enumerate(column.cuts[0]):
                 yield MetadataIndex(fqn, chunk.offsets, number)
         yield from self._others
 
@@ -176,7 +165,7 @@ class _TensorParser:
                 memory_format=MEMORY_FORMATS[memory_format.decode()],
                 pin_memory=flags[0] == b"true",
             )
-            items[fqn] = TensorStorageMetadata(described, whole, list(column.cuts.chunks))
+            items[fqn] = TensorStorageMetadata(described, whole, list(column.cuts[0]))
             columns[fqn] = column
             if (text[properties.end() - 1 : properties.end()] == b",") != (properties.end() < len(text)):
                 raise ValueError(_UNUSUAL)
@@ -196,7 +185,7 @@ class _TensorParser:
         cuts = self._cut(whole, offsets, shapes)
         at, length = (np.array([*map(int, each)], np.int64) for each in (ats, lengths))
         limits = np.array([self._sizes[file] for file in files], np.int64)
-        if (length != cuts.elements * itemsize).any() or (at > limits - length).any():
+        if (length != cuts[1] * itemsize).any() or (at > limits - length).any():
             raise ValueError(_UNUSUAL)
         return _Column(cuts, files, at, length)
 
@@ -215,7 +204,7 @@ class _TensorParser:
             positions = {tuple(chunk.offsets): number for number, chunk in enumerate(chunks)}
             if len(positions) != len(chunks) or max(elements, default=0) > _ELEMENTS_MAX:
                 raise ValueError(_UNUSUAL)
-            found = self._cuts[key] = _Cuts(chunks, np.array(elements, np.int64), positions)
+            found = self._cuts[key] = chunks, np.array(elements, np.int64), positions
         return found
 
     def _shape(self, text: bytes) -> Any:
