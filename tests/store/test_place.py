@@ -330,10 +330,10 @@ def test_the_message_names_all_pending_files(left, options, tmp_path, monkeypatc
     hidden = left.rename(tmp_path / "hidden")
     with pytest.raises(StoreError, match="mount it") as caught:
         open_at(left, **options)[0].exists(f"{left}/a")
-    uuid, directory, pattern = re.search(
-        r"`pgrep -f (\S+)` .* remove (\S+) and (\S+) while", str(caught.value)
+    where, directory, pattern = re.search(
+        r"`tierfs flusher stop (\S+)` and remove (\S+) and (\S+) while", str(caught.value)
     ).groups()
-    assert Path(directory).name == uuid
+    assert where == str(left)
     (segment,) = Path(pattern).parent.glob(Path(pattern).name)
     segment.unlink()
     shutil.rmtree(directory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -11,9 +13,11 @@ from pathlib import Path
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.host.filesystems import flush_directory
 from tierfs.host.host import Host
-from tierfs.host.private import refused
+from tierfs.host.private import open_lock_file, refused
 
 PLACE_FILE = "place.json"
+USE_FILE = "use.lock"
+"""File of a store's directory that each process with its local tiers open holds a shared lock on."""
 _logger = logging.getLogger("tierfs.local")
 
 
@@ -45,6 +49,30 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
                 raise
             _logger.warning("the new location of %s cannot be recorded: %s", url, error)
     return directory
+
+
+def use(directory: Path) -> int | None:
+    """Keep `tierfs.host.local_state.forget` from removing a store's directory.
+
+    Returns:
+        The descriptor to close at the end; None if the directory has just been removed.
+
+    Raises:
+        ReadOnlyError, CapacityError, StoreError: The lock file cannot be opened.
+    """
+    path = directory / USE_FILE
+    try:
+        fd = open_lock_file(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise refused(error, path, "cannot be locked") from error
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            return fd
+    os.close(fd)
+    return None
 
 
 def check(directory: Path, places: Sequence[str], url: str) -> bool:

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import re
+import shlex
 import shutil
 import socket
 import stat
@@ -107,7 +108,7 @@ def _check(directory: Path) -> None:
     except OSError as error:
         if error.errno == errno.ENOTCONN:
             raise InvalidInputError(
-                f"{directory} has a mount whose process has ended: `tierfs umount {directory}` removes it",
+                f"{directory} has a mount whose process has ended: `tierfs umount {shlex.quote(str(directory))}` removes it",
                 path=str(directory),
             ) from None
         raise
@@ -115,7 +116,8 @@ def _check(directory: Path) -> None:
         raise InvalidInputError(f"{directory} is not a directory", path=str(directory))
     if mounted_at(directory) == KIND:
         raise InvalidInputError(
-            f"a store is already mounted on {directory}: run `tierfs umount {directory}` first", path=str(directory)
+            f"a store is already mounted on {directory}: run `tierfs umount {shlex.quote(str(directory))}` first",
+            path=str(directory),
         )
 
 

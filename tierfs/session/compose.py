@@ -7,21 +7,24 @@ mounted.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierfs.errors import StoreError, TierfsError
+from tierfs.errors import NotFoundError, StoreError, TierfsError
 from tierfs.format.descriptor import Descriptor
 from tierfs.host.filesystems import filesystem_of, is_network
 from tierfs.host.host import Host, state_directory
 from tierfs.host.identity import PLACE_FILE, DamagedPlaceError, places_in
+from tierfs.host.local_state import LocalStore, is_pending, local_stores
 from tierfs.objects import ObjectTier, as_promised
 from tierfs.objects.backends.local import DIRECTORY
+from tierfs.objects.registry import connect
 from tierfs.session.settings import ResolvedTiers, TierOptions, from_environment, resolve
-from tierfs.session.url import Location, configured_tiers
+from tierfs.session.url import Location, configured_tiers, parse_url
 from tierfs.store.store import Store
 
 if TYPE_CHECKING:
@@ -119,9 +122,8 @@ def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
             where = here[0].removeprefix("file:")
             raise StoreError(
                 f"this host has changes pending for the store that was at {where}, but no store is there now: mount "
-                "it or put it back, and they are flushed; to discard them, end its flusher, if `pgrep -f "
-                f"{kept.parent.name}` finds one, and remove {kept.parent}{_segments_of(state, kept.parent)} while no "
-                "process uses it",
+                f"it or put it back, and they are flushed; to discard them, run `tierfs flusher stop {shlex.quote(where)}` "
+                f"and remove {kept.parent}{_segments_of(state, kept.parent)} while no process uses it",
                 transient=True,
                 path=where,
             )
@@ -146,11 +148,20 @@ def _segments_of(state: Path, directory: Path) -> str:
     return "".join(f" and {folder / name}" for folder in folders if list(folder.glob(name)))
 
 
-def is_pending(state: Path, directory: Path) -> bool:
-    """Return whether changes are pending, as far as that can be looked up. If not, assume that they are."""
-    from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415 - imports numpy, which takes a while
+def local_store(state: Path, text: str) -> LocalStore:
+    """Return the store of this host that a text names: its id, its place as `local_stores` shows it, or its URL.
 
-    try:
-        return bool(paths_pending(state, directory))
-    except TierfsError:
-        return True  # unreadable tiers may have pending changes
+    Raises:
+        NotFoundError: This host keeps nothing of such a store.
+        InvalidInputError: The URL is invalid.
+    """
+    stores = local_stores(state)
+    found = [store for store in stores if text in (store.uuid, store.place)]
+    if not found:
+        location = parse_url(text)
+        objects = connect(location.protocol, location.path, location.options)
+        places = {name for name in objects.places() if not name.startswith(DIRECTORY)}
+        found = [store for store in stores if {store.place, f"file:{store.place}"} & places]
+    if not found:
+        raise NotFoundError(f"this host keeps nothing of a store at {text}: `tierfs` lists its stores", path=text)
+    return min(found, key=lambda store: store.is_gone)

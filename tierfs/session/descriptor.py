@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ def mend_descriptor(location: Location, replicas: Sequence[Store] = (), *, dry_r
                 raise ConflictError(f"{where} was changed in the meantime: try again", path=where) from error
         return source
     raise CorruptionError(
-        f"{where} is damaged or missing, and no copy of this store was given: name one with `tierfs repair {url} --from`",
+        f"{where} is damaged or missing, and no copy of this store was given: name one with `tierfs repair {shlex.quote(url)} --from COPY`",
         path=where,
     )
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import shlex
 import sys
 import threading
 import weakref
@@ -50,7 +51,7 @@ def finish(tiers: Tiers, url: str, launcher: Launcher) -> None:
     if ends:
         after = "they are flushed when the store is next opened on this host, unless the host reboots first"
     elif tiers.flusher.is_running():
-        after = f"the flusher continues; `tierfs wait {url}` waits for it"
+        after = f"the flusher continues; `tierfs wait {shlex.quote(url)}` waits for it"
     else:
         after = "no flusher runs; one is started when the store is next opened on this host"
     _logger.warning("%d files are not in %s yet%s: %s; %s", len(pending), url, reason, named, after)

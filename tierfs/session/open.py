@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -200,7 +201,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         raise ReadOnlyError(
             f"no store was found above {location.url}, and access to {target_url(location.protocol, refused)} was "
             "denied: ask for the right to read it if the store's root is there, else make one: tierfs init "
-            f"{target_url(location.protocol, _new_root(location, ancestors))}",
+            f"{shlex.quote(target_url(location.protocol, _new_root(location, ancestors)))}",
             path=location.url,
         )
     _check_nothing_is_left(location, ancestors)
@@ -211,7 +212,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         is_directory = location.protocol in LOCAL and os.path.isdir(location.path)
         root = location.path if is_directory else _new_root(location, ancestors)
         raise StoreNotFoundError(
-            f"no store holds {location.url}: make one with: tierfs init {target_url(location.protocol, root)}",
+            f"no store holds {location.url}: make one with: tierfs init {shlex.quote(target_url(location.protocol, root))}",
             path=location.url,
         )
     root = _new_root(location, ancestors)
@@ -256,7 +257,7 @@ def _refuse_headless(objects: ObjectTier, url: str) -> None:
     except NotFoundError:
         raise CorruptionError(
             f"{url}/{keys.DESCRIPTOR} is missing, but records of its store are there: restore it from a copy of the "
-            f"store with: tierfs repair {url} --from COPY",
+            f"store with: tierfs repair {shlex.quote(url)} --from COPY",
             path=url,
         ) from None
 

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.host import Host
-from tierfs.host.identity import PLACE_FILE, check, claim
+from tierfs.host.identity import PLACE_FILE, check, claim, use
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.launch import LOG_NAME, Launched, spawn
@@ -66,8 +67,8 @@ class TieredStore:
     process_local: bool
 
 
-def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path]:
-    """Return the host of a store's local tiers, and their directory on it.
+def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path, int]:
+    """Return the host of a store's local tiers, their directory on it, and the descriptor that keeps it there.
 
     Raises:
         InvalidInputError: The directory belongs to another store of this id, or the state directory is in a place that
@@ -76,7 +77,11 @@ def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path]:
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     host = Host(settings.directory)
-    return host, claim(host, target.uuid, target.places, target.url)
+    while True:
+        directory = claim(host, target.uuid, target.places, target.url)
+        used = use(directory)
+        if used is not None:
+            return host, directory, used
 
 
 def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:
@@ -94,7 +99,7 @@ def tiers_for(
     target: TieredStore,
     settings: ResolvedTiers,
     connect: Callable[[], Store],
-    home: tuple[Host, Path],
+    home: tuple[Host, Path, int],
     *,
     resumes: bool = True,
 ) -> Tiers:
@@ -104,12 +109,12 @@ def tiers_for(
     flusher if changes are pending.
     """
     clock = SystemClock()
-    host, directory = home
+    host, directory, used = home
     launcher = Launcher(target, settings, host, directory, connect, clock)
     tiers = Tiers(
         RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),
         NvmeReader(directory),
-        LaunchingClient(directory, launcher),
+        LaunchingClient(directory, launcher, used),
         kind=target.kind,
         has_nvme=bool(settings.nvme_bytes),
         gives_local=is_durable(filesystem_of(directory)),
@@ -255,11 +260,15 @@ class Launcher:
 
 
 class LaunchingClient(FlusherClient):
-    """The connection to the flusher. Closing it also stops a flusher that is a thread of this process."""
+    """The connection to the flusher. Closing it also stops a flusher that is a thread of this process.
 
-    def __init__(self, directory: Path, launcher: Launcher) -> None:
+    It owns ``used``, the descriptor from `tierfs.host.identity.use`.
+    """
+
+    def __init__(self, directory: Path, launcher: Launcher, used: int) -> None:
         super().__init__(directory, launcher.launch, __version__, launcher.hello)
         self._launcher = launcher
+        self._leave = weakref.finalize(self, os.close, used)
 
     def hand_over(self, options: dict[str, Any], *, writes: bool, codecs: str | None = None) -> None:
         """Send the flusher these options for the object tier, which may be renewed credentials.
@@ -273,6 +282,7 @@ class LaunchingClient(FlusherClient):
         """Close the connection, and stop a flusher that is a thread of this process."""
         super().close()
         self._launcher.stop()
+        self._leave()
 
 
 def _serve(service: Service) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from tierfs.errors import NotFoundError, StoreError
@@ -96,7 +97,8 @@ def open_conflict(store: Store, path: str) -> Reader:
     draft = store.tiers.drafts.kept(path) if store.tiers is not None else None
     if draft is None or not isinstance(draft.record, Manifest):
         raise NotFoundError(
-            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists all conflicts", path=path
+            f"no conflict is kept for {store.where(path)}: `tierfs status {shlex.quote(store.url)}` lists all conflicts",
+            path=path,
         )
     return open_manifest(store, path, draft.record)
 

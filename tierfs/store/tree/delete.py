@@ -10,8 +10,11 @@ from tierfs.store.write.preconditions import refuse_foreign
 from tierfs.store.write.staging import replace
 
 
-def delete(store: Store, path: str) -> None:
+def delete(store: Store, path: str) -> int:
     """Delete the file ``path``. Garbage collection deletes its chunks, one grace later at the earliest.
+
+    Returns:
+        The file's length in bytes; 0 if its record was damaged.
 
     Raises:
         NotFoundError: There is no file.
@@ -24,6 +27,7 @@ def delete(store: Store, path: str) -> None:
         refuse_foreign(store, path)
         raise NotFoundError(f"{store.where(path)} is not there", path=path)
     bury(store, observed)
+    return 0 if observed.manifest is None else observed.manifest.length
 
 
 def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> None:

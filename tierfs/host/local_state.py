@@ -1,0 +1,204 @@
+"""This host's state of a store: its directory in the state directory, and its segments. List it, and remove it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tierfs.clock import SystemClock
+from tierfs.errors import NotFoundError, StoreError, TierfsError
+from tierfs.format.keys import DESCRIPTOR
+from tierfs.host.filesystems import flush_directory
+from tierfs.host.host import ExclusiveLock, Host
+from tierfs.host.identity import PLACE_FILE, USE_FILE, places_in
+from tierfs.host.nvme.stored import TIER
+from tierfs.host.private import entries_of, refused
+from tierfs.host.rpc.client import is_flusher_running
+from tierfs.host.rpc.protocol import LOCK_NAME
+
+LOCK = "forgotten"
+"""Name of the host's lock on what is being removed: directories in the state directory, with this prefix."""
+_NAMED_MAX = 3
+_SECTOR_BYTES = 512
+
+
+class LocalStore(NamedTuple):
+    """A store that has local tiers on this host.
+
+    Attributes:
+        uuid: The store's id.
+        place: Location of the store: a local path, or an endpoint and a bucket.
+        is_pending: Whether this host has changes that the object tier lacks, as far as that is known.
+        has_flusher: Whether the store's flusher is running on this host.
+        disk_bytes: Size of the nvme tier's files; 0 if there are none.
+        is_gone: Whether the store was in a local directory where it is no longer, or another store took its place.
+    """
+
+    uuid: str
+    place: str
+    is_pending: bool
+    has_flusher: bool
+    disk_bytes: int
+    is_gone: bool = False
+
+
+def local_stores(state: Path) -> list[LocalStore]:
+    """Return each store that has a folder with a ``place.json`` in the state directory, pending ones first.
+
+    Of several stores at one place, all but the one that was opened last are gone.
+    """
+    found: list[LocalStore] = []
+    taken: set[str] = set()
+    for kept in sorted((state / "stores").glob(f"*/{PLACE_FILE}"), key=_changed_ns, reverse=True):
+        folder = kept.parent
+        try:
+            places = places_in(kept)
+        except StoreError:
+            places = []
+        place = places[0].removeprefix("file:") if places else "unknown: place.json is damaged"
+        is_gone = place in taken or (place.startswith("/") and _has_left(Path(place), folder.name))
+        if places and not is_gone:
+            taken.add(place)
+        size = _bytes_below(folder / TIER, as_allocated=False)
+        running = is_flusher_running(folder)
+        found.append(LocalStore(folder.name, place, is_pending(state, folder), running, size, is_gone))
+    return sorted(found, key=lambda store: (not store.is_pending, not store.has_flusher, store.place))
+
+
+def is_pending(state: Path, directory: Path) -> bool:
+    """Return whether changes are pending, as far as that can be looked up. If not, assume that they are."""
+    from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415 - imports numpy, which takes a while
+
+    try:
+        return bool(paths_pending(state, directory))
+    except TierfsError:
+        return True  # unreadable tiers may have pending changes
+
+
+def forget(state: Path, store: LocalStore, *, dry_run: bool) -> int:
+    """Remove all that this host keeps of a store: segments, nvme tier and files of the state directory.
+
+    The store itself is not touched. The directory leaves its place by one rename, so a killed call removed all of it or
+    nothing, apart from clean copies in memory; `finish_removals` deletes the rest.
+
+    Args:
+        state: The state directory.
+        store: From `local_stores`.
+        dry_run: Check only, and remove nothing.
+
+    Returns:
+        Bytes of disk and memory that it takes.
+
+    Raises:
+        NotFoundError: Another call has removed it.
+        StoreError: A process uses it, or changes are pending. Nothing was removed.
+        TierfsError: Its tiers cannot be read, and may hold pending changes; or a file cannot be removed.
+    """
+    from tierfs.host.nvme.tier import has_tier  # noqa: PLC0415 - imports numpy, which takes a while
+    from tierfs.host.pending.scan import paths_pending  # noqa: PLC0415
+    from tierfs.host.slab.ram import RamTier  # noqa: PLC0415
+
+    host, directory = Host(state), state / "stores" / store.uuid
+    with host.locked(LOCK):
+        if directory.is_symlink() or not directory.is_dir():
+            raise NotFoundError(f"{directory} is not there any more: nothing was removed", path=str(directory))
+        with _alone(directory, store):
+            has_tier(directory)  # raises if an earlier version left changes there
+            pending = paths_pending(state, directory)
+            if pending:
+                named = ", ".join(pending[:_NAMED_MAX]) + (", ..." if len(pending) > _NAMED_MAX else "")
+                back = "put the store back, then " if store.is_gone else ""
+                raise StoreError(
+                    f"{store.place}: {len(pending)} files are pending or in conflict ({named}): {back}`tierfs wait "
+                    f"{shlex.quote(store.place)}` brings them down, or names the conflicts",
+                    path=store.place,
+                )
+            ram = RamTier(host, store.uuid, budget_bytes=0, clock=SystemClock())
+            with contextlib.closing(ram):
+                size = _bytes_below(directory) + ram.usage().store_bytes
+                if dry_run:
+                    return size
+                ram.reclaim(lambda _segment: ())
+                ram.reap()
+            try:
+                # No new directory: the disk may be full.
+                directory.rename(state / f"{LOCK}-{store.uuid}-{secrets.token_hex(4)}")
+                flush_directory(directory.parent)
+            except OSError as error:
+                raise refused(error, directory, "cannot be removed") from error
+    finish_removals(state)
+    return size
+
+
+def finish_removals(state: Path) -> None:
+    """Delete what calls of `forget` have taken out of its place. Raises `TierfsError` if a file cannot be removed."""
+    left = [Path(entry.path) for entry in entries_of(state) if entry.name.startswith(f"{LOCK}-")]
+    with Host(state).locked(LOCK) if left else contextlib.nullcontext():
+        for directory in left:
+            try:
+                shutil.rmtree(directory)
+            except FileNotFoundError:  # noqa: PERF203 - another call was faster
+                continue
+            except OSError as error:
+                raise refused(error, directory, "cannot be removed") from error
+
+
+@contextlib.contextmanager
+def _alone(directory: Path, store: LocalStore) -> Iterator[None]:
+    """Keep every other process out of a store's local tiers. Raises `StoreError` if one is in there."""
+    stop = f"`tierfs flusher stop {shlex.quote(store.place)}` ends it"
+    with contextlib.ExitStack() as held:
+        for name, who, advice in (
+            (LOCK_NAME, "its flusher runs", stop),
+            (USE_FILE, "a process has it open", "wait until that ends"),
+        ):
+            lock = ExclusiveLock(directory / name)
+            if not lock.acquire():
+                pids = ", ".join(map(str, _holders(lock.path)))
+                named = f" (pid {pids})" if pids else ""
+                raise StoreError(f"{store.place}: {who}{named}: {advice}", path=store.place)
+            held.callback(lock.release)
+        yield
+
+
+def _holders(path: Path) -> list[int]:
+    """Return the processes that hold a lock on a file, as far as the kernel shows them; see proc_locks(5)."""
+    inode = str(path.stat().st_ino)
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" not in line]
+        pids = {int(words[4]) for words in lines if words[5].rpartition(":")[2] == inode}
+        return sorted(pid for pid in pids if pid > 0)  # others are of another container
+    return []
+
+
+def _has_left(root: Path, uuid: str) -> bool:
+    """Return whether no store of this id is in a local directory. A descriptor that cannot be read counts as one."""
+    try:
+        return uuid.encode() not in (root / DESCRIPTOR).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+
+
+def _changed_ns(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return 0
+
+
+def _bytes_below(directory: Path, *, as_allocated: bool = True) -> int:
+    """Return the bytes of all files below a directory, as far as they can be listed: on the disk, or their lengths."""
+    size = 0
+    for place, _, files in os.walk(directory):
+        for file in files:
+            with contextlib.suppress(OSError):
+                status = os.stat(os.path.join(place, file), follow_symlinks=False)
+                size += status.st_blocks * _SECTOR_BYTES if as_allocated else status.st_size
+    return size
