@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,12 +30,23 @@ class TensorDifference:
         max_abs: The largest finite absolute difference; ``None`` if there is none, or the dtype has no arithmetic.
         not_finite: The number of elements whose difference is not finite: one of the two is NaN or infinite, or the
             difference overflows a float64.
+        square_sum: The sum of the squares of the finite differences.
+        square_sum_a: The sum of the squares of the finite elements of the first tensor.
     """
 
     elements: int = 0
     differing: int = 0
     max_abs: float | int | None = None
     not_finite: int = 0
+    square_sum: float = 0.0
+    square_sum_a: float = 0.0
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of the difference, divided by that of the first tensor; ``None`` if either is unknown or 0."""
+        if self.max_abs is None or not self.square_sum_a:
+            return None
+        return math.sqrt(self.square_sum / self.square_sum_a)
 
     @property
     def fraction(self) -> float:
@@ -46,6 +58,8 @@ class TensorDifference:
         self.elements += other.elements
         self.differing += other.differing
         self.not_finite += other.not_finite
+        self.square_sum += other.square_sum
+        self.square_sum_a += other.square_sum_a
         if other.max_abs is not None:
             self.max_abs = other.max_abs if self.max_abs is None else max(self.max_abs, other.max_abs)
 
@@ -140,9 +154,10 @@ def compare_tensors(one: Any, other: Any) -> TensorDifference:
     step = ELEMENTS_AT_ONCE * dtype.itemsize
     for start in range(0, len(raw_a), step):
         part_a, part_b = raw_a[start : start + step], raw_b[start : start + step]
+        rows_a, rows_b = part_a.reshape(-1, dtype.itemsize), part_b.reshape(-1, dtype.itemsize)
+        found.square_sum_a += _square_sum(_as_float64(rows_a, dtype))
         if np.array_equal(part_a, part_b):
             continue
-        rows_a, rows_b = part_a.reshape(-1, dtype.itemsize), part_b.reshape(-1, dtype.itemsize)
         differs = (rows_a != rows_b).any(axis=1)
         found.add(_measure(rows_a[differs], rows_b[differs], dtype))
     return found
@@ -158,7 +173,8 @@ def _measure(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: torch.dtyp
         # The larger minus the smaller one fits into the unsigned type. In the signed type it wraps to the same bits.
         with np.errstate(over="ignore"):
             apart = np.where(whole_a > whole_b, whole_a - whole_b, whole_b - whole_a)
-        found.max_abs = int(apart.view(f"u{kind.itemsize}").max())
+        apart = apart.view(f"u{kind.itemsize}")
+        found.max_abs, found.square_sum = int(apart.max()), _square_sum(apart.astype(np.float64))
         return found
     numbers = _as_float64(a, dtype), _as_float64(b, dtype)
     if numbers[0] is None or numbers[1] is None:
@@ -171,13 +187,23 @@ def _measure(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: torch.dtyp
     finite = np.isfinite(apart)
     found.not_finite = int(len(apart) - np.count_nonzero(finite))
     if finite.any():
-        found.max_abs = float(apart[finite].max())
+        found.max_abs, found.square_sum = float(apart[finite].max()), _square_sum(apart)
     return found
+
+
+def _square_sum(numbers: np.ndarray[Any, Any] | None) -> float:
+    """Return the sum of the squares of all finite numbers."""
+    if numbers is None:
+        return 0.0
+    flat = numbers.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.dot(flat, flat))
+        return total if math.isfinite(total) else float(np.square(flat[np.isfinite(flat)]).sum())
 
 
 def _as_float64(rows: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[Any, Any] | None:
     """Convert elements to float64, a complex one to two of them; ``None`` if torch cannot convert the dtype."""
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or _INTEGER.fullmatch(str(dtype))):
         return None
     real = dtype.to_real() if dtype.is_complex else dtype
     flat = torch.from_numpy(rows.copy().reshape(-1)).view(real)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -198,6 +199,6 @@ def _missing(store: Store, directory: str, rank: int | None) -> InvalidInputErro
         )
     return NotFoundError(
         f"no checkpoint is at {store.where(directory)}: {metadata_file(rank)} does not exist; an unfinished save has "
-        "none; see `tierfs checkpoint ls`",
+        f"none; see `tierfs checkpoint ls {shlex.quote(store.where(directory))}`",
         path=directory,
     )

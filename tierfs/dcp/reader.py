@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -152,7 +153,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         except NotFoundError as error:
             why = "; ".join(map(str, waiting)) or "an unfinished save has none"
             raise NotFoundError(
-                f"no checkpoint is at {self.checkpoint_id}: {where} does not exist; {why}; see `tierfs ls`", path=path
+                f"no checkpoint is at {self.checkpoint_id}: {where} does not exist; {why}; see `tierfs checkpoint ls {shlex.quote(str(self.checkpoint_id))}`",
+                path=path,
             ) from error
         for save in waiting:
             _logger.warning("%s: a later save is incomplete and is not loaded: %s", self.checkpoint_id, save)
