@@ -64,7 +64,7 @@ def foreign(tmp_path):
 def test_mv_moves_files_and_directories_without_their_data(url, words, gone, new, monkeypatch, capsys):
     monkeypatch.setattr(Writer, "write", None)
     assert main(["mv", *(word if word == "-T" else f"{url}/{word}" for word in words)]) == 0
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr().out.startswith("moved ")
     assert names(url) == (ALL - gone) | new
 
 
@@ -122,11 +122,42 @@ def test_an_interrupted_move_of_a_directory_can_be_finished(url, monkeypatch, ca
 
 def test_rm_deletes_files_and_with_r_directories(url, capsys):
     assert main(["rm", f"{url}/run/a", f"{url}/run/b"]) == 0
-    assert capsys.readouterr() == ("", "")
+    gc = f"`tierfs gc {url.removeprefix('tierfs::')}`"
+    assert capsys.readouterr() == (f"deleted 2 files, 2 B; {gc} frees what nothing else needs\n", "")
     assert names(url) == ALL - {"run/a", "run/b"}
     assert main(["rm", "-r", f"{url}/run", f"{url}/run/deep", f"{url}/kept/c", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"files": 2}
+    done = json.loads(capsys.readouterr().out)
+    assert (done["files"], done["bytes"]) == (2, len(BIG) + 1)
     assert names(url) == set()
+
+
+def test_a_dry_run_of_rm_names_what_would_go_and_deletes_nothing(url, tell, told):
+    shown = tell("rm", "-r", f"{url}/run", "--dry-run")
+    assert shown.count("would delete file://") == 3
+    assert shown.splitlines()[-1].startswith("would delete 3 files, ")
+    planned = told("rm", "-r", f"{url}/run", "--exclude", "a", "--dry-run")
+    assert (planned["files"], planned["bytes"]) == (2, len(BIG) + 1)
+    assert names(url) == ALL
+
+
+def test_a_pattern_names_what_it_matches_unless_it_is_a_name(url, tell, fail):
+    fs, path = fsspec.url_to_fs(url)
+    fs.pipe_file(f"{path}/run/[ab]", b"4")
+    tell("rm", f"{url}/run/[ab]")
+    assert names(url) == ALL
+    tell("rm", f"{url}/*/[ab]")
+    assert names(url) == ALL - {"run/a", "run/b"}
+    tell("mv", f"{url}/run/d*", f"{url}/kept/")
+    assert "kept/deep/big" in names(url)
+    assert fail("rm", f"{url}/run/no*")[0] == 3
+    assert fail("rm", f"{url}/k*")[0] == 2  # a directory needs -r
+
+
+def test_files_that_are_left_out_and_their_directories_stay(url, tell):
+    tell("rm", "-r", f"{url}/run", "--include", "deep", "--include", "a")
+    assert names(url) == ALL - {"run/a", "run/deep/big", "run/deep/"}
+    tell("rm", "-r", url, "--exclude", "kept/*")
+    assert names(url) == {"kept/", "kept/c", "run/", "run/empty/"}
 
 
 @pytest.mark.parametrize(("options", "looking"), [([], 1), (["-r"], 4)])
@@ -146,7 +177,7 @@ def test_rm_of_a_file_looks_for_no_directory_to_remove(url, options, looking):
 def test_rm_with_r_deletes_what_is_a_file_and_a_directory_as_a_whole(url, capsys):
     save(*open_store(parse_url(f"{url}/run/a/below")), b"5")
     assert main(["rm", "-r", f"{url}/run/a", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"files": 2}
+    assert json.loads(capsys.readouterr().out)["files"] == 2
     assert names(url) == ALL - {"run/a"}
 
 

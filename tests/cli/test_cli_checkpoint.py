@@ -28,6 +28,7 @@ from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.store import delete, find, load, save, stat
 from tierfs.store.commit import Commits
 from tierfs.testing import flip_bit
+from tierfs.train import Every, Manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 ROOT = Path(__file__).parents[2]
@@ -147,10 +148,12 @@ def test_a_damaged_checkpoint_is_listed_beside_the_others_and_is_exit_code_6(url
     assert "  file://" in tell("checkpoint", "ls", url, code=6)
 
 
-def test_a_place_without_checkpoints_is_empty_or_an_error(url, store, told, tell):
+def test_a_place_without_checkpoints_says_so_or_is_an_error(url, store, told, tell, capsys):
     save(store, "run/notes", b"x")
     assert told("checkpoint", "ls", f"{url}/run")["checkpoints"] == []
     assert tell("checkpoint", "ls", f"{url}/run") == ""
+    assert main(["checkpoint", "ls", f"{url}/run"]) == 0
+    assert f"no checkpoint is in {url}/run: `tierfs ls -R {url}/run` lists its files" in capsys.readouterr().err
     assert told("checkpoint", "ls", f"{url}/nothing", code=3)["error"]["kind"] == "not-found"
 
 
@@ -176,7 +179,6 @@ def test_show_names_tensors_and_where_they_lie(step_10, told, tell):
     text = tell("checkpoint", "show", step_10, "--shards")
     assert "bfloat16  [5]         model.b\n    at [0]  [5]  rank-00000-" in text
     assert text.endswith("object    -           step\n")
-    assert "model" not in tell("checkpoint", "show", step_10, "nothing*")
 
 
 def test_show_tells_what_a_tier_of_this_host_holds(url, monkeypatch, tmp_path):
@@ -317,10 +319,116 @@ def test_diff_says_what_differs_and_by_how_much(url, step_10, told, tell):
         "only in B  new",
         "unlike     model.b: bfloat16 [5] in A, float32 [5] in B",
     ]
-    assert lines[3].split() == ["max", "abs", "differing", "of", "not", "finite", "name"]
-    assert lines[4].split() == ["differs", "2", "0.010%", "30000", "-", "model.w"]
+    norm = (12 / float(state()["model"]["w"].double().square().sum())) ** 0.5
+    assert tensor["relative"] == pytest.approx(norm)
+    assert lines[3].split() == ["relative", "max", "abs", "differing", "of", "not", "finite", "name"]
+    assert lines[4].split() == ["differs", f"{norm:.3g}", "2", "0.010%", "30000", "-", "model.w"]
     assert lines[5] == "differs    step (object)"
     assert lines[6].startswith("0 equal, 5 different: A is ")
+
+
+def test_diff_lists_the_tensors_that_are_farthest_apart(url, told, tell):
+    state_a = {name: torch.ones(1000) for name in "abcd"} | {"zero": torch.zeros(9), "int": torch.full((10,), 100)}
+    state_b = {name: value + (4 - number) * value / 100 for number, (name, value) in enumerate(state_a.items())}
+    state_b |= {"zero": torch.ones(9), "int": torch.full((10,), 150), "d": state_a["d"]}
+    save_state(f"{url}/a", state_a)
+    save_state(f"{url}/b", state_b)
+    found = told("checkpoint", "diff", f"{url}/a", f"{url}/b", code=1)
+    relative = {each["name"]: each["relative"] for each in found["tensors"]}
+    assert relative == {
+        "zero": None,
+        "int": 0.5,
+        **dict(zip("abc", map(pytest.approx, (0.04, 0.03, 0.02)), strict=True)),
+    }
+    lines = tell("checkpoint", "diff", f"{url}/a", f"{url}/b", "--top", "3", code=1).splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("differs")] == ["zero", "int", "a"]
+    assert "and 2 more tensors" in lines[-2]
+    assert told("checkpoint", "diff", f"{url}/a", f"{url}/b", "--top", "-1", code=2)
+
+
+# -- latest and best ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_url(url, store):
+    """A run of three complete checkpoints with a loss and an accuracy, and a newer save without metadata."""
+    for step, loss, accuracy in ((9, 0.5, 0.1), (10, 0.3, 0.2), (11, 0.4, 0.3)):
+        save_state(f"{url}/run/step_{step}", state(step))
+        save(store, f"run/step_{step}/.metrics", json.dumps({"loss": loss, "accuracy": accuracy}).encode())
+    save(store, "run/step_12/__0_0.distcp", b"x")
+    return f"{url}/run"
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("latest", 11), ("best:loss", 10), ("best:loss:max", 9), ("best:accuracy:max", 11)]
+)
+def test_latest_and_best_name_a_checkpoint_everywhere(run_url, tmp_path, told, name, step):
+    named, directory = f"{run_url}/{name}", f"{run_url}/step_{step}"
+    for words in (["show"], ["verify"]):
+        assert told("checkpoint", *words, named)["url"] == directory
+    assert told("checkpoint", "diff", named, directory)["equal"]
+    assert told("checkpoint", "export", named, tmp_path / "out.bin")["format"] == "torch"
+    assert told("ls", named)["url"] == told("verify", named)["url"] == told("stat", named)["url"] == directory
+    assert told("cp", "-r", named, f"{run_url}/kept/")["files"] == 3
+    assert told("ls", f"{run_url}/kept")["entries"][0]["name"] == f"step_{step}"
+    told("rm", "-r", named)
+    assert told("ls", directory, code=3)
+
+
+def test_a_directory_of_that_name_wins_and_a_target_is_a_new_name(run_url, told):
+    told("mv", f"{run_url}/step_9", f"{run_url}/best")
+    assert told("checkpoint", "show", f"{run_url}/best")["url"] == f"{run_url}/best"
+    told("cp", "-r", f"{run_url}/step_10", f"{run_url}/latest")
+    assert told("checkpoint", "show", f"{run_url}/latest")["url"] == f"{run_url}/latest"
+
+
+def test_a_name_that_means_no_checkpoint_says_why(run_url, url, store, told, tmp_path):
+    def problem(name, code):
+        return told("checkpoint", "show", name, code=code)["error"]["message"]
+
+    assert "several metrics (accuracy, loss)" in problem(f"{run_url}/best", 2)
+    assert "the metric 'los'" in problem(f"{run_url}/best:los", 3)
+    assert "no complete checkpoint" in problem(f"{url}/latest", 3)
+    assert "latests does not exist" in told("stat", f"{run_url}/latests", code=3)["error"]["message"]
+    for step in (9, 10, 11):
+        save(store, f"run/step_{step}/.metrics", b'{"loss": %d}' % step)
+    assert told("checkpoint", "show", f"{run_url}/best")["step"] == 9
+
+
+def test_latest_follows_the_line_of_a_run_that_went_back(url, told):
+    def train(steps, restore=None):
+        with Manager(f"{url}/line", save=[Every(steps=1)]) as manager:
+            if restore is not None:
+                manager.restore({"w": torch.zeros(4)}, step=restore)
+            for step in steps:
+                manager.save(step, {"w": torch.full((4,), float(step))})
+            manager.wait()
+
+    train([1, 2, 3])
+    train([2], restore=1)
+    assert told("checkpoint", "show", f"{url}/line/latest")["step"] == 2
+
+
+def test_prune_pins_the_best(run_url, told):
+    shown = told("prune", run_url, "--keep", "latest:1", "--pin", "best:loss:max", "--dry-run")["checkpoints"]
+    assert {each["step"]: each["kept"] for each in shown} == {9: True, 10: False, 11: True, 12: True}
+
+
+def test_verify_of_a_run_reads_all_its_checkpoints(run_url, store, told, tell):
+    shown = told("checkpoint", "verify", run_url)
+    assert [each["url"] for each in shown["checkpoints"]] == [f"{run_url}/step_{step}" for step in (9, 10, 11)]
+    assert shown["tensors"] == 9
+    (path,) = (entry.path for entry in find(store, "run/step_10") if entry.path.endswith(".safetensors"))
+    row = max(stat(store, path).manifest.rows, key=lambda row: row.raw_length)
+    flip_bit(store.objects, chunk_key(row.name), 8 * (row.stored_length - 50))
+    lines = tell("checkpoint", "verify", run_url, code=6).splitlines()
+    assert [line.endswith("all sound") for line in lines if line.startswith("checked")] == [True, False, True]
+
+
+def test_show_without_a_match_fails(step_10, told):
+    error = told("checkpoint", "show", step_10, "*.wieght", code=3)["error"]
+    assert "no tensor of" in error["message"]
+    assert "model.w" in error["message"]
 
 
 # -- export and import -------------------------------------------------------------------------------------------------
@@ -506,10 +614,10 @@ def test_an_invalid_import_is_an_error(url, tmp_path, told):
     [
         (["ls"], "--help` shows examples"),
         (["dance", "x"], "--help` shows examples"),
-        (["ls", "x", "y"], "takes only a URL, but got 'y' too"),
+        (["ls", "x", "y"], "unrecognized arguments: y"),
         (["diff", "x"], "OTHER"),
         (["show", ""], "empty"),
-        (["show", "x", "--usage"], "--usage is not an option of `tierfs checkpoint show`"),
+        (["show", "x", "--usage"], "unrecognized arguments: --usage"),
         (["ls", "x", "--limit", "-3"], "at least 0"),
     ],
 )

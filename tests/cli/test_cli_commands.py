@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
     [
         (["checkpoint", "--json", "foo"], "'foo' is not an action"),
         (["flusher", "--state-dir", "/tmp", "stpo"], "'stpo' is not an action"),
-        (["flusher", "--state-dir", "run", "stpo"], "'stpo' is not an action"),
+        (["flusher", "stpo", "x"], "'stpo' is not an action (did you mean stop?)"),
         (["flusher", "--state-dir=/tmp", "stpo"], "'stpo' is not an action"),
         (["checkpoint", "--json"], "name an action"),
         (["checkpoint", "--colour", "red", "ls", "x"], "--colour"),
@@ -187,6 +188,39 @@ def test_colours_are_for_terminals_that_want_them(environment, is_terminal, has_
     stream = io.StringIO()
     stream.isatty = lambda: is_terminal
     assert ("\x1b" in colored("text", "ok", stream)) == has_color
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["help"], ["--help"]),
+        (["help", "cp"], ["cp", "--help"]),
+        (["help", "checkpoint", "diff"], ["checkpoint", "diff", "--help"]),
+        (["-v"], ["--version"]),
+        (["help", "check"], ["verify", "--help"]),
+        (["list", "{url}", "-l"], ["ls", "{url}", "-l"]),
+        (["check", "{url}"], ["verify", "{url}"]),
+        (["checkpoint", "list", "{url}"], ["checkpoint", "ls", "{url}"]),
+        (["checkpoint", "--limit", "1", "list", "{url}"], ["checkpoint", "ls", "{url}", "--limit", "1"]),
+    ],
+)
+def test_words_of_other_tools_mean_the_same(url, words, same, capsys):
+    shown = []
+    for each in (words, same):
+        assert main([word.format(url=url) for word in each]) == 0
+        shown.append(capsys.readouterr())
+    assert shown[0] == shown[1]
+    assert shown[0].out or shown[0].err or "ls" in same
+
+
+def test_a_suggested_command_can_be_pasted(tmp_path, capsys):
+    place = tmp_path / "it's a run"
+    assert main(["ls", str(place)]) == 3
+    shown = re.search(r"`(tierfs init .*?)` makes", capsys.readouterr().err)[1]
+    assert main(shlex.split(shown)[1:]) == 0
+    assert main(["stat", f"{place}/new dir/a"]) == 3
+    shown = re.search(r"`(tierfs ls .*?)` lists", capsys.readouterr().err)[1]
+    assert shlex.split(shown)[2] == f"tierfs::file://{place}/new dir"
 
 
 def test_the_help_lists_every_command(capsys):
@@ -341,7 +375,7 @@ def test_stores_in_directories_that_are_gone_are_counted_and_not_listed(tmp_path
     shown = tell()
     assert str(here) in shown
     assert str(gone) not in shown
-    assert "1 more were in directories that no longer exist" in shown
+    assert "1 more are gone" in shown
     assert {store["place"]: store["is_gone"] for store in told()["stores"]} == {str(here): False, str(gone): True}
 
 

@@ -65,20 +65,46 @@ def put(url, content):
 def test_a_directory_goes_into_a_store_and_comes_back(url, tree, tmp_path, capsys):
     assert main(["cp", "-r", str(tree), f"{url}/run", "--json"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"files": len(FILES), "bytes": TOTAL}
+    done = json.loads(shown.out)
+    assert (done["files"], done["bytes"]) == (len(FILES), TOTAL)
+    assert TOTAL <= done["new_bytes"] < TOTAL + 10_000
     assert shown.err == ""
     assert stored(f"{url}/run") == FILES
     assert main(["cp", f"{url}/run", "-r", str(tmp_path / "back")]) == 0
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("copied 5 files, 16.1 MiB\n", "")
     assert below(tmp_path / "back") == FILES
     assert (tmp_path / "back" / "empty" / "inner").is_dir()
+
+
+def test_bytes_that_the_store_has_are_not_new(url, tree, tell, told):
+    tell("cp", "-r", tree, f"{url}/run")
+    assert told("cp", "-r", tree, f"{url}/again")["new_bytes"] < 10_000
+    assert "(0 B new)" not in tell("cp", "-r", f"{url}/run", f"{url}/third")
+    assert stored(f"{url}/third") == FILES
+
+
+def test_a_dry_run_names_each_copy_and_copies_nothing(url, tree, tell, told):
+    shown = tell("cp", "-r", tree, f"{url}/run", "--dry-run").splitlines()
+    assert f"would copy {tree}/a/big -> {url}/run/a/big" in shown
+    assert shown[-1] == "would copy 5 files, 16.1 MiB"
+    planned = told("cp", "-r", tree, f"{url}/run", "--dry-run", "--exclude", ".*", "--include", "a")
+    assert [each["source"] for each in planned["would_copy"]] == [f"{tree}/a/b/deep é", f"{tree}/a/big"]
+    assert stored(url) == {}
+
+
+def test_only_chosen_files_are_copied(url, tree, tmp_path, tell):
+    tell("cp", "-r", tree, f"{url}/run", "--exclude", "b", "--exclude", "zero")
+    assert set(stored(f"{url}/run")) == {"small", "a/big"}
+    tell("cp", f"{url}/run/s*", f"{url}/run/a/b*", tmp_path)
+    assert (tmp_path / "small").read_bytes() == b"small"
+    assert (tmp_path / "big").exists()
 
 
 def test_progress_is_shown_on_stderr_when_it_is_asked_for(url, tree, tmp_path, capsys):
     for words in (["-r", str(tree), f"{url}/run"], ["-r", f"{url}/run", str(tmp_path / "back")]):
         assert main(["cp", "--progress", *words]) == 0
         shown = capsys.readouterr()
-        assert shown.out == ""
+        assert shown.out.startswith("copied 5 files, 16.1 MiB")
         assert "100%" in shown.err
         assert "16.1 MiB/16.1 MiB" in shown.err
         assert re.search(r"[KMG]iB/s, 0:00:0", shown.err)

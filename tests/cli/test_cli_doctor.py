@@ -98,14 +98,6 @@ def test_few_descriptors_are_noted(soft, state):
     assert checks.check_descriptors(soft, 1 << 20).state == state
 
 
-@pytest.mark.parametrize(
-    ("tunables", "threshold", "state"),
-    [("", 182 << 20, "note"), ("glibc.cpu.x86_non_temporal_threshold=1048576", 182 << 20, "ok"), ("", 1 << 20, "ok")],
-)
-def test_copies_through_the_caches_are_noted(tunables, threshold, state):
-    assert checks.check_copies(tunables, threshold).state == state
-
-
 def test_kernels_that_were_not_built_are_noted():
     assert checks.check_kernels("compiled").state == "ok"
     assert checks.check_kernels("not built: no compiler").state == "note"

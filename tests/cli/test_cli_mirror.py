@@ -192,7 +192,9 @@ def test_a_directory_goes_into_a_store_with_modes_and_times(url, store, tree, tm
     (tree / "a").chmod(0o700)
     os.utime(tree / "a", ns=(10**18, 10**18 + 7))
     done = run(capsys, "sync", tree, url)
-    assert done == {"files": 4, "unchanged": 0, "deleted": 0, "read_bytes": sum(map(len, FILES.values()))}
+    total = sum(map(len, FILES.values()))
+    assert (done["files"], done["unchanged"], done["deleted"], done["read_bytes"]) == (4, 0, 0, total)
+    assert total <= done["new_bytes"] < total + 10_000
     assert in_store(store) == FILES
     assert stat_stored(store, "run/empty").is_directory
     run(capsys, "materialize", url, tmp_path / "back")
@@ -215,6 +217,27 @@ def test_sync_stores_changes_and_deletes_missing_files(url, store, tree, capsys)
     assert run(capsys, "sync", tree, url, "--delete")["deleted"] == 1
     assert in_store(store) == below(tree)
     assert [one.path for one in find(store, "run") if one.is_directory] == ["run/d", "run/d/e"]
+
+
+def test_a_dry_run_of_sync_changes_nothing(url, store, tree, tell, told):
+    tell("sync", tree, url)
+    before = in_store(store)
+    (tree / "a").write_bytes(b"longer than before")
+    (tree / "zero").unlink()
+    lines = tell("sync", tree, url, "--delete", "--dry-run").splitlines()
+    assert lines == ["would delete zero", "would store a", "would store 1 file, 18 B, delete 1; 2 unchanged"]
+    assert told("sync", tree, url, "--delete", "--dry-run")["would"] == ["delete zero", "store a"]
+    assert in_store(store) == before
+
+
+def test_sync_leaves_files_alone_that_are_left_out(url, store, tree, tell):
+    tell("sync", tree, url, "--exclude", "zero")
+    assert set(in_store(store)) == FILES.keys() - {"zero"}
+    (tree / "a").unlink()
+    (tree / "d" / "big").unlink()
+    shown = tell("sync", tree, url, "--include", "d", "--delete")
+    assert shown.splitlines()[-1].endswith("deleted 1; 1 unchanged")
+    assert set(in_store(store)) == FILES.keys() - {"zero", "d/big"}
 
 
 def test_a_time_that_changed_alone_stores_no_bytes(url, store, tree, capsys):

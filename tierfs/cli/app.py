@@ -20,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from tierfs import __version__
-from tierfs.cli.host_stores import show_stores
 from tierfs.cli.terminal.failures import Failure, describe
 from tierfs.cli.terminal.log import logging_to_stderr
-from tierfs.cli.terminal.output import colored, print_json, printable
+from tierfs.cli.terminal.output import add_json_argument, align, colored, print_json, printable
 from tierfs.errors import InvalidInputError, TierfsError
 
 GROUPS = {
@@ -49,6 +48,7 @@ GROUPS = {
         "wait": "wait until saved files have reached a level",
         "prefetch": "copy files to this host's disk",
         "evict": "drop copies from this host",
+        "forget": "remove what this host keeps of a store",
         "flusher": "run, stop or inspect the background flusher",
         "doctor": "check this machine, and advise what to change",
     },
@@ -67,6 +67,17 @@ GROUPS = {
     },
 }
 """Every command with its line in ``tierfs --help``, grouped by topic."""
+ALIASES = {
+    "check": "verify",
+    "list": "ls",
+    "delete": "rm",
+    "remove": "rm",
+    "copy": "cp",
+    "move": "mv",
+    "unmount": "umount",
+}
+"""Names that other tools have for commands. Actions have `ACTION_ALIASES`."""
+ACTION_ALIASES = {"list": "ls", "check": "verify"}
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 _DESCRIPTION = """\
@@ -87,6 +98,7 @@ Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 already exists,
 130 interrupted, 141 output closed.
 """
 
+_ROWS_MAX = 30
 _LITERAL = "\0"  # before a word that begins with - and is no option; no argument of a process contains it
 
 
@@ -125,44 +137,24 @@ class ActionsParser(_Parser):
     def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
         """Parse the words after the command. Options may also stand before the action."""
         words = list(args or ())
-        place = self._place_of_action(words)
-        if place is None or words[place] not in self.actions:
+        action = next((word for word in words if ACTION_ALIASES.get(word, word) in self.actions), None)
+        if action is None:
             if {"-h", "--help"} & set(words):
                 self.print_help()
                 self.exit()
-            self.error("name an action" if place is None else f"{words[place]!r} is not an action")
-        action = words.pop(place)
-        parser = self.actions[action]
-        for word in _options(words):
-            option = word.partition("=")[0]
-            is_foreign = option.startswith("--") and not self._takes(parser, option)
-            if is_foreign and any(self._takes(other, option) for other in self.actions.values()):
-                raise InvalidInputError(
-                    f"{option} is not an option of `{parser.prog}`; `{parser.prog} --help` lists them"
-                )
-        arguments = parser.parse_intermixed_args(words)
+            others = [word for word in words if not word.startswith("-")]
+            near = [
+                (word, f" (did you mean {one}?)")
+                for word in others
+                for one in difflib.get_close_matches(word, self.actions, 1)
+            ]
+            word, meant = (*near, *((word, "") for word in others), ("", ""))[0]
+            self.error(f"{word!r} is not an action{meant}" if word else "name an action")
+        words.remove(action)
+        action = ACTION_ALIASES.get(action, action)
+        arguments = self.actions[action].parse_intermixed_args(words)
         arguments.action = action
         return arguments
-
-    def _place_of_action(self, words: Sequence[str]) -> int | None:
-        """Return the index of the first word that is neither an option nor an option's value; None if there is none."""
-        known = {
-            name: option.nargs != 0
-            for parser in self.actions.values()
-            for name, option in parser._option_string_actions.items()
-        }
-        for place, word in enumerate(words):
-            before = words[place - 1] if place else ""
-            # An unknown option is assumed to take a value, unless the next word is the name of an action.
-            is_option = before.startswith("-") and "=" not in before
-            takes_value = known.get(before, is_option and word not in self.actions)
-            if not word.startswith("-") and not takes_value:
-                return place
-        return None
-
-    @staticmethod
-    def _takes(parser: argparse.ArgumentParser, option: str) -> bool:
-        return option in parser._option_string_actions
 
 
 def load_command(name: str) -> Any:
@@ -175,6 +167,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     if not hasattr(command, "ACTIONS"):
         parser = _new_parser(_Parser, f"tierfs {name}", command.HELP, command.EXAMPLES)
         command.add_arguments(parser)
+        _add_json(parser)
         return parser
     width = max(map(len, command.ACTIONS))
     listed = "\n".join(f"  {action:{width}}  {line}" for action, line in command.ACTIONS.items())
@@ -187,8 +180,15 @@ def build_parser(name: str) -> argparse.ArgumentParser:
         examples = "\n".join(one for one in command.EXAMPLES.splitlines() if one.startswith(f"{prog} "))
         parsers[action] = _new_parser(_Parser, prog, line, examples)
         command.add_action_arguments(parsers[action], action)
+        _add_json(parsers[action])
     group.actions = parsers
     return group
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--json``, unless the command declared it or set its default."""
+    if parser.get_default("json") is None:
+        add_json_argument(parser)
 
 
 _AParser = TypeVar("_AParser", bound=_Parser)
@@ -256,25 +256,68 @@ def _options(words: Sequence[str]) -> Sequence[str]:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words == ["--json"]:
-        return show_stores(as_json=bool(words))
+        return _show_stores(as_json=bool(words))
     name, *rest = words
-    if name in {"-h", "--help"}:
+    if name == "help" and rest:
+        name, rest = rest[0], [*rest[1:], "--help"]
+    name = ALIASES.get(name, name)
+    if name in {"-h", "--help", "help"}:
         print(help_text(), end="")
         return 0
-    if name == "--version":
+    if name in {"--version", "-v", "-V"}:
         print(f"tierfs {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
+        meant = "".join(f" (did you mean {near}?)" for near in difflib.get_close_matches(name, COMMANDS, 1))
         raise InvalidInputError(f"there is no command {name!r}{meant}; `tierfs --help` shows examples")
     try:
         # Options may stand anywhere, also between positional arguments.
         arguments = build_parser(name).parse_intermixed_args(rest)
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 0
+    for value in vars(arguments).values():
+        if value == "" or (isinstance(value, list) and "" in value):  # as an unset shell variable makes it
+            raise InvalidInputError("an argument is empty: give a URL or a path")
     code: int = load_command(name).run(arguments)
     return code
+
+
+def _show_stores(*, as_json: bool) -> int:
+    """Print the stores of this host, pending ones first, and return the exit code."""
+    from tierfs.host.host import state_directory  # noqa: PLC0415 - other commands do not need it
+    from tierfs.host.local_state import local_stores  # noqa: PLC0415
+
+    state = state_directory()
+    stores = local_stores(state)
+    if as_json:
+        print_json({"state_directory": str(state), "stores": [store._asdict() for store in stores]})
+        return 0
+    if not stores:
+        print(
+            "No store has been opened on this host yet. `tierfs init URL` creates one, `tierfs --help` lists the commands."
+        )
+        return 0
+    from tierfs.units import format_bytes  # noqa: PLC0415
+
+    every, stores = stores, [store for store in stores if not store.is_gone or store.is_pending or store.has_flusher]
+    rows = [("store", "pending", "flusher", "nvme tier")]
+    rows += [
+        (
+            printable(store.place),
+            "yes" if store.is_pending else "-",
+            "running" if store.has_flusher else "-",
+            format_bytes(store.disk_bytes) if store.disk_bytes else "-",
+        )
+        for store in stores[:_ROWS_MAX]
+    ]
+    print("\n".join(align(rows, has_head=True, states=(1, 2))))
+    if len(stores) > _ROWS_MAX:
+        print(f"... and {len(stores) - _ROWS_MAX} more: `tierfs --json` lists all")
+    if len(every) > len(stores):
+        size = format_bytes(sum(store.disk_bytes for store in every if store not in stores))
+        print(f"{len(every) - len(stores)} more are gone and left {size}: `tierfs forget --gone` removes it")
+    print("\n`tierfs status URL` shows one of them, `tierfs --help` lists the commands.")
+    return 0
 
 
 def _report(failure: Failure, *, as_json: bool) -> int:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
@@ -15,6 +19,32 @@ LEVELS = [level.label for level in Level if level]
 """Labels of all levels but ``none``."""
 
 
+_OPTION = re.compile(r"((?:-\S+ ?)+)(?:([A-Z]+|\{.+\})(\.\.\.)?(?::(int|float))?(?:=(.+))?)?")
+
+
+def add_options(parser: argparse._ActionsContainer, options: Mapping[str, str]) -> None:
+    """Declare options, each by its usage and its help text.
+
+    A usage is ``-r --recursive`` for a switch, and for an option with a value ``--rate N``, ``--rate N:float=3000``,
+    ``--tier {ram,nvme}=nvme`` or, if it may be given several times, ``--keep RULE...``.
+    """
+    for usage, text in options.items():
+        found = _OPTION.fullmatch(usage)
+        assert found, usage
+        names, value, many, kind, default = found.groups()
+        how: dict[str, Any] = {"help": text}
+        if value is None:
+            how["action"] = "store_true"
+        elif many:
+            how |= {"metavar": value, "action": "append", "default": []}
+        elif value.startswith("{"):
+            how |= {"choices": value[1:-1].split(","), "default": default}
+        else:
+            convert = {None: str, "int": int, "float": float}[kind]
+            how |= {"metavar": value, "type": convert, "default": None if default is None else convert(default)}
+        parser.add_argument(*names.split(), **how)
+
+
 def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Declare ``URL``, or ``URL...`` if ``several`` is set."""
     if several:
@@ -23,14 +53,14 @@ def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) 
         parser.add_argument("url", metavar="URL", help=PLACE)
 
 
+_OPTIONS = {
+    "--tier {ram,nvme}=nvme": "the host's shared memory, or its disk (default: nvme)",
+}
+
+
 def add_tier_argument(parser: argparse.ArgumentParser) -> None:
     """Declare ``--tier``, which names a local tier."""
-    parser.add_argument(
-        "--tier",
-        choices=["ram", "nvme"],
-        default="nvme",
-        help="the host's shared memory, or its disk (default: nvme)",
-    )
+    add_options(parser, _OPTIONS)
 
 
 def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +75,9 @@ def add_replicas_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_url(text: str) -> None:
-    """Check that an argument is not empty, as an unset shell variable makes it.
-
-    Raises:
-        InvalidInputError: The argument is empty.
-    """
-    if not text:
-        raise InvalidInputError("an argument is empty: give a URL or a path")
+def suggested(*words: str) -> str:
+    """Return a command of tierfs for a message: quoted for a shell, in backticks."""
+    return f"`{shlex.join(['tierfs', *words])}`"
 
 
 def require_seconds(option: str, seconds: float, *, over_0: bool = False, may_be_infinite: bool = False) -> None:

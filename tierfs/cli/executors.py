@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import NamedTuple
 
+from tierfs.cli.arguments import add_options
 from tierfs.errors import InvalidInputError
 
 PROCESSES_MAX = 1024
@@ -25,13 +26,13 @@ class WorkerSet(NamedTuple):
     workers: int
 
 
+_OPTIONS = {
+    "--executor WHERE": "spread the work: processes:N on this host, dask:ADDRESS of a Dask scheduler, or mpi under mpiexec -m mpi4py.futures (default: in this process)",
+}
+
+
 def add_executor_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--executor",
-        metavar="WHERE",
-        help="spread the work: processes:N on this host, dask:ADDRESS of a Dask scheduler, or mpi under mpiexec -m mpi4py.futures "
-        "(default: in this process)",
-    )
+    add_options(parser, _OPTIONS)
 
 
 @contextlib.contextmanager

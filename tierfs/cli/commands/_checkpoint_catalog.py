@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 from collections.abc import Mapping
 from typing import cast
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, natural_key, standing
-from tierfs.cli.arguments import require_seconds
+from tierfs.cli.arguments import require_seconds, suggested
 from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import StorePlace, requests_of, store_place
-from tierfs.cli.terminal.output import align, format_time, print_json, printable
+from tierfs.cli.terminal.output import align, format_time, print_json, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import CorruptionError, NotFoundError
 from tierfs.format.checkpoint import ROOT, SaveMark
 from tierfs.format.keys import inside, is_at_or_below
-from tierfs.store import Usage, stat, usages
+from tierfs.store import Usage, find, stat, usages
 from tierfs.store.commit import Commits
 from tierfs.store.tree.references import vanished_roots
 from tierfs.units import format_bytes
@@ -28,8 +29,8 @@ def ls(arguments: argparse.Namespace) -> int:
     found = candidates(place.store, place.path)
     vanished = {path for path in vanished_roots(place.store) if is_at_or_below(path, place.path)}
     found += [Candidate(path, ()) for path in sorted(vanished - {candidate.directory for candidate in found})]
-    if not found:
-        place.entry()
+    if not found and place.entry().is_directory and find(place.store, place.path, detail=False):
+        print(f"no checkpoint is in {place.url}: {suggested('ls', '-R', place.url)} lists its files", file=sys.stderr)
     if arguments.limit is not None:
         newest = sorted(found, key=lambda candidate: -1 if candidate.step is None else candidate.step)
         kept = {candidate.directory for candidate in newest[len(newest) - min(len(newest), arguments.limit) :]}
@@ -119,22 +120,21 @@ def or_dash(value: object) -> str:
 
 def commit(arguments: argparse.Namespace) -> int:
     """Publish the checkpoint and print its save id. Raise if parts are still missing at the end of the timeout."""
-    timeout_s = 0.0 if arguments.timeout is None else arguments.timeout
-    require_seconds("--timeout", timeout_s)
+    require_seconds("--timeout", arguments.timeout)
     place = store_place(arguments.url)
     with Progress("commit"):
-        Commits(place.store).wait(place.path, timeout_s)
+        Commits(place.store).wait(place.path, arguments.timeout)
     root = inside(place.path, ROOT)
     try:
         manifest = stat(place.store, root).manifest
     except NotFoundError as error:
         raise NotFoundError(
-            f"{place.url} is not a checkpoint, and no save to it is announced: `tierfs checkpoint ls` lists the checkpoints",
+            f"{place.url} is not a checkpoint, and no save to it is announced: {suggested('checkpoint', 'ls', place.url)} lists the checkpoints there",
             path=place.path,
         ) from error
     mark = None if manifest is None else SaveMark.of(manifest.metadata)
-    if arguments.json:
-        print_json({"url": place.url, "save_id": mark.save_id if mark is not None else None})
-    else:
-        print(f"{printable(place.url)} is complete" + (f": save {mark.save_id}" if mark is not None else ""))
-    return 0
+    return print_result(
+        arguments,
+        {"url": place.url, "save_id": mark.save_id if mark is not None else None},
+        f"{printable(place.url)} is complete" + (f": save {mark.save_id}" if mark is not None else ""),
+    )

@@ -6,21 +6,21 @@ import argparse
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import cast
 
-from tierfs.checkpoint.catalog import candidates, step_of
+from tierfs.checkpoint.catalog import NAMED_MAX, candidates, step_of
 from tierfs.checkpoint.diff import CheckpointDifference, compare
 from tierfs.checkpoint.placement import Placement
 from tierfs.checkpoint.verify import CheckpointReport, verify_checkpoint
 from tierfs.cli.commands._checkpoint_catalog import or_dash
 from tierfs.cli.files.places import StorePlace, source_of
-from tierfs.cli.terminal.output import align, format_time, print_json, printable
+from tierfs.cli.terminal.output import align, format_time, print_json, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.columns import SavedItem
-from tierfs.errors import CorruptionError
+from tierfs.errors import CorruptionError, NotFoundError
 from tierfs.units import format_bytes
 
 
@@ -30,6 +30,11 @@ def show(arguments: argparse.Namespace) -> int:
         checkpoint = open_checkpoint(source.store, source.path, rank=arguments.rank)
         names = _matching(checkpoint.tensors, arguments.other)
         objects = _matching(checkpoint.objects, arguments.other)
+        if arguments.other is not None and not names and not objects:
+            some = ", ".join(sorted([*checkpoint.tensors, *checkpoint.objects])[:NAMED_MAX])
+            raise NotFoundError(
+                f"no tensor of {source.url} matches {arguments.other!r}: it has {some}", path=source.url
+            )
         where = Placement(checkpoint)
         placement = where if arguments.shards else None
         tensors = {fqn: _tensor(checkpoint, fqn, placement) for fqn in names}
@@ -151,43 +156,43 @@ DIFFERENT = 1
 def verify(arguments: argparse.Namespace) -> int:
     """Verify, and return the exit code of damage if there is any."""
     source = source_of(arguments.url)
-    parts = _parts(source, arguments.rank)
-    total = sum(sum(part.files().values()) for part in parts)
-    report = CheckpointReport()
-    with Progress("verify", total_bytes=total, wanted=arguments.progress) as progress:
-        for part in parts:
-            report.add(verify_checkpoint(part, progress=progress.advance))
-    if arguments.json:
-        print_json({"url": source.url, **asdict(report)})
-    else:
-        _print_report(report, source.url)
-    return CorruptionError.exit_code if report.damage else 0
+    found = {candidate.directory: candidate for candidate in candidates(source.store, source.path) if candidate.ranks}
+    # A directory that is no checkpoint stands for all below it. Without any, opening it raises.
+    paths = [source.path] if source.path in found or not found else list(found)
+    ranks = {
+        path: found[path].ranks if path in found and arguments.rank is None else (arguments.rank,) for path in paths
+    }
+    whole, lines, documents = CheckpointReport(), list[str](), list[dict[str, object]]()
+    with Progress("verify", wanted=arguments.progress) as progress:
+        for path in paths:
+            report = CheckpointReport()
+            parts = [open_checkpoint(source.store, path, rank=rank) for rank in ranks[path]]
+            progress.expect(whole.length + sum(sum(part.files().values()) for part in parts))
+            for part in parts:
+                report.add(verify_checkpoint(part, progress=progress.advance))
+            whole.add(report)
+            place = source.child(source.relative(path))
+            lines += _lines(report, place.url)
+            documents.append({"url": place.url, **asdict(report)})
+    code = CorruptionError.exit_code if whole.damage else 0
+    return print_result(arguments, {"url": source.url, **asdict(whole), "checkpoints": documents}, *lines, code=code)
 
 
-def _parts(source: StorePlace, rank: int | None) -> list[Checkpoint]:
-    """Return the checkpoints to verify: one per rank if ranks saved on their own and ``rank`` is None."""
-    if rank is None:
-        for candidate in candidates(source.store, source.path):
-            if candidate.directory == source.path and candidate.ranks:
-                return [open_checkpoint(source.store, source.path, rank=rank) for rank in candidate.ranks]
-    return [open_checkpoint(source.store, source.path, rank=rank)]
-
-
-def _print_report(report: CheckpointReport, url: str) -> None:
+def _lines(report: CheckpointReport, url: str) -> Iterator[str]:
     for damage in report.damage:
-        print(f"damaged  {', '.join(map(printable, damage.names)) or '-'}")
+        yield f"damaged  {', '.join(map(printable, damage.names)) or '-'}"
         span = f", bytes {damage.at} to {damage.at + damage.length}" if damage.length else ""
-        print(f"  file     {printable(damage.file) or '-'}{span}, {damage.tier} tier")
-        print(f"  kind     {damage.kind}")
-        print(f"  problem  {printable(damage.problem)}")
+        yield f"  file     {printable(damage.file) or '-'}{span}, {damage.tier} tier"
+        yield f"  kind     {damage.kind}"
+        yield f"  problem  {printable(damage.problem)}"
     if report.undigested:
-        print(
+        yield (
             f"files without digests, because tierfs did not write them: {', '.join(map(printable, report.undigested))}"
         )
     checked = (
         f"{report.tensors} tensors and {report.objects} objects in {report.files} files, {format_bytes(report.length)}"
     )
-    print(f"checked {checked} of {printable(url)}: {f'{len(report.damage)} damaged' if report.damage else 'all sound'}")
+    yield f"checked {checked} of {printable(url)}: {f'{len(report.damage)} damaged' if report.damage else 'all sound'}"
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -196,11 +201,8 @@ def diff(arguments: argparse.Namespace) -> int:
     a, b = (open_checkpoint(source.store, source.path, rank=arguments.rank) for source in sources)
     with Progress("diff", total_bytes=a.length, wanted=arguments.progress) as progress:
         found = compare(a, b, progress=progress.advance)
-    if arguments.json:
-        print_json(_document(found, *sources))
-    else:
-        _print_difference(found, *sources)
-    return 0 if found.is_none else DIFFERENT
+    lines = _difference_lines(found, *sources, top=arguments.top)
+    return print_result(arguments, _document(found, *sources), *lines, code=0 if found.is_none else DIFFERENT)
 
 
 def _document(found: CheckpointDifference, a: StorePlace, b: StorePlace) -> dict[str, object]:
@@ -212,7 +214,15 @@ def _document(found: CheckpointDifference, a: StorePlace, b: StorePlace) -> dict
         "only_b": found.only_b,
         "unlike": [{"name": fqn, "a": one, "b": other} for fqn, (one, other) in found.unlike.items()],
         "tensors": [
-            {"name": fqn, **asdict(difference), "fraction": difference.fraction}
+            {
+                "name": fqn,
+                "elements": difference.elements,
+                "differing": difference.differing,
+                "fraction": difference.fraction,
+                "relative": difference.relative,
+                "max_abs": difference.max_abs,
+                "not_finite": difference.not_finite,
+            }
             for fqn, difference in found.tensors.items()
         ],
         "objects": found.objects,
@@ -220,22 +230,31 @@ def _document(found: CheckpointDifference, a: StorePlace, b: StorePlace) -> dict
     }
 
 
-def _print_difference(found: CheckpointDifference, a: StorePlace, b: StorePlace) -> None:
+def _difference_lines(found: CheckpointDifference, a: StorePlace, b: StorePlace, *, top: int | None) -> Iterator[str]:
     for fqn in found.only_a:
-        print(f"only in A  {printable(fqn)}")
+        yield f"only in A  {printable(fqn)}"
     for fqn in found.only_b:
-        print(f"only in B  {printable(fqn)}")
+        yield f"only in B  {printable(fqn)}"
     for fqn, (one, other) in found.unlike.items():
-        print(f"unlike     {printable(fqn)}: {one} in A, {other} in B")
-    rows = [("max abs", "differing", "of", "not finite", "name")]
-    for fqn, difference in found.tensors.items():
+        yield f"unlike     {printable(fqn)}: {one} in A, {other} in B"
+    rows = [("relative", "max abs", "differing", "of", "not finite", "name")]
+    tensors = list(found.tensors.items())
+    if top is not None:  # those without a relative norm first: it is unknown how far they are apart
+        tensors = sorted(tensors, key=lambda item: -math.inf if item[1].relative is None else -item[1].relative)[:top]
+    for fqn, difference in tensors:
+        relative = "-" if difference.relative is None else f"{difference.relative:.3g}"
         apart = "-" if difference.max_abs is None else f"{difference.max_abs:.6g}"
         share = f"{difference.fraction:.3%}"
-        rows.append((apart, share, str(difference.elements), str(difference.not_finite or "-"), printable(fqn)))
+        rows.append(
+            (relative, apart, share, str(difference.elements), str(difference.not_finite or "-"), printable(fqn))
+        )
     if found.tensors:
-        head, *lines = align(rows, right=(0, 1, 2, 3), has_head=True)
-        print(f"           {head}", *(f"differs    {line}" for line in lines), sep="\n")
+        head, *lines = align(rows, right=(0, 1, 2, 3, 4), has_head=True)
+        yield f"           {head}"
+        yield from (f"differs    {line}" for line in lines)
+    if len(tensors) < len(found.tensors):
+        yield f"           ... and {len(found.tensors) - len(tensors)} more tensors"
     for fqn in found.objects:
-        print(f"differs    {printable(fqn)} (object)")
+        yield f"differs    {printable(fqn)} (object)"
     count = len(found.only_a) + len(found.only_b) + len(found.unlike) + len(found.tensors) + len(found.objects)
-    print(f"{found.equal} equal, {count} different: A is {printable(a.url)}, B is {printable(b.url)}")
+    yield f"{found.equal} equal, {count} different: A is {printable(a.url)}, B is {printable(b.url)}"

@@ -17,7 +17,7 @@ from tierfs.checkpoint.import_ import ImportPart, PartResult, import_checkpoint,
 from tierfs.cli.executors import WorkerSet, open_executor
 from tierfs.cli.files.places import LocalPlace, StorePlace, any_place, source_of, store_place
 from tierfs.cli.files.targets import clash, refuse_below_file
-from tierfs.cli.terminal.output import print_json, printable
+from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.columns import BytesPlace
@@ -29,7 +29,7 @@ from tierfs.localfile import naming, replacing
 from tierfs.store import Writer, kind_of, load
 from tierfs.units import format_bytes
 
-_BY_ENDING = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
+_BY_ENDING = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 _OF_A_CHECKPOINT = re.compile(r"\.metadata|__[0-9]+\.metadata|.+\.distcp")
 
 
@@ -51,8 +51,8 @@ def export(arguments: argparse.Namespace) -> int:
             with _new_directory(target.url) as directory:
                 write_dcp(checkpoint, directory, skip_objects=arguments.skip_objects, progress=progress.advance)
     skipped = checkpoint.objects if arguments.skip_objects else {}
-    _report(arguments, "exported", checkpoint, skipped, {"url": source.url, "target": target.url, "format": format_})
-    return 0
+    named = {"url": source.url, "target": target.url, "format": format_}
+    return _report(arguments, "exported", checkpoint, skipped, named)
 
 
 def import_(arguments: argparse.Namespace) -> int:
@@ -90,8 +90,7 @@ def import_(arguments: argparse.Namespace) -> int:
                     run_parts=None if workers is None else partial(_run_parts, arguments, place.url, workers),
                 )
     made = open_checkpoint(place.store, place.path)
-    _report(arguments, "imported", made, {}, {"source": arguments.url, "url": place.url})
-    return 0
+    return _report(arguments, "imported", made, {}, {"source": arguments.url, "url": place.url})
 
 
 def _run_parts(
@@ -125,15 +124,13 @@ def _report(
     checkpoint: Checkpoint,
     skipped: Mapping[str, BytesPlace],
     named: dict[str, str],
-) -> None:
+) -> int:
     tensors, objects = len(checkpoint.tensors), len(checkpoint.objects) - len(skipped)
     length = checkpoint.length - sum(place.length for place in skipped.values())
-    if arguments.json:
-        print_json({**named, "tensors": tensors, "objects": objects, "bytes": length})
-    else:
-        goal = named.get("target", named["url"])
-        counted = f"{tensors} tensor{'s' * (tensors != 1)} and {objects} object{'s' * (objects != 1)}"
-        print(f"{done} {counted}, {format_bytes(length)}, to {printable(goal)}")
+    goal = named.get("target", named["url"])
+    counted = f"{tensors} tensor{'s' * (tensors != 1)} and {objects} object{'s' * (objects != 1)}"
+    document = {**named, "tensors": tensors, "objects": objects, "bytes": length}
+    return print_result(arguments, document, f"{done} {counted}, {format_bytes(length)}, to {printable(goal)}")
 
 
 # -- the target of an export -------------------------------------------------------------------------------------------

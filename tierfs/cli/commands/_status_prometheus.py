@@ -37,116 +37,81 @@ class Metric(NamedTuple):
     key: str = ""
 
 
-_STORE = (
-    Metric("queue_files", "Files that are not in the object tier yet.", "queue_files"),
-    Metric("queue_bytes", "Bytes of the files that are not in the object tier yet.", "queue_bytes"),
-    Metric("queue_oldest_age_seconds", "How long ago the first of these files was closed.", "oldest_age_s"),
-    Metric("upload_bytes_per_second", "Bytes sent to the object tier, over the last 10 seconds.", "rate_bytes_per_s"),
-    Metric("unreadable_drafts", "Drafts in the ram tier that cannot be read.", "unreadable_drafts"),
-    Metric(
-        "unread_segments", "Segments of the ram tier that cannot be opened, with unknown content.", "unread_segments"
-    ),
-    Metric(
-        "conflict_files",
-        "Files that another writer changed before they were flushed; kept until discarded.",
-        "conflict_files",
-    ),
-    Metric("failing_files", "Files whose last attempt to flush failed; the flusher tries again.", "failing_files"),
-    Metric("flusher_running", "1 if a flusher runs for the store on this host, else 0.", "flusher.running"),
-    Metric(
-        "gc_unreadable_records",
-        "Unreadable records that kept the last gc from deleting anything.",
-        "upkeep.gc.unreadable_count",
-    ),
-    Metric("gc_last_deleted_bytes", "Bytes of chunk objects that the last gc deleted.", "upkeep.gc.deleted.bytes"),
-    Metric(
-        "gc_last_condemned_bytes",
-        "Bytes that the last gc condemned, because no file needs them.",
-        "upkeep.gc.condemned.bytes",
-    ),
-    Metric("gc_reached_bytes", "Bytes of chunk objects that files needed at the last gc.", "upkeep.gc.reached.bytes"),
-    Metric(
-        "gc_last_end_timestamp_seconds",
-        "When the last gc of the store ended, on any host, even if a record kept it from deleting anything.",
-        "upkeep.gc.ended_ns",
-    ),
-    Metric(
-        "gc_last_success_timestamp_seconds",
-        "When the last gc that no record kept from deleting ended; 0 if none has.",
-        "upkeep.gc.succeeded_ns",
-    ),
-    Metric("gc_last_duration_seconds", "How long the last gc took.", "upkeep.gc.seconds"),
-    Metric(
-        "missing_chunks",
-        "Chunk objects that files need and that do not exist, by the newest gc or scrub.",
-        "missing_chunks",
-    ),
-    Metric(
-        "vanished_records",
-        "Records that are gone without a tombstone, by the newest gc or scrub.",
-        "vanished_records",
-    ),
-    Metric("lost_bytes", "Bytes that repair moved below .tierfs/lost/.", "lost_bytes"),
-    Metric("scrub_damaged_chunks", "Chunk objects that are known to be damaged.", "upkeep.scrub.known_damaged"),
-    Metric("scrub_last_bytes", "Bytes that the last scrub verified.", "upkeep.scrub.bytes"),
-    Metric(
-        "scrub_last_end_timestamp_seconds",
-        "When the last scrub of the store ended, on any host.",
-        "upkeep.scrub.ended_ns",
-    ),
-    Metric(
-        "scrub_last_success_timestamp_seconds",
-        "When the last scrub ended without an error of the object tier; 0 if none has.",
-        "upkeep.scrub.succeeded_ns",
-    ),
-    Metric("scrub_last_duration_seconds", "How long the last scrub took.", "upkeep.scrub.seconds"),
-    Metric(
-        "scrub_oldest_timestamp_seconds",
-        "When the chunks were verified that were not verified for longest; 0 if some never were.",
-        "upkeep.scrub.oldest_ns",
-    ),
+def _metrics(table: Mapping[str, str]) -> tuple[Metric, ...]:
+    """Return metrics, given the text of each by its name, and its key where that is another word."""
+    return tuple(Metric(names.split()[0], text, names.split()[-1]) for names, text in table.items())
+
+
+_STORE = _metrics(
+    {
+        "queue_files": "Files that are not in the object tier yet.",
+        "queue_bytes": "Bytes of the files that are not in the object tier yet.",
+        "queue_oldest_age_seconds oldest_age_s": "How long ago the first of these files was closed.",
+        "upload_bytes_per_second rate_bytes_per_s": "Bytes sent to the object tier, over the last 10 seconds.",
+        "unreadable_drafts": "Drafts in the ram tier that cannot be read.",
+        "unread_segments": "Segments of the ram tier that cannot be opened, with unknown content.",
+        "conflict_files": "Files that another writer changed before they were flushed; kept until discarded.",
+        "failing_files": "Files whose last attempt to flush failed; the flusher tries again.",
+        "flusher_running flusher.running": "1 if a flusher runs for the store on this host, else 0.",
+        "gc_unreadable_records upkeep.gc.unreadable_count": "Unreadable records that kept the last gc from deleting anything.",
+        "gc_last_deleted_bytes upkeep.gc.deleted.bytes": "Bytes of chunk objects that the last gc deleted.",
+        "gc_last_condemned_bytes upkeep.gc.condemned.bytes": "Bytes that the last gc condemned, because no file needs them.",
+        "gc_reached_bytes upkeep.gc.reached.bytes": "Bytes of chunk objects that files needed at the last gc.",
+        "gc_last_end_timestamp_seconds upkeep.gc.ended_ns": "When the last gc of the store ended, on any host, even if a record kept it from deleting anything.",
+        "gc_last_success_timestamp_seconds upkeep.gc.succeeded_ns": "When the last gc that no record kept from deleting ended; 0 if none has.",
+        "gc_last_duration_seconds upkeep.gc.seconds": "How long the last gc took.",
+        "missing_chunks": "Chunk objects that files need and that do not exist, by the newest gc or scrub.",
+        "vanished_records": "Records that are gone without a tombstone, by the newest gc or scrub.",
+        "lost_bytes": "Bytes that repair moved below .tierfs/lost/.",
+        "scrub_damaged_chunks upkeep.scrub.known_damaged": "Chunk objects that are known to be damaged.",
+        "scrub_last_bytes upkeep.scrub.bytes": "Bytes that the last scrub verified.",
+        "scrub_last_end_timestamp_seconds upkeep.scrub.ended_ns": "When the last scrub of the store ended, on any host.",
+        "scrub_last_success_timestamp_seconds upkeep.scrub.succeeded_ns": "When the last scrub ended without an error of the object tier; 0 if none has.",
+        "scrub_last_duration_seconds upkeep.scrub.seconds": "How long the last scrub took.",
+        "scrub_oldest_timestamp_seconds upkeep.scrub.oldest_ns": "When the chunks were verified that were not verified for longest; 0 if some never were.",
+    }
 )
 _BUILD = Metric("build_info", "1; the label says which version of tierfs was queried.")
-_RUN = (
-    Metric("checkpoint_newest_step", "Step of the newest complete checkpoint of a run.", "step"),
-    Metric(
-        "checkpoint_newest_timestamp_seconds", "When the object tier got this checkpoint's metadata.", "published_ns"
-    ),
+_RUN = _metrics(
+    {
+        "checkpoint_newest_step step": "Step of the newest complete checkpoint of a run.",
+        "checkpoint_newest_timestamp_seconds published_ns": "When the object tier got this checkpoint's metadata.",
+    }
 )
 _INFO = Metric("tier_info", "1; the label says which level the tier gives.")
-_TIER = (
-    Metric("tier_budget_bytes", "Bytes that the tier may hold.", "budget_bytes"),
-    Metric("tier_used_bytes", "Bytes that the tier holds.", "used_bytes"),
-    Metric("tier_dirty_bytes", "Bytes that the object tier does not have yet.", "dirty_bytes"),
-    Metric("tier_clean_bytes", "Bytes that may be dropped, because another tier has them.", "clean_bytes"),
-    Metric("tier_host_bytes", "Bytes of the tier that all stores of this host use.", "host_bytes"),
-    Metric("tier_store_bytes", "Bytes that this store's segments use.", "store_bytes"),
-    Metric("tier_segments", "Segments of shared memory.", "segments"),
-    Metric("tier_chunks", "Chunks that the tier holds.", "chunks"),
-    Metric("tier_drafts", "Drafts that the tier holds.", "drafts"),
-    Metric("tier_conflicts", "Drafts that the tier keeps because of a conflict.", "conflicts"),
-    Metric("tier_damaged", "Drafts that lack a chunk.", "damaged"),
-    Metric("tier_waits_total", "How often writers of the queried process waited for room.", "waits"),
-    Metric("tier_waited_seconds_total", "How long these writers waited for room.", "waited_s"),
-    Metric("tier_evicted_bytes_total", "Bytes of clean copies that were dropped for room.", "evicted_bytes"),
-    Metric(
-        "tier_generations", "Snapshots that fit into the GPU memory, summed over this host's processes.", "generations"
-    ),
-    Metric("tier_snapshots", "Snapshots in GPU memory.", "snapshots"),
-    Metric("tier_newest_age_seconds", "Age of the newest snapshot.", "newest_age_s"),
-    Metric(
-        "tier_drain_bytes_per_second", "Bytes per second that go from GPU memory to the ram tier.", "drain_bytes_per_s"
-    ),
-    Metric("tier_drained_bytes_total", "Bytes that went from GPU memory to the ram tier.", "drained_bytes"),
-    Metric("tier_skipped_bytes_total", "Bytes in GPU memory that the ram tier already had.", "skipped_bytes"),
-    Metric("tier_registered_bytes", "Bytes of shared memory that are registered with a GPU.", "registered_bytes"),
-    Metric("tier_unpinned", "Regions of shared memory that could not be registered with a GPU.", "unpinned"),
+_TIER = _metrics(
+    {
+        "tier_budget_bytes budget_bytes": "Bytes that the tier may hold.",
+        "tier_used_bytes used_bytes": "Bytes that the tier holds.",
+        "tier_dirty_bytes dirty_bytes": "Bytes that the object tier does not have yet.",
+        "tier_clean_bytes clean_bytes": "Bytes that may be dropped, because another tier has them.",
+        "tier_host_bytes host_bytes": "Bytes of the tier that all stores of this host use.",
+        "tier_store_bytes store_bytes": "Bytes that this store's segments use.",
+        "tier_segments segments": "Segments of shared memory.",
+        "tier_chunks chunks": "Chunks that the tier holds.",
+        "tier_drafts drafts": "Drafts that the tier holds.",
+        "tier_conflicts conflicts": "Drafts that the tier keeps because of a conflict.",
+        "tier_damaged damaged": "Drafts that lack a chunk.",
+        "tier_waits_total waits": "How often writers of the queried process waited for room.",
+        "tier_waited_seconds_total waited_s": "How long these writers waited for room.",
+        "tier_evicted_bytes_total evicted_bytes": "Bytes of clean copies that were dropped for room.",
+        "tier_generations generations": "Snapshots that fit into the GPU memory, summed over this host's processes.",
+        "tier_snapshots snapshots": "Snapshots in GPU memory.",
+        "tier_newest_age_seconds newest_age_s": "Age of the newest snapshot.",
+        "tier_drain_bytes_per_second drain_bytes_per_s": "Bytes per second that go from GPU memory to the ram tier.",
+        "tier_drained_bytes_total drained_bytes": "Bytes that went from GPU memory to the ram tier.",
+        "tier_skipped_bytes_total skipped_bytes": "Bytes in GPU memory that the ram tier already had.",
+        "tier_registered_bytes registered_bytes": "Bytes of shared memory that are registered with a GPU.",
+        "tier_unpinned unpinned": "Regions of shared memory that could not be registered with a GPU.",
+    }
 )
-_REQUESTS = (
-    Metric("tier_requests_total", "Requests to the tier.", "requests"),
-    Metric("tier_request_errors_total", "Requests that failed after all attempts.", "errors"),
-    Metric("tier_request_bytes_total", "Bytes of objects in requests that succeeded.", "bytes"),
-    Metric("tier_request_seconds_total", "Time spent waiting for requests, summed over threads.", "seconds"),
+_REQUESTS = _metrics(
+    {
+        "tier_requests_total requests": "Requests to the tier.",
+        "tier_request_errors_total errors": "Requests that failed after all attempts.",
+        "tier_request_bytes_total bytes": "Bytes of objects in requests that succeeded.",
+        "tier_request_seconds_total seconds": "Time spent waiting for requests, summed over threads.",
+    }
 )
 _FALLBACKS = Metric("tier_fallbacks_total", "How often the tier used a fallback.")
 METRICS: tuple[tuple[tuple[str, ...], tuple[Metric, ...]], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_url_argument, suggested
 from tierfs.cli.files.places import store_place
 from tierfs.cli.files.transfer import StreamTarget, read_pieces
 from tierfs.errors import InvalidInputError
@@ -21,6 +21,7 @@ tierfs cat --offset 8 --length 4KiB /data/checkpoints/run/model.safetensors | xx
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
     parser.add_argument("--offset", type=_size, default=0, metavar="N", help="first byte, counted from 0 (default: 0)")
+    parser.set_defaults(json=False)
     parser.add_argument("--length", type=_size, metavar="N", help="number of bytes at most (default: to the end)")
 
 
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     place = store_place(arguments.url)
     entry = place.entry()
     if entry.is_directory:
-        raise InvalidInputError(f"{place.url} is a directory: `tierfs ls` lists it", path=place.url)
+        raise InvalidInputError(f"{place.url} is a directory: {suggested('ls', place.url)} lists it", path=place.url)
     reader = open_entry(place.store, entry)
     start = min(arguments.offset, reader.length)
     stop = reader.length if arguments.length is None else min(start + arguments.length, reader.length)

@@ -30,6 +30,7 @@ _ZSH_FIRST = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit &
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(json=False)
     parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="shell to print the script for")
 
 

@@ -6,8 +6,8 @@ import argparse
 import shutil
 import tempfile
 
-from tierfs.cli.arguments import require_seconds, require_torch
-from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.arguments import add_options, require_seconds, require_torch
+from tierfs.cli.terminal.output import print_result
 from tierfs.demo.story import Demo, DemoPlan, say
 from tierfs.errors import InvalidInputError
 from tierfs.host.host import state_directory
@@ -24,28 +24,18 @@ _PARAMETERS_MIN = 50_000
 _PARAMETERS_MAX = 10_000_000_000
 
 
+_OPTIONS = {
+    "--url URL": "where to save (default: a store in a temporary directory, removed at the end)",
+    "--steps N:int=24": "steps of the uninterrupted run (default: %(default)s)",
+    "--every N:int=6": "steps from one save to the next (default: %(default)s)",
+    "--params N=10M": "size of the model, roughly (default: %(default)s)",
+    "--keep": "leave the temporary directory, and print its path",
+    "--timeout SECONDS:float=600": "seconds that a phase may take (default: %(default)g)",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url", metavar="URL", help="where to save (default: a store in a temporary directory, removed at the end)"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", default=24, help="steps of the uninterrupted run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--every", type=int, metavar="N", default=6, help="steps from one save to the next (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--params", metavar="N", default="10M", help="size of the model, roughly (default: %(default)s)"
-    )
-    parser.add_argument("--keep", action="store_true", help="leave the temporary directory, and print its path")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        default=600.0,
-        help="seconds that a phase may take (default: %(default)g)",
-    )
-    add_json_argument(parser)
+    add_options(parser, _OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,10 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if directory and not arguments.keep:
             shutil.rmtree(directory, ignore_errors=True)
-    if arguments.json:
-        print_json(report.as_document())
-    else:
-        print(report.as_text())
+    print_result(arguments, report.as_document(), report.as_text())
     if arguments.url or arguments.keep:
         say(f"the checkpoints are below {url}")
     return 0 if report.equal else 1

@@ -14,17 +14,15 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tierfs import __version__, kernels
-from tierfs.cli.arguments import require_url
 from tierfs.cli.commands.version import installed_version
 from tierfs.cli.terminal.failures import describe
-from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
+from tierfs.cli.terminal.output import align, print_result, printable
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable, is_network
 from tierfs.host.host import state_directory
@@ -46,33 +44,25 @@ PROBLEM_EXIT_CODE = 1
 SHM_BYTES_MIN = 1 << 30  # less holds about ten segments, and no checkpoint that is worth a ram tier
 DISK_BYTES_MIN = 10 << 30
 DESCRIPTORS_MIN = 4096  # a process needs one for each segment of the host; a flusher also needs one for each client
-THRESHOLD_BYTES_MAX = 8 << 20  # above this threshold, glibc copies most tensors through the caches
-_LOADER = Path("/lib64/ld-linux-x86-64.so.2")
-_TUNABLE = re.compile(r"x86_non_temporal_threshold: (0x[0-9a-f]+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", nargs="?", help="also test this endpoint, as `tierfs probe` does")
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print their results. Return 1 if one of them is a problem."""
-    if arguments.url is not None:
-        require_url(arguments.url)
     checks = list(check_machine())
     if arguments.url:
         checks.append(check_endpoint(arguments.url))
     code = PROBLEM_EXIT_CODE if any(check.state == "problem" for check in checks) else 0
-    if arguments.json:
-        print_json({"ok": not code, "checks": [check._asdict() for check in checks]})
-        return code
     lines = align([(check.state, check.name, printable(check.found)) for check in checks], states=(0,))
-    for line, check in zip(lines, checks, strict=True):
-        print(line)
-        if check.advice:
-            print(f"      -> {printable(check.advice)}")
-    return code
+    shown = [
+        f"{line}\n      -> {printable(check.advice)}" if check.advice else line
+        for line, check in zip(lines, checks, strict=True)
+    ]
+    document = {"ok": not code, "checks": [check._asdict() for check in checks]}
+    return print_result(arguments, document, *shown, code=code)
 
 
 class Check(NamedTuple):
@@ -137,8 +127,6 @@ def check_machine() -> Iterator[Check]:
     yield check_state_directory(settings.state_dir)
     yield check_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_kernels(kernels.status())
-    if kernels.active is None:  # else the kernels copy past the caches, whatever glibc does
-        yield check_copies(os.environ.get("GLIBC_TUNABLES", ""), _tunables())
     yield check_fuse(Path("/dev/fuse"), is_root=os.geteuid() == 0, helper=shutil.which("fusermount3"))
     yield _gpu()
     for name, cloud in CLOUDS.items():
@@ -241,17 +229,6 @@ def check_kernels(status: str) -> Check:
     return Check("kernels", "note", status, "install a C compiler, then reinstall tierfs: saves and codecs get faster")
 
 
-def check_copies(tunables: str, threshold_bytes: int | None) -> Check:
-    """Check that glibc copies tensors past the caches, so that saves block for less time."""
-    if threshold_bytes is None:
-        return Check("copies", "ok", "glibc does not report from which size it copies past the caches")
-    found = f"glibc copies past the caches from {format_bytes(threshold_bytes)} on"
-    if threshold_bytes > THRESHOLD_BYTES_MAX and "x86_non_temporal_threshold" not in tunables:
-        setting = "GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=1048576"
-        return Check("copies", "note", found, f"start the job with {setting}: saves block for less time")
-    return Check("copies", "ok", found)
-
-
 def check_fuse(device: Path, *, is_root: bool, helper: str | None) -> Check:
     """Check that `tierfs mount` works."""
     if not device.exists():
@@ -310,19 +287,6 @@ def _gpu() -> Check:
         advice = "pip install 'tierfs[gpu]': snapshots in GPU memory take one kernel launch"
         return Check("GPU", "note", f"{found}; CuPy is not installed", advice)
     return Check("GPU", "ok", f"{found}, CuPy")
-
-
-def _tunables() -> int | None:
-    """Return the size in bytes from which glibc copies past the caches; None if glibc does not report it."""
-    if not _LOADER.exists():
-        return None
-    try:
-        command = [str(_LOADER), "--list-tunables"]
-        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5).stdout  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = _TUNABLE.search(told)
-    return int(match[1], 16) if match else None
 
 
 def _is_installed(package: str) -> bool:

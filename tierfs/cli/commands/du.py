@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.files.places import requests_of, store_place
-from tierfs.cli.terminal.output import add_json_argument, align, print_json
+from tierfs.cli.terminal.output import align, print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.store import usage
 from tierfs.units import format_bytes
@@ -20,22 +20,18 @@ tierfs du /data/checkpoints --json"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     place = store_place(arguments.url)
     with place.must_exist(), Progress("du"):
         counts = asdict(usage(place.store, place.path))
-    if arguments.json:
-        print_json({**counts, "requests": requests_of(place.store)})
-        return 0
     rows = [
         (name.replace("_", " "), format_bytes(count) if name.endswith("bytes") else str(count), _exactly(name, count))
         for name, count in counts.items()
     ]
-    print("\n".join(align(rows, right=(1,))))
-    return 0
+    document = {**counts, "requests": requests_of(place.store)}
+    return print_result(arguments, document, *align(rows, right=(1,)))
 
 
 def _exactly(name: str, count: int) -> str:

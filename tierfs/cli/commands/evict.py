@@ -6,7 +6,7 @@ import argparse
 
 from tierfs.cli.arguments import add_tier_argument, add_url_argument
 from tierfs.cli.files.places import store_place
-from tierfs.cli.terminal.output import add_json_argument, print_json, printable
+from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.store import evict
 from tierfs.units import format_bytes
@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
     add_tier_argument(parser)
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         with place.must_exist():
             count = evict(place.store, place.path, arguments.tier)
         progress.advance(count)
-    if arguments.json:
-        print_json({"bytes": count})
-    else:
-        print(f"{format_bytes(count)} of {printable(place.url)} dropped from the {arguments.tier} tier")
-    return 0
+    return print_result(
+        arguments,
+        {"bytes": count},
+        f"{format_bytes(count)} of {printable(place.url)} dropped from the {arguments.tier} tier",
+    )

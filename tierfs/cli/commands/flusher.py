@@ -18,10 +18,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tierfs import __version__
-from tierfs.cli.arguments import add_url_argument, require_seconds, require_url
+from tierfs.cli.arguments import add_options, add_url_argument, require_seconds, suggested
 from tierfs.cli.terminal.failures import describe
 from tierfs.cli.terminal.log import FORMATS, logging_to_stderr
-from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import (
     AlreadyExistsError,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from tierfs.flusher.engine import FlushEngine
     from tierfs.flusher.publish import StorePublisher
     from tierfs.flusher.server import Service
-    from tierfs.flusher.upkeep import UpkeepPolicy
     from tierfs.session import Location
     from tierfs.store import Store
 
@@ -72,6 +71,18 @@ ACTIONS = {
 }
 
 
+_GC_EVERY_OPTIONS = {
+    "--gc-every TIME": "run gc in the background when the last gc of any host is this long ago, like 6h (default: never)",
+    "--scrub-bandwidth BYTES": "verify each chunk about once a week in the background, at this many bytes per second, like 50MB (default: none)",
+}
+
+_LINGER_OPTIONS = {
+    "--linger SECONDS:float": f"end after this time without clients and work (default: never, with --uuid {LINGER_S:g})",
+    "--uuid ID": "the store's id, 32 hex digits: the flusher opens the store when a client sends its options. Clients start flushers with this option",
+    "--metrics PORT:int": "serve the metrics of `tierfs status --prometheus` at http://127.0.0.1:PORT/metrics",
+}
+
+
 def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     add_url_argument(parser)
     if action == "export":
@@ -81,8 +92,8 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     )
     if action != "run":
         parser.set_defaults(ram=None, nvme=None, bandwidth=None, codecs=None)
-        add_json_argument(parser)
         return
+    parser.set_defaults(json=False)
     tiers = parser.add_argument_group("tiers")
     tiers.add_argument("--ram", metavar="BYTES", help="budget of the ram tier, like 64GiB")
     tiers.add_argument("--nvme", metavar="BYTES", help="budget of the nvme tier, like 1TiB")
@@ -91,48 +102,16 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     )
     tiers.add_argument("--codecs", metavar="CODECS", help="auto, all, off, or names like zstd,plane (default: auto)")
     upkeep = parser.add_argument_group("upkeep")
-    upkeep.add_argument(
-        "--gc-every",
-        metavar="TIME",
-        help="run gc in the background when the last gc of any host is this long ago, like 6h (default: never)",
-    )
-    upkeep.add_argument(
-        "--scrub-bandwidth",
-        metavar="BYTES",
-        help="verify each chunk about once a week in the background, at this many bytes per second, like 50MB (default: none)",
-    )
+    add_options(upkeep, _GC_EVERY_OPTIONS)
     process = parser.add_argument_group("process")
-    process.add_argument(
-        "--linger",
-        type=float,
-        metavar="SECONDS",
-        help=f"end after this time without clients and work (default: never, with --uuid {LINGER_S:g})",
-    )
-    process.add_argument(
-        "--uuid",
-        metavar="ID",
-        help="the store's id, 32 hex digits: the flusher opens the store when a client sends its options. Clients start flushers with this option",
-    )
-    process.add_argument(
-        "--metrics",
-        type=int,
-        metavar="PORT",
-        help="serve the metrics of `tierfs status --prometheus` at http://127.0.0.1:PORT/metrics",
-    )
+    add_options(process, _LINGER_OPTIONS)
     process.add_argument(
         "--log-format", choices=list(FORMATS), help="format of the log on stderr (default: by TIERFS_LOG, else logfmt)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_url(arguments.url)
-    if arguments.action == "run":
-        return _run(arguments)
-    if arguments.action == "stop":
-        return _stop(arguments)
-    if arguments.action == "export":
-        return _export(arguments)
-    return _discard(arguments)
+    return {"run": _run, "stop": _stop, "export": _export, "discard": _discard}[arguments.action](arguments)
 
 
 def _location(arguments: argparse.Namespace) -> Location:
@@ -192,7 +171,9 @@ def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, s
     if spawned:
         _logger.info("another flusher of %s is already running", url, extra=about)
         return 0  # the client that spawned this process uses the other flusher
-    raise AlreadyExistsError(f"a flusher of {url} is already running: `tierfs flusher stop {url}` ends it", path=url)
+    raise AlreadyExistsError(
+        f"a flusher of {url} is already running: {suggested('flusher', 'stop', url)} ends it", path=url
+    )
 
 
 @contextlib.contextmanager
@@ -307,6 +288,7 @@ def _open_as_told(way: Way, uuid: str, codecs: str, state: Path) -> Store:
 def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     """Build the engine for the writers on this host, with the credentials of this process."""
     from tierfs.flusher.engine import build_engine  # noqa: PLC0415 - only what a command needs
+    from tierfs.flusher.upkeep import UpkeepPolicy  # noqa: PLC0415
     from tierfs.host.host import Host  # noqa: PLC0415
     from tierfs.host.identity import claim  # noqa: PLC0415
     from tierfs.session.open import open_bare  # noqa: PLC0415
@@ -325,7 +307,8 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     engine = build_engine(
         host, uuid, None, ram_bytes=ram, nvme_bytes=nvme, bandwidth=settings.bandwidth, publisher=publisher
     )
-    policy = _policy(arguments)
+    every, bandwidth = arguments.gc_every, parse_size(arguments.scrub_bandwidth or 0)
+    policy = UpkeepPolicy(None if every is None else parse_time(every, "--gc-every"), bandwidth)
     if not policy.is_off:
         engine.keep_up(lambda: open_bare(location)[0], policy)
     if arguments.metrics is not None:
@@ -357,43 +340,31 @@ def _serve_metrics(port: int, location: Location) -> None:
     serve_metrics(port, report)
 
 
-def _policy(arguments: argparse.Namespace) -> UpkeepPolicy:
-    """Parse the options of the work in the background.
-
-    Raises:
-        InvalidInputError: A time or size is invalid.
-    """
-    from tierfs.flusher.upkeep import UpkeepPolicy  # noqa: PLC0415 - only what a command needs
-
-    every = arguments.gc_every
-    return UpkeepPolicy(
-        gc_every_s=None if every is None else parse_time(every, "--gc-every"),
-        scrub_bandwidth=parse_size(arguments.scrub_bandwidth or 0),
-    )
-
-
 # -- stop, discard -----------------------------------------------------------------------------------------------------
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from tierfs.host.host import Host  # noqa: PLC0415
+    from tierfs.host.host import Host, state_directory  # noqa: PLC0415
     from tierfs.host.identity import claim  # noqa: PLC0415
     from tierfs.host.rpc.client import stop_flusher  # noqa: PLC0415 - only what a command needs
+    from tierfs.session.compose import local_store  # noqa: PLC0415
     from tierfs.session.open import open_bare  # noqa: PLC0415
 
-    store, settings = open_bare(_location(arguments), may_be_away=True)
-    host, uuid, places = Host(settings.directory), store.descriptor.uuid, store.objects.places()
     try:
-        directory = claim(host, uuid, places, store.url)
-    except (StoreError, CapacityError):  # no usable place.json: pending changes stay, and the flusher can be stopped
-        directory = host.store_directory(uuid)
+        store, settings = open_bare(_location(arguments), may_be_away=True)
+    except StoreNotFoundError:  # it is gone, and may have left its flusher
+        state = state_directory(arguments.state_dir)
+        url, directory = arguments.url, state / "stores" / local_store(state, arguments.url).uuid
+    else:
+        url, host, uuid = store.url, Host(settings.directory), store.descriptor.uuid
+        try:
+            directory = claim(host, uuid, store.objects.places(), url)
+        except (StoreError, CapacityError):  # no usable place.json: pending changes stay, the flusher can be stopped
+            directory = host.store_directory(uuid)
     with Progress("flusher stop"):
         stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)
-    if arguments.json:
-        print_json({"store": store.url, "stopped": stopped})
-    else:
-        print(f"the flusher of {store.url} {'has ended' if stopped else 'was not running'}")
-    return 0
+    ended = "has ended" if stopped else "was not running"
+    return print_result(arguments, {"store": url, "stopped": stopped}, f"the flusher of {url} {ended}")
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -411,11 +382,11 @@ def _export(arguments: argparse.Namespace) -> int:
         except BaseException:
             os.unlink(arguments.file)
             raise
-    if arguments.json:
-        print_json({"bytes": reader.length})
-    else:
-        print(f"wrote {format_bytes(reader.length)} to {arguments.file}; {store.where(path)} is unchanged")
-    return 0
+    return print_result(
+        arguments,
+        {"bytes": reader.length},
+        f"wrote {format_bytes(reader.length)} to {arguments.file}; {store.where(path)} is unchanged",
+    )
 
 
 def _discard(arguments: argparse.Namespace) -> int:
@@ -426,10 +397,7 @@ def _discard(arguments: argparse.Namespace) -> int:
     count = discard_conflict(store, path)
     if not count:
         raise NotFoundError(
-            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists the conflicts", path=path
+            f"no conflict is kept for {store.where(path)}: {suggested('status', store.url)} lists the conflicts",
+            path=path,
         )
-    if arguments.json:
-        print_json({"discarded": count})
-    else:
-        print(f"discarded {count} changes of {store.where(path)}")
-    return 0
+    return print_result(arguments, {"discarded": count}, f"discarded {count} changes of {store.where(path)}")

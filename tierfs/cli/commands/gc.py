@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_options, add_url_argument, suggested
 from tierfs.cli.files.places import named_path, store_place, whole_store
-from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
+from tierfs.cli.terminal.output import align, print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 from tierfs.units import format_bytes
 
 if TYPE_CHECKING:
+    from tierfs.store import Store
     from tierfs.store.maintenance.gc import GcReport, Tally
 
 HELP = "delete objects that nothing in a store needs"
@@ -24,40 +26,22 @@ tierfs gc /data/checkpoints --exclusive"""
 BLOCKED_EXIT_CODE = 12
 
 
+_OPTIONS = {
+    "--dry-run": "change nothing; print what would be done, by reason",
+    "--wait": "wait until the objects that this run condemns may be deleted, and delete them (default: the next run does)",
+    "--exclusive": "delete at once, if no other process writes; refused if a writer has a live lease",
+    "--reencode": "first encode chunks that were sent raw under pressure; gc deletes the raw ones later",
+    "--without ROOT...": "a path in the store, or its URL, below which unreadable and vanished records are ignored; needs --yes; may be given several times",
+    "--yes": "confirm --without: chunks that those files need may be deleted",
+    "--concurrency N:int=16": "requests at once (default: 16)",
+    "--rate N:float=3000": "most objects deleted per second (default: 3000)",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument("--dry-run", action="store_true", help="change nothing; print what would be done, by reason")
-    parser.add_argument(
-        "--wait",
-        action="store_true",
-        help="wait until the objects that this run condemns may be deleted, and delete them (default: the next run does)",
-    )
-    parser.add_argument(
-        "--exclusive",
-        action="store_true",
-        help="delete at once, if no other process writes; refused if a writer has a live lease",
-    )
-    parser.add_argument(
-        "--reencode",
-        action="store_true",
-        help="first encode chunks that were sent raw under pressure; gc deletes the raw ones later",
-    )
-    parser.add_argument(
-        "--without",
-        action="append",
-        default=[],
-        metavar="ROOT",
-        help="a path in the store, or its URL, below which unreadable and vanished records are ignored; needs --yes; may be given several times",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="confirm --without: chunks that those files need may be deleted"
-    )
-    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
-    parser.add_argument(
-        "--rate", type=float, default=3000, metavar="N", help="most objects deleted per second (default: 3000)"
-    )
+    add_options(parser, _OPTIONS)
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,25 +81,23 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.wait and not reports[0].is_blocked and reports[0].next_s is not None:
             store.clock.sleep(reports[0].next_s)
             reports.append(collect(store, options, note))
-    if arguments.json:
-        print_json({"url": store.url, "runs": [report.as_dict() for report in reports]})
-    else:
-        for report in reports:
-            _print(report, store.descriptor.grace_s)
-    return BLOCKED_EXIT_CODE if any(report.is_blocked for report in reports) else 0
+    document = {"url": store.url, "runs": [report.as_dict() for report in reports]}
+    lines = [line for report in reports for line in _lines(report, store)]
+    code = BLOCKED_EXIT_CODE if any(report.is_blocked for report in reports) else 0
+    return print_result(arguments, document, *lines, code=code)
 
 
-def _print(report: GcReport, grace_s: int) -> None:
+def _lines(report: GcReport, store: Store) -> Iterator[str]:
     from tierfs.store.maintenance.gc.record_losses import VANISHED  # noqa: PLC0415 - it loads NumPy
 
     for each in report.unreadable:
-        print(f"{'vanished' if each.kind == VANISHED else 'unreadable'}  {printable(each.path or each.key)}")
-        print(f"  key      {printable(each.key)}")
-        print(f"  problem  {printable(each.problem)}")
+        yield f"{'vanished' if each.kind == VANISHED else 'unreadable'}  {printable(each.path or each.key)}"
+        yield f"  key      {printable(each.key)}"
+        yield f"  problem  {printable(each.problem)}"
     if report.is_blocked:
-        print(
+        yield (
             f"nothing was condemned or deleted: {len(report.unreadable)} records cannot be read or have vanished, so gc does not know "
-            "what they need. Restore or delete them, or let gc ignore them: tierfs gc --without PATH --yes"
+            f"what they need. Restore or delete them, or ignore them: {suggested('gc', store.url, '--without', 'PATH', '--yes')}"
         )
         return
     would = "would be " if report.dry_run else ""
@@ -139,13 +121,13 @@ def _print(report: GcReport, grace_s: int) -> None:
     ]
     shown = [(what, tally, why) for what, tally, why in rows if tally.count or tally is report.reached]
     cells = [(what, str(tally.count), format_bytes(tally.bytes), why) for what, tally, why in shown]
-    print("\n".join(align(cells, right=(1, 2))))
+    yield from align(cells, right=(1, 2))
     if report.missing:
-        print(f"{report.missing} chunks that files need are missing: `tierfs repair` restores them or names the files")
+        yield f"{report.missing} chunks that files need are missing: {suggested('repair', store.url)} restores them or names the files"
     if report.next_s is not None and not report.dry_run:
-        print(f"run gc again in {report.next_s} s to delete the condemned objects")
+        yield f"run gc again in {report.next_s} s to delete the condemned objects"
     elif report.young.count and not report.dry_run:
-        print(
-            f"gc condemns young chunks a grace ({grace_s} s) after they were written, and a later run deletes them after another grace; "
+        yield (
+            f"gc condemns young chunks a grace ({store.descriptor.grace_s} s) after they were written, and a later run deletes them after another grace; "
             "--exclusive does both at once, while no other process writes"
         )

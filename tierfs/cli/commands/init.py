@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_options, add_url_argument
 from tierfs.cli.files.places import find_store
-from tierfs.cli.terminal.output import add_json_argument, align, print_json
+from tierfs.cli.terminal.output import align, print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import ReadOnlyError
 from tierfs.session import init
@@ -18,27 +18,16 @@ tierfs init /data/checkpoints
 tierfs init tierfs://NAME --digest blake3"""
 
 
+_OPTIONS = {
+    "--digest {xxh3-128,blake3}=xxh3-128": "digest that names contents (default: %(default)s); blake3 is for writers that are not trusted, and needs tierfs[fast]; cannot be changed later",
+    "--lease SECONDS:int": "duration of a writer's lease (default: 60); cannot be changed later",
+    "--grace SECONDS:int": "how long replaced or deleted bytes stay readable, and gc waits (default: an hour, or six leases); cannot be changed later",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument(
-        "--digest",
-        choices=("xxh3-128", "blake3"),
-        default="xxh3-128",
-        help="digest that names contents (default: %(default)s); blake3 is for writers that are not trusted, and needs tierfs[fast]; cannot be changed later",
-    )
-    parser.add_argument(
-        "--lease",
-        type=int,
-        metavar="SECONDS",
-        help="duration of a writer's lease (default: 60); cannot be changed later",
-    )
-    parser.add_argument(
-        "--grace",
-        type=int,
-        metavar="SECONDS",
-        help="how long replaced or deleted bytes stay readable, and gc waits (default: an hour, or six leases); cannot be changed later",
-    )
-    add_json_argument(parser)
+    add_options(parser, _OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,19 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
         store = init(arguments.url, digest=arguments.digest, lease_s=arguments.lease, grace_s=arguments.grace)
     descriptor = store.descriptor
     made = found is None
-    if arguments.json:
-        print_json(
-            {
-                "url": store.url,
-                "made": made,
-                "uuid": descriptor.uuid,
-                "digest": descriptor.digest_kind.label,
-                "single_writer": descriptor.single_writer,
-                "cannot_promise": descriptor.endpoint.missing,
-                "host_local": descriptor.endpoint.host_local,
-            }
-        )
-        return 0
+    document = {
+        "url": store.url,
+        "made": made,
+        "uuid": descriptor.uuid,
+        "digest": descriptor.digest_kind.label,
+        "single_writer": descriptor.single_writer,
+        "cannot_promise": descriptor.endpoint.missing,
+        "host_local": descriptor.endpoint.host_local,
+    }
     rows = [
         ("made" if made else "found", store.url),
         ("uuid", descriptor.uuid),
@@ -73,5 +58,4 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if descriptor.endpoint.host_local:
         rows.append(("place", "this host: the store is lost with it"))
-    print("\n".join(align(rows)))
-    return 0
+    return print_result(arguments, document, *align(rows))

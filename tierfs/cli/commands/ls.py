@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_options, add_url_argument
 from tierfs.cli.files.places import StorePlace, store_place
-from tierfs.cli.terminal.output import add_json_argument, align, format_time, print_json, printable
+from tierfs.cli.terminal.output import align, format_time, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.store import Entry, find, list_directory
 from tierfs.units import format_bytes
@@ -18,16 +18,15 @@ tierfs ls -l /data/checkpoints/run
 tierfs ls -R s3://bucket/run --json"""
 
 
+_OPTIONS = {
+    "-l --long": "show type, size and time of change; `foreign` is a file that tierfs did not write",
+    "-R --recursive": "list everything below, by relative path",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument(
-        "-l",
-        "--long",
-        action="store_true",
-        help="show type, size and time of change; `foreign` is a file that tierfs did not write",
-    )
-    parser.add_argument("-R", "--recursive", action="store_true", help="list everything below, by relative path")
-    add_json_argument(parser)
+    add_options(parser, _OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,24 +34,16 @@ def run(arguments: argparse.Namespace) -> int:
     place = store_place(arguments.url)
     detail = arguments.long or arguments.json
     with Progress("ls"):
-        if arguments.recursive:
-            entries = find(place.store, place.path, detail=detail) or _nothing_in(place)
-        else:
-            with place.must_exist():
-                entries = list_directory(place.store, place.path, detail=detail)
-    if arguments.json:
-        print_json({"url": place.url, "entries": [_document(place, entry) for entry in entries]})
-    elif arguments.long and entries:
-        print("\n".join(align([_row(place, entry) for entry in entries], right=(1,), states=(0,))))
+        with place.must_exist():
+            entries = (find if arguments.recursive else list_directory)(place.store, place.path, detail=detail)
+        if not entries:
+            place.entry()
+    document = {"url": place.url, "entries": [_document(place, entry) for entry in entries]} if detail else None
+    if arguments.long:
+        lines = align([_row(place, entry) for entry in entries], right=(1,), states=(0,))
     else:
-        for entry in entries:
-            print(_shown(place, entry))
-    return 0
-
-
-def _nothing_in(place: StorePlace) -> list[Entry]:
-    place.entry()
-    return []
+        lines = [_shown(place, entry) for entry in entries]
+    return print_result(arguments, document, *lines)
 
 
 def _name(place: StorePlace, entry: Entry) -> str:

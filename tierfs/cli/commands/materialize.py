@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from tierfs.cli.arguments import add_url_argument, require_url
+from tierfs.cli.arguments import add_url_argument, suggested
 from tierfs.cli.files.mirror import (
     PART_PREFIX,
     MirrorRecord,
@@ -30,13 +30,14 @@ from tierfs.cli.files.mirror import (
 from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.cli.files.places import StorePlace, store_place
 from tierfs.cli.files.transfer import read_pieces
-from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 from tierfs.format.keys import DESCRIPTOR
 from tierfs.localfile import naming
 from tierfs.mount.attributes import attributes_of
 from tierfs.store import Entry, Reader, Store, find, open_entry
+from tierfs.units import format_bytes
 
 HELP = "make a local directory equal to one in a store, for programs that want a path"
 EXAMPLES = """\
@@ -51,19 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--delete", action="store_true", help="delete files, links and directories in DIR that the store does not have"
     )
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_url(arguments.directory)
     place = store_place(arguments.url)
     if not place.entry().is_directory:
-        raise InvalidInputError(f"{place.url} is a file: `tierfs cp` copies it", path=place.url)
+        raise InvalidInputError(
+            f"{place.url} is a file: {suggested('cp', place.url, arguments.directory)} copies it", path=place.url
+        )
     with Progress("materialize", wanted=arguments.progress) as progress:
         done = materialize(place, arguments.directory, progress, deletes=arguments.delete)
-    if arguments.json:
-        print_json(dataclasses.asdict(done))
-    return 0
+    read = f"{format_bytes(done.read_bytes)} read"
+    told = f"wrote {done.files} files, {read}; {done.unchanged} unchanged, {done.deleted} deleted"
+    return print_result(arguments, dataclasses.asdict(done), told)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tierfs.cli.arguments import PLACE
 from tierfs.cli.files.parallel import run_in_parallel
 from tierfs.cli.files.places import StorePlace, kind_of, store_place
+from tierfs.cli.files.selection import places_of
 from tierfs.cli.files.targets import (
     add_target_arguments,
     clash,
@@ -17,7 +18,7 @@ from tierfs.cli.files.targets import (
     remove_directories,
     target_of,
 )
-from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import InvalidInputError
 from tierfs.store import find, make_directory, rename
@@ -40,12 +41,11 @@ class _RenamePlan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser, described=f"{PLACE}; all in one store")
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    sources = [store_place(text) for text in arguments.sources]
-    target = store_place(arguments.target)
+    sources = list(places_of(arguments.sources))
+    target = store_place(arguments.target, is_new=True)
     plan = _plan(sources, target, arguments)
 
     def move_one(paths: tuple[str, str], _stop: threading.Event) -> None:
@@ -56,9 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
             make_directory(target.store, path, exist_ok=True)
         run_in_parallel(move_one, plan.renames, progress)
         remove_directories(target.store, plan.old_directories)
-    if arguments.json:
-        print_json({"files": len(plan.renames)})
-    return 0
+    count = len(plan.renames)
+    return print_result(arguments, {"files": count}, f"moved {count} file{'s' * (count != 1)}")
 
 
 def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace) -> _RenamePlan:

@@ -6,7 +6,7 @@ import argparse
 
 from tierfs.cli.arguments import add_tier_argument, add_url_argument
 from tierfs.cli.files.places import StorePlace, store_place
-from tierfs.cli.terminal.output import add_json_argument, print_json, printable
+from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
 from tierfs.store import find, prefetch
@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
     add_tier_argument(parser)
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,11 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
             progress.expect(_size(place))
         with place.must_exist():
             count = prefetch(place.store, place.path, arguments.tier, progress=progress.advance)
-    if arguments.json:
-        print_json({"bytes": count})
-    else:
-        print(f"{format_bytes(count)} of {printable(place.url)} in the {arguments.tier} tier")
-    return 0
+    return print_result(
+        arguments, {"bytes": count}, f"{format_bytes(count)} of {printable(place.url)} in the {arguments.tier} tier"
+    )
 
 
 def _size(place: StorePlace) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Iterator
 from dataclasses import asdict
 
-from tierfs.cli.arguments import add_url_argument, require_url
-from tierfs.cli.terminal.output import add_json_argument, align, print_json
+from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.terminal.output import align, print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.session import parse_url
 from tierfs.session.descriptor import ProbeReport, probe_store
@@ -19,22 +21,12 @@ tierfs probe tierfs://NAME --json"""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_url(arguments.url)
     with Progress("probe"):
         report = probe_store(parse_url(arguments.url))
-    if arguments.json:
-        print_json(_document(report))
-    else:
-        _print(report)
-    return 0
-
-
-def _document(report: ProbeReport) -> dict[str, object]:
-    return {
+    document = {
         "url": report.url,
         "has_store": report.before is not None,
         "noted": report.before not in (None, report.endpoint),
@@ -43,20 +35,21 @@ def _document(report: ProbeReport) -> dict[str, object]:
         "checksums": list(report.endpoint.checksums),
         "tests": [asdict(test) for test in report.tests],
     }
+    return print_result(arguments, document, *_lines(report))
 
 
-def _print(report: ProbeReport) -> None:
+def _lines(report: ProbeReport) -> Iterator[str]:
     rows = [("kept" if test.kept else "not kept", test.name, test.detail) for test in report.tests]
-    print("\n".join(align(rows, states=(0,))))
+    yield from align(rows, states=(0,))
     endpoint = report.endpoint
-    print(f"writers   {'one process at a time' if endpoint.single_writer else 'any number'}")
+    yield f"writers   {'one process at a time' if endpoint.single_writer else 'any number'}"
     if not endpoint.host_local:
-        print(f"writes    {f'verified by the server, {endpoint.checksums[0]}' if endpoint.checksums else 'read back'}")
+        yield f"writes    {f'verified by the server, {endpoint.checksums[0]}' if endpoint.checksums else 'read back'}"
     if report.before is None:
-        print(f"store     none at {report.url}: make one with: tierfs init {report.url}")
+        yield f"store     none at {report.url}: make one with: tierfs init {shlex.quote(report.url)}"
     elif report.before == endpoint:
-        print(f"store     {report.url}, with the same result recorded")
+        yield f"store     {report.url}, with the same result recorded"
     else:
-        print(
+        yield (
             f"store     {report.url}, with the new result recorded; processes that have it open use the result after they reopen it"
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_options, add_url_argument
 from tierfs.cli.files.places import named_path, store_place
-from tierfs.cli.terminal.output import add_json_argument, align, print_json, printable
+from tierfs.cli.terminal.output import align, print_result, printable
 from tierfs.cli.terminal.progress import Progress
 from tierfs.errors import ConflictError, InvalidInputError
 
@@ -20,24 +20,16 @@ tierfs prune s3://bucket/run --keep latest:3 --keep every:10000 --dry-run
 tierfs prune s3://bucket/run --keep latest:3 --keep best:2:val_loss --keep within:2d"""
 
 
+_OPTIONS = {
+    "--keep RULE...": "`latest:N`, `every:STEPS`, `best:K:METRIC[:max]`, `within:2d` or `geometric[:BASE]`; a checkpoint is kept if any rule keeps it",
+    "--pin NAME...": "name or URL of a checkpoint below URL to keep; may be given several times",
+    "--dry-run": "remove nothing; show which rules keep each checkpoint",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument(
-        "--keep",
-        action="append",
-        default=[],
-        metavar="RULE",
-        help="`latest:N`, `every:STEPS`, `best:K:METRIC[:max]`, `within:2d` or `geometric[:BASE]`; a checkpoint is kept if any rule keeps it",
-    )
-    parser.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="name or URL of a checkpoint below URL to keep; may be given several times",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="remove nothing; show which rules keep each checkpoint")
-    add_json_argument(parser)
+    add_options(parser, _OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,11 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     pinned = {named_path(place, text) for text in arguments.pin}
     with Progress("prune"):
         pruned = prune(place.store, place.path, keep, pinned=pinned, dry_run=arguments.dry_run)
-    if arguments.json:
-        print_json({"url": place.url, "dry_run": arguments.dry_run, "checkpoints": [_plain(each) for each in pruned]})
-    else:
-        _print(pruned, dry_run=arguments.dry_run)
-    return ConflictError.exit_code if any(each.problem for each in pruned) else 0
+    document = {"url": place.url, "dry_run": arguments.dry_run, "checkpoints": [_plain(each) for each in pruned]}
+    code = ConflictError.exit_code if any(each.problem for each in pruned) else 0
+    return print_result(arguments, document, *_lines(pruned, dry_run=arguments.dry_run), code=code)
 
 
 def _plain(each: Decision) -> dict[str, object]:
@@ -72,14 +62,11 @@ def _plain(each: Decision) -> dict[str, object]:
     }
 
 
-def _print(pruned: list[Decision], *, dry_run: bool) -> None:
-    if not pruned:
-        print("there are no checkpoints")
-        return
+def _lines(pruned: list[Decision], *, dry_run: bool) -> list[str]:
     rows = []
     for each in pruned:
         saved = each.saved
         what = "kept" if each.is_kept else "removed" if each.removed else "would go" if dry_run else "failed"
         why = each.problem or ", ".join(each.reasons) or "no rule keeps it"
         rows.append((what, "-" if saved.step is None else str(saved.step), printable(saved.path), printable(why)))
-    print("\n".join(align(rows, right=(1,), states=(0,))))
+    return align(rows, right=(1,), states=(0,)) or ["there are no checkpoints"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tierfs.cli.arguments import add_replicas_argument, add_url_argument
 from tierfs.cli.files.places import store_place, whole_store
-from tierfs.cli.terminal.output import add_json_argument, print_json, printable
+from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.session import parse_url
@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_replicas_argument(parser)
     parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,13 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     replicas = [store_place(url, bare=True).store for url in arguments.replicas]
     descriptor = mend_descriptor(parse_url(arguments.url), replicas, dry_run=arguments.dry_run)
     if descriptor and arguments.dry_run:
-        if arguments.json:
-            print_json({"url": arguments.url, "dry_run": True, "descriptor": descriptor})
-        else:
-            print(
-                f"would mend  .tierfs/store.json ({descriptor}): a run without --dry-run mends it, then checks the rest"
-            )
-        return 0
+        document: dict[str, object] = {"url": arguments.url, "dry_run": True, "descriptor": descriptor}
+        what = f"would mend  .tierfs/store.json ({descriptor})"
+        return print_result(arguments, document, f"{what}: a run without --dry-run mends it, then checks the rest")
     store = whole_store(arguments.url, "repair")
     with Progress("repair", wanted=arguments.progress) as progress:
         damaged = []
@@ -78,14 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
             progress=lambda what, count: progress.note(f"{what} +{count}"),
         )
     losses = _checkpoint_losses(store, report)
-    if arguments.json:
-        checkpoints = None if losses is None else [asdict(each) for each in losses]
-        print_json({"url": store.url, "descriptor": descriptor, **report.as_dict(), "checkpoints": checkpoints})
-    else:
-        if descriptor:
-            print(f"mended  .tierfs/store.json ({descriptor})")
-        _print(report, losses or ())
-    return 0 if report.is_whole else CorruptionError.exit_code
+    checkpoints = None if losses is None else [asdict(each) for each in losses]
+    document = {"url": store.url, "descriptor": descriptor, **report.as_dict(), "checkpoints": checkpoints}
+    lines = [f"mended  .tierfs/store.json ({descriptor})"] if descriptor else []
+    code = 0 if report.is_whole else CorruptionError.exit_code
+    return print_result(arguments, document, *lines, *_lines(report, losses or ()), code=code)
 
 
 def _checkpoint_losses(store: Store, report: RepairReport) -> list[CheckpointLoss] | None:
@@ -101,33 +93,33 @@ def _checkpoint_losses(store: Store, report: RepairReport) -> list[CheckpointLos
     return checkpoint_losses(store.without_local_tiers(), lost, report.lost_files)
 
 
-def _print(report: RepairReport, losses: Sequence[CheckpointLoss]) -> None:
+def _lines(report: RepairReport, losses: Sequence[CheckpointLoss]) -> Iterator[str]:
     would = "would be " if report.dry_run else ""
     for what, items in ((f"{would}mended", report.mended), (f"{would}moved", report.moved), ("left", report.left)):
         for each in items:
-            print(f"{what}  {printable(each.key)}")
-            print(f"  problem  {printable(each.problem)}")
+            yield f"{what}  {printable(each.key)}"
+            yield f"  problem  {printable(each.problem)}"
             if each.how:
-                print(
+                yield (
                     f"  {'to' if 'moved' in what else 'from' if 'mended' in what else 'because'}  {printable(each.how)}"
                 )
     for path in report.lost_files:
-        print(f"lost  {printable(path)}: its record")
+        yield f"lost  {printable(path)}: its record"
     for path in report.vanished:
-        print(f"lost  {printable(path)}: its record vanished without a tombstone; restore it, or run gc --without")
+        yield f"lost  {printable(path)}: its record vanished without a tombstone; restore it, or run gc --without"
     for loss in report.lost:
         count = sum(length for _, length in loss.ranges)
-        print(f"lost  {printable(loss.path)}: {count} bytes in {len(loss.ranges)} places")
+        yield f"lost  {printable(loss.path)}: {count} bytes in {len(loss.ranges)} places"
     for each_loss in losses:
         if each_loss.is_whole:
-            print(f"checkpoint {printable(each_loss.path)} is lost: its metadata cannot be read")
+            yield f"checkpoint {printable(each_loss.path)} is lost: its metadata cannot be read"
             continue
         names = ", ".join(map(printable, each_loss.names[:NAMES_MAX]))
         more = f" and {len(each_loss.names) - NAMES_MAX} more" if len(each_loss.names) > NAMES_MAX else ""
-        print(f"checkpoint {printable(each_loss.path)} lost {len(each_loss.names)} tensors: {names}{more}")
+        yield f"checkpoint {printable(each_loss.path)} lost {len(each_loss.names)} tensors: {names}{more}"
     count = len(report.lost) + len(report.lost_files) + len(report.vanished)
     state = "nothing is lost" if report.is_whole else f"{count} files lost something"
-    print(
+    yield (
         f"checked {report.records} records and {report.chunks} chunks: {len(report.mended)} {would}mended, "
         f"{len(report.moved)} {would}moved aside, {len(report.left)} left; {state}"
     )

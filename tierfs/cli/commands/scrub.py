@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierfs.cli.arguments import add_replicas_argument, add_url_argument, require_seconds
+from tierfs.cli.arguments import add_options, add_replicas_argument, add_url_argument, require_seconds, suggested
 from tierfs.cli.executors import add_executor_argument, open_executor
 from tierfs.cli.files.places import store_place, whole_store
-from tierfs.cli.terminal.output import add_json_argument, print_json, printable
+from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.units import format_bytes, parse_size
@@ -29,31 +30,21 @@ tierfs scrub /data/checkpoints --tier nvme
 tierfs scrub s3://bucket/run --executor processes:8"""
 
 
+_OPTIONS = {
+    "--tier {object,ram,nvme}=object": "object (default), or the copies in a local tier of this host",
+    "--max-seconds N:float": "start no chunk after N seconds; the next run continues there (default: verify all chunks once)",
+    "--bandwidth BYTES": "most bytes read per second by all workers together, like 50MB",
+    "--no-heal": "heal nothing; list the damage and record the progress",
+    "--concurrency N:int=8": "objects that each worker reads at once (default: 8)",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_url_argument(parser)
-    parser.add_argument(
-        "--tier",
-        choices=["object", "ram", "nvme"],
-        default="object",
-        help="object (default), or the copies in a local tier of this host",
-    )
-    parser.add_argument(
-        "--max-seconds",
-        type=float,
-        metavar="N",
-        help="start no chunk after N seconds; the next run continues there (default: verify all chunks once)",
-    )
-    parser.add_argument(
-        "--bandwidth", metavar="BYTES", help="most bytes read per second by all workers together, like 50MB"
-    )
+    add_options(parser, _OPTIONS)
     add_replicas_argument(parser)
-    parser.add_argument("--no-heal", action="store_true", help="heal nothing; list the damage and record the progress")
-    parser.add_argument(
-        "--concurrency", type=int, default=8, metavar="N", help="objects that each worker reads at once (default: 8)"
-    )
     add_executor_argument(parser)
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,11 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
                 run_piece=run_piece,
                 progress=progress.advance,
             )
-    if arguments.json:
-        print_json({"url": store.url, **report.as_dict()})
-    else:
-        _print(report)
-    return 0 if report.is_sound else CorruptionError.exit_code
+    return _shown(arguments, store, report, _lines(report, store.url))
 
 
 def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> ScrubPart:
@@ -115,46 +102,47 @@ def _run_local(arguments: argparse.Namespace, store: Store, bandwidth: int | Non
             bandwidth=bandwidth,
             progress=progress.advance,
         )
-    if arguments.json:
-        print_json({"url": store.url, **report.as_dict()})
-    else:
-        _print_local(report)
-    return 0 if report.is_sound else CorruptionError.exit_code
+    return _shown(arguments, store, report, _local_lines(report))
 
 
-def _print(report: ScrubReport) -> None:
+def _shown(arguments: argparse.Namespace, store: Store, report: ScrubReport | LocalReport, lines: Iterator[str]) -> int:
+    code = 0 if report.is_sound else CorruptionError.exit_code
+    return print_result(arguments, {"url": store.url, **report.as_dict()}, *lines, code=code)
+
+
+def _lines(report: ScrubReport, url: str) -> Iterator[str]:
     for each in report.damage:
-        print(f"{'healed' if each.healed else 'damaged'}  {printable(each.key)}")
-        print(f"  problem  {printable(each.problem)}")
+        yield f"{'healed' if each.healed else 'damaged'}  {printable(each.key)}"
+        yield f"  problem  {printable(each.problem)}"
         if each.healed:
-            print(f"  from     {printable(each.healed)}")
+            yield f"  from     {printable(each.healed)}"
     for key, problem in report.known.items():
-        print(f"damaged  {printable(key)}")
-        print(f"  problem  {printable(problem)} (found by an earlier run)")
+        yield f"damaged  {printable(key)}"
+        yield f"  problem  {printable(problem)} (found by an earlier run)"
     for each_record in report.unreadable:
-        print(f"unreadable  {printable(each_record.path)}")
-        print(f"  problem  {printable(each_record.problem)}")
+        yield f"unreadable  {printable(each_record.path)}"
+        yield f"  problem  {printable(each_record.problem)}"
     if report.missing:
-        print(f"missing  {report.missing} chunks that files need")
+        yield f"missing  {report.missing} chunks that files need"
     left = (
         report.missing
         + len(report.unreadable)
         + len(report.known)
         + sum(1 for each in report.damage if not each.healed)
     )
-    found = f"{left} damaged or missing: `tierfs repair` lists the affected files" if left else "all sound"
-    print(
+    found = f"{left} damaged or missing: {suggested('repair', url)} lists the affected files" if left else "all sound"
+    yield (
         f"verified {report.chunks} chunks, {format_bytes(report.bytes)}, in {report.seconds:.1f} s: {found}; "
         f"{report.prefixes_done} of 256 prefixes are done"
     )
 
 
-def _print_local(report: LocalReport) -> None:
+def _local_lines(report: LocalReport) -> Iterator[str]:
     for each in report.damage:
-        print(f"quarantined  {each.digest}")
-        print(f"  problem  {printable(each.problem)}")
-        print(f"  the object tier {'has it' if each.elsewhere else 'does not have it: what needs it is lost'}")
-    print(
+        yield f"quarantined  {each.digest}"
+        yield f"  problem  {printable(each.problem)}"
+        yield f"  the object tier {'has it' if each.elsewhere else 'does not have it: what needs it is lost'}"
+    yield (
         f"verified {report.chunks} chunks, {format_bytes(report.bytes)}, of the {report.tier} tier in {report.seconds:.1f} s: "
         f"{len(report.damage)} damaged"
     )

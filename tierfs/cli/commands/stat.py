@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.files.places import StorePlace, store_place
-from tierfs.cli.terminal.output import add_json_argument, align, format_time, print_json, printable
+from tierfs.cli.terminal.output import align, format_time, print_result, printable
 from tierfs.format.keys import chunk_key
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store import Entry
@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also list the chunks: offset and length in the file, stored length, key of the object",
     )
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,15 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     if entry.manifest is not None and not entry.is_directory:
         rows = expand_rows(place.store, entry.manifest, place.path)
     document = _document(place, entry, rows)
-    if arguments.json:
-        print_json({**document, "chunk_table": _table(rows)} if arguments.chunks else document)
-        return 0
-    print("\n".join(align([(name.replace("_", " "), _shown(name, value)) for name, value in document.items()])))
-    if arguments.chunks and rows:
+    lines = align([(name.replace("_", " "), _shown(name, value)) for name, value in document.items()])
+    if arguments.chunks:
+        document["chunk_table"] = _table(rows)
         head = ("offset", "length", "stored", "key")
         cells = [tuple(str(value) for value in chunk.values()) for chunk in _table(rows)]
-        print("", *align([head, *cells], right=(0, 1, 2), has_head=True), sep="\n")
-    return 0
+        lines += ["", *align([head, *cells], right=(0, 1, 2), has_head=True)] if cells else []
+    return print_result(arguments, document, *lines)
 
 
 def _document(place: StorePlace, entry: Entry, rows: Sequence[Row]) -> dict[str, object]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tierfs.cli.arguments import add_url_argument
+from tierfs.cli.arguments import add_url_argument, suggested
 from tierfs.cli.commands._status_prometheus import exposition
 from tierfs.cli.files.places import store_place
 from tierfs.cli.terminal.output import add_json_argument, align, colored, format_time, print_json, printable
@@ -162,7 +162,7 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
     facts += _upkeep(report.get("upkeep", {}))
     for key, what in (("missing_chunks", "chunks that files need"), ("vanished_records", "records")):
         if report.get(key):
-            facts.append(("missing", f"{report[key]} {what} are MISSING: run `tierfs repair`"))
+            facts.append(("missing", f"{report[key]} {what} are MISSING: run {suggested('repair', report['store'])}"))
     return [*align(facts), "", *_tiers(report["tiers"]), *_problems(report), *_requests(report), *_counters(report)]
 
 

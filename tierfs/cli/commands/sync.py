@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 
-from tierfs.cli.arguments import add_url_argument, require_url
+from tierfs.cli.arguments import add_url_argument, suggested
 from tierfs.cli.files.mirror import LocalTree, MirrorRecord, Synced, content_of, holds, pieces_of, scan_source
 from tierfs.cli.files.parallel import Stopped, run_in_parallel
-from tierfs.cli.files.places import StorePlace, store_place
+from tierfs.cli.files.places import StorePlace, sent_bytes, store_place
+from tierfs.cli.files.selection import Selection, add_selection_arguments
 from tierfs.cli.files.targets import refuse_below_file, refuse_foreign_files, remove_directories
 from tierfs.cli.files.transfer import LocalSource, StoredTarget
-from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.output import counted, print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError, NotFoundError, StoreError
 from tierfs.format import keys
@@ -29,7 +30,8 @@ from tierfs.store import stat as stat_stored
 HELP = "make a directory in a store equal to a local one; bytes that the store has are not stored again"
 EXAMPLES = """\
 tierfs sync /data/model tierfs::s3://bucket/models/first
-tierfs sync /data/model tierfs://NAME/models/first --delete"""
+tierfs sync /data/model tierfs://NAME/models/first --delete --dry-run
+tierfs sync /data/model tierfs://NAME/models/first --exclude '*.tmp'"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,46 +42,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="delete files and directories in the store that DIR does not have, if tierfs wrote all of them",
     )
+    add_selection_arguments(parser)
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
-    require_url(directory)
     if not os.path.exists(directory):
         raise NotFoundError(f"{directory} does not exist on this host", path=directory)
     if not os.path.isdir(directory):
-        raise InvalidInputError(f"{directory} is not a directory: `tierfs cp` copies a file", path=directory)
-    place = store_place(arguments.url, write=True)
+        raise InvalidInputError(
+            f"{directory} is not a directory: {suggested('cp', directory, arguments.url)} copies a file", path=directory
+        )
+    place = store_place(arguments.url, write=not arguments.dry_run, is_new=True)
     kind = place.kind()
     if kind == "file":
         raise InvalidInputError(f"{place.url} is a file: name a directory", path=place.url)
     if kind is None:
         refuse_below_file(place)
-    with Progress("sync", wanted=arguments.progress) as progress:
-        done = sync(place, directory, progress, deletes=arguments.delete)
-    if arguments.json:
-        print_json(dataclasses.asdict(done))
-    return 0
+    chosen, before = Selection(arguments.include, arguments.exclude), sent_bytes(place.store)
+    with (
+        Progress("sync", wanted=arguments.progress) as progress,
+        contextlib.closing(MirrorRecord(directory)) as record,
+    ):
+        local = scan_source(directory)
+        local.files = {name: status for name, status in local.files.items() if chosen.takes(name)}
+        progress.expect(sum(status.st_size for status in local.files.values()))
+        work = _Sync(place, directory, record, progress, dry_run=arguments.dry_run)
+        work.run(local, chosen, deletes=arguments.delete)
+    done, planned, new = work.done, sorted(work.planned), sent_bytes(place.store) - before
+    document = {**dataclasses.asdict(done), "new_bytes": new, "dry_run": arguments.dry_run, "would": planned}
+    if arguments.dry_run:
+        lines = [f"would {printable(each)}" for each in planned]
+        total = f"would store {counted(done.files, progress.bytes)}, delete {done.deleted}"
+    else:
+        lines, total = [], f"stored {counted(done.files, done.read_bytes, new)}, deleted {done.deleted}"
+    return print_result(arguments, document, *lines, f"{total}; {done.unchanged} unchanged")
 
 
 ATTEMPTS_MAX = 3
 
 
 class _Sync:
-    """The state of one `sync` call."""
+    """The state of one run. It stores modes and times as a mount does."""
 
-    def __init__(self, place: StorePlace, root: str, record: MirrorRecord, progress: Progress) -> None:
+    def __init__(
+        self, place: StorePlace, root: str, record: MirrorRecord, progress: Progress, *, dry_run: bool
+    ) -> None:
         self._place, self._root, self._record, self._progress = place, root, record, progress
+        self._dry_run, self.planned = dry_run, list[str]()
         self._store = place.store
         self._stored: dict[str, Entry] = {}
         self.done = Synced()
 
-    def run(self, local: LocalTree, *, deletes: bool) -> None:
-        entries = find(self._store, self._place.path)
-        self._stored = {self._place.relative(entry.path): entry for entry in entries if not entry.is_directory}
-        directories = {self._place.relative(entry.path) for entry in entries if entry.is_directory}
+    def run(self, local: LocalTree, chosen: Selection, *, deletes: bool) -> None:
+        found = {self._place.relative(entry.path): entry for entry in find(self._store, self._place.path)}
+        self._stored = {name: entry for name, entry in found.items() if not entry.is_directory and chosen.takes(name)}
+        directories = {name for name, entry in found.items() if entry.is_directory}
         for relative in (*local.files, *local.directories):
             keys.validate_path(self._inside(relative))
         gone = {relative: entry for relative, entry in self._stored.items() if relative not in local.files}
@@ -99,12 +118,13 @@ class _Sync:
         self._delete(early)
         self._remove_directories(filter(is_in_the_way, directories))
         implied = {relative.rpartition("/")[0] for relative in (*local.files, *local.directories)}
-        for relative in {"", *local.directories} - directories - implied:
+        empty = {"", *local.directories} - directories - implied if chosen.is_all and not self._dry_run else ()
+        for relative in empty:
             make_directory(self._store, self._inside(relative), exist_ok=True)
         run_in_parallel(self._one, sorted(local.files))
         if deletes:
             self._delete(gone.keys() - early)
-            self._remove_directories(directories - local.directories)
+            self._remove_directories(directories - local.directories if chosen.is_all else ())
 
     def _entry(self, relative: str) -> Entry | None:
         try:
@@ -121,13 +141,17 @@ class _Sync:
             with contextlib.suppress(NotFoundError):
                 delete(self._store, self._inside(relative))
 
+        self.done.add(deleted=len(gone))
+        if self._dry_run:
+            self.planned += [f"delete {relative}" for relative in sorted(gone)]
+            return
         run_in_parallel(delete_one, gone)
         for relative in gone:
             self._record.forget(relative)
-        self.done.add(deleted=len(gone))
 
     def _remove_directories(self, gone: Iterable[str]) -> None:
-        remove_directories(self._store, map(self._inside, gone))
+        if not self._dry_run:
+            remove_directories(self._store, map(self._inside, gone))
 
     def _one(self, relative: str, stop: threading.Event) -> None:
         target = os.path.join(self._root, relative)
@@ -135,10 +159,17 @@ class _Sync:
         for _ in range(ATTEMPTS_MAX):
             before = os.stat(target)
             if entry is not None and self._is_same(relative, target, entry, before):
+                self.done.add(unchanged=1)
+                if self._dry_run:
+                    return
                 content = content_of(self._store, entry)
                 self._keep_attributes(entry, before)
-                self.done.add(unchanged=1)
                 self._progress.advance(before.st_size)
+            elif self._dry_run:
+                self.done.add(files=1)
+                self._progress.advance(before.st_size)
+                self.planned.append(f"store {relative}")
+                return
             else:
                 content = self._put(relative, target, entry, before, stop)
             after = os.stat(target)
@@ -182,32 +213,6 @@ class _Sync:
         manifest = StoredTarget(self._store, path).fill(pieces(), _described(entry, status))
         self.done.add(files=1)
         return content_of(self._store, Entry(path, is_directory=False, manifest=manifest))
-
-
-def sync(place: StorePlace, root: str, progress: Progress, *, deletes: bool) -> Synced:
-    """Make a directory in a store equal to a local directory.
-
-    A file's mode and time are stored with it, as a mount stores them. A file is not stored again if the store has its
-    bytes.
-
-    Args:
-        place: The directory in the store; created if missing.
-        root: The local directory.
-        progress: Counts the bytes that are up to date.
-        deletes: Whether to delete entries in the store that the local directory lacks.
-
-    Raises:
-        InvalidInputError: A file and a directory have the same name, and ``deletes`` is not set. Or a local name is not
-            valid in a store.
-        ReadOnlyError: A file to delete or replace was not written by tierfs.
-        TierfsError, OSError: The run failed. Complete files stay, and the next run continues.
-    """
-    with contextlib.closing(MirrorRecord(root)) as record:
-        local = scan_source(root)
-        progress.expect(sum(status.st_size for status in local.files.values()))
-        work = _Sync(place, root, record, progress)
-        work.run(local, deletes=deletes)
-    return work.done
 
 
 def _described(entry: Entry | None, status: os.stat_result) -> dict[str, object]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.arguments import require_seconds, require_url
-from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.arguments import require_seconds
+from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress
 from tierfs.mount.mounting import unmount
 from tierfs.mount.process import FLUSH_S
@@ -29,15 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="unmount even if files are open; unpublished changes are lost"
     )
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Unmount. An error names the obstacle, and the mount stays as it was."""
-    require_url(arguments.directory)
     require_seconds("--timeout", arguments.timeout, over_0=True)
     with Progress("umount"):
         unmount(arguments.directory, timeout=arguments.timeout, force=arguments.force)
-    if arguments.json:
-        print_json({"directory": arguments.directory})
-    return 0
+    return print_result(arguments, {"directory": arguments.directory})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 
 from tierfs.cli.arguments import add_url_argument
 from tierfs.cli.executors import add_executor_argument, open_executor
 from tierfs.cli.files.places import store_place
-from tierfs.cli.terminal.output import add_json_argument, print_json, printable
+from tierfs.cli.terminal.output import print_result, printable
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_executor_argument(parser)
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,13 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
             run_batch=None if executor is None else partial(run_verify_batch, arguments.url, each),
             progress=progress.advance,
         )
-    if arguments.json:
-        print_json({"url": place.url, **asdict(report)})
-    else:
-        _print(report, place.url, is_sample=share < 1)
-    return (
-        CorruptionError.exit_code if report.damage or report.vanished else StoreError.exit_code if report.unread else 0
-    )
+    unread = StoreError.exit_code if report.unread else 0
+    code = CorruptionError.exit_code if report.damage or report.vanished else unread
+    lines = _lines(report, place.url, is_sample=share < 1)
+    return print_result(arguments, {"url": place.url, **asdict(report)}, *lines, code=code)
 
 
 def run_verify_batch(url: str, bandwidth: float | None, jobs: Sequence[ChunkJob]) -> list[Damage]:
@@ -76,16 +72,16 @@ def run_verify_batch(url: str, bandwidth: float | None, jobs: Sequence[ChunkJob]
     return verify_chunks(store, jobs, pace=Pace(store.clock, bandwidth))
 
 
-def _print(report: VerifyReport, url: str, *, is_sample: bool) -> None:
+def _lines(report: VerifyReport, url: str, *, is_sample: bool) -> Iterator[str]:
     for what, damage in [
         *(("damaged", each) for each in report.damage),
         *(("vanished", each) for each in report.vanished),
         *(("unread", each) for each in report.unread),
     ]:
-        print(f"{what}  {printable(damage.path)}")
-        print(f"  key      {printable(damage.key)}")
-        print(f"  kind     {damage.kind}")
-        print(f"  problem  {printable(damage.problem)}")
+        yield f"{what}  {printable(damage.path)}"
+        yield f"  key      {printable(damage.key)}"
+        yield f"  kind     {damage.kind}"
+        yield f"  problem  {printable(damage.problem)}"
     drawn = "a sample of " if is_sample else ""
     checked = f"{report.files} records, {drawn}{report.chunks} chunks, {format_bytes(report.raw_bytes)} below {printable(url)}"
     found = f"{len(report.damage)} damaged" if report.damage or report.vanished else "all sound"
@@ -93,4 +89,4 @@ def _print(report: VerifyReport, url: str, *, is_sample: bool) -> None:
         found += f", {len(report.vanished)} vanished"
     if report.unread:
         found = f"{len(report.damage)} damaged, {len(report.unread)} could not be read: try again"
-    print(f"checked {checked}: {found}")
+    yield f"checked {checked}: {found}"

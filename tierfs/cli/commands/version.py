@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 
 from tierfs import __version__, kernels
-from tierfs.cli.terminal.output import add_json_argument, align, print_json
+from tierfs.cli.terminal.output import align, print_result
 from tierfs.format.header import VERSION
 
 HELP = "show the versions of tierfs, the store format and the packages that tierfs uses"
@@ -16,8 +16,8 @@ tierfs version
 tierfs version --json"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_json_argument(parser)
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
+    """Declare nothing: the command has no arguments of its own."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,12 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         "torch": installed_version("torch"),
         "kernels": kernels.status(),
     }
-    if arguments.json:
-        print_json(versions)
-    else:
-        rows = [(name, "not installed" if version is None else str(version)) for name, version in versions.items()]
-        print("\n".join(align(rows)))
-    return 0
+    rows = [(name, "not installed" if version is None else str(version)) for name, version in versions.items()]
+    return print_result(arguments, versions, *align(rows))
 
 
 def installed_version(package: str) -> str | None:

@@ -7,7 +7,7 @@ import concurrent.futures
 
 from tierfs.cli.arguments import LEVELS, add_url_argument, require_seconds
 from tierfs.cli.files.places import StorePlace, store_place
-from tierfs.cli.terminal.output import add_json_argument, print_json
+from tierfs.cli.terminal.output import print_result
 from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.host.pending.levels import Level
 from tierfs.store import wait
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this time (default: never)")
     add_progress_argument(parser)
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,9 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             _show(progress, total, still)
         waiting.result()
         _show(progress, total, {})
-    if arguments.json:
-        print_json({"url": place.url, "level": level.label, "files": len(pending), "bytes": total})
-    return 0
+    return print_result(arguments, {"url": place.url, "level": level.label, "files": len(pending), "bytes": total})
 
 
 def _pending(place: StorePlace, level: Level) -> dict[bytes, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tierfs.cli.arguments import require_url
+from tierfs.cli.arguments import suggested
 from tierfs.cli.files.transfer import (
     ContentSource,
     ContentTarget,
@@ -24,7 +24,6 @@ from tierfs.digest import DigestKind
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.format.descriptor import Capabilities, Descriptor
-from tierfs.format.keys import inside
 from tierfs.host.pending.levels import Level
 from tierfs.objects.registry import connect
 from tierfs.session import TierOptions, open_store, parse_url
@@ -33,8 +32,9 @@ from tierfs.store import Entry, Store, find, make_directory, stat
 from tierfs.store.status import request_metrics
 from tierfs.store.tree.kind import Kind
 
-_IN_STORE = ("tierfs::", "tierfs://")
+IN_STORE = ("tierfs::", "tierfs://")
 NO_TIERS = TierOptions(ram="0", nvme="0")
+_LATEST_OR_BEST = re.compile(r"(^|/)(latest|best(:[^:/]+(:max)?)?)$")
 _URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)
 
 
@@ -92,7 +92,21 @@ class StorePlace:
     def missing(self) -> NotFoundError:
         """Return the error for a path with nothing there."""
         above = self.url.rpartition("/")[0]
-        return NotFoundError(f"{self.url} does not exist: `tierfs ls {above}` lists its directory", path=self.url)
+        return NotFoundError(f"{self.url} does not exist: {suggested('ls', above)} lists its directory", path=self.url)
+
+    def resolved(self) -> StorePlace:
+        """Return the checkpoint that ``latest`` or ``best`` at the end of the path names, unless something is there.
+
+        Raises:
+            NotFoundError, InvalidInputError, TierfsError: See `named_checkpoint`.
+        """
+        if not names_checkpoint(self.path) or self.kind() is not None:
+            return self
+        from tierfs.checkpoint.named import named_checkpoint  # noqa: PLC0415 - most paths need none of it
+
+        above, _, name = self.path.rpartition("/")
+        path = named_checkpoint(self.store, above, name)
+        return StorePlace(f"{self.url.rpartition('/')[0]}/{path.rpartition('/')[2]}", self.store, path)
 
     def kind(self) -> Kind | None:
         """Return the kind of the entry here, or None. A damaged record counts as a file: it can be replaced."""
@@ -189,6 +203,11 @@ class LocalPlace:
         os.makedirs(self.url, exist_ok=True)
 
 
+def names_checkpoint(text: str) -> bool:
+    """Return whether a path or URL may name the latest or the best checkpoint of a run."""
+    return _LATEST_OR_BEST.search(text.rstrip("/")) is not None
+
+
 def kind_of(entry: Entry) -> Kind:
     return "directory" if entry.is_directory else "file"
 
@@ -197,7 +216,13 @@ Place: TypeAlias = StorePlace | LocalPlace
 
 
 def store_place(
-    text: str, *, write: bool = False, as_configured: bool = False, bare: bool = False, resumes: bool = True
+    text: str,
+    *,
+    write: bool = False,
+    is_new: bool = False,
+    as_configured: bool = False,
+    bare: bool = False,
+    resumes: bool = True,
 ) -> StorePlace:
     """Open the store that an argument names, and return the place in it.
 
@@ -205,6 +230,7 @@ def store_place(
         text: ``tierfs::URL``, ``tierfs://NAME/path``, the object tier's own URL, or a local path.
         write: Whether the command is going to write. Then a missing store is created if the configuration or
             ``TIERFS_CREATE=1`` asks for it.
+        is_new: Whether the path need not exist, so that ``latest`` and ``best`` are names like others.
         as_configured: Whether to use the local tiers as configured. Otherwise writes return at level ``object``, and
             reads keep no chunks in the local tiers.
         bare: Whether to open the store without local tiers. A copy of a store that this host knows has none here.
@@ -215,17 +241,21 @@ def store_place(
         StoreNotFoundError: No store contains the path.
         TierfsError: The store could not be opened.
     """
-    require_url(text)
     location = replace(parse_url(text), resumes=resumes)
     if bare:
         location = replace(location, tiers=NO_TIERS.over(location.tiers))
-    store, path = open_store(location, write=write, create=write and asks_to_create(location))
+    try:
+        store, path = open_store(location, write=write, create=write and asks_to_create(location))
+    except StoreNotFoundError as error:
+        makes = f"{suggested('init', location.url)} makes one there; a directory above it will do as well"
+        raise StoreNotFoundError(f"no store holds {location.url}: {makes}", path=location.url) from error
     if not as_configured:
         store.ack = Level.OBJECT
         if store.tiers is not None:
             store.tiers.cache.keeps_reads = False
     url = text.rstrip("/") if text.startswith("tierfs://") else f"tierfs::{location.url}"
-    return StorePlace(url, store, path)
+    place = StorePlace(url, store, path)
+    return place if write or is_new else place.resolved()
 
 
 def whole_store(text: str, command: str, *, as_configured: bool = False) -> Store:
@@ -235,25 +265,20 @@ def whole_store(text: str, command: str, *, as_configured: bool = False) -> Stor
         InvalidInputError: The argument is invalid, or names a path below the store's root.
         StoreNotFoundError, TierfsError: As in `store_place`.
     """
-    try:
-        place = store_place(text, as_configured=as_configured)
-    except StoreNotFoundError as error:
-        url = parse_url(text).url
-        raise StoreNotFoundError(f"no store is at {url}: make one with: tierfs init {url}", path=url) from error
+    place = store_place(text, as_configured=as_configured)
     if place.path:
         raise InvalidInputError(f"{command} works on a whole store: name its root, {place.store.url}", path=place.url)
     return place.store
 
 
-def any_place(text: str, *, write: bool = False) -> Place:
+def any_place(text: str, *, write: bool = False, is_new: bool = False) -> Place:
     """Return the place of an argument that may be local. Only an argument that starts with ``tierfs`` is in a store.
 
     Raises:
         InvalidInputError, StoreNotFoundError, TierfsError: As in `store_place`.
     """
-    if text.startswith(_IN_STORE):
-        return store_place(text, write=write)
-    require_url(text)
+    if text.startswith(IN_STORE):
+        return store_place(text, write=write, is_new=is_new)
     if _URL.match(text):
         raise InvalidInputError(
             f"{text!r} is not a local path: write tierfs::{text} for a path in a store, ./{text} for a local file",
@@ -264,9 +289,16 @@ def any_place(text: str, *, write: bool = False) -> Place:
 
 def requests_of(store: Store) -> dict[str, int]:
     """Count the requests that this process has sent to the store's object tier, by method."""
-    return {
-        method: int(counts["requests"]) for method, counts in request_metrics(store.objects)["object_requests"].items()
-    }
+    return {method: int(counts["requests"]) for method, counts in _requests(store).items()}
+
+
+def _requests(store: Store) -> dict[str, dict[str, float]]:
+    return dict(request_metrics(store.objects)["object_requests"])
+
+
+def sent_bytes(store: Store) -> int:
+    """Count the bytes that this process has sent to the store's object tier."""
+    return sum(int(counts["bytes"]) for name, counts in _requests(store).items() if name.startswith("put"))
 
 
 def named_path(place: StorePlace, text: str) -> str:
@@ -275,13 +307,12 @@ def named_path(place: StorePlace, text: str) -> str:
     Raises:
         InvalidInputError: The argument is empty.
     """
-    require_url(text)
     if text.startswith("/") or "::" in text or "://" in text:
         other = find_store(text)
         if other is not None and other.store is place.store:
             return other.path
     name = text.strip("/")
-    return inside(place.path, name) if name else place.path
+    return place.child(name).resolved().path
 
 
 def find_store(text: str) -> StorePlace | None:
@@ -314,7 +345,7 @@ def source_of(text: str) -> StorePlace:
     if place is not None:
         return place
     location = parse_url(text)
-    return StorePlace(location.url, *plain_store(location))
+    return StorePlace(location.url, *plain_store(location)).resolved()
 
 
 def plain_store(location: Location) -> tuple[Store, str]:

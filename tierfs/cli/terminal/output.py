@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import IO
 
-WIDTH_MAX = 1 << 20  # columns of a line: no path is as long, so none is wrapped or cut
-_COLORS = {"ok": 2, "note": 3, "problem": 1}  # green, yellow and red of the terminal's palette
-# The meaning of each word in a column of states.
-_MEANINGS = {word: word for word in _COLORS}
-_MEANINGS |= dict.fromkeys(("complete", "kept", "object", "running"), "ok")
-_MEANINGS |= dict.fromkeys(("foreign", "local", "none", "not kept", "staged", "would go", "yes"), "note")
-_MEANINGS |= dict.fromkeys(("damaged", "failed", "incomplete", "missing"), "problem")
+from tierfs.units import format_bytes
+
+_BOLD, _GREEN, _YELLOW, _RED = 1, 32, 33, 31  # of the terminal's palette
+# The style of each word in a column of states.
+_STYLES = dict.fromkeys(("ok", "complete", "kept", "object", "running"), _GREEN)
+_STYLES |= dict.fromkeys(("note", "foreign", "local", "none", "not kept", "staged", "would go", "yes"), _YELLOW)
+_STYLES |= dict.fromkeys(("problem", "damaged", "failed", "incomplete", "missing"), _RED)
 
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
@@ -26,6 +26,21 @@ def add_json_argument(parser: argparse._ActionsContainer) -> None:
 
 def print_json(document: object) -> None:
     print(json.dumps(document, indent=2))
+
+
+def print_result(arguments: argparse.Namespace, document: object, *lines: str, code: int = 0) -> int:
+    """Print the document with ``--json``, else the lines. Return ``code``, the exit code."""
+    if arguments.json:
+        print_json(document)
+    elif lines:
+        print("\n".join(lines))
+    return code
+
+
+def counted(files: int, size: int, new_bytes: int | None = None) -> str:
+    """Describe a number of files and their bytes; and how many of the bytes the object tier did not have."""
+    new = "" if new_bytes is None else f" ({format_bytes(new_bytes)} new)"
+    return f"{files} file{'s' * (files != 1)}, {format_bytes(size)}{new}"
 
 
 def align(
@@ -39,44 +54,17 @@ def align(
         has_head: Whether the first row names the columns. It is bold on a terminal that shows colours.
         states: Indices of the columns of states. Their words are coloured on such a terminal.
     """
-    if rows and _shows_colors(sys.stdout):
-        return _colored_table(rows, right=right, has_head=has_head, states=states)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    shows_colors = _shows_colors(sys.stdout)
 
+    def shown(number: int, index: int, cell: str) -> str:
+        room = " " * (widths[index] - len(cell))
+        style = _BOLD if has_head and not number else _STYLES.get(cell) if index in states else None
+        if style and shows_colors and cell:
+            cell = f"\x1b[{style}m{cell}\x1b[0m"
+        return room + cell if index in right else cell + room
 
-def _colored_table(
-    rows: Sequence[Sequence[str]], *, right: Sequence[int], has_head: bool, states: Sequence[int]
-) -> list[str]:
-    from rich.console import Console  # noqa: PLC0415 - 40 ms, for a terminal only
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    # One row, whose cells are whole columns: rich takes 0.3 ms for each row that it draws.
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = []
-    for index, column in enumerate(zip(*rows, strict=True)):
-        table.add_column(justify="right" if index in right else "left", no_wrap=True)
-        cells = [Text(cell, _style(cell) if index in states else "") for cell in column]
-        if has_head:
-            cells[0].stylize("bold")
-        columns.append(Text("\n").join(cells))
-    table.add_row(*columns)
-    console = Console(force_terminal=True, color_system="standard", width=WIDTH_MAX)
-    with console.capture() as lines:
-        console.print(table)
-    return [line.rstrip() for line in lines.get().removesuffix("\n").split("\n")]
-
-
-def _style(state: str) -> str:
-    return f"color({_COLORS[_MEANINGS[state]]})" if state in _MEANINGS else ""
+    return ["  ".join(shown(number, *each) for each in enumerate(row)).rstrip() for number, row in enumerate(rows)]
 
 
 def colored(text: str, state: str, stream: IO[str] | None = None) -> str:
@@ -87,7 +75,7 @@ def colored(text: str, state: str, stream: IO[str] | None = None) -> str:
         state: ``ok``, ``note`` or ``problem``.
         stream: The stream that the text is for; by default, stdout.
     """
-    return f"\x1b[3{_COLORS[state]}m{text}\x1b[0m" if _shows_colors(stream or sys.stdout) else text
+    return f"\x1b[{_STYLES[state]}m{text}\x1b[0m" if _shows_colors(stream or sys.stdout) else text
 
 
 def _shows_colors(stream: IO[str]) -> bool:
