@@ -46,7 +46,7 @@ def test_the_tutorial_of_ranks_goes_on_with_another_number(tmp_path):
     blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
     (program,) = [block for language, block in blocks if language == "python"]
     (tmp_path / "train.py").write_text(program)
-    first, _, second, _, listing = [block for language, block in blocks if language == "bash"]
+    first, second, listing = [block for language, block in blocks if language == "bash"]
 
     with begun(tmp_path, first) as training:
         wait_for_line(training, "step 60")
@@ -64,13 +64,56 @@ def test_the_tutorial_of_ranks_goes_on_with_another_number(tmp_path):
     assert "complete" in done.stdout
 
 
+def test_the_tutorial_of_a_kill_resumes_from_a_complete_step(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    text = (TUTORIALS / "kill-and-resume.md").read_text().replace("/tmp/ckpt", str(tmp_path / "ckpt"))
+    blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
+    (program,) = [block for language, block in blocks if language == "python"]
+    (tmp_path / "train.py").write_text(program)
+    first, second, listing = [block for language, block in blocks if language == "bash"]
+    budgets, first = first.split("\n", 1)
+
+    with begun(tmp_path, first, budgets) as training:
+        said = wait_for_line(training, "to kill this process: kill -9")
+        wait_for_line(training, "step 30:")
+        os.kill(int(said.split()[-1]), signal.SIGKILL)
+    with begun(tmp_path, second, budgets) as training:
+        assert int(re.search(r"from step (\d+)", wait_for_line(training, "resumed from step"))[1]) in {20, 30}
+        wait_for_line(training, "step 40:")
+        os.killpg(training.pid, signal.SIGKILL)
+    done = subprocess.run(
+        ["bash", "-c", f"{budgets}\n{listing}"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "complete" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("upkeep", ["deleted  1", "would go  2", "all sound"]),
+        ("damage", ["1 damaged\nexit code 6", "1 mended", "nothing is lost"]),
+        ("conflicts", ["conflicts: another writer", "their change", "our change", "discarded 1"]),
+    ],
+)
+def test_a_page_makes_the_store_that_it_uses(tmp_path, page, said):
+    pytest.importorskip("torch", reason="torch is not installed")
+    text = (TUTORIALS.parent / "how-to" / f"{page}.md").read_text().replace("/tmp/keep", str(tmp_path / "keep"))
+    script = "set -e -o pipefail\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(words in done.stdout for words in said), done.stdout
+
+
 def environment():
     return {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
 
 
-def begun(directory, command):
+def begun(directory, command, before=""):
     return subprocess.Popen(
-        ["bash", "-c", f"exec {command.strip()}"],
+        ["bash", "-c", f"{before}\nexec {command.strip()}"],
         cwd=directory,
         env={**environment(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

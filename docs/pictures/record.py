@@ -31,6 +31,7 @@ CAST = HERE / "kill-and-resume.cast"
 TUTORIAL = HERE.parent / "tutorial" / "kill-and-resume.md"
 KILLED_AFTER, ENDED_AFTER = "step 30:", "step 60:"
 STORE = "/tmp/ckpt"  # noqa: S108 - of the tutorial
+SHM = "/dev/shm"  # noqa: S108 - where the ram tier lies
 KILL_DELAY_S = 0.3
 PATIENCE_S = 240
 FONT, ROW = 11.5, 17
@@ -45,13 +46,17 @@ STYLE = """<style>
 def record() -> list[tuple[float, str]]:
     """Run the program in a bash, kill it, run it again, and return what the terminal showed, with the seconds."""
     program, budgets = re.search(r"```python\n(.*?)```.*?(export [^\n]*)", TUTORIAL.read_text(), re.DOTALL).groups()
-    with tempfile.TemporaryDirectory(prefix="tierfs-record-", ignore_cleanup_errors=True) as directory:
+    with (
+        tempfile.TemporaryDirectory(prefix="tierfs-record-", ignore_cleanup_errors=True) as directory,
+        tempfile.TemporaryDirectory(prefix="tierfs-record-", dir=SHM, ignore_cleanup_errors=True) as segments,
+    ):
         Path(directory, "train.py").write_text(program.replace(STORE, f"{directory}/ckpt"))
         environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PS1": "$ ",
             "TERM": "dumb",
             "TIERFS_STATE_DIR": f"{directory}/state",
+            "TIERFS_SHM_DIR": segments,
         }
         shell, screen = pty.fork()
         if shell == 0:
