@@ -2,6 +2,7 @@
 
 import logging
 
+import fsspec
 import pytest
 import torch
 
@@ -157,3 +158,16 @@ def test_local_copies_have_policies_of_their_own(root, caplog):
 def test_an_invalid_keep_argument_is_refused(root, keep):
     with pytest.raises(InvalidInputError, match="keep="):
         manager(root, keep=keep)
+
+
+def test_files_beside_a_checkpoint_come_and_go_with_it(root):
+    def files(step, places):
+        assert set(places) == {"model", "step", "tierfs.about"}
+        return {"config.json": f"{step}".encode(), "tokens/index.json": places["model"].encode()}
+
+    fs, path = fsspec.url_to_fs(root)
+    with manager(root, keep=[Latest(1)], files=files) as run:
+        save(run, 1, 2)
+        assert fs.cat_file(f"{path}/step_2/config.json") == b"2"
+        assert fs.cat_file(f"{path}/step_2/tokens/index.json").endswith(b".safetensors")
+        assert not fs.exists(f"{path}/step_1")

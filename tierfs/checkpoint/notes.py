@@ -10,10 +10,11 @@ Decision: docs/decisions/0064-lines-of-a-run.md.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format.keys import inside
@@ -34,8 +35,11 @@ RECORD = ".record"
 """A JSON object: the record that the training manager made of the state."""
 DAMAGED = ".damaged"
 """A JSON object with the reason why the checkpoint could not be loaded."""
-NOTES = (METRICS, RECORD, DAMAGED, PINNED)
-METRICS_BYTES_MAX = 1 << 20
+FILES = ".files"
+"""A JSON object: the names of files that a save wrote beside the checkpoint, with their lengths in bytes."""
+NOTES = (METRICS, RECORD, DAMAGED, PINNED, FILES)
+OBJECT_BYTES_MAX = 1 << 20
+_logger = logging.getLogger("tierfs.train")
 
 
 def read_note(store: Store, directory: str, name: str, bytes_max: int) -> bytes | None:
@@ -60,13 +64,18 @@ def read_note(store: Store, directory: str, name: str, bytes_max: int) -> bytes 
 
 def metrics_of(store: Store, directory: str) -> dict[str, float]:
     """Return a checkpoint's metrics by name; none if they are missing or cannot be read."""
-    try:
-        values = json.loads(read_note(store, directory, METRICS, METRICS_BYTES_MAX) or b"{}")
-    except (NotFoundError, CorruptionError, FormatError, ValueError):
-        return {}
-    if not isinstance(values, dict):
-        return {}
+    values = object_in(store, directory, METRICS)
     return {name: float(value) for name, value in values.items() if type(value) in {int, float}}
+
+
+def object_in(store: Store, directory: str, name: str, bytes_max: int = OBJECT_BYTES_MAX) -> dict[str, Any]:
+    """Return the JSON object in a note; empty if it is missing or cannot be read. The latter is logged."""
+    try:
+        values = json.loads(read_note(store, directory, name, bytes_max) or b"{}")
+    except (NotFoundError, CorruptionError, FormatError, ValueError) as error:
+        _logger.warning("%s cannot be read: %s", store.where(inside(directory, name)), error)
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def is_pinned(store: Store, directory: str) -> bool:

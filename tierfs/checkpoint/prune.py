@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing
-from tierfs.checkpoint.notes import METRICS, NOTES, PINNED, Lines, metrics_of, read_lines
+from tierfs.checkpoint.notes import FILES, METRICS, NOTES, PINNED, Lines, metrics_of, object_in, read_lines
 from tierfs.checkpoint.retention import Best, Decision, Rule, SavedCheckpoint, decide
 from tierfs.dcp.facts import read_facts
 from tierfs.errors import ConflictError, NotFoundError
@@ -119,6 +119,7 @@ def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
     names: set[str] = set()
     for rank in candidate.ranks:
         names |= set(read_facts(store, candidate.directory, rank=rank).files)
+    names |= object_in(store, candidate.directory, FILES).keys()
     roots = []
     for path, write_id in seen.items():
         observed = observe(store, path)

@@ -28,7 +28,7 @@ from tierfs.train.proof import History, Prover, ResumeReport, history_in
 from tierfs.train.restore import ACCEPTED, Restored, Restorer
 from tierfs.train.retention import Retention
 from tierfs.train.run import About, RunDirectory, SavedStep, checked_metrics, checked_step
-from tierfs.train.save import RunWriter, SaveThread
+from tierfs.train.save import Files, RunWriter, SaveThread
 from tierfs.train.state import as_state
 from tierfs.units import TIMEOUT_S_MAX, bounded_timeout
 
@@ -63,6 +63,8 @@ class Manager:
         on_corrupt: ``"previous"``: `restore` passes over a step that cannot be loaded. ``"raise"``: it raises.
         timeout: Seconds that a rank waits for the others, and that `close` waits for saves in flight.
         planner: Returns a new DCP save planner for each save; ``None`` for torch's own.
+        files: Returns small files by name, which a save writes beside the checkpoint before it publishes it. Called on
+            rank 0, on the thread that saves, with the step and the shard file of each saved value by name.
         **options: Options of `TierWriter`: ``stage``, ``device``, ``ram``, ``nvme``, ``state_dir``, ``create``, and a
             mapping for the object tier's filesystem by its protocol, such as ``s3={...}``.
 
@@ -86,6 +88,7 @@ class Manager:
         on_corrupt: str = "previous",
         timeout: float = 1800.0,
         planner: Callable[[], SavePlanner] | None = None,
+        files: Files | None = None,
         **options: Any,
     ) -> None:
         if on_corrupt not in {"previous", "raise"}:
@@ -122,6 +125,7 @@ class Manager:
             planner=planner,
             on_stale=on_stale,
             reads_back=verify_after_save,
+            files=files,
         )
         self._decider = SaveDecider(self._world, self._health, full_policies, light_policies, self._saves)
         self._pid = os.getpid()

@@ -26,8 +26,8 @@ from tierfs.checkpoint.notes import (
     is_pinned,
     line_of,
     metrics_of,
+    object_in,
     read_lines,
-    read_note,
 )
 from tierfs.checkpoint.prune import remove, roots_of
 from tierfs.checkpoint.retention import Best, SavedCheckpoint
@@ -336,18 +336,16 @@ class RunDirectory:
 
     def note_of(self, step: int, name: str) -> dict[str, Any]:
         """Return the JSON object in a note beside a checkpoint; empty if there is no readable one."""
-        store, path = self.path_of(step)
-        try:
-            value = json.loads(read_note(store, path, name, NOTE_BYTES_MAX) or b"{}")
-        except (CorruptionError, FormatError, ValueError) as error:
-            _logger.warning("%s/%s cannot be read: %s", self.url_of(step), name, error)
-            return {}
-        return value if isinstance(value, dict) else {}
+        return object_in(*self.path_of(step), name, NOTE_BYTES_MAX)
 
     def write_note(self, step: int, name: str, value: Mapping[str, Any]) -> None:
         """Write a note. Raises as `tierfs.store.save` does."""
+        self.write_file(step, name, json.dumps(value).encode())
+
+    def write_file(self, step: int, name: str, data: bytes) -> None:
+        """Write a file beside a checkpoint. Raises as `tierfs.store.save` does."""
         store, path = self.path_of(step)
-        save(store, inside(path, name), json.dumps(value).encode())
+        save(store, inside(path, name), data)
 
     def record_of(self, step: int) -> dict[str, Any] | None:
         """Return the record of a step's state; ``None`` if there is none for the present save of the step."""

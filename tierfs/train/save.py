@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierfs.checkpoint.notes import ABOUT, METRICS, RECORD
+from tierfs.checkpoint.notes import ABOUT, FILES, METRICS, RECORD
 from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, TierfsError
@@ -29,6 +29,7 @@ from tierfs.train.retention import Retention
 from tierfs.train.run import OWN, RunDirectory
 from tierfs.train.values import TENSOR, digests_of, first_difference, without_digest
 
+Files = Callable[[int, Mapping[str, str]], Mapping[str, bytes]]
 SLOWEST_COUNTS = 0.9
 """A deadline allows for the slowest recent save. Each later save reduces the time of that one by this factor."""
 _logger = logging.getLogger("tierfs.train")
@@ -37,14 +38,15 @@ _logger = logging.getLogger("tierfs.train")
 class RunWriter(TierWriter):
     """A writer that writes the notes beside a checkpoint right before it publishes it, so none lacks its notes.
 
-    ``notes`` is called on the coordinator with the save's id.
+    ``notes`` is called on the coordinator with the save's id, and with the shard file of each value by name.
     """
 
-    notes: Callable[[str], None] | None = None
+    notes: Callable[[str, Mapping[str, str]], None] | None = None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self.notes is not None:
-            self.notes(self.running.save_id)
+            places = [each for rank in results for each in rank if each.storage_data is not None]
+            self.notes(self.running.save_id, {each.index.fqn: each.storage_data[0].file for each in places})
         super().finish(metadata, results)
 
 
@@ -68,6 +70,7 @@ class SaveThread:
         planner: Callable[[], SavePlanner] | None,
         on_stale: str,
         reads_back: bool,
+        files: Files | None,
     ) -> None:
         self._run = run
         self._writer = writer
@@ -78,6 +81,7 @@ class SaveThread:
         self._planner = planner
         self._on_stale = on_stale
         self._reads_back = reads_back
+        self._files = files
         self.context: Callable[[], Context]
         self.save_s = 0.0
         self._open = 0
@@ -190,8 +194,13 @@ class SaveThread:
             handle.was_there = True
             return None
 
-        def note(save_id: str) -> None:
+        def note(save_id: str, places: Mapping[str, str]) -> None:
             self._course.record_return()
+            files = self._files(handle.step, places) if self._files is not None else {}
+            for name, data in files.items():
+                self._run.write_file(handle.step, name, data)
+            if files:
+                self._run.write_note(handle.step, FILES, {name: len(data) for name, data in files.items()})
             known = {"known": self._keep.told()}
             self._run.write_note(handle.step, RECORD, {"save_id": save_id, **record, **known})
             self._run.write_note(handle.step, METRICS, order.metrics)  # ``tierfs prune`` reads them, too
