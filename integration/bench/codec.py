@@ -8,6 +8,9 @@ state some steps later. A size is all bytes in the object tier over the bytes of
 back from the object tier and compared bit for bit. zstd -3 and zipnn (needs ``zipnn``) compress the same bytes,
 tensor by tensor. Of the second save they get only the tensors that changed.
 
+Files: pairs of files as a hub keeps them go to tierfs, Xet (needs ``hf_xet``), zstd and zipnn as whole files. They
+need no DIRECTORY (``codec.py --only files``); see `codec_files.py`.
+
 Speeds: blocks of 1 MiB are encoded or decoded into warm memory, and hashed. There are more blocks than the caches
 hold. Without DIRECTORY the blocks come from made-up states (``codec.py --only speed``). "memcpy" is
 ``numpy.copyto`` between two warm buffers of 256 MiB in the same rounds. Two threads share the same blocks. Two
@@ -22,12 +25,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import codec_files
 import codec_sets
 import codec_speed
 import torch
 from harness import Aims, machine, parser, say
 
-PARTS = ("sets", "speed")
+PARTS = ("sets", "speed", "files")
 SPEEDS = {"PLANE encode": 1.3, "DPLANE encode": 1.2, "PLANE decode": 2.5, "DPLANE decode": 1.8}
 THREADS_GAIN = 1.6
 
@@ -73,8 +77,8 @@ def main() -> None:
         "--set", nargs="+", choices=[one.name for one in codec_sets.SETS], default=[], help="run only these sets"
     )
     options = arguments.parse_args()
-    if options.snapshots is None and options.only != ["speed"]:
-        arguments.error("sizes need the states that snapshots.py trains; `--only speed` does without")
+    if options.snapshots is None and "sets" in options.only:
+        arguments.error("sizes need the states that snapshots.py trains; `--only speed files` does without")
     report: dict[str, Any] = {
         "rounds": options.rounds,
         "machine": machine(torch=torch.__version__),
@@ -87,6 +91,8 @@ def main() -> None:
             report["speed"] = codec_speed.report(cases, options.rounds) | {"processes": processes}
         if "sets" in options.only:
             report["sets"] = codec_sets.report(options.snapshots, Path(root), options.set)
+        if "files" in options.only:
+            report["files"] = codec_files.report(Path(root))
     report["aims"] = aims(report)
     say(report, as_json=options.json)
 

@@ -80,7 +80,6 @@ class Saved:
         self._root = root
         self._url = f"tierfs::file://{root}/store"
         tierfs.init(f"file://{root}/store")
-        # By default tierfs encodes nothing for a directory of this host, because raw bytes take less time there.
         options = {
             "ack": "staged",
             "ram": size * RAM_STATES + SPARE_BYTES,

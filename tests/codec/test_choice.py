@@ -51,3 +51,10 @@ def test_a_base_that_saves_too_little_counts_as_none() -> None:
     assert found.delta_ratio is not None
     assert DELTA_WORTH * found.static_ratio < found.delta_ratio < found.static_ratio
     assert found.delta is None
+
+
+def test_numbers_without_a_name_are_taken_for_numbers() -> None:
+    numbers = np.random.default_rng(1).standard_normal(SAMPLE_BYTES // 2).astype(np.float16)
+    found = of(memoryview(numbers.tobytes()), None)
+    assert (found.static.codec, found.static.width) == (Codec.PLANE, 2)
+    assert of(memoryview(b"a line of text\n" * 5000), None).static.codec is Codec.ZSTD

@@ -56,7 +56,9 @@ def choose(
         out: Scratch memory, at least as long as the sample.
     """
     planes, frame = Coding(Codec.PLANE, width), Coding(Codec.ZSTD)
-    candidates = {"float": [planes], "integer": [frame, planes]}.get(kind, [frame])
+    # Bytes of an unknown format may be numbers: a model's weights in GGUF, or an array.
+    unknown = [frame, Coding(Codec.PLANE, 2), Coding(Codec.PLANE, 4)]
+    candidates = {"float": [planes], "integer": [frame, planes]}.get(kind, unknown)
     static, static_ratio = _STORE, 1.0
     for coding in candidates:
         if coding.codec in allowed:
