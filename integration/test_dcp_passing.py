@@ -26,7 +26,7 @@ import tierfs
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.errors import NotFoundError
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch has no gloo", allow_module_level=True)

@@ -45,7 +45,7 @@ from tierfs.host.ground import no_faults
 from tierfs.host.host import Host
 from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.table.table import SlotKind
+from tierfs.host.slab.table import SlotKind
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

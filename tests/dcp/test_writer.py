@@ -44,7 +44,7 @@ from tierfs.dcp.save.shard_file import ShardFile, staged_in
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.host.pending.levels import Level
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer
 from tierfs.store.write.in_place import StagedFile

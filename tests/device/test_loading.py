@@ -20,7 +20,7 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, StoreError
 from tierfs.format.ranges import by_chunk
 from tierfs.host.cache import reader as local_reader
-from tierfs.host.slab.table.table import DATA_STATES, SlotKind
+from tierfs.host.slab.table import DATA_STATES, SlotKind
 
 MIB = 1 << 20
 

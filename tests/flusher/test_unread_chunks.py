@@ -22,7 +22,7 @@ from tierfs.host.pending.record import Draft, ObservedBase, SlotRef, local_name
 from tierfs.host.slab import peers
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment
-from tierfs.host.slab.table.table import SlotKind
+from tierfs.host.slab.table import SlotKind
 from tierfs.store.encode.keyframes import FilePlan
 
 STORE = uuid.uuid4().hex

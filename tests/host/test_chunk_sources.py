@@ -15,7 +15,7 @@ from tierfs.host.cache.sources import ChunkSources
 from tierfs.host.host import Host
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.table.table import SlotKind
+from tierfs.host.slab.table import SlotKind
 
 KIND = DigestKind.XXH3_128
 MIB = 1 << 20

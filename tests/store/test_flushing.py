@@ -35,7 +35,7 @@ from tierfs.host.pending.record import local_name
 from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment
-from tierfs.host.slab.table.table import SlotKind
+from tierfs.host.slab.table import SlotKind
 from tierfs.host.write import writer as slab_writer
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import (

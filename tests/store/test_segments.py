@@ -18,7 +18,7 @@ from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.flusher.nvme import NvmePersister
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.segment import Segment
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 from tierfs.session import open_store, parse_url
 from tierfs.session.settings import TierOptions
 from tierfs.store import Store, copy, kind_of, level_of, list_directory, load, save, stat_to_read, status, wait

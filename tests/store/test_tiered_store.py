@@ -27,7 +27,7 @@ from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab import pool
-from tierfs.host.slab.table.table import HEAD_BYTES, SlotKind, SlotState
+from tierfs.host.slab.table import HEAD_BYTES, SlotKind, SlotState
 from tierfs.store import (
     WriteMode,
     Writer,

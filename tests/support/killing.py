@@ -254,7 +254,7 @@ def asker(spec):
 
 def leaks(ram):
     """Return the slots that are neither free nor clean, and whether their owner lives. Expects all drafts published."""
-    from tierfs.host.slab.table.table import SlotState
+    from tierfs.host.slab.table import SlotState
 
     states = set(SlotState) - {SlotState.FREE, SlotState.CLEAN}
     return [

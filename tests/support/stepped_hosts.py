@@ -29,7 +29,7 @@ from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.table.table import SlotKind, SlotState
+from tierfs.host.slab.table import SlotKind, SlotState
 from tierfs.host.tiers import Tiers
 from tierfs.objects import OVERWRITE, MemoryObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects

@@ -19,7 +19,7 @@ from tierfs.host.nvme.stored import ChunksGoneError
 from tierfs.host.nvme.tier import EncodedDraft, NvmeTier
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.segment import Slot
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 
 # Chunks written at once. Each has one request at the disk at a time. Measured, docs/decisions/0046.
 WRITES_MAX = 6

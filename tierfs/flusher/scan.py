@@ -14,7 +14,7 @@ from tierfs.format.keys import is_at_or_below
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.pending.scan import KEPT, damaged_segment
 from tierfs.host.slab.segment import Segment, Slot
-from tierfs.host.slab.table.table import SlotKind, SlotState
+from tierfs.host.slab.table import SlotKind, SlotState
 
 # Seconds between walks over all drafts. A look at the changes returns each draft once, so an error after it would leave
 # the draft behind.

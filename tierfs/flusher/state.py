@@ -25,7 +25,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 
 if TYPE_CHECKING:
     from tierfs.store.encode.codecs import Pressure

@@ -21,7 +21,7 @@ from tierfs.host.cache.sources import ChunkSources, slot_at
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.segment import Slot
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher

@@ -23,7 +23,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.pending.scan import PendingDrafts
 from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.table.table import SlotKind, SlotState
+from tierfs.host.slab.table import SlotKind, SlotState
 from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
 from tierfs.units import format_bytes
 

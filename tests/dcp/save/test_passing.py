@@ -18,7 +18,7 @@ import tierfs
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.errors import NotFoundError, StoreError
-from tierfs.host.slab.table.table import SlotKind, SlotState
+from tierfs.host.slab.table import SlotKind, SlotState
 
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
 DEADLINE_S = 20

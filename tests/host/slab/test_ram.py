@@ -26,7 +26,7 @@ from tierfs.host.slab import pool, segment, segment_file
 from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.pool import next_layout
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.table.table import Layout, SlotKind, SlotState
+from tierfs.host.slab.table import Layout, SlotKind, SlotState
 
 STORE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"

@@ -19,7 +19,7 @@ from support.opened import descriptors, mappings
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, ReadOnlyError
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import CHANGES_AT, Reservation, SegmentHeader
-from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, Table, changing
+from tierfs.host.slab.table import Layout, SlotKind, SlotState, Table, changing
 
 STORE = "0123456789abcdef0123456789abcdef"
 OWNER = "00000000000000aa"

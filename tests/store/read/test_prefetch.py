@@ -9,7 +9,7 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, NotFoundError
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.pool import KEPT_BYTES
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 from tierfs.store import evict, load, open_entry, prefetch, stat
 from tierfs.threads import processors
 

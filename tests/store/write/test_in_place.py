@@ -11,7 +11,7 @@ from support.tiered import MIB, content
 
 from tierfs.errors import CapacityError, StoreError
 from tierfs.host.pending.levels import Level
-from tierfs.host.slab.table.table import SlotKind, SlotState
+from tierfs.host.slab.table import SlotKind, SlotState
 from tierfs.store import Writer, find, load, status, wait
 from tierfs.store.write import in_place
 from tierfs.store.write.in_place import StagedFile

@@ -10,7 +10,7 @@ from support.tiered import MIB, content, save_at
 
 from tierfs.errors import StoreError
 from tierfs.host.pending.levels import Level
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 from tierfs.store import Writer, evict, load, save, wait
 
 

@@ -21,7 +21,7 @@ from tierfs.device.transfer import CaptureMode, FindChunks, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.slab.segment import Slot
-from tierfs.host.slab.table.table import DATA_STATES, SlotKind
+from tierfs.host.slab.table import DATA_STATES, SlotKind
 from tierfs.session.settings import size_of
 from tierfs.store import Store
 from tierfs.store.status import leave_note

@@ -17,7 +17,7 @@ from tierfs.host.name_locks import NameLocks
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
-from tierfs.host.slab.table.table import SlotKind, SlotState
+from tierfs.host.slab.table import SlotKind, SlotState
 from tierfs.host.write.chunk_buffer import ChunkBuffer
 from tierfs.host.write.writer import NAMES_MAX, SlabWriter
 from tierfs.threads import processors, start_daemon

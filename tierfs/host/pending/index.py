@@ -12,7 +12,7 @@ from tierfs.host.pending.decoded import DecodedDrafts
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment, Slot
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 
 
 class StagedIndex:

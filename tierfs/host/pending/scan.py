@@ -22,7 +22,7 @@ from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.table.table import SlotState
+from tierfs.host.slab.table import SlotState
 
 KEPT = "changed by another writer before it was flushed: their version is kept, and this one is kept as a conflict"
 

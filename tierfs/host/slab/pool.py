@@ -23,7 +23,7 @@ from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.memory import memory_available, memory_limit
 from tierfs.host.slab.segment import Segment, Slot
 from tierfs.host.slab.segment_file import Reservation, SegmentHeader
-from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, padded
+from tierfs.host.slab.table import Layout, SlotKind, SlotState, padded
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
 

@@ -21,7 +21,7 @@ from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.peers import PeerSegments
 from tierfs.host.slab.pool import SMALL_BYTES, SegmentPool
 from tierfs.host.slab.segment import Segment, Slot
-from tierfs.host.slab.table.table import Layout, SlotKind, SlotState, padded
+from tierfs.host.slab.table import Layout, SlotKind, SlotState, padded
 from tierfs.units import format_bytes
 
 HOLDERS_NAMED = 3

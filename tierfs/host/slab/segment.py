@@ -26,8 +26,8 @@ from tierfs._fork import renew_in_children
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.host.slab.allocate import allocate, give_up, map_shared
 from tierfs.host.slab.segment_file import SECTOR_BYTES, OwnedFd, Reservation, SegmentHeader, open_segment, reopened
-from tierfs.host.slab.table.allocator import SlotAllocator
-from tierfs.host.slab.table.table import (
+from tierfs.host.slab.slot_allocator import SlotAllocator
+from tierfs.host.slab.table import (
     DATA_STATES,
     DIRTY_STATES,
     META_BYTES_MAX,
@@ -41,7 +41,7 @@ from tierfs.host.slab.table.table import (
     changing,
     padded,
 )
-from tierfs.host.slab.table.view import TableView
+from tierfs.host.slab.table_view import TableView
 
 VIEWS_MAX = 3
 _U32 = 0xFFFFFFFF

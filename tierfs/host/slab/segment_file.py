@@ -25,7 +25,7 @@ from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.private import refused
-from tierfs.host.slab.table.table import CHANGES_AT, SLOTS_MAX, Layout
+from tierfs.host.slab.table import CHANGES_AT, SLOTS_MAX, Layout
 
 MAGIC = b"TFSSLAB1"
 SECTOR_BYTES = 512  # the unit of st_blocks, stat(2)

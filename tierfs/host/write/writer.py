@@ -25,7 +25,7 @@ from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
-from tierfs.host.slab.table.table import SlotKind, SlotState
+from tierfs.host.slab.table import SlotKind, SlotState
 from tierfs.host.write.ahead import Ahead, Housekeeping
 from tierfs.host.write.chunk_buffer import ChunkBuffer
 from tierfs.threads import start_daemon

@@ -19,7 +19,7 @@ from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.slab.table.table import DATA_STATES, SlotKind
+from tierfs.host.slab.table import DATA_STATES, SlotKind
 from tierfs.host.tiers import Tiers
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import find_chunk

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from tierfs.host.slab.table.table import DATA_STATES, Layout, SlotKind, SlotRow, SlotState, Table
+from tierfs.host.slab.table import DATA_STATES, Layout, SlotKind, SlotRow, SlotState, Table
 
 _TAKEN = frozenset(SlotState) - {SlotState.FREE}
 

@@ -1,0 +1,79 @@
+"""The owner's record of the free slots and free bytes of its segment.
+
+The shared table holds the same information; this form is faster to search.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+
+from tierfs.digest import CHUNK_BYTES
+from tierfs.host.slab.table import Layout, padded
+
+
+class SlotAllocator:
+    """The free slots and pages of a segment, which is assumed to be empty at first. Not thread-safe."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._slots = list(range(layout.slots))  # free slots, a heap
+        self._sizes: dict[int, int] = {}  # bytes of each allocated slot
+        self._serial = 0
+        # The free parts of the segment in ascending order. No two of them touch.
+        self._free: list[tuple[int, int]] = []
+        self._give(layout.data_at, layout.data_at + layout.data_bytes // padded(1) * padded(1))
+
+    def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
+        """Allocate adjacent slots of these lengths in bytes. Each starts on a page boundary.
+
+        Returns:
+            Index, new serial and offset in the segment of each slot; None if there is no room.
+        """
+        sizes = [padded(max(length, 1)) for length in lengths]
+        at = self._take(sum(sizes)) if len(sizes) <= len(self._slots) else None
+        if at is None:
+            return None
+        places = []
+        for size in sizes:
+            index = heapq.heappop(self._slots)
+            self._sizes[index] = size
+            self._serial += 1
+            places.append((index, self._serial, at))
+            at += size
+        return places
+
+    def shrink(self, index: int, offset: int, length: int) -> None:
+        """Release the pages behind the first ``length`` bytes of a slot."""
+        kept, size = padded(max(length, 1)), self._sizes[index]
+        self._give(offset + kept, offset + size)
+        self._sizes[index] = kept
+
+    def give(self, index: int, offset: int) -> None:
+        """Free a slot and its bytes."""
+        self._give(offset, offset + self._sizes.pop(index))
+        heapq.heappush(self._slots, index)
+
+    def _take(self, size: int) -> int | None:
+        # Small slots lie at the end of the segment, so that whole chunks find contiguous room.
+        is_small = size < CHUNK_BYTES // 2
+        numbers = range(len(self._free))
+        for number in reversed(numbers) if is_small else numbers:
+            begin, end = self._free[number]
+            if end - begin >= size:
+                at = end - size if is_small else begin
+                rest = (begin, at) if is_small else (at + size, end)
+                self._free[number : number + 1] = [rest] if rest[0] < rest[1] else []
+                return at
+        return None
+
+    def _give(self, begin: int, end: int) -> None:
+        if begin == end:
+            return
+        number = bisect.bisect(self._free, (begin, end))
+        if number < len(self._free) and self._free[number][0] == end:
+            end = self._free.pop(number)[1]
+        if number and self._free[number - 1][1] == begin:
+            number -= 1
+            begin = self._free.pop(number)[0]
+        self._free.insert(number, (begin, end))
