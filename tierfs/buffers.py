@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from tierfs._fork import PerProcess
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 
+PAGE_BYTES = 4096
+"""Alignment of all data in the local tiers."""
 KEPT_MAX = 8
 # Below this fraction of a buffer's size, allocating memory is as fast as pooling it.
 POOLED_PART = 16

@@ -41,7 +41,7 @@ from tierfs.dcp import TierWriter
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
 from tierfs.format.manifest import Tombstone
-from tierfs.host.ground import no_faults
+from tierfs.host.events import no_faults
 from tierfs.host.host import Host
 from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.host.slab.ram import RamTier

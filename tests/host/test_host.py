@@ -19,8 +19,8 @@ from support.forked import answer_of, forked, idle_child
 from support.opened import descriptors, no_descriptors_left
 
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
+from tierfs.host.filesystems import entries_of, make_private
 from tierfs.host.host import ExclusiveLock, Host, state_directory
-from tierfs.host.private import entries_of, make_private
 from tierfs.host.segment_folder import unused_folders
 from tierfs.host.slab.budget import RamBudget
 

@@ -505,7 +505,7 @@ def test_a_damaged_copy_is_written_anew_from_memory(host):
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT, 20)
     (name,) = names_of(host, data)
-    flip(host.tiers.nvme.place_of(name).path, data)
+    flip(host.tiers.nvme.file_of(name), data)
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
     evict(host.store, "a", "ram")
     assert load(host.store, "a") == data
@@ -518,7 +518,7 @@ def test_a_damaged_copy_is_not_replaced_by_another_one(host):
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT, 20)
     (name,) = names_of(host, data)
-    flip(host.tiers.nvme.place_of(name).path, data)
+    flip(host.tiers.nvme.file_of(name), data)
     (segment,) = (segment.path for segment in host.tiers.ram.own_segments())
     flip(segment, data)
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})

@@ -11,6 +11,7 @@ import pytest
 from support.opened import descriptors
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
+from tierfs.buffers import PAGE_BYTES
 from tierfs.errors import (
     ConflictError,
     CorruptionError,
@@ -20,7 +21,6 @@ from tierfs.errors import (
 from tierfs.flusher.state import FlushState
 from tierfs.format import keys
 from tierfs.format.keys import chunk_key
-from tierfs.host.ground import PAGE_BYTES
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.index import StagedIndex
@@ -383,7 +383,7 @@ def test_damaged_copies_in_all_local_tiers_are_repaired_from_the_object_tier(hos
     wait(host.store, "a", Level.OBJECT, 20)
     evict(host.store, "a", "ram")
     for name, _ in host.tiers.nvme.chunks_after(b"", 10):
-        with open(host.tiers.nvme.place_of(name).path, "r+b") as file:
+        with open(host.tiers.nvme.file_of(name), "r+b") as file:
             at = file.read().find(data[5 * MIB : 5 * MIB + 64])
             if at > 0:
                 file.seek(at)

@@ -3,8 +3,9 @@
 import hashlib
 
 from tierfs.clock import ManualClock
-from tierfs.host.ground import no_faults
-from tierfs.host.nvme.tier import EncodedDraft, NvmeTier
+from tierfs.host.events import no_faults
+from tierfs.host.nvme.batch import EncodedDraft
+from tierfs.host.nvme.tier import NvmeTier
 
 CHUNK = 150_000
 BUDGET = 2 << 20

@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CapacityError, StoreError
 from tierfs.flusher.access import Connect
-from tierfs.host.ground import Faults, no_faults
+from tierfs.host.events import Faults, no_faults
 from tierfs.host.host import Host
-from tierfs.host.nvme.head import read_budget
-from tierfs.host.nvme.stored import BUDGET_BYTES_MIN
+from tierfs.host.nvme.head import BUDGET_BYTES_MIN, read_budget
 from tierfs.host.nvme.tier import NvmeTier, has_tier, is_needed
 from tierfs.host.slab.budget import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier

@@ -36,7 +36,7 @@ from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
 from tierfs.flusher.upload import Uploader
 from tierfs.format.keys import is_at_or_below
-from tierfs.host.ground import Faults, no_faults
+from tierfs.host.events import Faults, no_faults
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.ram import RamTier

@@ -15,8 +15,9 @@ from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.reader import check_block, envelope_of
-from tierfs.host.nvme.stored import ChunksGoneError
-from tierfs.host.nvme.tier import EncodedDraft, NvmeTier
+from tierfs.host.nvme.batch import EncodedDraft
+from tierfs.host.nvme.chunks import ChunksGoneError
+from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import SlotState

@@ -19,7 +19,7 @@ from tierfs.flusher.access import Access, Connect
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.format.manifest import Manifest
 from tierfs.host.cache.sources import ChunkSources, slot_at
-from tierfs.host.ground import Faults
+from tierfs.host.events import Faults
 from tierfs.host.nvme.tier import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, SlotRef

@@ -22,8 +22,7 @@ import xxhash
 
 from tierfs.clock import boot_id
 from tierfs.errors import InvalidInputError, StoreError
-from tierfs.host.filesystems import filesystem_of, is_network
-from tierfs.host.private import entries_of, make_private, open_lock_file, refused
+from tierfs.host.filesystems import entries_of, filesystem_of, is_network, make_private, open_lock_file, refused
 from tierfs.host.segment_folder import FALLBACK, SegmentFolder
 
 SMALL_SHM = (

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
-from tierfs.host.filesystems import flush_directory
+from tierfs.host.filesystems import flush_directory, open_lock_file, refused
 from tierfs.host.host import Host
-from tierfs.host.private import open_lock_file, refused
 
 PLACE_FILE = "place.json"
 USE_FILE = "use.lock"

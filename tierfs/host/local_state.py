@@ -14,11 +14,10 @@ from typing import NamedTuple
 from tierfs.clock import SystemClock
 from tierfs.errors import NotFoundError, StoreError, TierfsError
 from tierfs.format.keys import DESCRIPTOR
-from tierfs.host.filesystems import flush_directory
+from tierfs.host.filesystems import entries_of, flush_directory, refused
 from tierfs.host.host import ExclusiveLock, Host
 from tierfs.host.identity import PLACE_FILE, USE_FILE, places_in
-from tierfs.host.nvme.stored import TIER
-from tierfs.host.private import entries_of, refused
+from tierfs.host.nvme.head import TIER
 from tierfs.host.rpc.client import is_flusher_running
 from tierfs.host.rpc.protocol import LOCK_NAME
 

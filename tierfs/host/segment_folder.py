@@ -17,7 +17,7 @@ import xxhash
 
 from tierfs.clock import boot_id
 from tierfs.errors import ReadOnlyError, StoreError, TierfsError
-from tierfs.host.private import entries_of, make_private, open_lock_file, refused
+from tierfs.host.filesystems import entries_of, make_private, open_lock_file, refused
 
 FALLBACK = "segments"
 """Name of the folder in the state directory."""

@@ -16,8 +16,7 @@ from tierfs.digest import DigestKind
 from tierfs.errors import StoreError, TierfsError
 from tierfs.host.cache.cache import ChunkCache
 from tierfs.host.cache.reader import ChunkReader
-from tierfs.host.counters import Counters
-from tierfs.host.ground import no_faults
+from tierfs.host.events import Counters, no_faults
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.scan import PendingDrafts

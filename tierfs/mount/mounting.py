@@ -20,8 +20,8 @@ from typing import Any
 
 from tierfs import errors
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
+from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
-from tierfs.host.private import make_private
 from tierfs.mount.attachment import KIND, detach, mounted_at
 from tierfs.mount.extended import FLUSH, PREFIX
 from tierfs.mount.process import FLUSH_S, MountOptions

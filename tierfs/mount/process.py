@@ -16,9 +16,9 @@ from typing import Any
 
 from tierfs import store as verbs
 from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
 from tierfs.host.pending.levels import Level
-from tierfs.host.private import make_private
 from tierfs.mount import attachment
 from tierfs.mount.nodes import Node
 from tierfs.mount.requests import Requests

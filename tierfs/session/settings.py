@@ -17,8 +17,7 @@ from pathlib import Path
 from tierfs.errors import InvalidInputError
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.host import state_directory
-from tierfs.host.nvme.head import read_budget
-from tierfs.host.nvme.stored import BUDGET_BYTES_MIN
+from tierfs.host.nvme.head import BUDGET_BYTES_MIN, read_budget
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
 from tierfs.store.encode.codecs import AUTO, Codecs

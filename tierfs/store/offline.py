@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from tierfs.errors import StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
+from tierfs.host.filesystems import make_private
 from tierfs.host.pending.levels import Level
-from tierfs.host.private import make_private
 from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:

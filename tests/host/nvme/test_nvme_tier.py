@@ -24,10 +24,10 @@ from support.nvme_tools import (
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
+from tierfs.host.nvme.batch import EncodedDraft
 from tierfs.host.nvme.chunk_file import file_bytes
+from tierfs.host.nvme.chunks import ChunksGoneError
 from tierfs.host.nvme.reader import NvmeReader
-from tierfs.host.nvme.stored import ChunksGoneError
-from tierfs.host.nvme.tier import EncodedDraft
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ from tierfs.cli.commands.version import installed_version
 from tierfs.cli.terminal.failures import describe
 from tierfs.cli.terminal.output import align, print_result, printable
 from tierfs.errors import InvalidInputError, TierfsError
-from tierfs.host.filesystems import filesystem_of, is_durable, is_network
+from tierfs.host.filesystems import check_private, filesystem_of, is_durable, is_network
 from tierfs.host.host import state_directory
-from tierfs.host.private import check_private
 from tierfs.host.slab.memory import memory_limit
 from tierfs.session import parse_url
 from tierfs.session.descriptor import probe_store

@@ -24,12 +24,13 @@ from typing import ClassVar
 import xxhash
 
 from tierfs import digest
+from tierfs.buffers import PAGE_BYTES
 from tierfs.cli.files.transfer import walk
 from tierfs.digest import BLOCK_BYTES
 from tierfs.format.manifest import Row
+from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
 from tierfs.host.pending.record import local_name
-from tierfs.host.private import make_private
 from tierfs.store import Entry, Store
 from tierfs.store.read.reader import expand_rows
 
@@ -271,18 +272,15 @@ def clone_piece(store: Store, piece: Piece, fd: int) -> bool:
         return False
     if piece.start % CLONE_ALIGNMENT:
         return False
-    found = store.tiers.nvme.place_of(local_name(store.descriptor.digest_kind, piece.row.name.digest))
-    if found is None or found.length != piece.length:
-        return False
     whole = piece.length - piece.length % CLONE_ALIGNMENT
-    with open(found.path, "rb") as chunk:
-        request = _CLONE_RANGE.pack(chunk.fileno(), found.offset, whole, piece.start)
-        try:
+    file = store.tiers.nvme.file_of(local_name(store.descriptor.digest_kind, piece.row.name.digest))
+    try:
+        with open(file, "rb") as chunk:
             if whole:
-                fcntl.ioctl(fd, FICLONERANGE, request)
-            rest = os.pread(chunk.fileno(), piece.length - whole, found.offset + whole)
-        except OSError:
-            return False  # different filesystems, or a filesystem that cannot clone
+                fcntl.ioctl(fd, FICLONERANGE, _CLONE_RANGE.pack(chunk.fileno(), PAGE_BYTES, whole, piece.start))
+            rest = os.pread(chunk.fileno(), piece.length - whole, PAGE_BYTES + whole)
+    except OSError:
+        return False  # the tier lacks the chunk, the filesystems differ, or they cannot clone
     os.pwrite(fd, rest, piece.start + whole)
     # The nvme tier may have overwritten the file with another chunk in the meantime.
     return holds(store, fd, piece)

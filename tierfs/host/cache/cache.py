@@ -12,7 +12,7 @@ from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, TierfsError
 from tierfs.format.ranges import WHOLE_SHARE, Part, block_runs
 from tierfs.host.cache.reader import ChunkReader
-from tierfs.host.counters import Counters
+from tierfs.host.events import Counters
 from tierfs.host.name_locks import NameLocks
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier

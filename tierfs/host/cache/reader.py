@@ -18,7 +18,7 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.format.envelope import Envelope
 from tierfs.format.ranges import BlockTargets, Part, block_runs
-from tierfs.host.counters import Counters
+from tierfs.host.events import Counters
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.slab.ram import RamTier

@@ -21,16 +21,14 @@ import re
 import secrets
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.digest import checksum
-from tierfs.host.filesystems import flush_directory
-from tierfs.host.ground import Faults
-from tierfs.host.nvme.disk_errors import disk_errors
+from tierfs.host.events import Faults
+from tierfs.host.filesystems import disk_errors, entries_of, flush_directory
 from tierfs.host.nvme.head import VERSION, check_version
-from tierfs.host.nvme.stored import StoredDraft
-from tierfs.host.private import entries_of
 
 BATCH_DRAFTS_MAX = 200
 TEMPORARY = "new"
@@ -70,24 +68,55 @@ class BatchDraft(NamedTuple):
     length: int
 
 
-class NewDraft(NamedTuple):
-    """A draft to be written; see `BatchDraft`. ``data`` is the encoded draft."""
+class EncodedDraft(NamedTuple):
+    """A draft to store.
 
-    seq: int
-    at_ns: int
+    Attributes:
+        write_id: Identifies the change.
+        path: Relative to the store.
+        data: The encoded draft.
+        names: Names of the chunks that the draft needs.
+    """
+
     write_id: bytes
     path: str
-    names: Sequence[bytes]
     data: bytes
+    names: Sequence[bytes]
 
 
-def encode_batch(drafts: Sequence[NewDraft]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class StoredDraft:
+    """A draft in the nvme tier.
+
+    Attributes:
+        seq: The position in closing order.
+        write_id: Identifies the change.
+        path: Relative to the store.
+        data: The encoded draft; empty if its batch is damaged, see ``state``. Then the path is empty, too.
+        state: ``pending``. ``conflict``: another writer changed the path first. ``damaged``: its batch is damaged, or
+            the tier lacks a chunk that only it had. In the latter case the draft becomes pending again when the chunk
+            is written again.
+        note: The reason for the state, for the user.
+        at_ns: When the draft was stored, wall clock.
+    """
+
+    seq: int
+    write_id: bytes
+    path: str
+    data: bytes
+    state: str
+    note: str
+    at_ns: int
+
+
+def encode_batch(drafts: Sequence[EncodedDraft], first_seq: int, at_ns: int) -> bytes:
+    """Encode drafts that get consecutive seqs from ``first_seq`` on, and are stored at this time."""
     rows = []
-    for draft in drafts:
+    for seq, draft in enumerate(drafts, first_seq):
         path = draft.path.encode("utf-8", "surrogateescape")
         lengths = (len(path), len(draft.names), len(draft.data), len(draft.write_id))
         names = b"".join(bytes([len(name)]) + name for name in draft.names)
-        rows.append(b"".join((_ROW.pack(draft.seq, draft.at_ns, *lengths), draft.write_id, path, names)))
+        rows.append(b"".join((_ROW.pack(seq, at_ns, *lengths), draft.write_id, path, names)))
     table = b"".join(rows)
     head = _HEAD.pack(_MAGIC, VERSION, len(drafts), len(table))
     return b"".join((head, checksum(head, table), bytes(len(drafts)), table, *(draft.data for draft in drafts)))
@@ -248,20 +277,20 @@ class DraftBatches:
         self.used_bytes -= self._sizes.pop(file)
         del self._left[file]
 
-    def add(self, drafts: Sequence[NewDraft], data: bytes, flush_chunks: Callable[[], None]) -> None:
+    def add(self, data: bytes, count: int, flush_chunks: Callable[[], None]) -> None:
         """Write a batch durably.
 
         Args:
-            drafts: The drafts.
-            data: The same drafts, encoded.
+            data: Drafts from `encode_batch`, whose seqs follow `last_seq`.
+            count: The number of these drafts.
             flush_chunks: Makes the names of their chunks durable. Called when the batch is written but has no name yet:
                 the flush of the batch has then done most of that work on filesystems with a journal.
 
         Raises:
             StoreError, CapacityError: The batch could not be written. There is no new draft.
         """
-        self.last_seq = drafts[-1].seq
-        file = f"{drafts[0].seq:016x}-{secrets.token_hex(4)}"
+        file = f"{self.last_seq + 1:016x}-{secrets.token_hex(4)}"
+        self.last_seq += count
         self._put(file, data, "batch", flush_chunks)
         self._note(file, read_batch(self._directory, file))
 

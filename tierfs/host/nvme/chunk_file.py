@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierfs.buffers import block_buffers, buffers
+from tierfs.buffers import PAGE_BYTES, block_buffers, buffers
 from tierfs.digest import BLOCK_BYTES, checksum
 from tierfs.errors import CorruptionError, InvalidInputError
-from tierfs.host.ground import PAGE_BYTES
-from tierfs.host.nvme.disk_errors import disk_errors
+from tierfs.host.filesystems import disk_errors
 
 VERSION = 1
 NAME_BYTES_MAX = 33

@@ -17,17 +17,32 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tierfs.buffers import PAGE_BYTES
 from tierfs.clock import Clock
-from tierfs.errors import CapacityError, StoreError
-from tierfs.host.filesystems import flush_directory
-from tierfs.host.ground import PAGE_BYTES, Faults
+from tierfs.errors import CapacityError, ConflictError, StoreError
+from tierfs.host.events import Faults
+from tierfs.host.filesystems import disk_errors, entries_of, flush_directory
 from tierfs.host.nvme.chunk_file import ChunkFiles, ChunkPage, file_bytes
-from tierfs.host.nvme.disk_errors import disk_errors
-from tierfs.host.private import entries_of
 
 FRESH_S = 60.0
 """Seconds for which a chunk is protected from eviction while its draft is not committed."""
 TEMPORARY = "new-"
+
+
+class ChunksGoneError(ConflictError):
+    """The tier lacks chunks that a draft needs. The caller writes them again, then commits again.
+
+    Attributes:
+        names: The names of the missing chunks.
+    """
+
+    def __init__(self, directory: Path, names: Iterable[bytes]) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            f"{directory}: {len(self.names)} chunks are missing, {self.names[0].hex()} the first: write them again, "
+            "then commit again",
+            tier="nvme",
+        )
 
 
 class TierChunks:

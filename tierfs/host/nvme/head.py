@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.errors import FormatError
-from tierfs.host.nvme.disk_errors import disk_errors
-from tierfs.host.nvme.stored import TIER
+from tierfs.host.filesystems import disk_errors
 
+TIER, CHUNKS, DRAFTS, HOLDS = "nvme", "chunks", "drafts", "holds"
+"""The tier's directory in the store's directory, and the directories in it."""
+BUDGET_BYTES_MIN = 256 << 10
+"""The smallest budget of an nvme tier."""
 VERSION = 1
 HEAD_FILE = "head"
 _TIER_MAGIC = b"TFSNVME1"
@@ -44,6 +49,37 @@ class TierHead(NamedTuple):
     damaged: int
 
 
+@dataclass(frozen=True, slots=True)
+class NvmeUsage:
+    """The usage of the nvme tier, in bytes of its files.
+
+    Attributes:
+        budget_bytes: The budget.
+        used_bytes: Dirty and clean chunks, and drafts.
+        dirty_bytes: Drafts, chunks that a draft or an open file needs, and chunks that are being written.
+        clean_bytes: Chunks that may be evicted.
+        chunks: Number of chunks.
+        drafts: Number of pending and damaged drafts.
+        conflicts: Number of drafts that are kept because of a conflict.
+        damaged: Number of damaged drafts.
+        evicted_bytes: Bytes evicted since the tier was opened.
+        fallbacks: Counts of fallbacks and unexpected conditions, by kind.
+        gives_local: Whether stored data survives a crash of the host.
+    """
+
+    budget_bytes: int
+    used_bytes: int
+    dirty_bytes: int
+    clean_bytes: int
+    chunks: int
+    drafts: int
+    conflicts: int
+    damaged: int
+    evicted_bytes: int
+    gives_local: bool
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+
+
 def write_head(tier: Path, head: TierHead) -> None:
     """Write the head of a tier.
 
@@ -63,7 +99,7 @@ def read_head(tier: Path) -> TierHead | None:
     """Return the head of a tier, or None if it is missing or damaged.
 
     Raises:
-        FormatError: Another version of tierfs made the tier.
+        FormatError: Another version of tierfs made the tier, or an earlier one that lies beside it.
         StoreError: The file cannot be read.
     """
     path = tier / HEAD_FILE
@@ -71,6 +107,7 @@ def read_head(tier: Path) -> TierHead | None:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
+            check_old_arena(tier.parent)
             return None
         try:
             data = os.pread(fd, _TIER.size, 0)
@@ -89,6 +126,21 @@ def read_budget(store: Path) -> int | None:
     """Return the budget of the nvme tier in a store's directory, or None if there is no tier. Raises as `read_head`."""
     head = read_head(store / TIER)
     return None if head is None else head.budget_bytes
+
+
+def check_old_arena(store: Path) -> None:
+    """Check that the directory of a store has no nvme tier of an earlier version, which may hold pending changes.
+
+    Raises:
+        FormatError: It has.
+    """
+    if (store / "nvme.arena").exists():
+        raise FormatError(
+            f"{store / 'nvme.arena'} is of an earlier version of tierfs: run `tierfs wait URL` with that version, then "
+            f"remove {store}/nvme.*",
+            path=str(store / "nvme.arena"),
+            tier="nvme",
+        )
 
 
 def check_version(path: Path, version: int) -> None:

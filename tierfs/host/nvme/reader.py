@@ -11,14 +11,14 @@ import logging
 import os
 import threading
 from pathlib import Path
-from typing import NamedTuple
 
+from tierfs.buffers import PAGE_BYTES
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CorruptionError, TierfsError
-from tierfs.host.filesystems import filesystem_of, is_durable
-from tierfs.host.ground import PAGE_BYTES
+from tierfs.host.filesystems import entries_of, filesystem_of, is_durable
 from tierfs.host.nvme.batch import (
     BatchDraft,
+    StoredDraft,
     done_in,
     list_batches,
     load_draft,
@@ -26,22 +26,11 @@ from tierfs.host.nvme.batch import (
 )
 from tierfs.host.nvme.chunk_file import ChunkFiles
 from tierfs.host.nvme.chunks import name_of
-from tierfs.host.nvme.head import TierHead, read_head
-from tierfs.host.nvme.old_arena import check_old_arena
-from tierfs.host.nvme.stored import CHUNKS, DRAFTS, TIER, NvmeUsage, StoredDraft
-from tierfs.host.private import entries_of
+from tierfs.host.nvme.head import CHUNKS, DRAFTS, TIER, NvmeUsage, TierHead, read_head
 
 _UNKNOWN = ""
 """The path of a damaged batch, which may hold drafts of any path."""
 _logger = logging.getLogger("tierfs.local")
-
-
-class ChunkPlace(NamedTuple):
-    """The location of a chunk's raw bytes in a file. Valid only until the chunk is evicted."""
-
-    path: Path
-    offset: int
-    length: int
 
 
 class NvmeReader:
@@ -72,17 +61,12 @@ class NvmeReader:
         """Return whether the tier seems to have a chunk."""
         return self._files.holds(name)
 
-    def place_of(self, name: bytes) -> ChunkPlace | None:
-        """Return where a chunk's bytes lie, or None if the tier does not have the chunk.
+    def file_of(self, name: bytes) -> Path:
+        """Return the path of a chunk's file, which need not exist. The chunk's bytes begin at `PAGE_BYTES`.
 
         The caller verifies the bytes: the writer may overwrite the file with another chunk at any time.
         """
-        try:
-            page = self._files.page(name)
-        except TierfsError as error:
-            self._note("unreadable", error)
-            return None
-        return None if page is None else ChunkPlace(self._files.path(name), PAGE_BYTES, page.length)
+        return self._files.path(name)
 
     def read(self, name: bytes, start: int, out: memoryview) -> bytes | None:
         """Copy a part of a chunk. The caller verifies the bytes with the returned metadata.
@@ -181,7 +165,6 @@ class _DraftIndex:
     """The drafts of a tier by path. A look-up first applies the changes since the previous one. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
-        self._store = directory
         self._directory = directory / TIER / DRAFTS
         self._lock = threading.Lock()
         self._seen: int | None = None  # the number of changes that are applied
@@ -190,7 +173,6 @@ class _DraftIndex:
         self._conflicts: set[int] = set()
         self._by_path: dict[str, dict[int, BatchDraft]] = {}  # by path, then by seq
         self._paths: list[str] = []  # sorted
-        self._has_no_arena = False
 
     def newest(self, path: str) -> StoredDraft | None:
         with self._lock:
@@ -233,9 +215,6 @@ class _DraftIndex:
     def _refresh(self) -> None:
         """Apply all changes. The caller holds the lock."""
         head = read_head(self._directory.parent)
-        if not self._has_no_arena:
-            check_old_arena(self._store)
-            self._has_no_arena = True
         if head is not None and head.changes == self._seen:
             return
         self._seen = None  # in case of an error

@@ -15,64 +15,43 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tierfs.clock import Clock
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
-from tierfs.host.filesystems import filesystem_of, flush_directory, is_durable
-from tierfs.host.ground import Faults, no_faults
+from tierfs.host.events import Faults, no_faults
+from tierfs.host.filesystems import disk_errors, entries_of, filesystem_of, flush_directory, is_durable, make_private
 from tierfs.host.nvme.batch import (
     BATCH_DRAFTS_MAX,
     BatchDraft,
     DraftBatches,
-    NewDraft,
+    EncodedDraft,
+    StoredDraft,
     encode_batch,
     list_batches,
     load_draft,
 )
 from tierfs.host.nvme.chunk_file import ChunkPage
-from tierfs.host.nvme.chunks import TierChunks
-from tierfs.host.nvme.disk_errors import disk_errors
-from tierfs.host.nvme.head import TierHead, read_head, write_head
-from tierfs.host.nvme.old_arena import check_old_arena, remove_old_arena
-from tierfs.host.nvme.stored import (
+from tierfs.host.nvme.chunks import ChunksGoneError, TierChunks
+from tierfs.host.nvme.head import (
     BUDGET_BYTES_MIN,
     CHUNKS,
     DRAFTS,
     HOLDS,
     TIER,
-    ChunksGoneError,
     NvmeUsage,
-    StoredDraft,
+    TierHead,
+    check_old_arena,
+    read_head,
+    write_head,
 )
-from tierfs.host.private import entries_of, make_private
 
 _logger = logging.getLogger("tierfs.local")
 
 
-class EncodedDraft(NamedTuple):
-    """A draft to store.
-
-    Attributes:
-        write_id: Identifies the change.
-        path: Relative to the store.
-        data: The encoded draft.
-        names: Names of the chunks that the draft needs.
-    """
-
-    write_id: bytes
-    path: str
-    data: bytes
-    names: Sequence[bytes]
-
-
 def has_tier(directory: Path) -> bool:
-    """Return whether a store's directory has an nvme tier, of this version or an earlier one.
-
-    Raises:
-        FormatError: It is of an earlier version, and may hold data that exists nowhere else.
-    """
-    return (directory / TIER).exists() or check_old_arena(directory)
+    """Return whether a store's directory has an nvme tier. Raises `FormatError` if it is of an earlier version."""
+    check_old_arena(directory)
+    return (directory / TIER).exists()
 
 
 def is_needed(directory: Path) -> bool:
@@ -107,7 +86,7 @@ class NvmeTier:
         if budget_bytes < BUDGET_BYTES_MIN:
             raise InvalidInputError(f"nvme={budget_bytes} is too small: give at least {BUDGET_BYTES_MIN} bytes, or 0")
         make_private(directory)
-        remove_old_arena(directory)
+        check_old_arena(directory)
         self.directory = directory
         self._budget_bytes = budget_bytes
         self._clock = clock
@@ -209,25 +188,22 @@ class NvmeTier:
             seqs = self._write_ids
             fresh = {draft.write_id: draft for draft in drafts if draft.write_id not in seqs}
             away = {name for name in elsewhere if not self.has(name)}
-            new = [
-                NewDraft(seq, self._clock.now_ns(), each.write_id, each.path, _those_not(each.names, away), each.data)
-                for seq, each in enumerate(fresh.values(), self._batches.last_seq + 1)
-            ]
-            self._store(new)
+            self._store([each._replace(names=_those_not(each.names, away)) for each in fresh.values()])
             self._change()
             return [seqs[draft.write_id] for draft in drafts]
 
-    def _store(self, new: Sequence[NewDraft]) -> None:
+    def _store(self, new: Sequence[EncodedDraft]) -> None:
         names = [name for draft in new for name in draft.names]
         self._need(names)
-        data = encode_batch(new)
+        first_seq = self._batches.last_seq + 1
+        data = encode_batch(new, first_seq, self._clock.now_ns())
         try:
             if not new:
                 self._chunks.flush()
                 return
             self._chunks.reserve(len(data))
             try:
-                self._batches.add(new, data, lambda: self._flush_chunks(names))
+                self._batches.add(data, len(new), lambda: self._flush_chunks(names))
             except Exception:
                 self._chunks.charge(-len(data))
                 raise
@@ -235,7 +211,7 @@ class NvmeTier:
             self._chunks.unneed(names)
             raise
         self._chunks.unprotect(names)
-        self._write_ids.update((draft.write_id, draft.seq) for draft in new)
+        self._write_ids.update((draft.write_id, seq) for seq, draft in enumerate(new, first_seq))
 
     def _flush_chunks(self, names: Sequence[bytes]) -> None:
         self._chunks.flush()

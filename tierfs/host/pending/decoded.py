@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from tierfs.errors import CorruptionError, FormatError, TierfsError
-from tierfs.host.counters import Counters
-from tierfs.host.nvme.stored import StoredDraft
+from tierfs.host.events import Counters
+from tierfs.host.nvme.batch import StoredDraft
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tierfs.clock import SystemClock, boot_id
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.format.keys import is_at_or_below
-from tierfs.host.counters import Counters
+from tierfs.host.events import Counters
 from tierfs.host.host import Host
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.decoded import DecodedDrafts

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from tierfs import errors
 from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
-from tierfs.host.private import explain
+from tierfs.host.filesystems import explain
 
 SOCKET_NAME = "flusher.sock"
 LOCK_NAME = "flusher.lock"

@@ -17,8 +17,8 @@ import threading
 
 import numpy as np
 
+from tierfs.buffers import PAGE_BYTES
 from tierfs.errors import CapacityError, StoreError
-from tierfs.host.ground import PAGE_BYTES
 
 # madvise(2), Linux 5.14: allocates missing pages and maps all of them in one pass. It replaces fallocate and a touch of
 # each page.

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.errors import TierfsError
+from tierfs.host.filesystems import entries_of, make_private
 from tierfs.host.host import Host
-from tierfs.host.private import entries_of, make_private
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentError
 

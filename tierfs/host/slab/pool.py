@@ -17,8 +17,8 @@ from pathlib import Path
 from tierfs.clock import Clock
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
+from tierfs.host.filesystems import make_private
 from tierfs.host.host import SMALL_SHM, Host
-from tierfs.host.private import make_private
 from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.memory import memory_available, memory_limit
 from tierfs.host.slab.segment import Segment, Slot

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tierfs.buffers import PAGE_BYTES
 from tierfs.clock import boot_id
 from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
-from tierfs.host.ground import PAGE_BYTES
-from tierfs.host.private import refused
+from tierfs.host.filesystems import refused
 from tierfs.host.slab.table import CHANGES_AT, SLOTS_MAX, Layout
 
 MAGIC = b"TFSSLAB1"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tierfs.host.ground import PAGE_BYTES
+from tierfs.buffers import PAGE_BYTES
 
 if TYPE_CHECKING:
     from tierfs.host.slab.segment_file import OwnedFd

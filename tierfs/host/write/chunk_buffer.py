@@ -9,7 +9,7 @@ import numpy as np
 from tierfs import digest
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.format.envelope import STORE, Block, Envelope
-from tierfs.host.ground import Faults, no_faults
+from tierfs.host.events import Faults, no_faults
 from tierfs.host.slab.segment import Slot
 
 

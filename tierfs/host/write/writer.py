@@ -16,11 +16,10 @@ from typing import Any
 from tierfs.clock import Clock, boot_id
 from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import CapacityError, StoreError, TierfsError
-from tierfs.host.counters import Counters
-from tierfs.host.ground import no_faults
+from tierfs.host.events import Counters, no_faults
+from tierfs.host.filesystems import refused
 from tierfs.host.name_locks import NameLocks
 from tierfs.host.pending.record import Draft, SlotRef
-from tierfs.host.private import refused
 from tierfs.host.rpc.client import ANSWER_S, FlusherClient, NoAnswerError
 from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier

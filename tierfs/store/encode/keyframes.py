@@ -21,7 +21,7 @@ from tierfs.codec import Span
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
-from tierfs.host.counters import Counters
+from tierfs.host.events import Counters
 from tierfs.host.pending.record import Draft
 from tierfs.store.encode.parents import ListedNames, find_parent, given_parent, group_of
 from tierfs.store.encode.tensors import (

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tierfs.host.private import make_private
+from tierfs.host.filesystems import make_private
 from tierfs.objects.protocol import ObjectInfo, Version
 
 FILE_BYTES_MAX = 1 << 30

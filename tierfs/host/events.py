@@ -1,10 +1,13 @@
-"""Counters of a process's use of a store's local tiers, and log messages that appear once."""
+"""Events in the local tiers: counters, log messages that appear once, and a hook at each ordered step."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 
+Faults = Callable[[str], None]
+"""Called around every ordered step with ``"before STEP"`` and ``"after STEP"``. Tests raise or kill there."""
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -26,3 +29,7 @@ class Counters(Counter[str]):
         # setdefault is atomic, so no lock is needed that a fork could leave held.
         if self._said.setdefault(what, ours) is ours:
             _logger.warning(text, *arguments)
+
+
+def no_faults(point: str) -> None:
+    """Do nothing: the hook in production."""
