@@ -13,7 +13,7 @@ from tierfs.format import keys
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer, delete, make_directory, rename, save
 from tierfs.store.status import request_metrics
-from tierfs.testing import damage
+from tierfs.testing import faults
 
 BIG = random.Random(5).randbytes(200_000)
 
@@ -210,7 +210,7 @@ def test_rm_deletes_nothing_unless_it_can_delete_all(url, capsys):
     assert "add -r" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("hurt", [damage.truncate, damage.flip_bit])
+@pytest.mark.parametrize("hurt", [faults.truncate, faults.flip_bit])
 def test_a_file_whose_record_is_damaged_can_be_removed_or_replaced(url, tmp_path, hurt, capsys):
     store, _ = open_store(parse_url(url))
     (tmp_path / "again").write_bytes(b"again")

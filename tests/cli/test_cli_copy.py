@@ -22,7 +22,7 @@ from tierfs.cli.files.parallel import Stopped, run_in_parallel
 from tierfs.errors import StoreError
 from tierfs.session import open_store, parse_url
 from tierfs.store import Writer, save
-from tierfs.testing import damage
+from tierfs.testing import faults
 
 ROOT = Path(__file__).parents[2]
 RANDOM = random.Random(11)
@@ -308,7 +308,7 @@ def test_a_damaged_file_leaves_the_local_target_as_it_was(url, tmp_path, capsys)
     store, _ = open_store(parse_url(url))
     assert main(["stat", "--chunks", f"{url}/big", "--json"]) == 0
     key = json.loads(capsys.readouterr().out)["chunk_table"][1]["key"]
-    damage.truncate(store.objects, key, 100)
+    faults.truncate(store.objects, key, 100)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "big").write_bytes(b"old")
     assert main(["cp", f"{url}/big", str(tmp_path / "out")]) == 6

@@ -3,7 +3,7 @@
 import threading
 
 from tierfs.host.write import ahead
-from tierfs.host.write.ahead import Housekeeping
+from tierfs.host.write.ahead import start_housekeeping
 
 
 class Ram:
@@ -25,6 +25,6 @@ class Ram:
 def test_slabs_and_room_in_them_are_made_ahead_and_others_get_theirs(monkeypatch):
     monkeypatch.setattr(ahead, "HOUSEKEEPING_S", 0.01)
     ram = Ram()
-    Housekeeping(ram, ram, ram.ended).begin()  # the flusher is asked in a later round
+    assert start_housekeeping(ram, ram, ram.ended)  # the flusher is asked in a later round
     assert ram.ended.wait(10)
     assert ram.asked == ["grow_ahead", "give_back"] * 2

@@ -17,7 +17,7 @@ from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.store import Store, delete, save, status
 from tierfs.store.maintenance.condition import condition
-from tierfs.testing.damage import flip_bit, remove
+from tierfs.testing.faults import flip_bit, remove
 
 HOUR = 3600
 

@@ -21,7 +21,7 @@ from tierfs.session import TierOptions, init, open_store
 from tierfs.session.url import Location
 from tierfs.store import WriteMode
 from tierfs.store.tree.records import observe_marker
-from tierfs.testing import damage
+from tierfs.testing import faults
 
 
 def rename(hand, old, new, flags=0):
@@ -324,7 +324,7 @@ def test_a_damaged_record_hides_no_other_file(tmp_path, caplog):
     for name in ("d/a", "d/b", "d/c/e"):
         verbs.save(store, name, b"x")
     (record,) = (tmp_path / "store" / ".tierfs" / "tree").rglob("b*")
-    damage.flip_bit(store.objects, str(record.relative_to(tmp_path / "store")), 800)
+    faults.flip_bit(store.objects, str(record.relative_to(tmp_path / "store")), 800)
     again = open_store(Location("file", f"{tmp_path}/store", tiers=options))[0]
     hand = Hand(again, tmp_path)
     assert hand.names("d") == ["a", "c"]

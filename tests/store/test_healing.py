@@ -15,7 +15,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import Store, copy, load, rename, save, wait
 from tierfs.store.tree.records import observe
-from tierfs.testing.damage import flip_bit, remove, truncate
+from tierfs.testing.faults import flip_bit, remove, truncate
 
 CONTENT = b"".join(os.urandom(BLOCK_BYTES) for _ in range(3)) + b"the last block"
 

@@ -17,7 +17,7 @@ from tierfs.store.maintenance.repair import repair
 from tierfs.store.maintenance.scrub import ScrubOptions
 from tierfs.store.tree.records import observe
 from tierfs.testing import FaultyObjects
-from tierfs.testing.damage import flip_bit
+from tierfs.testing.faults import flip_bit
 
 LEASE_S, GRACE_S = 20, 60
 LOOK = ScrubOptions(heal=False, concurrency=1)

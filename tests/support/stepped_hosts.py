@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -21,7 +22,6 @@ from tierfs.errors import ReadOnlyError, StoreError, TierfsError
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.flusher import Flusher
 from tierfs.flusher.publish import StorePublisher
-from tierfs.flusher.server import Peer
 from tierfs.format import keys
 from tierfs.format.manifest import decode_record
 from tierfs.host.host import Host
@@ -44,7 +44,7 @@ TICK_S = 2e-6
 WAIT_S = 90.0
 ROOM_S = 4.0
 STEPS_MAX = 400
-PEER = Peer(1, 0, "1.0")
+PEER = SimpleNamespace(gone=threading.Event())
 
 
 class FlusherDied(BaseException):

@@ -12,8 +12,8 @@ from tierfs.errors import ConflictError, NotFoundError
 from tierfs.format.checkpoint import metadata_file
 from tierfs.format.keys import inside
 from tierfs.store import Store, delete
-from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import observe
+from tierfs.store.write.staging import bury
 
 NAMED_MAX = 5
 

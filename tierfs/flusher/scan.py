@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import NamedTuple
 
 from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
@@ -23,13 +22,6 @@ _PENDING = (SlotState.SEALED, SlotState.CONFLICT)
 _logger = logging.getLogger("tierfs.flush")
 
 
-class _LostDraft(NamedTuple):
-    """An unreadable draft: its path, and its place as a seq in the nvme tier or as a slot."""
-
-    path: str
-    place: int | Slot
-
-
 class PendingScan:
     """Adds an entry to the queue for each new draft. Thread-safe."""
 
@@ -38,7 +30,8 @@ class PendingScan:
         self._boot = boot_id()
         self._looking = threading.Lock()  # a concurrent `discover` waits, so that it has the results of this one, too
         self._walk_at_s = float("-inf")
-        self._lost: dict[bytes, _LostDraft] = {}  # by write id
+        # Unreadable drafts by write id: the path, and the seq in the nvme tier or the slot.
+        self._lost: dict[bytes, tuple[str, int | Slot]] = {}
 
     @property
     def unreadable(self) -> int:
@@ -56,7 +49,7 @@ class PendingScan:
                 try:
                     draft = Draft.decode(stored.data, f"draft {stored.seq} in the nvme tier")
                 except TierfsError as error:
-                    self._lost[stored.write_id] = _LostDraft(stored.path, stored.seq)
+                    self._lost[stored.write_id] = stored.path, stored.seq
                     lost = stored.path or "a file"
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - a trace adds nothing
                     continue
@@ -119,7 +112,7 @@ class PendingScan:
             draft = Draft.decode(data, f"draft in slab {segment.id}")
         except TierfsError as error:
             if slot.name not in self._lost:
-                self._lost[slot.name] = _LostDraft(where, slot)
+                self._lost[slot.name] = where, slot
                 _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - a trace adds nothing
             return
         with state.changed:
@@ -166,7 +159,7 @@ class PendingScan:
 
     def discard_lost(self, path: str) -> int:
         """Discard the unreadable drafts of ``path``. Return how many."""
-        lost = {write_id: draft.place for write_id, draft in list(self._lost.items()) if draft.path == path}
+        lost = {write_id: place for write_id, (where, place) in list(self._lost.items()) if where == path}
         for write_id, place in lost.items():
             if isinstance(place, int):
                 assert self._state.nvme is not None

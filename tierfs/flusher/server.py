@@ -16,7 +16,6 @@ import select
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,31 +40,22 @@ _PAUSE_S = 0.01
 _logger = logging.getLogger("tierfs.flush")
 
 
-@dataclass(frozen=True, slots=True)
 class Peer:
-    """A client's connection.
+    """A client's connection, whose thread calls the engine. The service's thread detects hang-ups and closes the socket.
 
     Attributes:
         number: Unique among all connections to this flusher.
         pid: The client's process id, or 0 if the client is in another PID namespace. For display only.
-        version: The client's version of tierfs.
+        version: The client's version of tierfs. Empty before the hello.
         gone: Set when the client has hung up, before the service calls `FlushEngine.gone`.
     """
-
-    number: int
-    pid: int
-    version: str
-    gone: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
-
-
-class _ClientConnection:
-    """A connection, whose thread calls the engine. The service's thread detects hang-ups and closes the socket."""
 
     def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
         self.sock = sock
         self.number = number
         self.pid = pid
-        self.peer: Peer | None = None  # None before the hello
+        self.version = ""
+        self.gone = threading.Event()
         self.is_watched = True
         self.is_busy = False
         self.is_over = False
@@ -105,7 +95,7 @@ class Service:
         self._wakeup = -1
         self._listener: socket.socket | None = None
         self._identity: tuple[int, int] | None = None
-        self._connections: dict[int, _ClientConnection] = {}  # by file descriptor
+        self._connections: dict[int, Peer] = {}  # by file descriptor
         self._threads: set[threading.Thread] = set()
         self._served = 0
         renew_in_children(self)
@@ -201,7 +191,7 @@ class Service:
             return
         sock.settimeout(None)
         self._served += 1
-        connection = _ClientConnection(sock, self._served, pid)
+        connection = Peer(sock, self._served, pid)
         name = f"tierfs-flusher-{connection.number}"
         thread = threading.Thread(target=self._converse, args=(connection,), name=name, daemon=True)
         try:
@@ -219,12 +209,11 @@ class Service:
         if idle:
             min(idle, key=lambda connection: connection.used_at).hang_up(socket.SHUT_RD)
 
-    def _tell_of_hang_up(self, connection: _ClientConnection) -> None:
-        connection.is_watched = False  # set before reading `peer`: see `_greeted`
-        if connection.peer is not None:
-            connection.peer.gone.set()
-            if connection.is_busy:
-                self._engine.gone(connection.peer)
+    def _tell_of_hang_up(self, connection: Peer) -> None:
+        connection.is_watched = False
+        connection.gone.set()
+        if connection.is_busy and connection.version:
+            self._engine.gone(connection)
 
     def _close_those_over(self, poll: select.poll) -> None:
         # Sockets are closed only here, because a polled descriptor must not be reused for another file.
@@ -258,7 +247,7 @@ class Service:
 
     # -- on a connection's thread ------------------------------------------------------------------------------------
 
-    def _converse(self, connection: _ClientConnection) -> None:
+    def _converse(self, connection: Peer) -> None:
         try:
             while (message := wire.receive(connection.sock)) is not None:
                 connection.is_busy = True
@@ -276,14 +265,14 @@ class Service:
         finally:
             connection.hang_up(socket.SHUT_RDWR)
             try:
-                if connection.peer is not None:
-                    connection.peer.gone.set()
-                    self._engine.gone(connection.peer)
+                if connection.version:
+                    connection.gone.set()
+                    self._engine.gone(connection)
             finally:
                 connection.is_over = True
                 self._wake()
 
-    def _answer(self, connection: _ClientConnection, message: dict[str, Any]) -> bytes:
+    def _answer(self, connection: Peer, message: dict[str, Any]) -> bytes:
         """Execute a request, and return the packet with the answer.
 
         Raises:
@@ -292,7 +281,11 @@ class Service:
         number, do, arguments = message.get("id"), message.get("do"), message.get("arguments", {})
         if type(number) is not int or not isinstance(do, str) or not isinstance(arguments, dict):
             raise FormatError("not a request")
-        peer = connection.peer or self._greeted(connection, do, arguments)
+        if not connection.version:
+            version = arguments.get("version")
+            if do != "hello" or not isinstance(version, str) or not version:
+                raise FormatError("a connection begins with hello and the client's version")
+            connection.version = version
         # Tells the client to ask the next flusher.
         ended = wire.encode({"id": number, "ended": True})
         if self._is_stopping:
@@ -300,9 +293,9 @@ class Service:
         outcome: dict[str, Any] = {}
         try:
             if do in ("retire", "stop"):
-                self._retire_for(peer, asked_to_stop=do == "stop")
+                self._retire_for(connection, asked_to_stop=do == "stop")
             else:
-                outcome = self._engine.handle(do, arguments, peer)
+                outcome = self._engine.handle(do, arguments, connection)
             more = {"version": self._version} if do == "hello" else {}
             return wire.encode({"id": number, "ok": outcome | more})
         except Exception as error:
@@ -311,15 +304,6 @@ class Service:
             if not isinstance(error, (TierfsError, TimeoutError)):
                 _logger.exception("%s failed", do)
             return wire.encode({"id": number, "error": wire.describe_error(error)})
-
-    def _greeted(self, connection: _ClientConnection, do: str, arguments: dict[str, Any]) -> Peer:
-        version = arguments.get("version")
-        if do != "hello" or not isinstance(version, str):
-            raise FormatError("a connection begins with hello and the client's version")
-        connection.peer = peer = Peer(connection.number, connection.pid, version)
-        if not connection.is_watched:
-            peer.gone.set()  # the client hung up before `peer` was set
-        return peer
 
     def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> None:
         if asked_to_stop:

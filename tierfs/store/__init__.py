@@ -10,7 +10,6 @@ from tierfs.store.read.verify import VerifyReport, verify
 from tierfs.store.status import status
 from tierfs.store.store import Store
 from tierfs.store.tree.copy import annotate, copy, rename, transfer
-from tierfs.store.tree.delete import delete
 from tierfs.store.tree.directory import annotate_directory, make_directory, remove_directory
 from tierfs.store.tree.kind import is_directory_nearby, kind_of, last_known, look
 from tierfs.store.tree.listing import (
@@ -24,6 +23,7 @@ from tierfs.store.tree.listing import (
     stat_to_read,
 )
 from tierfs.store.tree.usage import Usage, usage, usages
+from tierfs.store.write.staging import delete
 from tierfs.store.write.writer import WriteMode, Writer, save
 
 __all__ = [

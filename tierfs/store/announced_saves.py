@@ -15,9 +15,9 @@ from tierfs.format.checkpoint import SaveMark, named_files
 from tierfs.format.keys import inside
 from tierfs.store.read.reader import open_manifest
 from tierfs.store.store import Store
-from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import Observed, observe_listed
 from tierfs.store.tree.walk import live_records
+from tierfs.store.write.staging import bury
 
 PENDING = ".pending"
 """Name of the subdirectory of a checkpoint that holds its announced saves."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tierfs.testing.damage import flip_bit, remove, swap, truncate
-from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault
+from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault, flip_bit, remove, swap, truncate
 from tierfs.testing.tcpproxy import PlannedTcpFault, TcpFault, TcpFaultProxy
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""An object tier that fails on demand, so that tests can use faults as ordinary inputs.
+"""An object tier that fails on demand, and damage to objects, so that tests can use faults as ordinary inputs.
 
 The plan and the order of calls decide which fault strikes which call. The seed decides where bits flip and writes tear.
 So a run can be repeated exactly.
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from tierfs.clock import Clock, ManualClock
 from tierfs.digest import Buffer
@@ -29,9 +29,44 @@ from tierfs.objects.protocol import (
     Version,
 )
 from tierfs.objects.wrappers.wrapper import METHODS, WrappedObjects
-from tierfs.testing._armed import ArmedFaults
 
 Answer = TypeVar("Answer")
+APlanned = TypeVar("APlanned")
+
+
+class ArmedFaults(Generic[APlanned]):
+    """Faults in the order of their plan. Each strikes once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[APlanned, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, planned: APlanned, after: int) -> None:
+        """Plan one more fault, which lets ``after`` matching calls pass before it strikes."""
+        with self._lock:
+            self._waiting.append((planned, after))
+
+    def clear(self) -> None:
+        """Forget the faults that have not struck yet."""
+        with self._lock:
+            self._waiting.clear()
+
+    def take(self, might_strike: Callable[[APlanned], bool]) -> APlanned | None:
+        """Take the first due fault that might strike a call. All other faults that might strike it count the call."""
+        taken: APlanned | None = None
+        with self._lock:
+            waiting = []
+            for planned, left in self._waiting:
+                is_possible = might_strike(planned)
+                if is_possible and not left and taken is None:
+                    taken = planned
+                else:
+                    waiting.append((planned, max(0, left - is_possible)))
+            self._waiting = waiting
+        return taken
 
 
 class Fault(enum.Enum):
@@ -129,7 +164,9 @@ class FaultyObjects(WrappedObjects):
         self._clock: Clock = clock or ManualClock()
         self._random = Random(seed)
         self._lock = threading.Lock()
-        self._armed = ArmedFaults(plan)
+        self._armed = ArmedFaults[PlannedFault]()
+        for planned in plan:
+            self._armed.add(planned, planned.after)
         self._late: list[Callable[[], ObjectInfo | None]] = []
 
     def __repr__(self) -> str:
@@ -139,7 +176,7 @@ class FaultyObjects(WrappedObjects):
         self, fault: Fault, *, method: str | None = None, after: int = 0, key_part: str = "", seconds: float = 60.0
     ) -> None:
         """Plan one more fault. The arguments are those of `PlannedFault`."""
-        self._armed.add(PlannedFault(fault, method, after, key_part, seconds))
+        self._armed.add(PlannedFault(fault, method, after, key_part, seconds), after)
 
     def clear(self) -> None:
         """Forget the faults that have not struck yet. Late operations stay in flight."""
@@ -300,3 +337,42 @@ class FaultyObjects(WrappedObjects):
                 buffer[bit // 8] ^= 1 << bit % 8
                 return
             bit -= 8 * len(buffer)
+
+
+def flip_bit(tier: ObjectTier, key: str, bit: int) -> None:
+    """Flip one bit of an object. The object gets a new version, as with all functions here.
+
+    Args:
+        tier: Holds the object.
+        key: The object's key.
+        bit: 0 is the lowest bit of the first byte.
+    """
+    content = bytearray(_whole(tier, key))
+    content[bit // 8] ^= 1 << bit % 8
+    tier.put(key, [content])
+
+
+def truncate(tier: ObjectTier, key: str, size: int) -> None:
+    """Keep only the first ``size`` bytes of the object."""
+    tier.put(key, [_whole(tier, key)[:size]])
+
+
+def swap(tier: ObjectTier, key: str, other: str) -> None:
+    """Swap the contents of two objects."""
+    content, other_content = _whole(tier, key), _whole(tier, other)
+    tier.put(key, [other_content])
+    tier.put(other, [content])
+
+
+def remove(tier: ObjectTier, key: str) -> None:
+    """Delete an object.
+
+    Raises:
+        NotFoundError: There is no such object, so deleting it would be no damage.
+    """
+    tier.head(key)
+    tier.delete([key])
+
+
+def _whole(tier: ObjectTier, key: str) -> bytes:
+    return tier.read(key, tier.head(key).size)[0]

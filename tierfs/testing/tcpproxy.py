@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Literal
 
 from tierfs.errors import InvalidInputError
-from tierfs.testing._armed import ArmedFaults
+from tierfs.testing.faults import ArmedFaults
 
 Side = Literal["request", "response"]
 Aim = Callable[[str, str], bool]
@@ -171,7 +171,9 @@ class TcpFaultProxy:
         self.fired: list[tuple[TcpFault, str, str, str]] = []
         self.requests: Counter[tuple[str, str]] = Counter()
         self.response_bytes: Counter[tuple[str, str]] = Counter()
-        self._armed = ArmedFaults(plan)
+        self._armed = ArmedFaults[PlannedTcpFault]()
+        for planned in plan:
+            self._armed.add(planned, planned.after)
         self._begun = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
@@ -231,7 +233,7 @@ class TcpFaultProxy:
         aim: Aim | None = None,
     ) -> None:
         """Plan one more fault. The arguments are those of `PlannedTcpFault`."""
-        self._armed.add(PlannedTcpFault(fault, side, at, body_only, after, aim))
+        self._armed.add(PlannedTcpFault(fault, side, at, body_only, after, aim), after)
 
     def fail(self, *faults: PlannedTcpFault) -> None:
         """Let one of these faults strike each request that it might strike, until `recover`."""

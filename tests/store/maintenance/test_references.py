@@ -13,7 +13,7 @@ from tierfs.store import copy, delete, load, rename, save, usage, usages, verify
 from tierfs.store.maintenance.gc.name_set import NameSet
 from tierfs.store.tree.references import write_references
 from tierfs.testing import Fault, PlannedFault
-from tierfs.testing.damage import flip_bit
+from tierfs.testing.faults import flip_bit
 
 
 def checkpoint(store, directory, *numbers):

@@ -32,7 +32,7 @@ from tierfs.store.maintenance.scrub import ScrubOptions, scrub
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.tree.records import observe
-from tierfs.testing.damage import flip_bit, remove, truncate
+from tierfs.testing.faults import flip_bit, remove, truncate
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, load, save, verify
 from tierfs.store.maintenance.scrub import ScrubOptions, scrub
 from tierfs.store.tree.records import observe, publish
-from tierfs.testing.damage import flip_bit, remove, truncate
+from tierfs.testing.faults import flip_bit, remove, truncate
 
 MIB = 1 << 20
 

@@ -25,7 +25,7 @@ from tierfs.store.maintenance.repair_chunks import Healer
 from tierfs.store.maintenance.scrub import ScrubOptions, read_scrub_record, scrub
 from tierfs.store.maintenance.scrub_local import scrub_local
 from tierfs.store.maintenance.scrub_piece import scrub_piece
-from tierfs.testing.damage import flip_bit, remove
+from tierfs.testing.faults import flip_bit, remove
 
 ALONE = ScrubOptions(concurrency=1)
 

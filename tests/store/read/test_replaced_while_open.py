@@ -10,7 +10,7 @@ from tierfs.format import keys
 from tierfs.objects import MemoryObjects
 from tierfs.store import Store, delete, open_entry, rename, save, stat
 from tierfs.store.create import create_store
-from tierfs.testing.damage import remove
+from tierfs.testing.faults import remove
 
 CHANGES = {
     "replaced": lambda store: save(store, "a", os.urandom(100_000)),

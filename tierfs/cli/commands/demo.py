@@ -10,8 +10,8 @@ from tierfs.cli.arguments import add_options, require_seconds, require_torch
 from tierfs.cli.terminal.output import print_result
 from tierfs.demo.story import Demo, DemoPlan, say
 from tierfs.errors import InvalidInputError
-from tierfs.host.host import state_directory
 from tierfs.host.filesystems import make_private
+from tierfs.host.host import state_directory
 from tierfs.units import parse_size
 
 HELP = "train a small GPT, kill it in the middle of a save, resume, and check that the losses are equal"

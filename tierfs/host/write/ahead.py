@@ -80,27 +80,10 @@ class Ahead:
                 self.end()
 
 
-class Housekeeping:
-    """Maintains the ram tier until ``ended`` is set or the tier is garbage-collected."""
-
-    def __init__(self, ram: RamTier, flusher: FlusherClient, ended: threading.Event) -> None:
-        self._ram = weakref.ref(ram)
-        self._flusher = weakref.ref(flusher)  # as the ram tier, which a client may drop without closing it
-        self._ended = ended
-        self._is_running = False
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"Housekeeping(every {HOUSEKEEPING_S:g} s, running={self._is_running})"
-
-    def begin(self) -> None:
-        """Start the thread unless it runs."""
-        with self._lock:
-            if self._is_running:
-                return
-            self._is_running = (
-                start_daemon(_run, self._ram, self._flusher, self._ended, name="housekeeping") is not None
-            )
+def start_housekeeping(ram: RamTier, flusher: FlusherClient, ended: threading.Event) -> bool:
+    """Start a thread that maintains the ram tier until ``ended`` is set or the tier is garbage-collected."""
+    # A client may drop the tier and the flusher's client without closing them.
+    return start_daemon(_run, weakref.ref(ram), weakref.ref(flusher), ended, name="housekeeping") is not None
 
 
 def _run(ram: weakref.ref[RamTier], flusher: weakref.ref[FlusherClient], ended: threading.Event) -> None:

@@ -25,7 +25,7 @@ from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import SlotKind, SlotState
-from tierfs.host.write.ahead import Ahead, Housekeeping
+from tierfs.host.write.ahead import Ahead, start_housekeeping
 from tierfs.host.write.chunk_buffer import ChunkBuffer
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
@@ -69,9 +69,9 @@ class SlabWriter:
         self._ended = ended
         self._fault = no_faults  # tests fail there
         self._boot = boot_id()
-        self._housekeeping = Housekeeping(ram, flusher, ended)
         self._sealing = NameLocks(ram.host.store_directory(ram.store) / "seal.lock")
         self._lock = threading.Lock()
+        self._keeps_house = False
         self._is_news = False
         self._is_telling = False
         self._has_told = False
@@ -101,7 +101,7 @@ class SlabWriter:
         ``runs`` has for each run the lengths of its chunks in bytes, each at most `CHUNK_BYTES`. A run has no
         gaps if all its chunks but the last have whole pages.
         """
-        self._housekeeping.begin()
+        self._keep_house()
         self._fault("before chunk.take")
         on_wait = None if timeout_s == 0 else self._nudge
         found = self._ram.take_runs(SlotKind.CHUNK, runs, timeout_s=timeout_s, on_wait=on_wait)
@@ -112,7 +112,7 @@ class SlabWriter:
 
     def seal_chunk(self, chunk: ChunkBuffer, *, state: SlotState = SlotState.SEALED, name: bytes = b"") -> Slot:
         """Hash a chunk and make it readable for the host, under ``name`` or its digest. May run on any thread."""
-        self._housekeeping.begin()
+        self._keep_house()
         envelope = chunk.envelope()
         name = name or bytes((self._kind,)) + envelope.digest
         self._fault("before chunk.seal")
@@ -207,7 +207,7 @@ class SlabWriter:
             StoreError: The path cannot be locked; or a stopped process keeps it locked, or shared memory that the file
                 was staged in was removed, both transient.
         """
-        self._housekeeping.begin()
+        self._keep_house()
         room = len(draft.encode()) + STAMP_BYTES
         self._fault("before draft.take")
         slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=timeout_s, on_wait=self._nudge)
@@ -328,6 +328,12 @@ class SlabWriter:
             self._counters.fall_back(
                 "unreachable_flusher", "the flusher cannot be reached; pending changes wait until one runs: %s", error
             )
+
+    def _keep_house(self) -> None:
+        """Start the thread that maintains the ram tier, unless it runs."""
+        with self._lock:
+            if not self._keeps_house:
+                self._keeps_house = start_housekeeping(self._ram, self._flusher, self._ended)
 
     def _nudge(self) -> None:
         self._counters.fall_back(

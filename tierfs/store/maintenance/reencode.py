@@ -114,10 +114,10 @@ def _reencode_file(
         if dry_run or not wanted:
             return
         _encode(store, bare, path, manifest, rows, wanted, known, done)
-        table = [known.get(row.name, row) for row in rows]
-        durable = ensure_chunks_durable(bare, path, table)
-        record = replace(manifest, rows=durable.rows, indirect=durable.indirect, previous=observed.previous)
-        publish(bare, observed, record, term=durable.term)
+        encoded = [known.get(row.name, row) for row in rows]
+        table, indirect, term = ensure_chunks_durable(bare, path, encoded)
+        record = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
+        publish(bare, observed, record, term=term)
     except ConflictError:
         _logger.info("%s was replaced while its chunks were encoded", bare.where(path))
 

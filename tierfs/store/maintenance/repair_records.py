@@ -20,9 +20,9 @@ from tierfs.objects.checksums import put_idempotent, twice
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.maintenance.repair_report import RepairItem, RepairReport
 from tierfs.store.store import Store
-from tierfs.store.tree.delete import bury
 from tierfs.store.tree.directory import new_marker
 from tierfs.store.tree.records import RECORD_BYTES_MAX, Observed, publish, read_record
+from tierfs.store.write.staging import bury
 
 ALIKE_BYTES_MAX = 32
 _WRITE_ID = slice(16, 32)

@@ -13,11 +13,10 @@ from tierfs.format.manifest import Manifest
 from tierfs.host.pending.levels import Level
 from tierfs.store.read.reader import expand_rows, open_entry
 from tierfs.store.store import Store
-from tierfs.store.tree.delete import bury
 from tierfs.store.tree.listing import Entry, stat_to_read
 from tierfs.store.tree.records import Observed, observe, observe_to_stage
 from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows, refuse_foreign
-from tierfs.store.write.staging import is_staged
+from tierfs.store.write.staging import bury, is_staged
 from tierfs.store.write.staging import replace as replace_record
 from tierfs.store.write.writer import Writer
 

@@ -12,9 +12,9 @@ from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest, inline_digest
 from tierfs.store.offline import ask
 from tierfs.store.store import Store
-from tierfs.store.tree.delete import bury
 from tierfs.store.tree.listing import list_directory, stat
 from tierfs.store.tree.records import observe_marker, publish
+from tierfs.store.write.staging import bury
 
 
 def make_directory(store: Store, path: str, *, exist_ok: bool = False, parents: bool = False) -> bool:

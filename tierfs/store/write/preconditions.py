@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import NotFoundError, ReadOnlyError, StoreError
@@ -36,29 +36,16 @@ def listed_rows(store: Store, observed: Observed) -> list[Row]:
     return rows
 
 
-class DurableChunks(NamedTuple):
-    """Chunks that a manifest may name.
-
-    Attributes:
-        rows: The table to put into the manifest.
-        indirect: Whether ``rows`` name the chunks that hold the table.
-        term: The lease in which the chunks are known to be in the store. None if there are no chunks.
-    """
-
-    rows: tuple[Row, ...]
-    indirect: bool
-    term: int | None
-
-
 def ensure_chunks_durable(
     store: Store, path: str, rows: Sequence[Row], local: ChunkSources | None = None
-) -> DurableChunks:
+) -> tuple[tuple[Row, ...], bool, int | None]:
     """Make sure that every chunk of a new manifest is in the store to stay: a writer's last step before publishing.
 
     ``local`` finds copies on this host, in case a chunk must be stored again. ``path`` is for errors.
 
     Returns:
-        The table for the manifest, and the term to pass to `publish`.
+        The table for the manifest; whether it names the chunks that hold the file's table; and the lease in which the
+        chunks are known to be in the store, to pass to `publish`. The latter is None if there are no chunks.
 
     Raises:
         StoreError: The last copy of a chunk is gone, or the look-ups take longer than a lease.
@@ -68,12 +55,12 @@ def ensure_chunks_durable(
     for _ in range(ATTEMPTS_MAX):
         table, indirect = fold_rows(store, current)
         if not current:
-            return DurableChunks(table, indirect, None)
+            return table, indirect, None
         term = store.lease_cache.ensure()
         named = [*table, *current] if indirect else current
         unverified = [row for row in store.lease_cache.unverified(named) if checked.get(row.name) != term]
         if not unverified:
-            return DurableChunks(table, indirect, term)
+            return table, indirect, term
         saved = {}
         for row in unverified:
             saved[row.name] = rescue(store, row, store.where(path), local)

@@ -27,7 +27,7 @@ from tierfs.store.read.reader import Reader, expand_rows, open_content, open_man
 from tierfs.store.store import Store
 from tierfs.store.tree.records import nothing_at, observe, observe_to_replace, observe_to_stage, publish
 from tierfs.store.write.cuts import Cutter
-from tierfs.store.write.preconditions import DurableChunks, ensure_chunks_durable, listed_rows, refuse_foreign
+from tierfs.store.write.preconditions import ensure_chunks_durable, listed_rows, refuse_foreign
 from tierfs.store.write.sink import ObjectSink, SlabSink
 from tierfs.store.write.staging import check_stands, follow, is_staged, seal
 from tierfs.units import format_bytes
@@ -328,9 +328,7 @@ class Writer:
         kind = store.descriptor.digest_kind
         inline = None if rows else bytes(self._small)
         table, indirect, self._term = (
-            DurableChunks(tuple(rows), indirect=False, term=None)
-            if self._staged
-            else ensure_chunks_durable(store, self.path, rows)
+            (tuple(rows), False, None) if self._staged else ensure_chunks_durable(store, self.path, rows)
         )
         metadata = self.metadata
         if metadata is None:

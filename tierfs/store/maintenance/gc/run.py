@@ -29,9 +29,9 @@ from tierfs.store.maintenance.gc.sweep import (
 from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, Turn, epoch_of, read_collector
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
-from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import Observed
 from tierfs.store.tree.references import root_list
+from tierfs.store.write.staging import bury
 
 LISTS_MAX = 1000
 UNNAMED_MAX = 5000  # so that they take a third of the collector's record
