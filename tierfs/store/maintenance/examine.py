@@ -17,6 +17,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.objects.checksums import twice
 from tierfs.store.read.fetch import fetch
+from tierfs.store.read.lookup import check_envelope
 from tierfs.store.store import Store
 
 OBJECT_BYTES_MAX = CHUNK_BYTES + ENVELOPE_BYTES_MAX
@@ -81,19 +82,17 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
         raw_length = 0
         if not 0 < size <= OBJECT_BYTES_MAX:
             raise CorruptionError(f"{where}: an object of {size} bytes cannot be a chunk", path=key)
-        head = memoryview(bytearray(min(size, ENVELOPE_BYTES_MAX)))
-        with buffers().lend(max(1, size - len(head))) as rest:
-            tail = rest[: size - len(head)]
-            info = store.objects.get(key, [(0, head), (len(head), tail)] if len(tail) else [(0, head)])
-            envelope = Envelope.decode(head, where, stored_length=info.size)
-            check_envelope(envelope, name, where)
-            raw_length = envelope.raw_length
-            if not envelope.bases:
-                for _, error in bad_blocks(envelope, _joined(head, tail), lambda _: None, where):
-                    raise error
+        data = memoryview(bytearray(size))
+        info = store.objects.get(key, [(0, data)])
+        envelope = Envelope.decode(data[:ENVELOPE_BYTES_MAX], where, stored_length=info.size)
+        check_envelope(envelope, name, where)
+        raw_length = envelope.raw_length
         if envelope.bases:
             with buffers().lend(raw_length) as out:
                 fetch(store, Row(name, raw_length, size), [(0, out)], where)
+        else:
+            for _, error in bad_blocks(envelope, data, lambda _: None, where):
+                raise error
 
     try:
         twice(read)
@@ -104,16 +103,6 @@ def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
     return Examined(raw_length)
 
 
-def check_envelope(envelope: Envelope, name: ChunkName, where: str) -> None:
-    """Check that an envelope belongs to the chunk that the object is named after.
-
-    Raises:
-        CorruptionError: The envelope belongs to another chunk.
-    """
-    if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
-        raise CorruptionError(f"{where} holds another chunk: objects were swapped", path=where, tier="object")
-
-
 def block_places(envelope: Envelope) -> Iterator[tuple[int, int]]:
     """Yield the offsets in the object at which each encoded block begins and ends."""
     lengths = (block.encoded_length for block in envelope.blocks)
@@ -122,7 +111,7 @@ def block_places(envelope: Envelope) -> Iterator[tuple[int, int]]:
 
 def bad_blocks(
     envelope: Envelope,
-    encoded: Callable[[int, int], memoryview],
+    stored: memoryview,
     base: Callable[[int], memoryview | None],
     where: str,
 ) -> Iterator[tuple[int, CorruptionError | FormatError]]:
@@ -130,13 +119,13 @@ def bad_blocks(
 
     Args:
         envelope: The object's envelope.
-        encoded: Returns the bytes of the object from one offset to another.
+        stored: The object's bytes.
         base: Returns the bytes that a block, by its index, is encoded against; ``None`` if it has no base.
         where: The name of the object in errors.
     """
     with buffers().lend(min(BLOCK_BYTES, envelope.raw_length)) as memory:
         for index, (begin, end) in enumerate(block_places(envelope)):
-            block, data = envelope.blocks[index], encoded(begin, end)
+            block, data = envelope.blocks[index], stored[begin:end]
             out = memory[: envelope.raw_length - index * BLOCK_BYTES]
             try:
                 if block.codec == Codec.STORE:
@@ -149,12 +138,3 @@ def bad_blocks(
             if digest.hash_bytes(envelope.digest_kind, out) != block.digest:
                 problem = f"{where} is damaged: block {index} does not have its digest"
                 yield index, CorruptionError(problem, path=where, tier="object", block=index)
-
-
-def _joined(head: memoryview, tail: memoryview) -> Callable[[int, int], memoryview]:
-    def piece(begin: int, end: int) -> memoryview:
-        if begin >= len(head):
-            return tail[begin - len(head) : end - len(head)]
-        return memoryview(bytes(head[begin:end]) + bytes(tail[: max(0, end - len(head))]))
-
-    return piece

@@ -26,9 +26,9 @@ from tierfs.host.pending.record import local_name
 from tierfs.objects.checksums import put_checked
 from tierfs.objects.protocol import CREATE, Update, Version
 from tierfs.store.encode.pipeline import blocks_of
-from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, bad_blocks, block_places, check_envelope, examine
+from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, bad_blocks, block_places, examine
 from tierfs.store.read.fetch import fetch
-from tierfs.store.read.lookup import DAMAGED, inspect, names_beside
+from tierfs.store.read.lookup import DAMAGED, check_envelope, inspect, names_beside
 from tierfs.store.store import Store
 
 WIDTHS = (2, 4, 1, 8)
@@ -170,8 +170,7 @@ class Healer:
 
     def _bad_blocks(self, store: Store, found: _Found, envelope: Envelope) -> list[int]:
         """Return the indexes of the blocks that do not match their digests."""
-        data = memoryview(found.data)
-        bad = bad_blocks(envelope, lambda begin, end: data[begin:end], partial(_reference, store, envelope), "")
+        bad = bad_blocks(envelope, memoryview(found.data), partial(_reference, store, envelope), "")
         return [index for index, _ in bad]
 
     def _mended(self, found: _Found, envelope: Envelope, raw: memoryview) -> list[bytes] | None:

@@ -77,8 +77,7 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
         head = bytearray(head_bytes)
         info = store.objects.get(key, [(0, memoryview(head))])
         envelope = Envelope.decode(head, store.where(key), stored_length=info.size)
-        if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
-            raise CorruptionError(f"{store.where(key)}: holds another chunk", path=key)
+        check_envelope(envelope, name, store.where(key))
         return envelope, info.size
 
     try:
@@ -152,3 +151,13 @@ def check_head(head: Buffer, row: Row, size: int, place: str) -> Envelope:
     ):
         raise CorruptionError(f"{place} holds another chunk: objects were swapped", path=place, tier="object")
     return envelope
+
+
+def check_envelope(envelope: Envelope, name: ChunkName, where: str) -> None:
+    """Check that an envelope belongs to the chunk that the object is named after.
+
+    Raises:
+        CorruptionError: The envelope belongs to another chunk.
+    """
+    if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
+        raise CorruptionError(f"{where} holds another chunk: objects were swapped", path=where, tier="object")
