@@ -169,11 +169,9 @@ class ByteStream:
         self._starts = [(rank * batch + row) * self._lane_size for row in range(batch)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the state of the generator."""
         return {"position": self.position, "generator": self.generator.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position and the state of the generator."""
         self.position = int(state["position"])
         self.generator.setstate(state["generator"])
 

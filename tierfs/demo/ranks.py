@@ -113,7 +113,6 @@ class RankGroup:
         return [rank.process.wait(_KILL_S_MAX) for rank in self._ranks]
 
     def _start(self, number: int) -> _Rank:
-        """Start one rank in its own session."""
         environment = os.environ | {
             "RANK": str(number),
             "LOCAL_RANK": str(number),
@@ -190,5 +189,4 @@ def _tail(log: Path) -> str:
 
 
 def _ending(code: int) -> str:
-    """Describe an exit code in words."""
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

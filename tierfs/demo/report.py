@@ -97,7 +97,6 @@ class Report:
         return sum(checkpoint.blocked_s for checkpoint in self.checkpoints)
 
     def as_document(self) -> dict[str, Any]:
-        """Return the report as a value for JSON."""
         return {
             "equal": self.equal,
             "url": self.url,

@@ -63,7 +63,6 @@ class HaltingSavePlanner(DefaultSavePlanner):
         self._remaining = 0
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Finish the plan, and find its middle."""
         plan = super().finish_plan(new_plan)
         self._remaining = len(plan.items) // 2
         return plan
@@ -112,7 +111,6 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    """Parse the arguments that `tierfs.demo.ranks` and `tierfs.demo.story` pass."""
     parser = argparse.ArgumentParser(prog="python -m tierfs.demo.worker", description=__doc__)
     parser.add_argument("--url", required=True, help="where this run's checkpoints go")
     parser.add_argument("--rendezvous", required=True, help="a file that does not exist yet, where the ranks meet")

@@ -84,7 +84,6 @@ class Access:
                 self._publisher.use_codecs(codecs)
 
     def close(self) -> None:
-        """Close the publisher, if one was made."""
         if self._publisher is not None:
             self._publisher.close()
 

@@ -254,7 +254,6 @@ class NvmePersister:
         _raise_first([self._writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks])
 
     def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
-        """Write one slot's chunk."""
         segment = chunk.segment
         meta, view = segment.meta(chunk), segment.view(chunk)
         nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))

@@ -109,12 +109,10 @@ class FlushItem:
 
     @property
     def conflict(self) -> bool:
-        """Whether the draft is kept as a conflict."""
         return self.stage is FlushStage.CONFLICT
 
     @property
     def published(self) -> bool:
-        """Whether the record is published."""
         return self.stage is FlushStage.PUBLISHED
 
     def note(self, event: Literal["past nvme", "uploaded", "published", "taken back", "conflict"]) -> None:
@@ -405,7 +403,6 @@ class FlushQueue:
 
     @property
     def has_conflicts(self) -> bool:
-        """Whether a draft is in conflict."""
         return bool(self._kept)
 
 

@@ -42,7 +42,6 @@ class UpkeepPolicy:
 
     @property
     def is_off(self) -> bool:
-        """Whether neither job is on."""
         return self.gc_every_s is None and not self.scrub_bandwidth
 
 
@@ -88,7 +87,6 @@ class Upkeep:
             self._thread.join(STOP_S)
 
     def turn(self) -> None:
-        """Do the work that is due now."""
         if self._store is None:
             self._store = self._open_store()
         if self._policy.gc_every_s is not None:

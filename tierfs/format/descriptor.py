@@ -89,7 +89,6 @@ class Descriptor:
         return self.endpoint.single_writer
 
     def encode(self) -> bytes:
-        """Return the bytes of ``store.json``."""
         document: dict[str, object] = {
             "magic": _MAGIC,
             "format": VERSION,

@@ -119,7 +119,6 @@ class Cursor:
 
     @property
     def remaining(self) -> int:
-        """Bytes not read yet."""
         return len(self._data) - self._at
 
     def take(self, count: int) -> memoryview:
@@ -175,7 +174,6 @@ class Cursor:
             raise self.malformed("reserved bytes are not zero: written by a newer tierfs?")
 
     def finish(self) -> None:
-        """Check that no bytes are left."""
         if self.remaining:
             raise self.malformed(f"{self.remaining} bytes too many")
 

@@ -188,7 +188,6 @@ def parse_component(encoded: str) -> str:
 
 
 def chunk_key(name: ChunkName) -> str:
-    """Return the key of a chunk object."""
     text = name.digest.hex()
     recipe = "" if name.recipe == NO_RECIPE else f"-{name.recipe.hex()}"
     return f"{CHUNKS}{text[:2]}/{text}.{name.generation}{recipe}"
@@ -207,7 +206,6 @@ def parse_chunk_key(key: str, kind: DigestKind) -> ChunkName:
 
 
 def lease_key(holder: bytes) -> str:
-    """Return the key of the lease of the writer with this id."""
     return f"{LEASES}{holder.hex()}"
 
 
@@ -217,7 +215,6 @@ def references_key(path: str) -> str:
 
 
 def is_condemned_key(key: str) -> bool:
-    """Return whether this is the key of a condemned list."""
     return _CONDEMNED.fullmatch(key.removeprefix(GC)) is not None
 
 

@@ -39,7 +39,6 @@ class Lease:
     renewed_ns: int
 
     def encode(self) -> bytes:
-        """Return the bytes of the lease object."""
         host = self.host.encode()[:HOST_BYTES_MAX].decode(errors="ignore").encode()
         out = header(Kind.LEASE, 0) + self.holder + self.sequence.to_bytes(8, "little")
         out += self.renewed_ns.to_bytes(8, "little", signed=True) + self.duration_s.to_bytes(4, "little")

@@ -82,7 +82,6 @@ class ExclusiveLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process holds the lock through this object."""
         return self._held
 
     def acquire(self, *, blocking: bool = False) -> bool:

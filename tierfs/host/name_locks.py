@@ -114,7 +114,6 @@ class NameLocks:
             return fd
 
     def close(self) -> None:
-        """Close the file, which releases all names that are held."""
         with self._lock:
             fd, self._fd = self._fd, None
             if fd is not None:

@@ -72,7 +72,6 @@ ALGORITHMS: dict[str, tuple[str, Callable[[Sequence[Buffer]], bytes]]] = {
 
 @cache
 def computable(algorithm: str) -> bool:
-    """Return whether this process can compute ``algorithm``."""
     return algorithm in ALGORITHMS and importlib.util.find_spec(ALGORITHMS[algorithm][0]) is not None
 
 

@@ -239,7 +239,6 @@ class LeaseCache:
             _trim(self._rows)
 
     def note_put(self, name: ChunkName) -> None:
-        """Note that this writer has just put this chunk object."""
         with self._lock:
             facts = self._facts_of(name)
             # A check was of an earlier object of this name, which was removed.

@@ -282,7 +282,6 @@ class RecordCache:
                 self._drop(next(iter(self._entries)))
 
     def forget(self, key: str) -> None:
-        """Drop the record of a key, because nothing is at the key any more."""
         with self._lock:
             self._drop(key)
 

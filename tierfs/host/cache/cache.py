@@ -160,7 +160,6 @@ class ChunkCache:
         return self._evict_nvme(names) if tier == "nvme" else self._evict_ram(names)
 
     def close(self) -> None:
-        """Close the lock file of fetches."""
         self._fetching.close()
 
     def _evict_nvme(self, names: Sequence[bytes] | None) -> int:

@@ -295,7 +295,6 @@ class DraftBatches:
         self._note(file, read_batch(self._directory, file))
 
     def keep_as_conflict(self, seq: int, note: str) -> None:
-        """Mark a draft as a conflict, durably."""
         if seq not in self.conflicts:
             self._put(_conflict(seq), note.encode("utf-8", "replace"), "conflict")
             self.conflicts.add(seq)
@@ -361,7 +360,6 @@ class DraftBatches:
 
 
 def flush_file(path: Path) -> None:
-    """Make a file's bytes durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)

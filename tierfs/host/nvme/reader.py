@@ -137,7 +137,6 @@ class NvmeReader:
         return NvmeUsage(*sizes, *counts, durable, dict(self.fallbacks))
 
     def _chunks(self) -> list[bytes]:
-        """Return the names of all chunks."""
         try:
             files = entries_of(self._files.directory)
         except TierfsError as error:

@@ -304,7 +304,6 @@ class NvmeTier:
                     self._chunks.unneed(names)
 
     def holders(self) -> list[str]:
-        """Return all holders of chunks except drafts."""
         return sorted(self._holds)
 
     def _read_holds(self) -> dict[str, list[bytes]]:
@@ -326,13 +325,11 @@ class NvmeTier:
         return [] if self._chunks.need([name]) else [name]
 
     def unpin(self, names: Iterable[bytes]) -> None:
-        """Undo `pin`."""
         self._chunks.unneed(names)
         with self._lock:
             self._change()
 
     def _damaged(self) -> int:
-        """Return the number of damaged drafts."""
         missing = self._chunks.missing()
         if not missing and not self._has_lost:
             return 0

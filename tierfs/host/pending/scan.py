@@ -85,7 +85,6 @@ class PendingDrafts:
         return Pending(staged, Level.STAGED) if staged is not None else None
 
     def level(self, path: str) -> Level:
-        """Return the level of this host's newest change of ``path``."""
         pending = self.pending(path)
         return Level.OBJECT if pending is None else pending.level
 

@@ -118,7 +118,6 @@ class FlusherClient:
         self._forget_idle()
 
     def is_running(self) -> bool:
-        """Return whether a flusher of the store runs."""
         return is_flusher_running(self._directory)
 
     def request(

@@ -50,7 +50,6 @@ class Launched:
         return self._status if self._ended.is_set() else None
 
     def last_words(self) -> str:
-        """Return the last lines of its log."""
         return tail(self.log, self._log_start)
 
     def _begin_waiting(self) -> None:

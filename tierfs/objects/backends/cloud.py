@@ -143,11 +143,9 @@ class CloudObjects:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectTier.capabilities`."""
         return self._capabilities
 
     def places(self) -> tuple[str, ...]:
-        """See `ObjectTier.places`."""
         if self._places is None:  # cached, since every chunk asks for it
             with self._translated(""):
                 self._places = (" ".join([plain(str(self._session.get().endpoint)), _ACCOUNT.sub(r"\1", self._name)]),)
@@ -156,7 +154,6 @@ class CloudObjects:
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        """See `ObjectTier.put`."""
         if checksum is not None and checksum.algorithm not in self._capabilities.checksums:
             raise InvalidInputError(f"{key}: {self._name} does not verify {checksum.algorithm} checksums", path=key)
         body = [piece for piece in (memoryview(each).cast("B") for each in data) if len(piece)]
@@ -173,7 +170,6 @@ class CloudObjects:
             raise self._no_bucket(key) from error
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
-        """See `ObjectTier.get`."""
         spans = spans_of(ranges)
         if not spans:
             info = self.head(key)
@@ -188,7 +184,6 @@ class CloudObjects:
         return infos[0]
 
     def stream(self, key: str, length: int, use: Use) -> None:
-        """See `ObjectTier.stream`."""
         if not length:  # no range stands for zero bytes
             use(self.head(key), taking_from(lambda _: 0, 0, memoryview(b""), key))
             return
@@ -201,7 +196,6 @@ class CloudObjects:
             use(content.info, taking_from(content.read_into, length, memory, key))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """See `ObjectTier.read`."""
         with self._translated(key), self._client().fetch(key, 0, None, None) as (info, _, read_into):
             check_limit(key, info.size, limit)
             # One byte more than stated, to detect a longer answer.
@@ -214,12 +208,10 @@ class CloudObjects:
             return bytes(memoryview(memory)[:at]), info
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectTier.head`."""
         with self._translated(key):
             return self._client().head(key)
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
-        """See `ObjectTier.list`."""
         after: str | None = None
         while True:
             try:
@@ -232,13 +224,11 @@ class CloudObjects:
                 return
 
     def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        """See `ObjectTier.list_after`."""
         with self._translated(prefix):
             page, _ = self._client().list_page(prefix, delimiter=False, after=None, start=after)
         return [item for item in page if isinstance(item, ObjectInfo) and item.key > after]
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `ObjectTier.delete`."""
         left = iter(dict.fromkeys(keys))
         with self._translated(""):
             client = self._client()
@@ -246,7 +236,6 @@ class CloudObjects:
                 client.delete(some)
 
     def delete_version(self, key: str, version: Version) -> None:
-        """See `ObjectTier.delete_version`."""
         with self._translated(key):
             self._client().delete_version(key, version)
 

@@ -121,7 +121,6 @@ class FsspecObjects:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectTier.capabilities`."""
         return self._capabilities
 
     def places(self) -> tuple[str, ...]:
@@ -135,7 +134,6 @@ class FsspecObjects:
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        """See `ObjectTier.put`."""
         verify_checksum(checksum, data, key)
         content = b"".join(data)  # clients accept only a single bytes object
         path = self._path(key)
@@ -154,7 +152,6 @@ class FsspecObjects:
                 raise StoreError(f"{key}: the bucket or directory to write to does not exist", path=key) from error
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
-        """See `ObjectTier.get`."""
         info = self.head(key)
         check_version(key, info.version, version)
         spans = spans_of(ranges)
@@ -187,7 +184,6 @@ class FsspecObjects:
             use(info, taking(whole))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """See `ObjectTier.read`."""
         # Look the version up first: if the object changes in between, new content gets the old version, and an update
         # based on it is refused. In the other order, the update would overwrite content that its writer never saw.
         info = self.head(key)
@@ -201,14 +197,12 @@ class FsspecObjects:
         return content, info
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectTier.head`."""
         found = self._look(key)
         if found is None:
             raise NotFoundError(f"{key} is not there", path=key)
         return found.info
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
-        """See `ObjectTier.list`."""
         waiting = [prefix]
         while waiting:
             at = waiting.pop()
@@ -221,7 +215,6 @@ class FsspecObjects:
                     waiting.append(f"{key}/")
 
     def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        """See `ObjectTier.list_after`."""
         return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -232,7 +225,6 @@ class FsspecObjects:
                 self.fs.rm_file(path)
 
     def delete_version(self, key: str, version: Version) -> None:
-        """See `ObjectTier.delete_version`."""
         path = self._path(key)
         with locked(type(self.fs), [path]):
             found = self._look(key)

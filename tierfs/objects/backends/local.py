@@ -86,7 +86,6 @@ class LocalObjects:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectTier.capabilities`."""
         return _CAPABILITIES
 
     def places(self) -> tuple[str, ...]:
@@ -101,7 +100,6 @@ class LocalObjects:
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        """See `ObjectTier.put`."""
         verify_checksum(checksum, data, key)
         try:
             with translated(self._name(key)):
@@ -143,7 +141,6 @@ class LocalObjects:
         return info
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
-        """See `ObjectTier.get`."""
         with self._reading(key) as (file, info):
             check_version(key, info.version, version)
             for offset, out in ranges:
@@ -151,13 +148,11 @@ class LocalObjects:
         return info
 
     def stream(self, key: str, length: int, use: Use) -> None:
-        """See `ObjectTier.stream`."""
         with self._reading(key) as (file, info), block_buffers().lend(min(length, BLOCK_BYTES)) as memory:
             check_end(key, info.size, length)
             use(info, taking_from(file.readinto, length, memory, key))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """See `ObjectTier.read`."""
         name = self._name(key)
         with translated(name), open(name, "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
@@ -176,7 +171,6 @@ class LocalObjects:
                 raise ConflictError(f"{self._name(key)} was changed while it was being read", path=key)
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectTier.head`."""
         with translated(self._name(key)):
             status = os.stat(self._path(key))
             if not stat.S_ISREG(status.st_mode):
@@ -184,7 +178,6 @@ class LocalObjects:
             return _info(key, status)
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
-        """See `ObjectTier.list`."""
         if prefix == f"{_TEMPORARY}/":
             return
         try:
@@ -231,7 +224,6 @@ class LocalObjects:
             _logger.warning("%s cannot be listed and is skipped: permission denied", self._name(directory))
 
     def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        """See `ObjectTier.list_after`."""
         return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -249,7 +241,6 @@ class LocalObjects:
                     _flush_directory(directory)
 
     def delete_version(self, key: str, version: Version) -> None:
-        """See `ObjectTier.delete_version`."""
         with translated(self._name(key)):
             self.head(key)
             with self._lock(key):
@@ -262,7 +253,6 @@ class LocalObjects:
         return self.root / key
 
     def _name(self, key: str) -> str:
-        """Return an object's name for errors."""
         return f"{self.root}/{key}"
 
     def _expect(self, key: str, version: Version) -> None:

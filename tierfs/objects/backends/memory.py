@@ -71,17 +71,14 @@ class MemoryObjects:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectTier.capabilities`."""
         return _CAPABILITIES
 
     def places(self) -> tuple[str, ...]:
-        """See `ObjectTier.places`."""
         return (f"memory:{self.root}",)
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        """See `ObjectTier.put`."""
         global _written  # noqa: PLW0603 - versions are unique in the process, as the objects are
         verify_checksum(checksum, data, key)
         content = b"".join(data)
@@ -98,7 +95,6 @@ class MemoryObjects:
             return _info(key, file)
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
-        """See `ObjectTier.get`."""
         with _lock:
             file = self._demand(key)
             info = _info(key, file)
@@ -112,13 +108,11 @@ class MemoryObjects:
             return info
 
     def stream(self, key: str, length: int, use: Use) -> None:
-        """See `ObjectTier.stream`."""
         content, info = self.read(key, sys.maxsize)  # shares the file's memory
         check_end(key, info.size, length)
         use(info, taking(memoryview(content)))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """See `ObjectTier.read`."""
         with _lock:
             file = self._demand(key)
             info = _info(key, file)
@@ -126,12 +120,10 @@ class MemoryObjects:
             return file.getvalue(), info
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectTier.head`."""
         with _lock:
             return _info(key, self._demand(key))
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
-        """See `ObjectTier.list`."""
         start = f"{self._base}/{prefix}"
         found: list[Listed] = []
         folded: set[str] = set()
@@ -148,17 +140,14 @@ class MemoryObjects:
         return iter(found)
 
     def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        """See `ObjectTier.list_after`."""
         return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `ObjectTier.delete`."""
         with _lock:
             for key in keys:
                 MemoryFileSystem.store.pop(self._path(key), None)
 
     def delete_version(self, key: str, version: Version) -> None:
-        """See `ObjectTier.delete_version`."""
         with _lock:
             self._demand(key)
             self._expect(key, version)

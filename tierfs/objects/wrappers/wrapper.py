@@ -61,55 +61,43 @@ class WrappedObjects:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `ObjectTier.capabilities`."""
         return self.inner.capabilities
 
     @property
     def streams(self) -> bool:
-        """See `ObjectTier.streams`."""
         return self.inner.streams
 
     def places(self) -> tuple[str, ...]:
-        """See `ObjectTier.places`."""
         return self.inner.places()
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        """See `ObjectTier.put`."""
         request = Request("put", key, sum(memoryview(piece).nbytes for piece in data))
         return self._around(request, lambda: self.inner.put(key, data, mode=mode, checksum=checksum))
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
-        """See `ObjectTier.get`."""
         request = Request("get", key, sum(out.nbytes for _, out in ranges))
         return self._around(request, lambda: self.inner.get(key, ranges, version=version))
 
     def stream(self, key: str, length: int, use: Use) -> None:
-        """See `ObjectTier.stream`."""
         self._around(Request("get", key, length), lambda: self.inner.stream(key, length, use))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """See `ObjectTier.read`."""
         return self._around(Request("read", key), lambda: self.inner.read(key, limit))
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectTier.head`."""
         return self._around(Request("head", key), lambda: self.inner.head(key))
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
-        """See `ObjectTier.list`."""
         return self._around_list(Request("list", prefix), lambda: self.inner.list(prefix, delimiter=delimiter))
 
     def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        """See `ObjectTier.list_after`."""
         return self._around(Request("list", prefix), lambda: self.inner.list_after(prefix, after))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `ObjectTier.delete`."""
         several = list(keys)
         self._around(Request("delete", several[0] if several else ""), lambda: self.inner.delete(several))
 
     def delete_version(self, key: str, version: Version) -> None:
-        """See `ObjectTier.delete_version`."""
         self._around(Request("delete_version", key), lambda: self.inner.delete_version(key, version))

@@ -186,7 +186,6 @@ def server_now(store: Store) -> int:
 
 
 def epoch_of(key: str) -> int:
-    """Return the epoch of the condemned list at this key."""
     return int(key.removeprefix(keys.GC), 16)
 
 

@@ -71,7 +71,6 @@ class RepairReport:
 
     @property
     def lost_files(self) -> list[str]:
-        """The files whose record was lost."""
         found = []
         for each in self.moved:
             if each.key.startswith(keys.TREE):

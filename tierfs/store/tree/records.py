@@ -60,7 +60,6 @@ class Observed:
 
     @property
     def previous(self) -> str:
-        """The value for ``previous`` in a record that replaces this one."""
         return self.version or ""
 
 

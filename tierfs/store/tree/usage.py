@@ -221,7 +221,6 @@ class _Counts:
                 owners[item.key].record_bytes += item.size
 
     def _group(self, path: str) -> _Group:
-        """Return the innermost group that contains a file."""
         while path and path not in self.groups:
             path = path.rpartition("/")[0]
         return self.groups.get(path, self.others)
