@@ -211,7 +211,6 @@ class FaultyObjects(WrappedObjects):
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
-        """See `ObjectTier.put`."""
         fault = self._strike("put", [key])
         if fault is Fault.LATE:
             kept = [bytes(piece) for piece in data]  # the call only borrows the caller's buffers
@@ -224,7 +223,6 @@ class FaultyObjects(WrappedObjects):
         return self._send(fault, key, lambda: self.inner.put(key, data, mode=mode, checksum=checksum))
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
-        """See `ObjectTier.get`."""
         fault = self._strike("get", [key])
         info = self._send(fault, key, lambda: self.inner.get(key, ranges, version=version))
         if fault is Fault.BIT_FLIP:
@@ -253,7 +251,6 @@ class FaultyObjects(WrappedObjects):
         self._send(fault, key, lambda: self.inner.stream(key, length, use_flipped))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
-        """See `ObjectTier.read`."""
         fault = self._strike("read", [key])
         content, info = self._send(fault, key, lambda: self.inner.read(key, limit))
         if fault is Fault.BIT_FLIP:
@@ -263,11 +260,9 @@ class FaultyObjects(WrappedObjects):
         return content, info
 
     def head(self, key: str) -> ObjectInfo:
-        """See `ObjectTier.head`."""
         return self._send(self._strike("head", [key]), key, lambda: self.inner.head(key))
 
     def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
-        """See `ObjectTier.list`."""
         fault = self._strike("list", [prefix])
         if fault is Fault.LOST_RESPONSE:
             entries = list(self.inner.list(prefix, delimiter=delimiter))
@@ -276,11 +271,9 @@ class FaultyObjects(WrappedObjects):
         yield from self._send(fault, prefix, lambda: self.inner.list(prefix, delimiter=delimiter))
 
     def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        """See `ObjectTier.list_after`."""
         return self._send(self._strike("list", [prefix]), prefix, lambda: self.inner.list_after(prefix, after))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `ObjectTier.delete`."""
         several = list(keys)
         fault = self._strike("delete", several)
         name = ", ".join(several[:3])
@@ -289,7 +282,6 @@ class FaultyObjects(WrappedObjects):
         self._send(fault, name, lambda: self.inner.delete(several))
 
     def delete_version(self, key: str, version: Version) -> None:
-        """See `ObjectTier.delete_version`."""
         fault = self._strike("delete_version", [key])
         if fault is Fault.LATE:
             raise self._keep(key, lambda: self.inner.delete_version(key, version))

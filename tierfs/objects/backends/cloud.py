@@ -34,6 +34,7 @@ from tierfs.objects.protocol import (
     Create,
     Listed,
     ObjectInfo,
+    ObjectTier,
     PutMode,
     Range,
     Update,
@@ -98,7 +99,7 @@ class CloudClient(Protocol):
         """Delete an object if it has this version."""
 
 
-class CloudObjects:
+class CloudObjects(ObjectTier):
     """Objects in a cloud. Safe for use by many threads.
 
     A call waits for its requests on the calling thread.

@@ -42,6 +42,7 @@ from tierfs.objects.protocol import (
     Create,
     Listed,
     ObjectInfo,
+    ObjectTier,
     Prefix,
     PutMode,
     Range,
@@ -71,7 +72,7 @@ _NEW_TIME_WITHIN_S = 3.0  # the coarsest file times in use, FAT's, have a resolu
 _turns: weakref.WeakKeyDictionary[fsspec.AbstractFileSystem, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-class FsspecObjects:
+class FsspecObjects(ObjectTier):
     """Objects as files of an fsspec filesystem. Single-writer.
 
     ``list_after_write`` is promised, because every object store and network filesystem in use today keeps it. The

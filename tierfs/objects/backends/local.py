@@ -38,6 +38,7 @@ from tierfs.objects.protocol import (
     Create,
     Listed,
     ObjectInfo,
+    ObjectTier,
     Prefix,
     PutMode,
     Range,
@@ -71,7 +72,7 @@ _CAPABILITIES = Capabilities(
 )
 
 
-class LocalObjects:
+class LocalObjects(ObjectTier):
     """Objects as files below ``root``, a directory that the first put creates if it is missing."""
 
     streams = True

@@ -25,6 +25,7 @@ from tierfs.objects.protocol import (
     Create,
     Listed,
     ObjectInfo,
+    ObjectTier,
     Prefix,
     PutMode,
     Range,
@@ -57,7 +58,7 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class MemoryObjects:
+class MemoryObjects(ObjectTier):
     """Objects below ``root`` in fsspec's memory filesystem: an absolute path, like ``/bucket/run``."""
 
     streams = False

@@ -8,23 +8,11 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tierfs._fork import leave_to_parent, renew_in_children
 
-
-class Session(Protocol):
-    """A connection pool with its credentials. Safe for use by many threads."""
-
-    @property
-    def endpoint(self) -> str:
-        """The place that requests go to."""
-
-    def close(self) -> None:
-        """Close the connections."""
-
-
-SessionT = TypeVar("SessionT", bound=Session)
+SessionT = TypeVar("SessionT")
 
 
 class SharedSession(Generic[SessionT]):
@@ -34,7 +22,8 @@ class SharedSession(Generic[SessionT]):
 
     Args:
         name: The place that the session connects to, for `repr`; no secrets.
-        connect: Opens the session. If it fails, the next request tries again.
+        connect: Opens the session: a connection pool with its credentials, an ``endpoint``, and a method ``close``. If it
+            fails, the next request tries again.
     """
 
     def __init__(self, name: str, connect: Callable[[], SessionT]) -> None:

@@ -42,7 +42,7 @@ def batch_sizes() -> Iterator[int]:
         size = min(2 * size, BATCH_MAX)
 
 
-class WrappedObjects:
+class WrappedObjects(ObjectTier):
     """An object tier that passes every request on, through two methods that a wrapper overrides."""
 
     def __init__(self, inner: ObjectTier) -> None:
