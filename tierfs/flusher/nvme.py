@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tierfs.buffers import buffers
-from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
+from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Manifest, Row
-from tierfs.host.cache.reader import check_block, envelope_of
+from tierfs.host.cache.reader import read_blocks
 from tierfs.host.nvme.batch import EncodedDraft
 from tierfs.host.nvme.chunks import ChunksGoneError
 from tierfs.host.nvme.tier import NvmeTier
@@ -363,12 +363,7 @@ class NvmePersister:
         """Return whether a chunk's bytes match the digests in its metadata. True if the tier does not have the chunk."""
         with buffers().lend(raw_length) as raw:
             try:
-                meta = nvme.read(name, 0, raw)
-                if meta is None:
-                    return True
-                envelope = envelope_of(name, raw_length, meta, "nvme")
-                for index in range(len(envelope.blocks)):
-                    check_block(envelope, index, raw[index * BLOCK_BYTES :][:BLOCK_BYTES], "nvme")
+                read_blocks(nvme.read, name, raw_length, range(block_count(raw_length)), raw)
             except (CorruptionError, FormatError):
                 return False
             return True

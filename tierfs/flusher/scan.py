@@ -79,7 +79,7 @@ class PendingScan:
             last_ns = max(new_ns, default=None)
             if last_ns is not None:
                 found += self._look(walk=False)
-            found.sort(key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
+            found.sort(key=lambda slot: slot.turn)
             for slot in found:
                 if last_ns is None or slot.stamp_ns <= last_ns:
                     self._take(slot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -152,26 +152,15 @@ class ChunkReader:
         runs = block_runs(parts)
         first, end = runs[0].start * BLOCK_BYTES, min(runs[-1].stop * BLOCK_BYTES, raw_length)
         if len(parts) == 1 and parts[0][0] == first and len(parts[0][1]) == end - first:
-            return self._read_nvme_blocks(name, raw_length, runs[0], parts[0][1])
+            return read_blocks(self._nvme.read, name, raw_length, runs[0], parts[0][1])
         with buffers().lend(end - first) as whole:
             for run in runs:
                 begin = run.start * BLOCK_BYTES - first
                 out = whole[begin : begin + len(run) * BLOCK_BYTES]
-                if not self._read_nvme_blocks(name, raw_length, run, out):
+                if not read_blocks(self._nvme.read, name, raw_length, run, out):
                     return False
             for start, out in parts:
                 out[:] = whole[start - first : start - first + len(out)]
-        return True
-
-    def _read_nvme_blocks(self, name: bytes, raw_length: int, blocks: range, out: memoryview) -> bool:
-        first = blocks.start * BLOCK_BYTES
-        meta = self._nvme.read(name, first, out)
-        if meta is None:
-            return False
-        envelope = envelope_of(name, raw_length, meta, "nvme")
-        for index in blocks:
-            begin = index * BLOCK_BYTES - first
-            check_block(envelope, index, out[begin : begin + BLOCK_BYTES], "nvme")
         return True
 
     def _quarantine(self, tier: str, name: bytes, raw_length: int, error: Exception) -> None:
@@ -186,6 +175,32 @@ class ChunkReader:
                 self._flusher.request("quarantine", {"name": name.hex(), "length": raw_length}, timeout_s=QUARANTINE_S)
             except (TierfsError, TimeoutError) as failure:
                 self._counters.fall_back("kept_damage", "the flusher was not told of a damaged copy: %s", failure)
+
+
+def read_blocks(
+    read: Callable[[bytes, int, memoryview], bytes | None], name: bytes, raw_length: int, blocks: range, out: memoryview
+) -> bool:
+    """Read and verify blocks of a chunk in the nvme tier. Return whether the tier has the chunk.
+
+    Args:
+        read: `NvmeReader.read` or `NvmeTier.read`.
+        name: The chunk's local name.
+        raw_length: Bytes of the whole chunk.
+        blocks: The numbers of the blocks.
+        out: Memory of their length.
+
+    Raises:
+        CorruptionError, FormatError: A block or the metadata is damaged, or of another version.
+    """
+    first = blocks.start * BLOCK_BYTES
+    meta = read(name, first, out)
+    if meta is None:
+        return False
+    envelope = envelope_of(name, raw_length, meta, "nvme")
+    for index in blocks:
+        begin = index * BLOCK_BYTES - first
+        check_block(envelope, index, out[begin : begin + BLOCK_BYTES], "nvme")
+    return True
 
 
 def envelope_of(name: bytes, raw_length: int, meta: bytes, tier: str) -> Envelope:

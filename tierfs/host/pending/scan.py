@@ -17,8 +17,7 @@ from tierfs.format.keys import is_at_or_below
 from tierfs.host.events import Counters
 from tierfs.host.host import Host
 from tierfs.host.nvme.reader import NvmeReader
-from tierfs.host.pending.decoded import DecodedDrafts
-from tierfs.host.pending.index import StagedIndex
+from tierfs.host.pending.index import DecodedDrafts, StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier

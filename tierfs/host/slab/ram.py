@@ -217,7 +217,7 @@ class RamTier:
     def drafts(self, states: Collection[SlotState] = (SlotState.SEALED,)) -> list[Slot]:
         """Return the drafts in these states, in the order of sealing."""
         found = [slot for segment in self.segments() for slot in segment.slots(kind=SlotKind.DRAFT, states=states)]
-        return sorted(found, key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
+        return sorted(found, key=lambda slot: slot.turn)
 
     def reclaim(self, needed: Callable[[Segment], Collection[int]]) -> int:
         """Free slots that dead processes left unsealed, or sealed without a draft that needs them. For the flusher.

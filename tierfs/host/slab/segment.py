@@ -82,6 +82,11 @@ class Slot:
     stamp_ns: int
     hidden: bool
 
+    @property
+    def turn(self) -> tuple[int, str, int]:
+        """The sort key of the order of sealing."""
+        return self.stamp_ns, self.segment.id, self.serial
+
 
 class Segment:
     """A segment as one process has it open. Thread-safe.

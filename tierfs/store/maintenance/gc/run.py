@@ -21,7 +21,6 @@ from tierfs.store.maintenance.gc.mark import Marked, Part, mark
 from tierfs.store.maintenance.gc.report import GcOptions, GcReport, Tally
 from tierfs.store.maintenance.gc.sweep import (
     CondemnedLists,
-    Sorted,
     list_prefixes,
     read_lists,
     sort_prefix,
@@ -192,13 +191,10 @@ class _Run:
     def _sweep(self, marked: Marked, lists: CondemnedLists) -> None:
         report = self._report
         for prefix in list_prefixes(self._store, self._pool):
-            found = sort_prefix(prefix, marked.reached, lists, width=self._width, is_old=self._is_old)
-            report.reached.add(*found.reached)
+            dead, doomed = sort_prefix(prefix, marked.reached, lists, report, width=self._width, is_old=self._is_old)
             report.missing += marked.reached.missing_from(prefix.number, prefix.names)
-            report.waiting.add(*found.waiting)
-            report.young.add(*found.young)
-            self._delete(found.dead)
-            self._condemn(found)
+            self._delete(dead)
+            self._condemn(doomed)
             self._progress("prefixes", 1)
 
     def _is_old(self, time_ns: int) -> bool:
@@ -226,11 +222,11 @@ class _Run:
             clock.sleep(wait_s)
         self._sent += count
 
-    def _condemn(self, found: Sorted) -> None:
-        self._report.condemned.add(len(found.doomed), sum(size for _, size in found.doomed))
+    def _condemn(self, doomed: Sequence[tuple[bytes, int]]) -> None:
+        self._report.condemned.add(len(doomed), sum(size for _, size in doomed))
         if self._options.dry_run:
             return
-        for name, _ in found.doomed:
+        for name, _ in doomed:
             self._doomed += name
             if len(self._doomed) == CONDEMNED_MAX * self._width:
                 self._publish()

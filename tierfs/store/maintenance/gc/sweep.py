@@ -9,7 +9,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
@@ -18,13 +17,11 @@ from tierfs.objects.checksums import read_decoded
 from tierfs.objects.protocol import objects_below
 from tierfs.store.leases import LIST_BYTES_MAX
 from tierfs.store.maintenance.gc.name_set import NameSet
+from tierfs.store.maintenance.gc.report import GcReport
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 
 PREFIXES = tuple(f"{number:02x}" for number in range(256))
-
-Found: TypeAlias = tuple[bytes, int]
-"""An encoded name, and the size of its object."""
 
 
 @dataclass(slots=True)
@@ -86,25 +83,6 @@ class CondemnedLists:
         return (piece[at : at + self._width] for at in range(0, len(piece), self._width))
 
 
-@dataclass(slots=True)
-class Sorted:
-    """The chunk objects of one prefix by the action that gc takes.
-
-    Attributes:
-        reached: Number and bytes of objects that a record needs.
-        dead: Unreached objects that were condemned long enough ago: encoded name, size, and epoch of the list.
-        doomed: Unreached objects that are in no list and old enough for one.
-        waiting: Number and bytes of condemned objects that wait.
-        young: Number and bytes of unreached objects too young to be condemned: a manifest in flight may name them.
-    """
-
-    reached: tuple[int, int] = (0, 0)
-    dead: list[tuple[bytes, int, int]] = field(default_factory=list)
-    doomed: list[Found] = field(default_factory=list)
-    waiting: tuple[int, int] = (0, 0)
-    young: tuple[int, int] = (0, 0)
-
-
 def read_lists(store: Store, ripe: Mapping[int, bool]) -> CondemnedLists:
     """Read condemned lists.
 
@@ -162,40 +140,39 @@ def sort_prefix(
     prefix: PrefixChunks,
     reached: NameSet,
     lists: CondemnedLists,
+    report: GcReport,
     *,
     width: int,
     is_old: Callable[[int], bool],
-) -> Sorted:
+) -> tuple[list[tuple[bytes, int, int]], list[tuple[bytes, int]]]:
     """Sort the chunk objects of a prefix by the action that gc takes.
 
     Args:
         prefix: The objects.
         reached: The needed chunks.
         lists: The condemned chunks.
+        report: Counts the objects that stay: those that a record needs, those that were condemned too recently, and
+            unreached ones that are too young, because a manifest in flight may name them.
         width: Bytes of an encoded name.
         is_old: Returns whether an object that was put at this time may be condemned.
+
+    Returns:
+        The unreached objects that may be deleted: encoded name, size, and epoch of the list that names it. Then those
+        that are in no list and old enough for one: encoded name and size.
     """
-    found = Sorted()
+    dead, doomed = [], []
     needed = reached.contains(prefix.names)
     ripe, waiting = lists.ripe(prefix.number), lists.waiting(prefix.number)
-    counts = {"reached": [0, 0], "waiting": [0, 0], "young": [0, 0]}
     for index, (size, time_ns) in enumerate(zip(prefix.sizes, prefix.times_ns, strict=True)):
         name = bytes(prefix.names[index * width : (index + 1) * width])
         if needed[index]:
-            place = "reached"
+            report.reached.add(1, size)
         elif (epoch := ripe.get(name)) is not None:
-            found.dead.append((name, size, epoch))
-            continue
+            dead.append((name, size, epoch))
         elif name in waiting:
-            place = "waiting"
+            report.waiting.add(1, size)
         elif is_old(time_ns):
-            found.doomed.append((name, size))
-            continue
+            doomed.append((name, size))
         else:
-            place = "young"
-        counts[place][0] += 1
-        counts[place][1] += size
-    found.reached, found.waiting, found.young = (
-        (counts[place][0], counts[place][1]) for place in ("reached", "waiting", "young")
-    )
-    return found
+            report.young.add(1, size)
+    return dead, doomed
