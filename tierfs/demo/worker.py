@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -79,31 +78,22 @@ class HaltingSavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """This process's rank and the number of ranks."""
-
-    rank: int
-    world_size: int
-
-
 def main() -> int:
     """Run one rank to the end, and return its exit code."""
     arguments = _parse()
     announce = _take_stdout()
     threading.Thread(target=_end_with_launcher, name="tierfs-demo-launcher-watch", daemon=True).start()
-    place = _Place(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # noqa: FBT003 - the only way to call it
     dist.init_process_group(
         "gloo",
         init_method=f"file://{arguments.rendezvous}",
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=arguments.timeout),
     )
     try:
-        _train(arguments, place, announce)
+        _train(arguments, announce)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -143,41 +133,41 @@ def _end_with_launcher() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> None:
+def _train(arguments: argparse.Namespace, announce: Announce) -> None:
     """Train from the start or the newest checkpoint to the last step, and save on schedule."""
 
     def tell(event: str, **fields: object) -> None:
-        if place.rank == 0:
+        if dist.get_rank() == 0:
             announce(event, **fields)
 
     def planner() -> DefaultSavePlanner:
         if (step := halting.pop("step", None)) is None:
             return DefaultSavePlanner()
-        return HaltingSavePlanner(partial(announce, "mid-save", step=step, rank=place.rank))
+        return HaltingSavePlanner(partial(announce, "mid-save", step=step, rank=dist.get_rank()))
 
     halting: dict[str, int] = {}
-    run = _fresh_run(arguments, place)
-    parameters = sum(parameter.numel() for parameter in run.state.model.parameters())
+    state = _fresh_state(arguments)
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
     save = [Every(steps=arguments.every), Preemption()]
     with Manager(arguments.url, save=save, planner=planner, timeout=arguments.timeout) as manager:
-        restored = manager.restore(run.state)
+        restored = manager.restore(state)
         begin = restored.step if restored is not None else 0
         tell("start", parameters=parameters, step=begin)
         if restored is not None:
-            report = manager.verify_resume(run.state, lambda step: _one_step(run, place, step), steps=_REPLAYED_STEPS)
+            report = manager.verify_resume(state, lambda step: _one_step(state, step), steps=_REPLAYED_STEPS)
             # The first checkpoint of a run has none before it from which to replay.
             is_same = all(each.outcome == "same" for each in report.checks if each.part != "losses" or report.replayed)
             tell("proof", step=report.step, proven=is_same, replayed=len(report.replayed), text=str(report))
         for step in range(begin + 1, arguments.steps + 1):
             began = time.perf_counter()
-            loss = _one_step(run, place, step)
+            loss = _one_step(state, step)
             tell("step", step=step, loss=loss.hex(), seconds=time.perf_counter() - began)
             if step == arguments.halt:
                 manager.wait()  # so that the halt hits the save of this step, not an earlier one
                 halting["step"] = step
-            if step == arguments.terminate and place.rank == place.world_size - 1:
+            if step == arguments.terminate and dist.get_rank() == dist.get_world_size() - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            saved = manager.step(step, run.state, metrics={"loss": loss})
+            saved = manager.step(step, state, metrics={"loss": loss})
             if saved is not None:
                 tell("save", step=step, seconds=saved.blocked_s, bytes=parameters * _STATE_BYTES)
             if manager.stopping:
@@ -190,23 +180,15 @@ def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> 
             tell("stopped", step=arguments.steps)
             return
         manager.wait()
-        tell("done", step=arguments.steps, digest=_digest(run, place))
+        tell("done", step=arguments.steps, digest=_digest(state))
 
 
-@dataclass(frozen=True, slots=True)
-class _RankRun:
-    """The trained state and its data."""
-
-    state: TrainState
-    stream: ByteStream
-
-
-def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _RankRun:
+def _fresh_state(arguments: argparse.Namespace) -> TrainState:
     """Return an equal model on all ranks, sharded, with its optimizer, and the data at its start."""
     torch.manual_seed(_SEED)
     shape = shape_for(arguments.params)
     model = ByteGPT(shape)
-    mesh = init_device_mesh("cpu", (place.world_size,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -216,34 +198,33 @@ def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _RankRun:
         standard_library_text(),
         batch=_BATCH,
         context=shape.context,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
         seed=_SEED,
     )
     # From here on, each rank draws its own dropout. The weights above must be equal on all ranks.
-    reseed(_SEED, place.rank)
-    return _RankRun(TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=stream), stream)
+    reseed(_SEED, dist.get_rank())
+    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=stream)
 
 
-def _digest(run: _RankRun, place: _Place) -> str:
+def _digest(state: TrainState) -> str:
     """Return one digest of the state of all ranks. A collective."""
-    values, _ = run.state.to_save(run.state.step, "full")
-    shares: list[dict[str, str]] = [{}] * place.world_size
+    values, _ = state.to_save(state.step, "full")
+    shares: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(shares, digests_of(values))
     return checksum(json.dumps(shares, sort_keys=True).encode()).hex()
 
 
-def _one_step(run: _RankRun, place: _Place, step: int) -> float:
+def _one_step(state: TrainState, step: int) -> float:
     """Make one update, and return the mean loss over all ranks, in nats per byte."""
-    state = run.state
-    loss: torch.Tensor = state.model(*run.stream.next_batch())
+    loss: torch.Tensor = state.model(*state.dataloader.next_batch())
     torch.autograd.backward(loss)
     state.optimizer.step()
     state.optimizer.zero_grad()
     state.scheduler.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
-    value = float(mean.item()) / place.world_size
+    value = float(mean.item() / dist.get_world_size())
     if not math.isfinite(value):
         raise FloatingPointError(f"the loss of step {step} is {value}, which cannot be compared")
     return value
