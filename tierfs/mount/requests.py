@@ -59,18 +59,100 @@ class Requests:
         self.tree = NameTree(state, self.files)
         self._extended = Extended(state, self.files, publish_all)
         self._listings: dict[int, tuple[Node, list[tuple[str, Node]]]] = {}
-        self._serve: dict[int, Callable[[RequestHeader, memoryview], Answer]] = {
-            opcode: method
-            for opcode in Opcode
-            if (method := getattr(self, f"_{opcode.name.lower()}", None)) is not None
-        }
 
     def __call__(self, header: RequestHeader, body: memoryview) -> Answer:
         """Serve one request. The caller translates exceptions by `errno_of`."""
-        method = self._serve.get(header.opcode)
-        if method is None:
-            raise refusal(errno.ENOSYS)
-        return method(header, body)
+        files, tree, number = self.files, self.tree, header.node
+        match header.opcode:
+            case Opcode.READ:
+                handle, offset, size = wire.READ_IN.unpack_from(body)
+                return files.read(files.handle(handle), offset, size)
+            case Opcode.WRITE:
+                handle, offset, size = wire.READ_IN.unpack_from(body)
+                data = body[wire.WRITE_BYTES : wire.WRITE_BYTES + size]
+                return wire.U32X2.pack(files.write(files.handle(handle), offset, data), 0)
+            case Opcode.LOOKUP:
+                # A missing name is an error, so the kernel does not remember it: another process may make the file at
+                # once.
+                return self._entry(tree.look_up(self._node(number), _text(body)[0]))
+            case Opcode.FORGET:
+                self.state.nodes.forget(number, wire.U64.unpack_from(body)[0])
+                return None
+            case Opcode.BATCH_FORGET:
+                for index in range(wire.U32X2.unpack_from(body)[0]):
+                    self.state.nodes.forget(*wire.FORGET_ONE.unpack_from(body, 8 + 16 * index))
+                return None
+            case Opcode.GETATTR:
+                return self._attributes(self._node(number))
+            case Opcode.SETATTR:
+                return self._set_attributes(self._node(number), SetAttr.parse(body))
+            case Opcode.OPEN:
+                return self._opened(files.open(self._node(number), wire.OPEN_IN.unpack_from(body)[0], header.pid))
+            case Opcode.CREATE:
+                flags, mode, umask, _ = wire.CREATE_IN.unpack_from(body)
+                node, opened = tree.make_file(self._node(number), _text(body, 16)[0], mode & ~umask & 0o777, flags)
+                return self._entry(node) + self._opened(opened)
+            case Opcode.FLUSH:
+                files.flush(self._handle(body))
+            case Opcode.FSYNC:
+                files.sync(self._handle(body))
+            case Opcode.RELEASE:
+                files.release(self._handle(body))
+            case Opcode.FALLOCATE:
+                handle, offset, length, mode = wire.FALLOCATE_IN.unpack_from(body)
+                files.allocate(files.handle(handle), offset, length, mode)
+            case Opcode.MKNOD:
+                mode = wire.U32X2.unpack_from(body)[0]
+                if mode >> 12 not in (0, 0o10):
+                    raise refusal(errno.EPERM, "a store has only files and directories")
+                node, opened = tree.make_file(self._node(number), _text(body, 16)[0], mode & 0o777, flags=0o300)
+                files.release(opened)
+                return self._entry(node)
+            case Opcode.MKDIR:
+                mode, umask = wire.U32X2.unpack_from(body)
+                return self._entry(tree.make_directory(self._node(number), _text(body, 8)[0], mode & ~umask & 0o777))
+            case Opcode.UNLINK:
+                tree.remove_file(self._node(number), _text(body)[0])
+            case Opcode.RMDIR:
+                tree.remove_directory(self._node(number), _text(body)[0])
+            case Opcode.RENAME:
+                self._rename(number, wire.U64.unpack_from(body)[0], 0, body[8:])
+            case Opcode.RENAME2:
+                parent, flags, _ = wire.RENAME2_IN.unpack_from(body)
+                self._rename(number, parent, flags, body[16:])
+            case Opcode.SYMLINK | Opcode.LINK:
+                raise refusal(errno.EPERM, "a store has no links")
+            case Opcode.OPENDIR:
+                handle = self.state.next_handle()
+                self._listings[handle] = (self._node(number), [])
+                return wire.OPEN_OUT.pack(handle, 0, 0)
+            case Opcode.READDIR | Opcode.READDIRPLUS:
+                return self._page(body, plus=header.opcode == Opcode.READDIRPLUS)
+            case Opcode.RELEASEDIR:
+                listed = self._listings.pop(wire.U64.unpack_from(body)[0], None)
+                for _, node in listed[1] if listed is not None else ():
+                    self.state.nodes.drop(node)
+            case Opcode.STATFS:
+                return wire.statfs_out(*self._extended.room(), NAME_MAX)
+            case Opcode.GETXATTR:
+                value = self._extended.get(self._node(number), _text(body, 8)[0])
+                return _sized(value, wire.U32X2.unpack_from(body)[0])
+            case Opcode.LISTXATTR:
+                names = self._extended.names(self._node(number))
+                return _sized("".join(f"{name}\0" for name in names).encode(), wire.U32X2.unpack_from(body)[0])
+            case Opcode.SETXATTR:
+                name, at = _text(body, 8)
+                value = bytes(body[at : at + wire.U32X2.unpack_from(body)[0]])
+                self._extended.set(self._node(number), name, value)
+            case Opcode.REMOVEXATTR:
+                raise refusal(errno.EOPNOTSUPP)
+            case Opcode.INIT:
+                return wire.init_out(body)
+            case Opcode.DESTROY | Opcode.FSYNCDIR:
+                pass
+            case _:
+                raise refusal(errno.ENOSYS)
+        return b""
 
     def describe(self, header: RequestHeader, body: memoryview) -> str:
         """Return the operation and the path of a request, for the log."""
@@ -101,135 +183,22 @@ class Requests:
         # The kernel may keep its cached pages, because only writes through this mount change the bytes of an inode.
         return wire.OPEN_OUT.pack(handle.id, wire.KEEP_CACHE | (0 if handle.writes else wire.NO_FLUSH), 0)
 
-    def _init(self, header: RequestHeader, body: memoryview) -> Answer:
-        return wire.init_out(body)
-
-    def _destroy(self, header: RequestHeader, body: memoryview) -> Answer:
-        return b""
-
-    def _lookup(self, header: RequestHeader, body: memoryview) -> Answer:
-        # A missing name is an error, so the kernel does not remember it: another process may make the file at once.
-        return self._entry(self.tree.look_up(self._node(header.node), _text(body)[0]))
-
-    def _forget(self, header: RequestHeader, body: memoryview) -> Answer:
-        self.state.nodes.forget(header.node, wire.U64.unpack_from(body)[0])
-        return None
-
-    def _batch_forget(self, header: RequestHeader, body: memoryview) -> Answer:
-        count, _ = wire.U32X2.unpack_from(body)
-        for number in range(count):
-            self.state.nodes.forget(*wire.FORGET_ONE.unpack_from(body, 8 + 16 * number))
-        return None
-
-    def _getattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        node = self._node(header.node)
+    def _attributes(self, node: Node) -> bytes:
         return wire.attr_out(node.attributes, self.state.valid_s(node))
 
-    def _setattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        node, wanted = self._node(header.node), SetAttr.parse(body)
+    def _set_attributes(self, node: Node, wanted: SetAttr) -> bytes:
         if wanted.changes_owner(node.attributes):
             raise refusal(errno.EPERM, "all files of a mount belong to the user who mounted it")
         if node.is_directory:
             self.tree.set_attributes(node, wanted)
         else:
             self.files.set_attributes(node, wanted)
-        return wire.attr_out(node.attributes, self.state.valid_s(node))
+        return self._attributes(node)
 
-    def _symlink(self, header: RequestHeader, body: memoryview) -> Answer:
-        raise refusal(errno.EPERM, "a store has no links")
-
-    def _link(self, header: RequestHeader, body: memoryview) -> Answer:
-        raise refusal(errno.EPERM, "a store has no links")
-
-    def _mknod(self, header: RequestHeader, body: memoryview) -> Answer:
-        mode = wire.U32X2.unpack_from(body)[0]
-        if mode >> 12 not in (0, 0o10):
-            raise refusal(errno.EPERM, "a store has only files and directories")
-        name, _ = _text(body, 16)
-        node, handle = self.tree.make_file(self._node(header.node), name, mode & 0o777, flags=0o300)
-        self.files.release(handle)
-        return self._entry(node)
-
-    def _mkdir(self, header: RequestHeader, body: memoryview) -> Answer:
-        mode, umask = wire.U32X2.unpack_from(body)
-        name, _ = _text(body, 8)
-        return self._entry(self.tree.make_directory(self._node(header.node), name, mode & ~umask & 0o777))
-
-    def _unlink(self, header: RequestHeader, body: memoryview) -> Answer:
-        self.tree.remove_file(self._node(header.node), _text(body)[0])
-        return b""
-
-    def _rmdir(self, header: RequestHeader, body: memoryview) -> Answer:
-        self.tree.remove_directory(self._node(header.node), _text(body)[0])
-        return b""
-
-    def _rename(self, header: RequestHeader, body: memoryview) -> Answer:
-        return self._rename_names(header, wire.U64.unpack_from(body)[0], 0, body[8:])
-
-    def _rename2(self, header: RequestHeader, body: memoryview) -> Answer:
-        parent, flags, _ = wire.RENAME2_IN.unpack_from(body)
-        return self._rename_names(header, parent, flags, body[16:])
-
-    def _rename_names(self, header: RequestHeader, parent: int, flags: int, names: memoryview) -> Answer:
+    def _rename(self, source: int, target: int, flags: int, names: memoryview) -> None:
         name, at = _text(names)
         new_name, _ = _text(names, at)
-        self.tree.rename(self._node(header.node), name, self._node(parent), new_name, flags)
-        return b""
-
-    def _open(self, header: RequestHeader, body: memoryview) -> Answer:
-        return self._opened(self.files.open(self._node(header.node), wire.OPEN_IN.unpack_from(body)[0], header.pid))
-
-    def _create(self, header: RequestHeader, body: memoryview) -> Answer:
-        flags, mode, umask, _ = wire.CREATE_IN.unpack_from(body)
-        name, _ = _text(body, 16)
-        node, handle = self.tree.make_file(self._node(header.node), name, mode & ~umask & 0o777, flags)
-        return self._entry(node) + self._opened(handle)
-
-    def _read(self, header: RequestHeader, body: memoryview) -> Answer:
-        number, offset, size = wire.READ_IN.unpack_from(body)
-        return self.files.read(self.files.handle(number), offset, size)
-
-    def _write(self, header: RequestHeader, body: memoryview) -> Answer:
-        number, offset, size = wire.READ_IN.unpack_from(body)
-        data = body[wire.WRITE_BYTES : wire.WRITE_BYTES + size]
-        return wire.U32X2.pack(self.files.write(self.files.handle(number), offset, data), 0)
-
-    def _flush(self, header: RequestHeader, body: memoryview) -> Answer:
-        self.files.flush(self._handle(body))
-        return b""
-
-    def _fsync(self, header: RequestHeader, body: memoryview) -> Answer:
-        self.files.sync(self._handle(body))
-        return b""
-
-    def _release(self, header: RequestHeader, body: memoryview) -> Answer:
-        self.files.release(self._handle(body))
-        return b""
-
-    def _fallocate(self, header: RequestHeader, body: memoryview) -> Answer:
-        number, offset, length, mode = wire.FALLOCATE_IN.unpack_from(body)
-        self.files.allocate(self.files.handle(number), offset, length, mode)
-        return b""
-
-    def _opendir(self, header: RequestHeader, body: memoryview) -> Answer:
-        node, number = self._node(header.node), self.state.next_handle()
-        self._listings[number] = (node, [])
-        return wire.OPEN_OUT.pack(number, 0, 0)
-
-    def _readdir(self, header: RequestHeader, body: memoryview) -> Answer:
-        return self._page(body, plus=False)
-
-    def _readdirplus(self, header: RequestHeader, body: memoryview) -> Answer:
-        return self._page(body, plus=True)
-
-    def _releasedir(self, header: RequestHeader, body: memoryview) -> Answer:
-        listed = self._listings.pop(wire.U64.unpack_from(body)[0], None)
-        for _, node in listed[1] if listed is not None else ():
-            self.state.nodes.drop(node)
-        return b""
-
-    def _fsyncdir(self, header: RequestHeader, body: memoryview) -> Answer:
-        return b""
+        self.tree.rename(self._node(source), name, self._node(target), new_name, flags)
 
     def _page(self, body: memoryview, *, plus: bool) -> bytes:
         number, offset, size = wire.READ_IN.unpack_from(body)
@@ -255,27 +224,6 @@ class Requests:
                 if one not in unread:
                     self.state.nodes.told(one)
         return data
-
-    def _statfs(self, header: RequestHeader, body: memoryview) -> Answer:
-        return wire.statfs_out(*self._extended.room(), NAME_MAX)
-
-    def _getxattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        size, _ = wire.U32X2.unpack_from(body)
-        return _sized(self._extended.get(self._node(header.node), _text(body, 8)[0]), size)
-
-    def _listxattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        size, _ = wire.U32X2.unpack_from(body)
-        names = self._extended.names(self._node(header.node))
-        return _sized("".join(f"{name}\0" for name in names).encode(), size)
-
-    def _setxattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        size, _ = wire.U32X2.unpack_from(body)
-        name, at = _text(body, 8)
-        self._extended.set(self._node(header.node), name, bytes(body[at : at + size]))
-        return b""
-
-    def _removexattr(self, header: RequestHeader, body: memoryview) -> Answer:
-        raise refusal(errno.EOPNOTSUPP)
 
 
 def name_of(opcode: int) -> str:
