@@ -121,68 +121,61 @@ class FlushEngine:
             TierfsError, TimeoutError: The request failed. The client raises the same error. Any other exception becomes
                 a StoreError at the client.
         """
-        method = getattr(self, f"_do_{do}", None)
-        if method is None:
-            raise InvalidInputError(f"unknown flusher request {do!r}")
         try:
-            work = method(arguments, peer)
+            work = self._work(do, arguments, peer)
         except (KeyError, TypeError) as error:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
         return work() or {}
 
-    # Each method parses its arguments and returns the work as a function. A KeyError or TypeError in the method is the
-    # client's mistake; in the returned function it is ours.
+    def _work(self, do: str, arguments: dict[str, Any], peer: Peer) -> _Work:
+        """Parse the arguments of a request, and return its work.
 
-    def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        options, codecs = arguments.get("options"), arguments.get("codecs")
-        way = None if options is None else Way(str(arguments.get("url")), options, bool(arguments.get("writes")))
-        return lambda: self._flusher.hand_over(way, codecs)
-
-    def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        """A client has sealed a draft."""
-        return self._flusher.nudge
-
-    def _do_wait(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        path = str(arguments.get("path") or "")
-        write_id = bytes.fromhex(arguments["write_id"]) if "write_id" in arguments else None
-        level, timeout_s = Level.parse(arguments["level"]), arguments.get("timeout_s")
-        return lambda: {"known": self._flusher.wait(path, level, timeout_s, write_id=write_id, gone=peer.gone)}
-
-    def _do_status(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        return lambda: {"pid": os.getpid(), **self._flusher.report()}
-
-    def _do_backfill(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        references = _references(arguments)
-        return lambda: self._flusher.persister.backfill(references)
-
-    def _do_ahead(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        references, length = _references(arguments), int(arguments["length"])
-        return lambda: self._flusher.persister.write_ahead(references, length)
-
-    def _do_spill(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        holder, timeout_s, references = str(arguments["holder"]), arguments["timeout_s"], _references(arguments)
-        return lambda: self._flusher.persister.spill(holder, references, timeout_s)
-
-    def _do_unhold(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        nvme, holder = self._flusher.nvme, str(arguments["holder"])
-        return (lambda: None) if nvme is None else (lambda: nvme.drop_hold(holder))
-
-    def _do_evict(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        nvme, names = self._flusher.nvme, arguments.get("names")
-        wanted = None if names is None else [bytes.fromhex(name) for name in names]
-        return lambda: {"bytes": 0 if nvme is None else nvme.evict(wanted)}
-
-    def _do_quarantine(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        name, length = bytes.fromhex(arguments["name"]), int(arguments["length"])
-        return lambda: self._flusher.persister.look_after(name, length)
-
-    def _do_report_damage(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        key = str(arguments["key"])
-        return lambda: self._flusher.report_damage(key)
-
-    def _do_discard(self, arguments: dict[str, Any], peer: Peer) -> _Work:
-        path = str(arguments["path"])
-        return lambda: {"discarded": self._flusher.discard(path)}
+        A KeyError or TypeError here is the client's mistake; in the returned function it is ours.
+        """
+        flusher, nvme = self._flusher, self._flusher.nvme
+        match do:
+            case "hello":
+                options, codecs = arguments.get("options"), arguments.get("codecs")
+                way = (
+                    None if options is None else Way(str(arguments.get("url")), options, bool(arguments.get("writes")))
+                )
+                return lambda: flusher.hand_over(way, codecs)
+            case "draft":  # a client has sealed one
+                return flusher.nudge
+            case "wait":
+                where = str(arguments.get("path") or "")
+                write_id = bytes.fromhex(arguments["write_id"]) if "write_id" in arguments else None
+                level, limit_s = Level.parse(arguments["level"]), arguments.get("timeout_s")
+                return lambda: {"known": flusher.wait(where, level, limit_s, write_id=write_id, gone=peer.gone)}
+            case "status":
+                return lambda: {"pid": os.getpid(), **flusher.report()}
+            case "backfill":
+                references = _references(arguments)
+                return lambda: flusher.persister.backfill(references)
+            case "ahead":
+                references, length = _references(arguments), int(arguments["length"])
+                return lambda: flusher.persister.write_ahead(references, length)
+            case "spill":
+                holder, timeout_s, references = str(arguments["holder"]), arguments["timeout_s"], _references(arguments)
+                return lambda: flusher.persister.spill(holder, references, timeout_s)
+            case "unhold":
+                holder = str(arguments["holder"])
+                return (lambda: None) if nvme is None else (lambda: nvme.drop_hold(holder))
+            case "evict":
+                names = arguments.get("names")
+                wanted = None if names is None else [bytes.fromhex(name) for name in names]
+                return lambda: {"bytes": 0 if nvme is None else nvme.evict(wanted)}
+            case "quarantine":
+                name, length = bytes.fromhex(arguments["name"]), int(arguments["length"])
+                return lambda: flusher.persister.look_after(name, length)
+            case "report_damage":
+                key = str(arguments["key"])
+                return lambda: flusher.report_damage(key)
+            case "discard":
+                path = str(arguments["path"])
+                return lambda: {"discarded": flusher.discard(path)}
+            case _:
+                raise InvalidInputError(f"unknown flusher request {do!r}")
 
 
 def _references(arguments: dict[str, Any]) -> list[SlotRef]:
