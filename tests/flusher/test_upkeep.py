@@ -12,7 +12,7 @@ from tierfs.cli.commands.status import table
 from tierfs.clock import ManualClock
 from tierfs.digest import DigestKind
 from tierfs.errors import StoreError
-from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
+from tierfs.flusher.upkeep import Upkeep
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.store import Store, delete, save, status
@@ -43,14 +43,8 @@ class SkewedClock:
 
 
 def make(store, **policy):
-    upkeep = Upkeep(lambda: store, UpkeepPolicy(**policy), turn_s=1)
+    upkeep = Upkeep(lambda: store, **policy, turn_s=1)
     return upkeep, upkeep.counters
-
-
-def test_upkeep_is_off_by_default():
-    assert UpkeepPolicy().is_off
-    assert not UpkeepPolicy(gc_every_s=1).is_off
-    assert not UpkeepPolicy(scrub_bandwidth=1).is_off
 
 
 def test_gc_runs_when_nobody_has_for_so_long(store):
@@ -163,7 +157,7 @@ def test_it_goes_on_after_an_error_and_ends_when_it_is_told_to(store, caplog, er
     def connect():
         raise error
 
-    upkeep = Upkeep(connect, UpkeepPolicy(gc_every_s=1), turn_s=0.01)
+    upkeep = Upkeep(connect, gc_every_s=1, turn_s=0.01)
     counts = upkeep.counters
     upkeep.start()
     ends = time.monotonic() + 5

@@ -5,35 +5,25 @@ This module and its imports do not load the object tier, because a flusher answe
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tierfs.errors import InvalidInputError
-from tierfs.flusher.access import Way
+from tierfs.clock import Clock, SystemClock
+from tierfs.errors import CapacityError, InvalidInputError, StoreError
+from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.flusher import Flusher
 from tierfs.flusher.server import Peer
-from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
-from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import SlotRef
-
-if TYPE_CHECKING:
-    from tierfs.store.store import Store
-
-
-import logging
-import random
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from tierfs.clock import Clock, SystemClock
-from tierfs.errors import CapacityError, StoreError
-from tierfs.flusher.access import Connect
+from tierfs.flusher.upkeep import Upkeep
 from tierfs.host.events import Faults, no_faults
 from tierfs.host.host import Host
 from tierfs.host.nvme.head import BUDGET_BYTES_MIN, read_budget
 from tierfs.host.nvme.tier import NvmeTier, has_tier, is_needed
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.record import SlotRef
 from tierfs.host.slab.budget import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 
@@ -63,9 +53,9 @@ class FlushEngine:
         assert self._started is not None, "not started"
         return self._started
 
-    def keep_up(self, open_store: Callable[[], Store], policy: UpkeepPolicy) -> None:
-        """Also collect garbage and scrub in the background. Call this before `start`."""
-        self._upkeep = Upkeep(open_store, policy)
+    def keep_up(self, upkeep: Upkeep) -> None:
+        """Also collect garbage and scrub in the background. Call this before `start`, which starts the upkeep."""
+        self._upkeep = upkeep
 
     def start(self) -> None:
         """Build the flusher and start it. The caller holds the lock of the store's flusher.

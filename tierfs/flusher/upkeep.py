@@ -9,7 +9,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierfs.errors import ConflictError, TierfsError
@@ -28,29 +27,13 @@ STOP_S = 30.0
 _logger = logging.getLogger("tierfs.flush")
 
 
-@dataclass(frozen=True, slots=True)
-class UpkeepPolicy:
-    """Which background work to do, and how often.
-
-    Attributes:
-        gc_every_s: Collect garbage this many seconds after the last collection ended; ``None`` for never.
-        scrub_bandwidth: Bytes to verify per second; 0 for no scrubbing.
-    """
-
-    gc_every_s: float | None = None
-    scrub_bandwidth: int = 0
-
-    @property
-    def is_off(self) -> bool:
-        return self.gc_every_s is None and not self.scrub_bandwidth
-
-
 class Upkeep:
-    """One thread that does the background work of a policy.
+    """One thread that collects garbage and scrubs in the background.
 
     Args:
         open_store: Opens the store, without local tiers, when it is first needed.
-        policy: The work to do.
+        gc_every_s: Collect garbage this many seconds after the last collection ended; ``None`` for never.
+        scrub_bandwidth: Bytes to verify per second; 0 for no scrubbing.
         turn_s: Interval between checks for due work, in seconds.
 
     Attributes:
@@ -60,12 +43,14 @@ class Upkeep:
     def __init__(
         self,
         open_store: Callable[[], Store],
-        policy: UpkeepPolicy,
         *,
+        gc_every_s: float | None = None,
+        scrub_bandwidth: int = 0,
         turn_s: float = TURN_S,
     ) -> None:
         self._open_store = open_store
-        self._policy = policy
+        self._gc_every_s = gc_every_s
+        self._scrub_bandwidth = scrub_bandwidth
         self.counters: Counter[str] = Counter()
         self._turn_s = turn_s
         self._ended = threading.Event()
@@ -75,7 +60,7 @@ class Upkeep:
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        return f"Upkeep({self._policy})"
+        return f"Upkeep(gc_every_s={self._gc_every_s}, scrub_bandwidth={self._scrub_bandwidth})"
 
     def start(self) -> None:
         self._thread = start_daemon(self._run, name="upkeep")
@@ -89,9 +74,9 @@ class Upkeep:
     def turn(self) -> None:
         if self._store is None:
             self._store = self._open_store()
-        if self._policy.gc_every_s is not None:
-            self._collect(self._store, self._policy.gc_every_s)
-        if self._policy.scrub_bandwidth:
+        if self._gc_every_s is not None:
+            self._collect(self._store, self._gc_every_s)
+        if self._scrub_bandwidth:
             self._scrub(self._store)
 
     def _run(self) -> None:
@@ -149,7 +134,7 @@ class Upkeep:
 
         options = ScrubOptions(
             max_seconds=self._turn_s,
-            bandwidth=self._policy.scrub_bandwidth,
+            bandwidth=self._scrub_bandwidth,
             concurrency=2,
             min_age_s=SCRUB_AGE_S,
             look_age_s=LOOK_AGE_S,

@@ -288,7 +288,7 @@ def _open_as_told(way: Way, uuid: str, codecs: str, state: Path) -> Store:
 def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     """Build the engine for the writers on this host, with the credentials of this process."""
     from tierfs.flusher.engine import build_engine  # noqa: PLC0415 - only what a command needs
-    from tierfs.flusher.upkeep import UpkeepPolicy  # noqa: PLC0415
+    from tierfs.flusher.upkeep import Upkeep  # noqa: PLC0415
     from tierfs.host.host import Host  # noqa: PLC0415
     from tierfs.host.identity import claim  # noqa: PLC0415
     from tierfs.session.open import open_bare  # noqa: PLC0415
@@ -307,10 +307,11 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     engine = build_engine(
         host, uuid, None, ram_bytes=ram, nvme_bytes=nvme, bandwidth=settings.bandwidth, publisher=publisher
     )
-    every, bandwidth = arguments.gc_every, parse_size(arguments.scrub_bandwidth or 0)
-    policy = UpkeepPolicy(None if every is None else parse_time(every, "--gc-every"), bandwidth)
-    if not policy.is_off:
-        engine.keep_up(lambda: open_bare(location)[0], policy)
+    gc_every_s = None if arguments.gc_every is None else parse_time(arguments.gc_every, "--gc-every")
+    scrub_bandwidth = parse_size(arguments.scrub_bandwidth or 0)
+    if gc_every_s is not None or scrub_bandwidth:
+        upkeep = Upkeep(lambda: open_bare(location)[0], gc_every_s=gc_every_s, scrub_bandwidth=scrub_bandwidth)
+        engine.keep_up(upkeep)
     if arguments.metrics is not None:
         _serve_metrics(arguments.metrics, location)
     words = "budgets: ram %s, nvme %s"

@@ -376,10 +376,6 @@ def _close_all(connections: set[socket.socket]) -> None:
 _PAUSE_S = 0.02
 
 
-class _NobodyError(Exception):
-    """No flusher runs."""
-
-
 def stop_flusher(directory: Path, version: str, *, timeout_s: float) -> bool:
     """Stop the flusher of one store after the steps in progress, and wait until it has ended. Return whether one ran.
 
@@ -395,8 +391,9 @@ def stop_flusher(directory: Path, version: str, *, timeout_s: float) -> bool:
             return False
         try:
             client.request("stop", timeout_s=timeout_s)
-        except _NobodyError:
-            return True  # the flusher ended meanwhile
+        except StoreError:
+            if client.is_running():
+                raise
     while client.is_running():
         if time.monotonic() >= ends:
             raise TimeoutError(f"the flusher has not ended within {timeout_s:g} s: a step is still under way")
@@ -405,4 +402,4 @@ def stop_flusher(directory: Path, version: str, *, timeout_s: float) -> bool:
 
 
 def _start_none() -> NoReturn:
-    raise _NobodyError
+    raise StoreError("no flusher runs")
