@@ -382,7 +382,7 @@ def test_damaged_copies_in_all_local_tiers_are_repaired_from_the_object_tier(hos
     save(host.store, "a", data)
     wait(host.store, "a", Level.OBJECT, 20)
     evict(host.store, "a", "ram")
-    for name, _ in host.tiers.nvme.chunks_after(b"", 10):
+    for name, _ in host.tiers.nvme.chunks():
         with open(host.tiers.nvme.file_of(name), "r+b") as file:
             at = file.read().find(data[5 * MIB : 5 * MIB + 64])
             if at > 0:

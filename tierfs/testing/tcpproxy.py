@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from types import TracebackType
 from typing import Literal
 
 from tierfs.errors import InvalidInputError
@@ -196,9 +195,7 @@ class TcpFaultProxy:
     def __enter__(self) -> TcpFaultProxy:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ def test_a_reader_finds_what_is_committed_after_it_was_made(directory):
     assert read(reader, 1)
     assert reader.holds(content_of(1)[0])
     assert reader.file_of(content_of(1)[0]).read_bytes()[PAGE_BYTES:].startswith(content_of(1)[1])
-    assert reader.chunks_after(b"", 5) == [(content_of(1)[0], len(content_of(1)[1]))]
+    assert list(reader.chunks()) == [(content_of(1)[0], len(content_of(1)[1]))]
     assert reader.draft("a").data == b"manifest of a"
     assert read(reader, 1)
 
@@ -102,7 +102,7 @@ def test_a_damaged_chunk_is_an_error_that_the_caller_reports(tier, directory):
     reader = NvmeReader(directory)
     with pytest.raises(CorruptionError):
         read(reader, 1)
-    assert reader.chunks_after(b"", 5) == [(content_of(1)[0], 7000 - 4096)]
+    assert list(reader.chunks()) == [(content_of(1)[0], 7000 - 4096)]
 
 
 def test_a_damaged_batch_may_hold_the_last_change_of_any_file(tier, directory):

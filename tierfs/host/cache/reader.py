@@ -50,19 +50,10 @@ class ChunkReader:
         Returns:
             The tier, ``"ram"`` or ``"nvme"``; None if neither has a good copy.
         """
-        for tier, attempt in (("ram", self._read_ram), ("nvme", self._read_nvme)):
-            for last in (False, True):
-                try:
-                    if attempt(name, raw_length, parts):
-                        self._counters[f"{tier}_read_bytes"] += sum(len(out) for _, out in parts)
-                        return tier
-                    break
-                except NotFoundError:
-                    continue  # its segment was closed while it was being read
-                except (CorruptionError, FormatError) as error:
-                    # The first time, the slot or extent may have been reused during the read.
-                    if last:
-                        self._quarantine(tier, name, raw_length, error)
+        for tier in ("ram", "nvme"):
+            if self._read(tier, name, raw_length, parts) == "":
+                self._counters[f"{tier}_read_bytes"] += sum(len(out) for _, out in parts)
+                return tier
         return None
 
     def copy(self, name: bytes, raw_length: int, out: memoryview) -> list[bytes] | None:
@@ -91,19 +82,22 @@ class ChunkReader:
         Returns:
             The error message; "" if the copy is intact, None if there is no copy any more.
         """
+        with buffers().lend(raw_length) as out:
+            return self._read(tier, name, raw_length, [(0, out)])
+
+    def _read(self, tier: str, name: bytes, raw_length: int, parts: Sequence[Part]) -> str | None:
+        """Read from one tier. Return as `check_copy`."""
         attempt = self._read_ram if tier == "ram" else self._read_nvme
-        problem: Exception | None = None
-        for _ in range(2):  # the first time, the slot or extent may have been reused
+        for last in (False, True):  # the first time, the slot or extent may have been reused
             try:
-                with buffers().lend(raw_length) as out:
-                    return "" if attempt(name, raw_length, [(0, out)]) else None
+                return "" if attempt(name, raw_length, parts) else None
             except NotFoundError:  # noqa: PERF203 - twice at most
-                return None
+                continue  # its segment was closed while it was being read
             except (CorruptionError, FormatError) as error:
-                problem = error
-        assert problem is not None
-        self._quarantine(tier, name, raw_length, problem)
-        return str(problem)
+                if last:
+                    self._quarantine(tier, name, raw_length, error)
+                    return str(error)
+        return None
 
     def holds(self, name: bytes, tier: str) -> bool:
         """Return whether ``"ram"`` or ``"nvme"`` seems to have a chunk. In the ram tier this counts as a use."""

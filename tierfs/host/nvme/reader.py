@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from tierfs.buffers import PAGE_BYTES
@@ -91,13 +92,25 @@ class NvmeReader:
             return None
         return None if page is None else page.meta
 
-    def chunks_after(self, name: bytes, limit: int) -> list[tuple[bytes, int]]:
-        """Return up to ``limit`` names and lengths of chunks whose names come after ``name``, sorted by name.
+    def chunks(self) -> Iterator[tuple[bytes, int]]:
+        """Yield names and lengths of the chunks, sorted by name.
 
         The length of a damaged file is what its size says, so that a reader finds the damage.
         """
-        found = sorted(each for each in self._chunks() if each > name)[:limit]
-        return [(each, length) for each in found if (length := self._length(each)) is not None]
+        try:
+            files = entries_of(self._files.directory)
+        except TierfsError as error:
+            self._note("unreadable", error)
+            return
+        for name in sorted(name for file in files if (name := name_of(file.name)) is not None):
+            try:
+                page = self._files.page(name)
+                if page is not None:
+                    yield name, page.length
+            except CorruptionError:  # noqa: PERF203 - of one file
+                yield name, max(0, os.stat(self._files.path(name)).st_size - PAGE_BYTES)
+            except TierfsError as error:
+                self._note("unreadable", error)
 
     def draft(self, path: str) -> StoredDraft | None:
         """Return the newest pending or damaged draft of a file. If it is damaged, do not show an older file instead.
@@ -135,24 +148,6 @@ class NvmeReader:
         counts = (head.chunks, len(drafts) - conflicts, conflicts, head.damaged, 0)
         sizes = (head.budget_bytes, head.used_bytes, head.dirty_bytes, clean)
         return NvmeUsage(*sizes, *counts, durable, dict(self.fallbacks))
-
-    def _chunks(self) -> list[bytes]:
-        try:
-            files = entries_of(self._files.directory)
-        except TierfsError as error:
-            self._note("unreadable", error)
-            return []
-        return [name for file in files if (name := name_of(file.name)) is not None]
-
-    def _length(self, name: bytes) -> int | None:
-        try:
-            page = self._files.page(name)
-        except CorruptionError:
-            return max(0, os.stat(self._files.path(name)).st_size - PAGE_BYTES)
-        except TierfsError as error:
-            self._note("unreadable", error)
-            return None
-        return None if page is None else page.length
 
     def _note(self, reason: str, error: Exception) -> None:
         if not self.fallbacks[reason]:

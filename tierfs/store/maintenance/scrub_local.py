@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from tierfs.store.read.fetch import fetch
 from tierfs.store.read.lookup import find_chunk
 from tierfs.store.store import Store
 
-BATCH = 64
 _logger = logging.getLogger("tierfs.scrub")
 
 
@@ -90,50 +89,41 @@ def scrub_local(
     place = tiers.nvme.directory / f"scrub-{tier}.json"
     report, clock = LocalReport(tier), store.clock
     begun, pace = clock.monotonic(), Pace(clock, bandwidth)
-    first = after = _read_place(place)
-    is_second_lap = not first
-    while True:
-        batch = list(_chunks_after(tiers, tier, after))
-        if is_second_lap and first:
-            batch = [item for item in batch if item[0] <= first]
-        for name, length in batch:
-            if max_seconds is not None and clock.monotonic() - begun >= max_seconds:
-                break
-            pace.take(length)
-            problem = tiers.reader.check_copy(tier, name, length)
-            if problem is not None:
-                report.chunks += 1
-                report.bytes += length
-                progress(length)
-            if problem:
-                report.damage.append(LocalDamage(name[1:].hex(), problem, _is_elsewhere(store, name, length)))
-            after = name
-        else:
-            if batch:
-                continue
-            if is_second_lap:
-                report.is_whole_round = True
-                after = b""
-                break
-            after, is_second_lap = b"", True
-            continue
-        break
+    after = _read_place(place)
+    for name, length in _copies(tiers, tier, after):
+        if max_seconds is not None and clock.monotonic() - begun >= max_seconds:
+            break
+        pace.take(length)
+        problem = tiers.reader.check_copy(tier, name, length)
+        if problem is not None:
+            report.chunks += 1
+            report.bytes += length
+            progress(length)
+        if problem:
+            report.damage.append(LocalDamage(name[1:].hex(), problem, _is_elsewhere(store, name, length)))
+        after = name
+    else:
+        report.is_whole_round, after = True, b""
     _write_place(place, after)
     report.seconds = clock.monotonic() - begun
     return report
 
 
-def _chunks_after(tiers: Tiers, tier: str, after: bytes) -> Iterator[tuple[bytes, int]]:
-    if tier == "nvme":
-        yield from tiers.nvme.chunks_after(after, BATCH)
-        return
-    found = {
-        slot.name: slot.length
-        for segment in tiers.ram.segments()
-        for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES)
-        if slot.name > after and not slot.hidden
-    }
-    yield from sorted(found.items())[:BATCH]
+def _copies(tiers: Tiers, tier: str, place: bytes) -> Iterator[tuple[bytes, int]]:
+    """Yield name and length of every copy: those after ``place``, then the others."""
+    copies: Iterable[tuple[bytes, int]] = tiers.nvme.chunks()
+    if tier == "ram":
+        slots = (
+            each for segment in tiers.ram.segments() for each in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES)
+        )
+        copies = sorted({slot.name: slot.length for slot in slots if not slot.hidden}.items())
+    before = []
+    for each in copies:
+        if each[0] > place:
+            yield each
+        else:
+            before.append(each)
+    yield from before
 
 
 def _is_elsewhere(store: Store, name: bytes, length: int) -> bool:

@@ -27,8 +27,6 @@ from tierfs.store.read.lookup import check_head, find_chunk
 from tierfs.store.store import Store
 from tierfs.threads import processors
 
-_CODECS = frozenset(Codec)
-
 
 def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: bool = False) -> None:
     """Copy verified parts of one chunk into memory, from the nearest tier that has them.
@@ -229,11 +227,10 @@ class _ObjectRead:
         info = self._store.objects.get(self._key, [(0, stored)])
         envelope = check_head(stored, self._row, info.size, self._place)
         found = self._encoded_blocks(envelope, stored, info)
-        bases = _Bases(self._store, envelope, targets.blocks, self._place, self._depth, self._lend)
-        needed = {index: bases.of(index) for index in targets.blocks}
+        bases = self._bases(envelope)
 
         def decode(index: int) -> None:
-            self._decode(envelope, index, found[index], needed[index])
+            self._decode(envelope, index, found[index], bases.get(index))  # the decoder refuses a missing base
 
         with processors().turn():
             # Copying raw blocks takes less time than starting a thread.
@@ -259,6 +256,44 @@ class _ObjectRead:
         self._store.objects.get(self._key, [(ends[index], found[index]) for index in blocks], version=info.version)
         return found
 
+    def _bases(self, envelope: Envelope) -> dict[int, memoryview]:
+        """Fetch what the wanted blocks are encoded against, by their numbers."""
+        wanted, place = self._targets.blocks, self._place
+        factor = sum(base.length for base in envelope.bases) // envelope.raw_length
+        codecs = {codec for codec in Codec if codec.base_factor == factor != 0}
+        blocks = [index for index in wanted if envelope.blocks[index].codec in codecs]
+        if not blocks:
+            return {}
+        chain_max = self._store.descriptor.chain_max
+        if self._depth > chain_max:
+            raise FormatError(
+                f"{place}: needs a chain of more than {chain_max + 1} chunks, each encoded against the next", path=place
+            )
+        size, length = BLOCK_BYTES * factor, envelope.raw_length * factor
+        runs = [(run.start * size, min(run.stop * size, length)) for run in runs_of(blocks)]
+        start = runs[0][0]
+        memory = self._lend(runs[-1][1] - start)
+        # All wanted parts of one base in one call, because a request costs more than a part.
+        parts: dict[Row, list[Part]] = {}
+        at = 0
+        for base in envelope.bases:
+            row = Row(base.name, base.raw_length, base.stored_length)
+            for begin, end in runs:
+                low, high = max(begin, at), min(end, at + base.length)
+                if low < high:
+                    parts.setdefault(row, []).append((base.offset + low - at, memory[low - start : high - start]))
+            at += base.length
+        # A reader of a whole chunk probably reads the neighbouring chunks next, which need the rest of the same bases.
+        share = EXACT_SHARE if len(wanted) < len(envelope.blocks) else ANY_SHARE
+        where = f"{place}, which is encoded against"
+        try:
+            for row, pieces in parts.items():
+                _fetch_nearest(self._store, row, pieces, where, share=share, depth=self._depth + 1)
+        except CorruptionError as error:
+            error.block = None  # it is the number of a block of the base
+            raise
+        return {index: memory[index * size - start :][:size] for index in blocks}
+
     def _decode(self, envelope: Envelope, index: int, encoded: memoryview, base: memoryview | None) -> None:
         """Decode a block into its target, and verify it."""
         decode_block(envelope.blocks[index].codec, encoded, self._targets.view(index), base, self._place)
@@ -272,81 +307,3 @@ class _ObjectRead:
                 tier="object",
                 block=index,
             )
-
-
-class _Bases:
-    """The bases of a chunk's blocks. They are fetched when the first block needs one, for the wanted blocks only.
-
-    Args:
-        blocks: Numbers of the blocks to decode, in order.
-        depth: See `fetch_object`.
-        lend: Lends memory for as long as the bases are needed.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        envelope: Envelope,
-        blocks: Sequence[int],
-        place: str,
-        depth: int,
-        lend: Callable[[int], memoryview],
-    ) -> None:
-        self._store = store
-        self._envelope = envelope
-        self._place = place
-        self._depth = depth
-        self._lend = lend
-        self._factor = sum(base.length for base in envelope.bases) // envelope.raw_length
-        self._blocks = [index for index in blocks if self._needs(envelope.blocks[index].codec)]
-        self._start = self._blocks[0] * BLOCK_BYTES * self._factor if self._blocks else 0
-        # A reader of a whole chunk probably reads the neighbouring chunks next, which need the rest of the same bases.
-        self._share = EXACT_SHARE if len(blocks) < len(envelope.blocks) else ANY_SHARE
-        self._bytes: memoryview | None = None
-
-    def of(self, index: int) -> memoryview | None:
-        """Return the base of block ``index``, or None if it has none."""
-        if index not in self._blocks:
-            return None  # the decoder refuses a missing base
-        if self._bytes is None:
-            self._bytes = self._load()
-        begin = index * BLOCK_BYTES * self._factor - self._start
-        return self._bytes[begin : begin + BLOCK_BYTES * self._factor]
-
-    def _needs(self, codec: int) -> bool:
-        return codec in _CODECS and Codec(codec).base_factor == self._factor != 0
-
-    def _load(self) -> memoryview:
-        if self._depth > self._store.descriptor.chain_max:
-            raise FormatError(
-                f"{self._place}: needs a chain of more than {self._store.descriptor.chain_max + 1} chunks, "
-                "each encoded against the next",
-                path=self._place,
-            )
-        runs = [
-            (
-                run.start * BLOCK_BYTES * self._factor,
-                min(run.stop * BLOCK_BYTES, self._envelope.raw_length) * self._factor,
-            )
-            for run in runs_of(self._blocks)
-        ]
-        needed = self._lend(runs[-1][1] - self._start)
-        # All wanted parts of one base in one call, because a request costs more than a part.
-        parts: dict[Row, list[Part]] = {}
-        at = 0
-        for base in self._envelope.bases:
-            row = Row(base.name, base.raw_length, base.stored_length)
-            for begin, end in runs:
-                low, high = max(begin, at), min(end, at + base.length)
-                if low < high:
-                    out = needed[low - self._start : high - self._start]
-                    parts.setdefault(row, []).append((base.offset + low - at, out))
-            at += base.length
-        where = f"{self._place}, which is encoded against"
-        try:
-            for row, wanted in parts.items():
-                _fetch_nearest(self._store, row, wanted, where, share=self._share, depth=self._depth + 1)
-        except CorruptionError as error:
-            error.block = None  # it is the number of a block of the base
-            raise
-        return needed
