@@ -113,12 +113,7 @@ class Report:
                 for row in self.rows
             ],
             "checkpoints": [
-                {
-                    "name": one.name,
-                    "logical_bytes": one.logical_bytes,
-                    "blocked_s": one.blocked_s,
-                    "level": one.level,
-                }
+                {"name": one.name, "logical_bytes": one.logical_bytes, "blocked_s": one.blocked_s, "level": one.level}
                 for one in self.checkpoints
             ],
             "totals": {

@@ -78,13 +78,7 @@ class Service:
     """
 
     def __init__(
-        self,
-        engine: FlushEngine,
-        directory: Path,
-        *,
-        version: str,
-        linger_s: float,
-        clock: Clock | None = None,
+        self, engine: FlushEngine, directory: Path, *, version: str, linger_s: float, clock: Clock | None = None
     ) -> None:
         self._engine = engine
         self._directory = directory

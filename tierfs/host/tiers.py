@@ -79,14 +79,7 @@ class Tiers:
         stored_level = Level.LOCAL if gives_local else Level.STAGED
         self.drafts = PendingDrafts(ram, nvme, counters, stored_level=stored_level)
         self.reader = ChunkReader(ram, nvme, flusher, counters)
-        self.writer = SlabWriter(
-            ram,
-            flusher,
-            counters,
-            kind=kind,
-            clock=clock,
-            ended=self._ended,
-        )
+        self.writer = SlabWriter(ram, flusher, counters, kind=kind, clock=clock, ended=self._ended)
         self.cache = ChunkCache(
             ram,
             self.reader,

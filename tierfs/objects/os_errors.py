@@ -6,14 +6,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from tierfs.errors import (
-    AlreadyExistsError,
-    CapacityError,
-    NotFoundError,
-    ReadOnlyError,
-    StoreError,
-    TierfsError,
-)
+from tierfs.errors import AlreadyExistsError, CapacityError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.gc_pause import untied
 
 _TRANSIENT = frozenset({

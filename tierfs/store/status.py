@@ -20,14 +20,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.host.host import SMALL_SHM
 from tierfs.host.pending.levels import Level
 from tierfs.host.segment_folder import unused_folders
-from tierfs.objects import (
-    LimitedObjects,
-    MeasuredObjects,
-    ObjectTier,
-    PromisedObjects,
-    RetryingObjects,
-    WrappedObjects,
-)
+from tierfs.objects import LimitedObjects, MeasuredObjects, ObjectTier, PromisedObjects, RetryingObjects, WrappedObjects
 from tierfs.store.local_changes import tiers_below
 from tierfs.store.store import Store
 from tierfs.urls_as_paths import misplaced

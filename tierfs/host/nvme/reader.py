@@ -17,14 +17,7 @@ from tierfs.buffers import PAGE_BYTES
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CorruptionError, TierfsError
 from tierfs.host.filesystems import entries_of, filesystem_of, is_durable
-from tierfs.host.nvme.batch import (
-    BatchDraft,
-    StoredDraft,
-    done_in,
-    list_batches,
-    load_draft,
-    read_batch,
-)
+from tierfs.host.nvme.batch import BatchDraft, StoredDraft, done_in, list_batches, load_draft, read_batch
 from tierfs.host.nvme.chunk_file import ChunkFiles
 from tierfs.host.nvme.chunks import name_of
 from tierfs.host.nvme.head import CHUNKS, DRAFTS, TIER, NvmeUsage, TierHead, read_head

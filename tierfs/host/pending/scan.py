@@ -44,14 +44,7 @@ class PendingDrafts:
         stored_level: The level of a draft in the nvme tier.
     """
 
-    def __init__(
-        self,
-        ram: RamTier,
-        nvme: NvmeReader,
-        counters: Counters,
-        *,
-        stored_level: Level,
-    ) -> None:
+    def __init__(self, ram: RamTier, nvme: NvmeReader, counters: Counters, *, stored_level: Level) -> None:
         self.stored_level = stored_level
         self._ram = ram
         self._nvme = nvme

@@ -121,11 +121,7 @@ class FlusherClient:
         return is_flusher_running(self._directory)
 
     def request(
-        self,
-        do: str,
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, do: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """Send a request to the flusher, and wait for its answer.
 

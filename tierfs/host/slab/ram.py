@@ -85,12 +85,7 @@ class RamTier:
         self._length_max = max(min(Layout.for_size(budget_bytes).data_bytes, segment_bytes_max), 0)
         self._ram_budget = RamBudget(host)
         self._pool = SegmentPool(
-            host,
-            self.store,
-            self._ram_budget,
-            budget_bytes=budget_bytes,
-            data_bytes_max=segment_bytes_max,
-            clock=clock,
+            host, self.store, self._ram_budget, budget_bytes=budget_bytes, data_bytes_max=segment_bytes_max, clock=clock
         )
         pool = self._pool  # no reference to this object, so that it is closed as soon as it is unused
         self._peers = PeerSegments(self._ram_budget, self.store, lambda: pool.own)

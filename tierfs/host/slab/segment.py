@@ -47,10 +47,7 @@ VIEWS_MAX = 3
 _U32 = 0xFFFFFFFF
 _NOBODY = 0
 
-_MARKS = {
-    SlotState.SEALED: {SlotState.CLEAN, SlotState.CONFLICT},
-    SlotState.CONFLICT: {SlotState.CLEAN},
-}
+_MARKS = {SlotState.SEALED: {SlotState.CLEAN, SlotState.CONFLICT}, SlotState.CONFLICT: {SlotState.CLEAN}}
 _logger = logging.getLogger("tierfs.local")
 
 

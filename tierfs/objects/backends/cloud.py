@@ -16,13 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tierfs.buffers import block_buffers
 from tierfs.digest import BLOCK_BYTES, Buffer
-from tierfs.errors import (
-    AlreadyExistsError,
-    ConflictError,
-    InvalidInputError,
-    NotFoundError,
-    StoreError,
-)
+from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError, StoreError
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.backends.shared_session import SharedSession, plain
 from tierfs.objects.backends.spans import RequestRange, spans_of, taking_from

@@ -22,14 +22,7 @@ import fsspec.asyn
 from tierfs.buffers import buffers
 from tierfs.clock import Clock, SystemClock
 from tierfs.digest import Buffer
-from tierfs.errors import (
-    AlreadyExistsError,
-    CorruptionError,
-    InvalidInputError,
-    NotFoundError,
-    StoreError,
-    TierfsError,
-)
+from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects._stripes import locked
 from tierfs.objects.backends.shared_session import plain

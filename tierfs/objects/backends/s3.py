@@ -121,11 +121,7 @@ def connect(options: Mapping[str, object]) -> S3Session:
         keys = (
             {}
             if fs.anon
-            else {
-                "aws_access_key_id": fs.key,
-                "aws_secret_access_key": fs.secret,
-                "aws_session_token": fs.token,
-            }
+            else {"aws_access_key_id": fs.key, "aws_secret_access_key": fs.secret, "aws_session_token": fs.token}
         )
         config = fs._prepare_config_kwargs() | ({"signature_version": UNSIGNED} if fs.anon else {})
         session = botocore.session.Session(**fs.kwargs)

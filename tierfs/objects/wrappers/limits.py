@@ -37,13 +37,7 @@ class LimitedObjects(WrappedObjects):
         throttled: How often the endpoint asked for fewer requests.
     """
 
-    def __init__(
-        self,
-        inner: ObjectTier,
-        *,
-        concurrency: int = 32,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, inner: ObjectTier, *, concurrency: int = 32, clock: Clock | None = None) -> None:
         if concurrency < 1:
             raise InvalidInputError("concurrency must be at least 1")
         super().__init__(inner)

@@ -110,10 +110,7 @@ def block_places(envelope: Envelope) -> Iterator[tuple[int, int]]:
 
 
 def bad_blocks(
-    envelope: Envelope,
-    stored: memoryview,
-    base: Callable[[int], memoryview | None],
-    where: str,
+    envelope: Envelope, stored: memoryview, base: Callable[[int], memoryview | None], where: str
 ) -> Iterator[tuple[int, CorruptionError | FormatError]]:
     """Decode every block of a chunk object, and yield the index of each bad block with its error.
 

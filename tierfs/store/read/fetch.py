@@ -152,13 +152,7 @@ class _ObjectRead:
     """One read of a chunk object: see `fetch_object`. ``lend`` lends memory for the duration of the read."""
 
     def __init__(
-        self,
-        store: Store,
-        row: Row,
-        parts: Sequence[Part],
-        place: str,
-        depth: int,
-        lend: Callable[[int], memoryview],
+        self, store: Store, row: Row, parts: Sequence[Part], place: str, depth: int, lend: Callable[[int], memoryview]
     ) -> None:
         self._store = store
         self._row = row

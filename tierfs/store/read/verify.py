@@ -155,11 +155,7 @@ def verify(
 
 
 def verify_chunks(
-    store: Store,
-    jobs: Sequence[ChunkJob],
-    *,
-    pace: Pace,
-    progress: Callable[[int], object] = lambda _: None,
+    store: Store, jobs: Sequence[ChunkJob], *, pace: Pace, progress: Callable[[int], object] = lambda _: None
 ) -> list[Damage]:
     """Read and check chunks of a store without local tiers. Return the problems of those that cannot be read."""
 

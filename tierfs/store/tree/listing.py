@@ -204,11 +204,7 @@ def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
 
 
 def _living(
-    store: Store,
-    path: str,
-    pending: Mapping[str, Manifest | None],
-    recorded: Sequence[str],
-    foreign: Sequence[str],
+    store: Store, path: str, pending: Mapping[str, Manifest | None], recorded: Sequence[str], foreign: Sequence[str]
 ) -> set[str]:
     """Return the directories right below ``path`` that are not empty.
 

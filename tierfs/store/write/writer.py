@@ -13,13 +13,7 @@ from collections.abc import Mapping, Sequence
 from tierfs.digest import CHUNK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, ReadOnlyError, StoreError
 from tierfs.format.header import Kind
-from tierfs.format.manifest import (
-    INLINE_BYTES_MAX,
-    Manifest,
-    Row,
-    content_digest,
-    inline_digest,
-)
+from tierfs.format.manifest import INLINE_BYTES_MAX, Manifest, Row, content_digest, inline_digest
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 from tierfs.store.encode.codecs import Pressure

@@ -19,12 +19,7 @@ from tierfs.objects.checksums import put_idempotent, read_decoded
 from tierfs.objects.protocol import CREATE, ObjectInfo, objects_below
 from tierfs.store.maintenance.gc.mark import Marked, Part, mark
 from tierfs.store.maintenance.gc.report import GcOptions, GcReport, Tally
-from tierfs.store.maintenance.gc.sweep import (
-    CondemnedLists,
-    list_prefixes,
-    read_lists,
-    sort_prefix,
-)
+from tierfs.store.maintenance.gc.sweep import CondemnedLists, list_prefixes, read_lists, sort_prefix
 from tierfs.store.maintenance.gc_turn import MARGIN_NS, SECOND_NS, Turn, epoch_of, read_collector
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
