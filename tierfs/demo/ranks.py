@@ -63,9 +63,6 @@ class RankGroup:
         self._selector = selectors.DefaultSelector()
         self._directory = tempfile.TemporaryDirectory(prefix="tierfs-demo-ranks-")
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, world_size={self._world_size}, timeout_s={self._timeout_s})"
-
     def __enter__(self) -> RankGroup:
         self._deadline = time.monotonic() + self._timeout_s
         try:

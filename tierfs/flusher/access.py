@@ -61,9 +61,6 @@ class Access:
         self._publisher: StorePublisher | None = None
         self._codecs: str | None = None
 
-    def __repr__(self) -> str:
-        return f"Access(is_known={self.is_known}, is_refused={self._is_refused})"
-
     @property
     def is_known(self) -> bool:
         """Whether there is any access to the object tier."""

@@ -45,9 +45,6 @@ class FlushEngine:
         self._upkeep: Upkeep | None = None
         self._started: Flusher | None = None
 
-    def __repr__(self) -> str:
-        return f"FlushEngine({self._started!r})"
-
     @property
     def _flusher(self) -> Flusher:
         assert self._started is not None, "not started"

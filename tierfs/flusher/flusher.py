@@ -101,9 +101,6 @@ class Flusher:
         self._threads: list[threading.Thread] = []
         self._opens_ahead = False
 
-    def __repr__(self) -> str:
-        return f"Flusher({len(self._state.entries)} pending, ram={self.ram!r}, nvme={self.nvme!r})"
-
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

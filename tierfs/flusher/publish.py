@@ -55,9 +55,6 @@ class StorePublisher:
         self._codecs: Codecs | None = None
         self._opened: _OpenedStore | None = None
 
-    def __repr__(self) -> str:
-        return f"StorePublisher({None if self._opened is None else self._opened.store!r})"
-
     def open(self) -> None:
         """Load the client of the object tier and open the store, so that the first request need not."""
         self._open()

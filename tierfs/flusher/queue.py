@@ -435,9 +435,6 @@ class ClosingOrder:
     def __init__(self) -> None:
         self._below: dict[str, list[Turn]] = {}
 
-    def __repr__(self) -> str:
-        return f"ClosingOrder({len(self._below.get('', []))} pending)"
-
     def add(self, path: str, turn: Turn) -> None:
         for directory in _ancestors(path):
             bisect.insort(self._below.setdefault(directory, []), turn)

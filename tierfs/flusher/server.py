@@ -94,9 +94,6 @@ class Service:
         self._served = 0
         renew_in_children(self)
 
-    def __repr__(self) -> str:
-        return f"Service({str(self._directory)!r}, {len(self._connections)}/{CONNECTIONS_MAX} connections)"
-
     def stop(self) -> None:
         """Make `run` return soon. Any thread or a signal handler may call this."""
         self._is_stopping = True

@@ -59,9 +59,6 @@ class Upkeep:
         self._gc_ended_s = self._looked_s = float("-inf")  # by this host's monotonic clock
         self._thread: threading.Thread | None = None
 
-    def __repr__(self) -> str:
-        return f"Upkeep(gc_every_s={self._gc_every_s}, scrub_bandwidth={self._scrub_bandwidth})"
-
     def start(self) -> None:
         self._thread = start_daemon(self._run, name="upkeep")
 

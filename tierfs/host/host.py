@@ -72,9 +72,6 @@ class ExclusiveLock:
         self._fd: int | None = None
         self._held = False
 
-    def __repr__(self) -> str:
-        return f"ExclusiveLock({str(self.path)!r}, held={self._held})"
-
     def __del__(self) -> None:
         # At interpreter exit `_guard` may be None already; then the kernel releases the lock.
         if self._fd is not None and _guard is not None:
@@ -190,9 +187,6 @@ class Host:
         self.fallback = self.directory / FALLBACK
         if folder.why_not is not None:
             _logger.warning("%s (%s)", SMALL_SHM, folder.why_not)
-
-    def __repr__(self) -> str:
-        return f"Host({str(self.directory)!r}, segments={str(self.segments)!r})"
 
     @property
     def folders(self) -> tuple[Path, ...]:

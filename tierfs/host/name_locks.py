@@ -42,9 +42,6 @@ class NameLocks:
         self._passed_by = 0
         renew_in_children(self)
 
-    def __repr__(self) -> str:
-        return f"NameLocks({str(self._path)!r}, {len(self._busy)} under way, {self._passed_by} not waited for)"
-
     @contextlib.contextmanager
     def single_flight(self, name: bytes) -> Iterator[None]:
         """Hold the name of a chunk while it is fetched, but wait at most `PATIENCE_S` for it.

@@ -74,9 +74,6 @@ class SegmentFolder:
                 raise refused(error, directory / NAMING_FILE, "cannot be used", tier="ram") from error
             raise
 
-    def __repr__(self) -> str:
-        return f"SegmentFolder({str(self.path)!r})"
-
     def close(self) -> None:
         """Release the locks, unless a forked child has them too."""
         while self._locks:

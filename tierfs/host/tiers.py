@@ -92,9 +92,6 @@ class Tiers:
             shares_reads=shares_reads,
         )
 
-    def __repr__(self) -> str:
-        return f"Tiers(ram={self.ram!r}, nvme={self.nvme!r})"
-
     def wait(self, path: str, level: Level, timeout_s: float | None = None, *, write_id: bytes | None = None) -> None:
         """Wait until the pending changes at or below ``path``, or the one of ``write_id``, have reached ``level``.
 

@@ -55,9 +55,6 @@ class Commits:
         self._store = store
         self._announced = AnnouncedSaves(store)
 
-    def __repr__(self) -> str:
-        return f"Commits({self._store.url!r})"
-
     def begin(self, path: str, save_id: str, *, overwrite: bool = True) -> tuple[SaveMark, bool]:
         """Look once at the target of a new save, and choose the save's mark.
 

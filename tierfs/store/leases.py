@@ -99,9 +99,6 @@ class LeaseCache:
         self._is_in_doubt = False
         _opened.add(self)
 
-    def __repr__(self) -> str:
-        return f"LeaseCache({len(self._rows)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned lists)"
-
     def ensure(self) -> int:
         """Renew the lease unless more than half of it is left. Forget what was learned in a lease that ran out.
 

@@ -126,9 +126,6 @@ class KnownStores:
         self._directory = directory / "known"
         self._through = through
 
-    def __repr__(self) -> str:
-        return f"KnownStores({str(self._directory)!r})"
-
     def remember(self, url: str, descriptor: Descriptor, places: Sequence[str]) -> None:
         """Keep the descriptor of the store at a root, and its places: see `ObjectTier.places`.
 

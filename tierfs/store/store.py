@@ -240,9 +240,6 @@ class RecordCache:
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, tuple[Version, Record, int]] = OrderedDict()
 
-    def __repr__(self) -> str:
-        return f"RecordCache({len(self._entries)} records, {self._bytes}/{self.bytes_max} bytes)"
-
     def status(self) -> dict[str, int]:
         """Return the number of records, their estimated bytes, and the budget."""
         with self._lock:

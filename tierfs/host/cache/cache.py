@@ -62,9 +62,6 @@ class ChunkCache:
         self._fetching = NameLocks(ram.host.store_directory(ram.store) / "fetch.lock")
         self._backfill = Backfill(self.backfill)
 
-    def __repr__(self) -> str:
-        return f"ChunkCache({self._ram!r}, keeps_reads={self.keeps_reads}, {self._backfill!r}, {self._fetching!r})"
-
     def read_through(
         self,
         name: bytes,
@@ -195,9 +192,6 @@ class Backfill:
         self._lock = threading.Lock()
         self._queue: deque[Slot] = deque(maxlen=QUEUE_MAX)
         self._running = False
-
-    def __repr__(self) -> str:
-        return f"Backfill({len(self._queue)}/{QUEUE_MAX} queued, failures={self.failures})"
 
     def add(self, slot: Slot) -> None:
         with self._lock:

@@ -36,9 +36,6 @@ class ChunkReader:
         self._flusher = flusher
         self._counters = counters
 
-    def __repr__(self) -> str:
-        return f"ChunkReader({self._ram!r}, {self._nvme!r})"
-
     def read(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> str | None:
         """Copy verified bytes of a chunk into ``parts``, from the nearest local tier that has them.
 

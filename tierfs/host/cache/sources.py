@@ -53,9 +53,6 @@ class ChunkSources:
         self._slots = slots
         self._counters = counters
 
-    def __repr__(self) -> str:
-        return f"ChunkSources({self._ram!r}, {self._nvme!r}, {len(self._slots)} slots)"
-
     def read(self, row: Row, start: int, out: memoryview) -> bool:
         """Copy bytes of a chunk from ``start`` on, unverified. Return whether a tier had them."""
         return any(copy(start, out) for copy in self._copies(row))

@@ -97,9 +97,6 @@ class ChunkFiles:
         self.fallbacks: Counter[str] = Counter()
         self._direct = True
 
-    def __repr__(self) -> str:
-        return f"ChunkFiles({str(self.directory)!r}, direct={self._direct})"
-
     def path(self, name: bytes) -> Path:
         return self.directory / name.hex()
 

@@ -48,9 +48,6 @@ class NvmeReader:
         self.fallbacks = self._files.fallbacks
         self._drafts = _DraftIndex(directory)
 
-    def __repr__(self) -> str:
-        return f"NvmeReader({str(self.directory)!r}, fallbacks={dict(self.fallbacks)})"
-
     def holds(self, name: bytes) -> bool:
         """Return whether the tier seems to have a chunk."""
         return self._files.holds(name)

@@ -122,9 +122,6 @@ class NvmeTier:
         self._report_damaged()
         self._change()
 
-    def __repr__(self) -> str:
-        return f"NvmeTier({str(self.directory)!r}, used={self._chunks.used_bytes}/{self._budget_bytes})"
-
     def has(self, name: bytes) -> bool:
         """Return whether the tier has a copy of the chunk that is not known to be damaged."""
         return self._chunks.has(name)

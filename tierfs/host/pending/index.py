@@ -33,9 +33,6 @@ class DecodedDrafts:
         self._lock = threading.Lock()
         self._decoded: dict[_Key, Draft] = {}
 
-    def __repr__(self) -> str:
-        return f"DecodedDrafts({len(self._decoded)}/{DECODED_MAX})"
-
     def in_slot(self, slot: Slot) -> Draft | None:
         """Return the draft in a slot.
 
@@ -111,9 +108,6 @@ class StagedIndex:
         self._places: dict[str, set[tuple[str, int]]] = {}  # by path: segment ids and slot indexes
         self._sorted: list[str] = []  # the paths, sorted
         self._damaged: set[tuple[str, int]] = set()
-
-    def __repr__(self) -> str:
-        return f"StagedIndex({len(self._places)} paths)"
 
     def newest(self, path: str) -> tuple[Draft | None, bool]:
         """Return the newest draft of a path, and whether a draft that cannot be decoded may be newer."""

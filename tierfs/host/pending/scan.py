@@ -52,9 +52,6 @@ class PendingDrafts:
         self._by_path = StagedIndex(ram, self._decoded)
         self._boot = boot_id()
 
-    def __repr__(self) -> str:
-        return f"PendingDrafts({self._ram!r}, {self._nvme!r}, {self._decoded!r})"
-
     def pending(self, path: str) -> Pending | None:
         """Return the newest draft of ``path``, or None.
 

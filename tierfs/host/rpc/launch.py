@@ -40,9 +40,6 @@ class Launched:
         self._status = 0
         self._is_waited_for = False
 
-    def __repr__(self) -> str:
-        return f"Launched(pid={self.pid}, log={str(self.log)!r})"
-
     def status(self) -> int | None:
         """Return None while it runs, then its exit status; -N if signal N ended it, 0 if the status is unknown."""
         if not self._is_waited_for:

@@ -71,9 +71,6 @@ class RamBudget:
         self.directory = self.folders[0]
         make_private(self.directory)
 
-    def __repr__(self) -> str:
-        return f"RamBudget({str(self.directory)!r})"
-
     def files(self) -> list[SegmentFile]:
         """Return all files that count, sorted by name."""
         found = []

@@ -49,9 +49,6 @@ class PeerSegments:
         self._passed_over: dict[tuple[str, int], Exception] = {}
         self._seen_ns: list[int] = []
 
-    def __repr__(self) -> str:
-        return f"PeerSegments({len(self._files)} segments)"
-
     def segments(self) -> list[Segment]:
         """Return all of them. Lists the folders if one changed."""
         with self._lock:

@@ -77,9 +77,6 @@ class SegmentPool:
         self._growing = threading.Lock()
         self._evicting = threading.Lock()
 
-    def __repr__(self) -> str:
-        return f"SegmentPool({len(self.own)} segments, waits={self.waits}, evicted={self.evicted_bytes} bytes)"
-
     def take(
         self,
         kind: SlotKind,

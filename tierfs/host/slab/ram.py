@@ -90,10 +90,6 @@ class RamTier:
         pool = self._pool  # no reference to this object, so that it is closed as soon as it is unused
         self._peers = PeerSegments(self._ram_budget, self.store, lambda: pool.own)
 
-    def __repr__(self) -> str:
-        budget = format_bytes(self.budget_bytes)
-        return f"RamTier({str(self._ram_budget.directory)!r}, store={self.store}, budget={budget}, {self._pool!r})"
-
     @property
     def holds_chunks(self) -> bool:
         """Whether the budget suffices for files of any length: for a whole chunk and something small."""

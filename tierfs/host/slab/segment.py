@@ -129,9 +129,6 @@ class Segment:
         self._shed_at = -1
         renew_in_children(self)
 
-    def __repr__(self) -> str:
-        return f"Segment({str(self.path)!r}, size={self.size}, slots={self.header.layout.slots}, owned={self.owned})"
-
     @classmethod
     def make(cls, reservation: Reservation, *, threads: int | None = None) -> Segment:
         """Make a segment of a reserved file. The caller then calls `Reservation.finish`.

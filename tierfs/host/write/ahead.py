@@ -47,9 +47,6 @@ class Ahead:
         self._waiting_bytes = self._all_bytes = 0
         self._is_telling = self._is_over = False
 
-    def __repr__(self) -> str:
-        return f"Ahead({self._all_bytes} bytes sealed, {self._waiting_bytes} not told of)"
-
     def add(self, slot: Slot) -> None:
         """Add a chunk that was sealed."""
         with self._lock:

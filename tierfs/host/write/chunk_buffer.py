@@ -25,9 +25,6 @@ class ChunkBuffer:
         self._kind = kind
         self._digests: list[bytes] = []
 
-    def __repr__(self) -> str:
-        return f"ChunkBuffer({self.filled}/{len(self.view)} bytes)"
-
     @property
     def room(self) -> int:
         """Bytes that still fit."""

@@ -77,9 +77,6 @@ class SlabWriter:
         self._has_told = False
         self._silent_until = float("-inf")
 
-    def __repr__(self) -> str:
-        return f"SlabWriter({self._ram!r})"
-
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     def begin_chunk(self, length: int | None = None, *, timeout_s: float | None) -> ChunkBuffer:

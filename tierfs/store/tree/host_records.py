@@ -68,9 +68,6 @@ class HostRecords:
         self.failures = 0
         atexit.register(self.flush)
 
-    def __repr__(self) -> str:
-        return f"HostRecords({str(self._path)!r}, failures={self.failures})"
-
     def add(self, key: str, version: Version, data: bytes, seen_ns: int | None = None) -> None:
         """Keep the record of this version of a key. Of one longer than RECORD_BYTES_MAX, keep the version only.
 
