@@ -15,7 +15,7 @@ from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
 from tierfs.store.chunks import SendPlan, send_chunk
 from tierfs.store.commit import PART, Commits
-from tierfs.store.encode.codecs import Codecs, Pressure
+from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
 from tierfs.store.encode.tensors import NO_CONTEXT, ChunkContext
 from tierfs.store.read.lookup import find_chunk
@@ -27,7 +27,6 @@ from tierfs.store.tree.references import is_root
 from tierfs.store.write.preconditions import ensure_chunks_durable
 
 if TYPE_CHECKING:
-    from tierfs.clock import Pace
     from tierfs.host.cache.sources import ChunkSources
 
 _logger = logging.getLogger("tierfs.store")
@@ -81,32 +80,10 @@ class StorePublisher:
         return plan
 
     def put_chunk(
-        self,
-        raw: memoryview,
-        digests: Sequence[bytes],
-        context: ChunkContext | None = None,
-        *,
-        rows: Sequence[Row | None] = (),
-        local: ChunkSources | None = None,
-        pace: Pace | None = None,
-        pressure: Pressure = "none",
+        self, raw: memoryview, digests: Sequence[bytes], context: ChunkContext | None = None, **plan: Any
     ) -> tuple[Row, bool]:
-        """Ensure that the object tier holds a chunk. Return its row, and whether its bytes were sent.
-
-        Args:
-            raw: The chunk: 1 byte to 16 MiB. Borrowed, and overwritten.
-            digests: The digests of its blocks.
-            context: The encoding context, if known.
-            rows: See `SendPlan`, as for ``local`` and ``pace``.
-            local: See there.
-            pace: See there.
-            pressure: See there.
-
-        Raises:
-            StoreError, CapacityError, ReadOnlyError: The object tier failed.
-        """
-        plan = SendPlan(context or NO_CONTEXT, rows, local, pace, pressure)
-        return send_chunk(self._open().store, raw, digests, plan, raw)
+        """Do the work of `send_chunk`. ``raw`` is borrowed, and overwritten. ``plan`` has the parts of a `SendPlan`."""
+        return send_chunk(self._open().store, raw, digests, SendPlan(context or NO_CONTEXT, **plan), raw)
 
     def find_chunk(self, row: Row) -> Row:
         """Return the row of a chunk that no local tier holds, because it was published before.
