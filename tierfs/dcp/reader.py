@@ -29,7 +29,7 @@ from tierfs.format.keys import inside
 from tierfs.gc_pause import Uncollected, planning
 from tierfs.session import parse_url
 from tierfs.store import Store, stat
-from tierfs.store.announced_saves import Waiting
+from tierfs.store.announced_saves import AnnouncedSaves, Waiting
 from tierfs.store.commit import Commits
 from tierfs.store.offline import ask_briefly
 
@@ -167,11 +167,10 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
 
     def _commit(self, store: Store, directory: str) -> list[Waiting]:
         """Publish an announced save whose last file has arrived, and return the saves that have to wait."""
-        commits = Commits(store)
         try:
-            if store.tiers is not None and not ask_briefly(store, lambda: commits.is_any(directory)):
+            if store.tiers is not None and not ask_briefly(store, lambda: AnnouncedSaves(store).is_any(directory)):
                 return []
-            return commits.advance(directory)
+            return Commits(store).advance(directory)
         except TierfsError as error:
             # The published checkpoint can still be loaded, for example from this host's tiers.
             _logger.warning(

@@ -23,7 +23,7 @@ from tierfs.store.read_back import is_sound, replaced_chunks
 from tierfs.store.status import request_metrics
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
-from tierfs.store.tree.references import is_root
+from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.preconditions import ensure_chunks_durable
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class StorePublisher:
         keyframes.note(draft, plan, rows)
         directory = draft.path.rpartition("/")[0]
         if isinstance(draft.record, Manifest) and is_root(draft.path):
-            commits.note_published(directory)
+            write_references(store, directory)
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             _commit(store, commits, directory)
 

@@ -210,6 +210,14 @@ class ObjectTier(Protocol):
         Raises:
             StoreError, ReadOnlyError: The request failed.
         """
+        found: list[ObjectInfo] = []
+        for item in self.list(prefix, delimiter=True):
+            if isinstance(item, Prefix):
+                if item.key > after or after.startswith(item.key):
+                    found += self.list_after(item.key, after)
+            elif item.key > after:
+                found.append(item)
+        return found
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, whatever their version. Keys without an object are ignored.
@@ -231,18 +239,6 @@ class ObjectTier(Protocol):
 def objects_below(objects: ObjectTier, prefix: str) -> Iterator[ObjectInfo]:
     """List every object whose key starts with ``prefix``, without a delimiter. Raises as `ObjectTier.list`."""
     return (item for item in objects.list(prefix) if isinstance(item, ObjectInfo))
-
-
-def walk_after(objects: ObjectTier, prefix: str, after: str) -> list[ObjectInfo]:
-    """Implement `ObjectTier.list_after` for a tier of directories: list those that may hold later keys."""
-    found: list[ObjectInfo] = []
-    for item in objects.list(prefix, delimiter=True):
-        if isinstance(item, Prefix):
-            if item.key > after or after.startswith(item.key):
-                found += walk_after(objects, item.key, after)
-        elif item.key > after:
-            found.append(item)
-    return found
 
 
 def check_version(key: str, found: Version | None, wanted: Version | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
@@ -214,14 +214,6 @@ class Commits:
             path=path,
         )
 
-    def is_any(self, directory: str) -> bool:
-        """Return whether a save to this directory is announced. Takes one request.
-
-        Raises:
-            StoreError, ReadOnlyError: The object tier failed.
-        """
-        return self._announced.is_any(directory)
-
     def advance(self, directory: str) -> list[Waiting]:
         """Publish the newest complete save of a directory, and delete the announcements of earlier saves.
 
@@ -257,16 +249,8 @@ class Commits:
                 continue
             self._announced.forget(found)
             root = self._root(directory)
-            self.note_published(directory)
+            write_references(self._store, directory)
         return waiting
-
-    def note_published(self, directory: str, names: Iterable[str] | None = None) -> None:
-        """Write the reference list of a checkpoint whose metadata is in the object tier now.
-
-        ``names`` are all files in the directory, if this process wrote them into a new one. Then nothing is
-        looked up.
-        """
-        write_references(self._store, directory, names)
 
     def overtake(self, path: str, record: Manifest, rows: Sequence[Row]) -> bool:
         """Decide between two saves, after another write of the metadata was published first.

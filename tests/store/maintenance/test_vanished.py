@@ -28,7 +28,7 @@ def checkpoint(store, directory, *shards, sequence=1):
         part(store, f"{directory}/shard-{number}", number)
     document = json.dumps({"files": {f"shard-{number}": {"length": 1} for number in shards}}).encode()
     Commits(store).publish(f"{directory}/{ROOT}", document, SaveMark(sequence, "ab"))
-    Commits(store).note_published(directory)
+    write_references(store, directory)
 
 
 @pytest.fixture

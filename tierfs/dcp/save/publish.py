@@ -20,7 +20,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of, wait
 from tierfs.store.commit import Commits
 from tierfs.store.tree.records import observe
-from tierfs.store.tree.references import is_root
+from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.staging import is_staged
 
 
@@ -88,7 +88,7 @@ def publish_checkpoint(
     leaves_to_flusher = is_staged(store, save.metadata_path, store.ack)
     commits.publish(save.metadata_path, document, mark, is_new=save.is_new)
     if is_root(save.metadata_path) and not leaves_to_flusher:
-        commits.note_published(path, [*files, ROOT] if save.is_new and files else None)
+        write_references(store, path, [*files, ROOT] if save.is_new and files else None)
     return mark
 
 

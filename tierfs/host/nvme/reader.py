@@ -32,6 +32,7 @@ class NvmeReader:
 
     Look-ups of chunks treat a tier that is missing or cannot be read as empty. Each such case is counted, and logged
     once per reason. Treating drafts like that could return an old file, so look-ups of drafts raise an error.
+    They first apply the changes since the previous one.
 
     Args:
         directory: The store's directory. The tier need not exist.
@@ -46,7 +47,14 @@ class NvmeReader:
         self._clock = clock or SystemClock()
         self._files = ChunkFiles(directory / TIER / CHUNKS)
         self.fallbacks = self._files.fallbacks
-        self._drafts = _DraftIndex(directory)
+        self._drafts = directory / TIER / DRAFTS
+        self._lock = threading.Lock()
+        self._seen: int | None = None  # the number of changes that are applied
+        self._batches: dict[str, list[BatchDraft]] = {}  # by file name, all drafts
+        self._left: dict[str, set[int]] = {}  # by file name, the places of drafts that are not done
+        self._conflicts: set[int] = set()
+        self._by_path: dict[str, dict[int, BatchDraft]] = {}  # by path, then by seq
+        self._paths: list[str] = []  # sorted
 
     def holds(self, name: bytes) -> bool:
         """Return whether the tier seems to have a chunk."""
@@ -109,7 +117,17 @@ class NvmeReader:
             FormatError: Another version of tierfs wrote the drafts.
             StoreError: The drafts cannot be read now.
         """
-        return self._drafts.newest(path)
+        with self._lock:
+            while True:
+                self._refresh()
+                found = {**self._by_path.get(path, {}), **self._by_path.get(_UNKNOWN, {})}
+                seqs = found.keys() - self._conflicts
+                if not seqs:
+                    return None
+                stored = self._load(found[max(seqs)])
+                if stored is not None:
+                    return stored
+                self._seen = None  # the draft was done in the meantime
 
     def drafts_below(self, prefix: str, *, conflicts: bool = False) -> list[StoredDraft]:
         """Return the pending and damaged drafts at or below the path ``prefix``, sorted by seq.
@@ -122,13 +140,18 @@ class NvmeReader:
             FormatError: Another version of tierfs wrote the drafts.
             StoreError: The drafts cannot be read now.
         """
-        return self._drafts.below(prefix, conflicts=conflicts)
+        with self._lock:
+            self._refresh()
+            found = [draft for path in self._paths_below(prefix) for draft in self._by_path[path].values()]
+            found = [each for each in found if conflicts or each.seq not in self._conflicts]
+            stored = [self._load(draft) for draft in sorted(found, key=lambda each: each.seq)]
+        return [draft for draft in stored if draft is not None]
 
     def usage(self) -> NvmeUsage:
         """Return the usage as of the last change. ``evicted_bytes`` is 0: only the writer knows it."""
         durable = is_durable(filesystem_of(self.directory))
         try:
-            head, drafts = read_head(self.directory / TIER), self._drafts.all()
+            head, drafts = read_head(self.directory / TIER), self._all_drafts()
         except TierfsError as error:
             self._note("unreadable", error)
             head, drafts = None, []
@@ -144,49 +167,14 @@ class NvmeReader:
             _logger.warning("%s: the nvme tier is not read: %s", self.directory, error)
         self.fallbacks[reason] += 1
 
-
-class _DraftIndex:
-    """The drafts of a tier by path. A look-up first applies the changes since the previous one. Thread-safe."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory / TIER / DRAFTS
-        self._lock = threading.Lock()
-        self._seen: int | None = None  # the number of changes that are applied
-        self._batches: dict[str, list[BatchDraft]] = {}  # by file name, all drafts
-        self._left: dict[str, set[int]] = {}  # by file name, the places of drafts that are not done
-        self._conflicts: set[int] = set()
-        self._by_path: dict[str, dict[int, BatchDraft]] = {}  # by path, then by seq
-        self._paths: list[str] = []  # sorted
-
-    def newest(self, path: str) -> StoredDraft | None:
-        with self._lock:
-            while True:
-                self._refresh()
-                found = {**self._by_path.get(path, {}), **self._by_path.get(_UNKNOWN, {})}
-                seqs = found.keys() - self._conflicts
-                if not seqs:
-                    return None
-                stored = self._load(found[max(seqs)])
-                if stored is not None:
-                    return stored
-                self._seen = None  # the draft was done in the meantime
-
-    def below(self, prefix: str, *, conflicts: bool) -> list[StoredDraft]:
-        with self._lock:
-            self._refresh()
-            found = [draft for path in self._paths_below(prefix) for draft in self._by_path[path].values()]
-            found = [each for each in found if conflicts or each.seq not in self._conflicts]
-            stored = [self._load(draft) for draft in sorted(found, key=lambda each: each.seq)]
-        return [draft for draft in stored if draft is not None]
-
-    def all(self) -> list[tuple[BatchDraft, bool]]:
+    def _all_drafts(self) -> list[tuple[BatchDraft, bool]]:
         """Return all drafts, and whether each is kept as a conflict."""
         with self._lock:
             self._refresh()
             return [(draft, seq in self._conflicts) for some in self._by_path.values() for seq, draft in some.items()]
 
     def _load(self, draft: BatchDraft) -> StoredDraft | None:
-        return load_draft(self._directory, draft, is_conflict=draft.seq in self._conflicts)
+        return load_draft(self._drafts, draft, is_conflict=draft.seq in self._conflicts)
 
     def _paths_below(self, prefix: str) -> list[str]:
         if not prefix:
@@ -198,11 +186,11 @@ class _DraftIndex:
 
     def _refresh(self) -> None:
         """Apply all changes. The caller holds the lock."""
-        head = read_head(self._directory.parent)
+        head = read_head(self._drafts.parent)
         if head is not None and head.changes == self._seen:
             return
         self._seen = None  # in case of an error
-        files, self._conflicts = list_batches(self._directory)
+        files, self._conflicts = list_batches(self._drafts)
         for file in self._batches.keys() - files.keys():
             self._remove(file, set(self._left[file]))
             del self._batches[file], self._left[file]
@@ -213,12 +201,12 @@ class _DraftIndex:
     def _apply(self, file: str) -> None:
         """Read a batch that is new, or the states of a known one."""
         known = self._batches.get(file)
-        drafts = read_batch(self._directory, file) if known is None else known
+        drafts = read_batch(self._drafts, file) if known is None else known
         if known is not None and len(drafts) == 1:
             return  # a draft that is alone in its batch ends with the file
         if not drafts:
             return  # all are done since the directory was listed
-        done = done_in(self._directory, file, len(drafts)) if drafts[0].place >= 0 else set()
+        done = done_in(self._drafts, file, len(drafts)) if drafts[0].place >= 0 else set()
         if done is None:
             return
         if known is None:

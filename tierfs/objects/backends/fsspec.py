@@ -45,7 +45,6 @@ from tierfs.objects.protocol import (
     check_end,
     check_limit,
     check_version,
-    walk_after,
 )
 
 # Filesystems that are a flat set of keys: they need no directories, a put is atomic, and `find` is one listing. On all
@@ -207,9 +206,6 @@ class FsspecObjects(ObjectTier):
                     yield Prefix(f"{key}/")
                 else:
                     waiting.append(f"{key}/")
-
-    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`. Sends one request after another."""

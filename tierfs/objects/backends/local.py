@@ -48,7 +48,6 @@ from tierfs.objects.protocol import (
     check_end,
     check_limit,
     check_version,
-    walk_after,
 )
 
 DIRECTORY = "directory:"
@@ -223,9 +222,6 @@ class LocalObjects(ObjectTier):
                 raise
             # Not a directory of tierfs, for example lost+found at the root of a disk.
             _logger.warning("%s cannot be listed and is skipped: permission denied", self._name(directory))
-
-    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`. Each directory is flushed once, after all its objects are deleted."""

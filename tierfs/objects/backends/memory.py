@@ -35,7 +35,6 @@ from tierfs.objects.protocol import (
     check_end,
     check_limit,
     check_version,
-    walk_after,
 )
 
 _CAPABILITIES = Capabilities(
@@ -139,9 +138,6 @@ class MemoryObjects(ObjectTier):
                     found.append(_info(prefix + rest, file))
         found.extend(Prefix(key) for key in folded)
         return iter(found)
-
-    def list_after(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        return walk_after(self, prefix, after)
 
     def delete(self, keys: Iterable[str]) -> None:
         with _lock:
