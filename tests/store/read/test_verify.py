@@ -8,7 +8,7 @@ from support.damaging import chunk_of, content, make_store, middle, reopened
 from tierfs.clock import ManualClock, Pace
 from tierfs.format import keys
 from tierfs.store import save, verify
-from tierfs.store.read.verify import VerifyOptions, verify_chunks
+from tierfs.store.read.verify import verify_chunks
 from tierfs.testing import Fault, PlannedFault
 
 KEYS = {
@@ -39,7 +39,7 @@ def test_an_object_that_cannot_be_fetched_is_unread_and_not_damaged(store, which
 
 
 def test_a_sample_reads_all_records_and_a_share_of_the_chunks(store):
-    report = verify(store, options=VerifyOptions(sample=0.5))
+    report = verify(store, sample=0.5)
     assert report.files == 40
     assert 5 < report.chunks < 35
 
@@ -48,7 +48,7 @@ def test_a_bandwidth_is_kept(store):
     clock = store.clock = ManualClock()
     size = sum(item.size for item in store.objects.list(keys.CHUNKS))
     begun = clock.monotonic()
-    verify(store, options=VerifyOptions(bandwidth=size / 10))
+    verify(store, bandwidth=size / 10)
     assert 9 < clock.monotonic() - begun < 11
 
 
@@ -58,7 +58,7 @@ def test_batches_run_on_any_executor(store):
     with ThreadPoolExecutor(2) as executor:
         report = verify(
             store,
-            options=VerifyOptions(workers=2),
+            workers=2,
             executor=executor,
             run_batch=lambda jobs: verify_chunks(reopened(store), jobs, pace=Pace(store.clock, None)),
             progress=seen.append,

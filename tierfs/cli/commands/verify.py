@@ -15,7 +15,7 @@ from tierfs.cli.terminal.progress import Progress, add_progress_argument
 from tierfs.clock import Pace
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
 from tierfs.store import Damage, VerifyReport, verify
-from tierfs.store.read.verify import ChunkJob, VerifyOptions, verify_chunks
+from tierfs.store.read.verify import ChunkJob, verify_chunks
 from tierfs.units import format_bytes, parse_share, parse_size
 
 HELP = "read every byte of a file, a directory or a store back, and list damage"
@@ -55,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         report = verify(
             place.store,
             place.path,
-            VerifyOptions(share, bandwidth, workers),
+            sample=share,
+            bandwidth=bandwidth,
+            workers=workers,
             executor=executor,
             run_batch=None if executor is None else partial(run_verify_batch, arguments.url, each),
             progress=progress.advance,

@@ -62,21 +62,6 @@ class VerifyReport:
             (self.unread if is_unread else self.damage).append(problem)
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """How to verify.
-
-    Attributes:
-        sample: Share of the chunks to read, drawn at random, over 0 and at most 1. All records are read.
-        bandwidth: Bytes of chunks per second at most, for all workers together; None for no limit.
-        workers: How many batches of chunks the executor runs at once.
-    """
-
-    sample: float = 1.0
-    bandwidth: float | None = None
-    workers: int = 1
-
-
 ChunkJob: TypeAlias = tuple[str, Row]
 """A chunk to check, and the path of a file that names it."""
 RunBatch: TypeAlias = Callable[[Sequence[ChunkJob]], "list[Damage]"]
@@ -85,8 +70,10 @@ RunBatch: TypeAlias = Callable[[Sequence[ChunkJob]], "list[Damage]"]
 def verify(
     store: Store,
     path: str = "",
-    options: VerifyOptions | None = None,
     *,
+    sample: float = 1.0,
+    bandwidth: float | None = None,
+    workers: int = 1,
     executor: Executor | None = None,
     run_batch: RunBatch | None = None,
     progress: Callable[[int], object] = lambda _: None,
@@ -98,7 +85,9 @@ def verify(
     Args:
         store: The store.
         path: The file or directory. Empty for the whole store, where stray objects are found, too.
-        options: How to verify.
+        sample: Share of the chunks to read, drawn at random, over 0 and at most 1. All records are read.
+        bandwidth: Bytes of chunks per second at most, for all workers together; None for no limit.
+        workers: How many batches of chunks the executor runs at once.
         executor: Runs batches of chunks. By default threads of this process do.
         run_batch: The function that the executor runs, with the result of `verify_chunks`. In another process it has to
             open the store itself.
@@ -108,15 +97,14 @@ def verify(
         NotFoundError: Nothing is at ``path``.
         StoreError, ReadOnlyError: The object tier cannot be listed.
     """
-    options = options or VerifyOptions()
     report = VerifyReport()
     bare = store.without_local_tiers()
     seen: set[ChunkName] = set()
-    pace = Pace(store.clock, options.bandwidth)
+    pace = Pace(store.clock, bandwidth)
     draw = random.Random(int.from_bytes(store.random_bytes(8), "little"))
 
     def is_drawn() -> bool:
-        return options.sample >= 1 or draw.random() < options.sample
+        return sample >= 1 or draw.random() < sample
 
     def batches() -> Iterator[list[ChunkJob]]:
         jobs: list[ChunkJob] = []
@@ -143,7 +131,7 @@ def verify(
                 progress(size)
             yield jobs
 
-    with Pool(options.workers, executor) as pool:
+    with Pool(workers, executor) as pool:
         for found in pool.map(run_batch or run, counted()):
             report.note(*found)
     _name_others(store, bare, path, report)
