@@ -53,8 +53,8 @@ def test_python_refuses_a_url_as_a_path(tmp_path, monkeypatch, url, call):
 FRAMEWORKS = {
     "transformers": "fs.put",
     "accelerate": "fs.put",
-    "lightning": "ModelCheckpoint(dirpath=URL)",
-    "pytorch_lightning": "ModelCheckpoint(dirpath=URL)",
+    "lightning": "TierCheckpoint(URL)",
+    "pytorch_lightning": "TierCheckpoint(URL)",
     "wandb": "wandb.init(dir=...)",
     "tensorboardX": "torch.utils.tensorboard.SummaryWriter(URL)",
     "safetensors": "safetensors.torch.save(",

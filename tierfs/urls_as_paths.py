@@ -22,7 +22,7 @@ _EVENTS = frozenset({"open", "os.mkdir", "os.listdir", "os.scandir"})
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 _COPY = "a local directory, then `fs, path = fsspec.url_to_fs(URL)` and fs.put(directory, path, recursive=True)"
-_LIGHTNING = "ModelCheckpoint(dirpath=URL) with a strategy that saves one file, or dcp.save(state, checkpoint_id=URL)"
+_LIGHTNING = "tierfs.plugs.lightning: callbacks=[TierCheckpoint(URL)], and its strategy for sharded models"
 _DCP = "torch.distributed.checkpoint"
 # What to use instead, by the package that was called. Its innermost part that is named here counts.
 _WAYS = {

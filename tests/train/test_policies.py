@@ -1,8 +1,6 @@
 """When each policy asks for a save, and which checkpoints it keeps."""
 
 import math
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -102,13 +100,6 @@ def test_the_earliest_deadline_counts(environment, expected):
 def test_a_deadline_that_is_no_number_is_named():
     with pytest.raises(InvalidInputError, match="SLURM_JOB_END_TIME='soon'"):
         deadline_of({"SLURM_JOB_END_TIME": "soon"})
-
-
-def test_a_deadline_that_ray_knows_counts(monkeypatch):
-    info = types.SimpleNamespace(deadline_ms=(NOW_S + 5) * 1000)
-    monkeypatch.setitem(sys.modules, "ray.train", types.SimpleNamespace(get_preemption_info=lambda: info))
-    assert deadline_of({}) == NOW_S + 5
-    assert Deadline().should_stop(1, [], context=context(step_s=1.0, save_s=3.0))
 
 
 def test_without_a_deadline_nothing_is_asked_for():

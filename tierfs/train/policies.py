@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -104,8 +103,8 @@ class Deadline:
     """Saves and stops training at the last step that leaves time for a save and two more steps.
 
     Args:
-        at_s: The end of the job, in seconds since the epoch. ``None`` takes the earliest deadline that Slurm, a
-            capacity block or Ray announces. Without any, this policy does nothing.
+        at_s: The end of the job, in seconds since the epoch. ``None`` takes the earliest deadline that Slurm or a
+            capacity block announces. Without any, this policy does nothing.
     """
 
     at_s: float | None = None
@@ -174,7 +173,7 @@ def deadline_of(environment: Mapping[str, str]) -> float | None:
     """Return the earliest deadline of this job, in seconds since the epoch; ``None`` if none is announced.
 
     Args:
-        environment: Environment variables, of which those in `DEADLINES_S` are read. Ray Train is asked, too.
+        environment: Environment variables, of which those in `DEADLINES_S` are read.
 
     Raises:
         InvalidInputError: The value of a variable is not a number.
@@ -189,17 +188,7 @@ def deadline_of(environment: Mapping[str, str]) -> float | None:
         except ValueError:
             raise InvalidInputError(f"{name}={text!r} is not a time in seconds since the epoch") from None
         found.append(value / 1000 if value >= MILLISECONDS_FROM else value)
-    found += _ray_deadline_s()
     return min(found, default=None)
-
-
-def _ray_deadline_s() -> list[float]:
-    """Return the deadline that Ray Train gives this worker; empty if there is none or Ray does not run it."""
-    train: Any = sys.modules.get("ray.train")
-    ask = getattr(train, "get_preemption_info", None)
-    info = ask() if ask is not None else None
-    deadline_ms = getattr(info, "deadline_ms", None)
-    return [] if deadline_ms is None else [deadline_ms / 1000]
 
 
 def listed(policies: Iterable[Any], name: str) -> list[Any]:

@@ -1,0 +1,205 @@
+"""Lightning with `TierCheckpoint`: a killed training goes on, and ``"last"`` and ``"best"`` find checkpoints by URL."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("lightning", reason="lightning is not installed: docs/how-to/integration-tests.md")
+
+import fsspec
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import ModelParallelStrategy
+from running import trained
+
+import tierfs
+from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, StoreError
+from tierfs.plugs.lightning import FabricModelParallelStrategy, TierCheckpoint, TierCheckpointIO
+
+pytestmark = [pytest.mark.filterwarnings("default")]  # of other packages
+EXAMPLE = Path(__file__).parent / "lightning_trainer.py"
+LAST = 23
+
+
+class Model(BoringModel):
+    def training_step(self, batch, index):
+        out = super().training_step(batch, index)
+        self.log("score", out["loss"])
+        return out
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tierfs.init(f"file://{tmp_path}/store")
+    yield f"tierfs::file://{tmp_path}/store/run"
+    fsspec.url_to_fs(f"tierfs::file://{tmp_path}/store")[0].wait(f"{tmp_path}/store", timeout=60)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("tierfs:")]
+
+
+def trainer(saves, epochs=1, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    batches = {"limit_train_batches": 4, "limit_val_batches": 1, "limit_test_batches": 1}
+    return Trainer("cpu", max_epochs=epochs, callbacks=[saves], **{**quiet, **batches, **options})
+
+
+def names(url):
+    fs, path = fsspec.url_to_fs(url)
+    return sorted(name.rpartition("/")[2] for name in fs.ls(path, detail=False) if name.endswith(".ckpt"))
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+def test_killed_runs_end_like_one_that_was_not(url, tmp_path, strategy):
+    whole, said, _ = trained(tmp_path, EXAMPLE, f"{url}-whole", 2, strategy)
+    assert f"checkpoints go to {url}-whole; a save returns at staged" in said
+    assert sorted(whole) == list(range(LAST + 1)), said
+    first, said, code = trained(tmp_path, EXAMPLE, url, 2, strategy, kill=(6, signal.SIGKILL))
+    assert code == -signal.SIGKILL, said
+    second, said, code = trained(tmp_path, EXAMPLE, url, 2, strategy, kill=(13, signal.SIGTERM))
+    assert min(second) in {4, 8}, said  # two ranks may be a step beyond the one whose line was read
+    assert code == 128 + signal.SIGTERM, said
+    third, said, code = trained(tmp_path, EXAMPLE, url, 1, strategy)
+    assert (min(third), max(third), code) == (max(second) + 1, LAST, 0), said
+    assert {**first, **second, **third} == pytest.approx(whole, rel=1e-5)
+
+
+# -- what a run removes ----------------------------------------------------------------------------------------------
+
+
+def test_top_k_stay_and_the_resumed_file_is_never_removed(url):
+    def saves():
+        return TierCheckpoint(url, monitor="score", save_top_k=2, save_last=True, every_n_epochs=1)
+
+    trainer(saves(), 3).fit(Model())
+    kept = [name for name in names(url) if name != "last.ckpt"]
+    assert len(kept) == 2
+    for name in kept:  # the better ones of four more epochs replace both, but for the resumed one
+        trainer(saves(), 7).fit(Model(), ckpt_path=f"{url}/{name}")
+        assert name in names(url)
+
+
+def test_a_run_removes_nothing_of_another_run(url):
+    trainer(TierCheckpoint(url)).fit(Model())
+    before = names(url)
+    trainer(TierCheckpoint(url), 3).fit(Model())
+    assert set(before) < set(names(url))
+    trainer(TierCheckpoint(f"{url}-other"), 3).fit(Model(), ckpt_path=f"{url}/{before[0]}")
+    assert set(before) < set(names(url))
+
+
+# -- what "last" and "best" find -------------------------------------------------------------------------------------
+
+
+def test_last_is_the_newest_without_save_last(url):
+    trainer(TierCheckpoint(url, every_n_train_steps=3, save_top_k=-1), 2).fit(Model())
+    second = trainer(TierCheckpoint(url), 3)
+    second.fit(Model(), ckpt_path="last")
+    assert second.ckpt_path == f"{url}/epoch=1-step=6.ckpt"
+    assert second.global_step > 6
+
+
+def test_last_of_an_unreadable_store_is_an_error(url, tmp_path, monkeypatch):
+    trainer(TierCheckpoint(url)).fit(Model())
+    fsspec.url_to_fs(url)[0].wait(f"{tmp_path}/store", timeout=60)
+    (name,) = names(url)
+    again = trainer(TierCheckpoint(url), 2)
+    (record,) = (path for path in (tmp_path / "store/.tierfs/tree").rglob("*") if path.name.startswith(name))
+    record.write_bytes(record.read_bytes()[:40])
+    with pytest.raises((CorruptionError, StoreError)):
+        again.fit(Model(), ckpt_path="last")
+    assert again.global_step == 0
+
+
+def test_best_is_found_by_another_process(url):
+    saves = TierCheckpoint(url, monitor="score", save_top_k=1, save_weights_only=True)
+    trainer(saves, 3).fit(Model())
+    other = trainer(TierCheckpoint(url))
+    other.test(Model(), ckpt_path="best")
+    assert other.ckpt_path == saves.best_model_path
+    assert saves.best_model_path.startswith(url)
+    Model.load_from_checkpoint(saves.best_model_path)
+
+
+def test_best_before_any_save_is_lightnings_own_error(url):
+    with pytest.raises(ValueError, match="not configured to save the best model"):
+        trainer(TierCheckpoint(url)).test(Model(), ckpt_path="best")
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_local_paths_and_stock_sharded_strategies_are_refused(url):
+    with pytest.raises(InvalidInputError, match="go to tierfs URLs"):
+        TierCheckpoint("checkpoints")
+    with pytest.raises(InvalidInputError, match="go to tierfs URLs"):
+        TierCheckpointIO().save_checkpoint({}, "checkpoints/last.ckpt")
+    with pytest.raises(InvalidInputError, match="give strategy=TierModelParallelStrategy"):
+        trainer(TierCheckpoint(url), strategy=ModelParallelStrategy(1, 1), devices=1).fit(Model())
+
+
+# -- two runs, Fabric ------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_at_one_url_lose_nothing(url):
+    """Each run's files are whole. A name that both take at once goes to one of them, and the other one hears of it."""
+    errors = []
+
+    def run():
+        try:
+            for at in range(8):
+                TierCheckpointIO(ack="object").save_checkpoint({"at": at, "data": torch.ones(1000)}, f"{url}/last.ckpt")
+        except ConflictError as error:
+            errors.append(error)
+
+    runs = [threading.Thread(target=run) for _ in range(2)]
+    for each in runs:
+        each.start()
+    for each in runs:
+        each.join()
+    assert len(errors) < len(runs)
+    assert TierCheckpointIO().load_checkpoint(f"{url}/last.ckpt")["data"].sum() == 1000
+
+
+def test_fabric_saves_and_loads_one_file(url):
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[TierCheckpointIO(ack="local")])
+    model, path = torch.nn.Linear(3, 3), f"{url}/fabric.ckpt"
+    fabric.save(path, {"model": model, "step": 5})
+    other = {"model": torch.nn.Linear(3, 3), "step": 0}
+    fabric.load(path, other)
+    assert other["step"] == 5
+    assert torch.equal(other["model"].weight, model.weight)
+
+
+def test_fabric_saves_and_loads_sharded_models(url):
+    def parallelize(model, mesh):
+        return torch.distributed.fsdp.fully_shard(model, mesh=mesh["data_parallel"])
+
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricModelParallelStrategy(parallelize, 1, 1))
+    fabric.launch()
+    try:
+        states = []
+        for step in (5, 0):
+            model = fabric.setup_module(torch.nn.Linear(3, 3))
+            optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            states.append({"model": model, "optimizer": optimizer, "step": step})
+        fabric.save(f"{url}/sharded", states[0])
+        assert fabric.load(f"{url}/sharded", states[1]) == {}
+        assert states[1]["step"] == 5
+        for name, value in states[0]["model"].state_dict().items():
+            assert torch.equal(states[1]["model"].state_dict()[name].full_tensor(), value.full_tensor())
+        with pytest.raises(InvalidInputError, match="has no epoch"):
+            fabric.load(f"{url}/sharded", {**states[1], "epoch": 0})
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,336 @@
+"""Lightning 2.6: `TierCheckpoint` saves a run's checkpoints, sharded strategies go through `TierWriter`.
+
+A strategy that gathers the state on rank 0 (one device, DDP) saves one file, which ``torch.load`` and
+``LightningModule.load_from_checkpoint`` read by its URL. A sharded strategy saves a directory of one file per rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric import strategies as fabric
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.errors import ConflictError, InvalidInputError, TierfsError
+from tierfs.format.checkpoint import ROOT
+
+BEST = "best.json"  # in a run's directory: it names the best checkpoint to a later process
+GRACE_S = 30.0  # for the last save after SIGTERM to reach this host's disk
+_COMMIT = f"/{ROOT}"
+
+
+class TierCheckpointIO(CheckpointIO):
+    """Saves a checkpoint as one file in a store. `TierCheckpoint` brings it along; Fabric takes it in ``plugins``.
+
+    Args:
+        ack: The level at which a save returns; ``None`` for the configured one. At ``"staged"`` the file outlives this
+            process, and the flusher brings it to the bucket.
+        **options: Options of the filesystem, such as ``ram="8GiB"`` or ``s3={...}``.
+    """
+
+    def __init__(self, *, ack: str | None = "staged", **options: Any) -> None:
+        self.options = {**options, **({} if ack is None else {"ack": ack})}
+
+    def place(self, url: Any, **options: Any) -> tuple[Any, str]:
+        """Return the filesystem of a URL, and the path there. Raises `InvalidInputError` if it is not one of tierfs."""
+        found: tuple[Any, str] = fsspec.url_to_fs(checked_url(url), **{**self.options, **options})
+        return found
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save what ``torch.save`` takes at a tierfs URL: the file appears whole, or the path keeps its content.
+
+        Raises:
+            InvalidInputError: ``path`` is not a tierfs URL.
+            TierfsError: The file could not be saved.
+        """
+        fs, name = self.place(path, **(storage_options or {}))
+        with fs.open(name, "wb") as file:
+            torch.save(checkpoint, file)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint as ``torch.load`` does, by default into CPU memory. Every byte is verified.
+
+        Raises:
+            NotFoundError: No file is there.
+            CorruptionError: Stored bytes are wrong or missing.
+        """
+        fs, name = self.place(path)
+        with fs.open(name, "rb") as file:
+            loaded: dict[str, Any] = torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, a file or a directory, if it is there."""
+        fs, name = self.place(path)
+        with contextlib.suppress(FileNotFoundError):
+            fs.rm(name, recursive=True)
+
+
+class TierCheckpoint(ModelCheckpoint):
+    """A `ModelCheckpoint` whose directory is in a store. It sets the trainer's ``CheckpointIO`` too.
+
+    ``ckpt_path="last"`` finds the newest complete checkpoint of the directory, and ``ckpt_path="best"`` the best one, in
+    a new process too. The callback removes only checkpoints that it saved, or that the run saved which it resumed. It
+    never removes the one that it resumed from. After SIGTERM all ranks save at the same step, and training ends.
+
+    Args:
+        dirpath: The run's directory, a tierfs URL.
+        ack: As for `TierCheckpointIO`.
+        options: Options of the filesystem.
+        **kwargs: The other arguments of `ModelCheckpoint`.
+    """
+
+    def __init__(
+        self, dirpath: Any, *, ack: str | None = "staged", options: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self._io = TierCheckpointIO(ack=ack, **(options or {}))
+        self._best = ""
+        self._is_fitting = self._is_terminated = False
+        self._own: set[str] = set()
+        super().__init__(checked_url(dirpath).rstrip("/"), **kwargs)
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """Return the URL of the newest complete checkpoint; empty if there is none.
+
+        For a directory, it is the URL of the ``.metadata`` that completes it: Lightning asks for its time.
+        """
+        fs, path = self._io.place(self.dirpath)
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for each in fs.ls(path, detail=True):
+                if not each["name"].endswith(self.FILE_EXTENSION):
+                    continue
+                name = each["name"] + ("" if each["type"] == "file" else _COMMIT)
+                with contextlib.suppress(FileNotFoundError):
+                    found[fs.unstrip_protocol(name)] = fs.modified(name)
+        return {max(found, key=found.__getitem__)} if found else set()
+
+    @property
+    def best_model_path(self) -> str:
+        """The URL of the best checkpoint of this run; before training, that of the last run in the directory."""
+        return self._best or ("" if self._is_fitting else self._stored_best())
+
+    @best_model_path.setter
+    def best_model_path(self, url: str) -> None:
+        self._best = url
+
+    def _stored_best(self) -> str:
+        fs, path = self._io.place(f"{self.dirpath}/{BEST}")
+        try:
+            return str(json.loads(fs.cat_file(path))["best"])
+        except FileNotFoundError:
+            return ""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        strategy, is_sharded = trainer.strategy, isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
+        if is_sharded and not isinstance(strategy, _Sharded):
+            raise InvalidInputError(
+                f"{type(strategy).__name__} saves to local paths alone: give strategy=Tier{type(strategy).__name__}(...) "
+                "of tierfs.plugs.lightning"
+            )
+        if is_sharded:
+            strategy.tier = strategy.checkpoint_io = self._io
+        elif isinstance(strategy.checkpoint_io, TorchCheckpointIO):
+            strategy.checkpoint_io = self._io
+        if stage == "fit":
+            self._is_fitting = True
+            level = self._io.options.get("ack", "the configured level")
+            rank_zero_info(f"tierfs: checkpoints go to {self.dirpath}; a save returns at {level}")
+        super().setup(trainer, pl_module, stage)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Check that all ranks resume from the same checkpoint: hosts may see files that others do not have yet."""
+        mine = str(trainer.ckpt_path), checkpoint.get("global_step")
+        if (first := trainer.strategy.broadcast(mine)) != mine:
+            raise ConflictError(
+                f"rank {trainer.global_rank} resumes from {mine[0]} (step {mine[1]}), but rank 0 from {first[0]} (step "
+                f"{first[1]}): run `tierfs wait {self.dirpath}` on the hosts of the last run, and start again"
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict.get("dirpath") == self.dirpath:
+            self._own |= {*self.best_k_models, self.last_model_path, self._best}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._is_terminated = False
+        # Lightning's handler calls a collective wherever the signal meets a rank. Its teardown resets this one, too.
+        with contextlib.suppress(ValueError):  # not the main thread: Lightning has no handler there, either
+            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_terminated", True))
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        if trainer.strategy.reduce_boolean_decision(self._is_terminated, all=False):
+            raise SIGTERMException(128 + signal.SIGTERM)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if not isinstance(exception, SIGTERMException):
+            super().on_exception(trainer, pl_module, exception)
+            return
+        self.save_on_exception = True
+        super().on_exception(trainer, pl_module, exception)
+        fs, path = self._io.place(self.dirpath)
+        try:
+            fs.wait(path, "local", timeout=GRACE_S)
+        except (TierfsError, TimeoutError) as error:
+            rank_zero_info(f"tierfs: {self.dirpath} did not reach the level local: {error}")
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self._own.add(filepath)
+        if trainer.is_global_zero and self._best:
+            fs, path = self._io.place(f"{self.dirpath}/{BEST}")
+            fs.pipe_file(path, json.dumps({"best": self._best}).encode())
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        resumed = str(trainer.ckpt_path or "").removesuffix(_COMMIT)
+        return previous != current and previous in self._own and not _is_same(previous, resumed)
+
+
+def checked_url(path: Any) -> str:
+    """Return a tierfs URL as text. Raise `InvalidInputError` if it is something else."""
+    url = os.fspath(path)
+    if not url.startswith("tierfs:") or "//" not in url:
+        raise InvalidInputError(
+            f"checkpoints of this plug go to tierfs URLs, not to {url!r}: give dirpath='tierfs::...'"
+        )
+    return str(url)
+
+
+def _is_same(first: str, second: str) -> bool:
+    """Return whether two URLs name the same path, also if one names a store by its name."""
+    if first == second or not second.startswith("tierfs:"):
+        return first == second
+    places = [fsspec.url_to_fs(url) for url in (first, second)]
+    (store, path), (other, other_path) = (fs._locate(name) for fs, name in places)
+    return (store.url, path) == (other.url, other_path)
+
+
+class _Sharded:
+    """A strategy whose checkpoints are directories in a store: one file of each rank, complete or absent."""
+
+    tier = TierCheckpointIO()  # options of saves and loads
+    _writer: TierWriter | None = None
+    broadcast: Any
+    is_global_zero: bool
+
+    def write(self, url: Any, state: dict[str, Any], rest: Any) -> None:
+        """Save sharded values, and the other values of rank 0. A collective."""
+        url = checked_url(self.broadcast(url))
+        if self._writer is None:  # one writer for all saves, which knows what other ranks save
+            self._writer = TierWriter(url, **{"ack": None, **self.tier.options})
+        buffer = io.BytesIO()
+        torch.save(rest if self.is_global_zero else None, buffer)
+        # Any rank may be the one that saves a value which all have.
+        state["rest"] = self.broadcast(buffer.getvalue())
+        dcp.save(state, storage_writer=self._writer, checkpoint_id=url)
+
+    def read(
+        self, url: Any, name: str, module: Any, optimizers: Mapping[str, Any], strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Load a model, saved under a name, and its optimizers. Return the values of rank 0. A collective."""
+        url = checked_url(self.broadcast(url)).removesuffix(_COMMIT)
+        state = {name: get_model_state_dict(module), "rest": b""}
+        state |= {each: get_optimizer_state_dict(module, optimizer) for each, optimizer in optimizers.items()}
+        planner = TierLoadPlanner(allow_partial_load=not strict)
+        dcp.load(state, storage_reader=TierReader(url, **self.tier.options), planner=planner)
+        options = StateDictOptions(strict=strict)
+        set_model_state_dict(module, state[name], options=options)
+        for each, optimizer in optimizers.items():
+            set_optimizer_state_dict(module, optimizer, state[each], options=options)
+        rest: dict[str, Any] = torch.load(io.BytesIO(state["rest"]), weights_only=weights_only)
+        return rest
+
+
+class _TrainerStrategy(_Sharded):
+    model: Any
+    optimizers: Any
+    lightning_module: Any
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return dict(get_model_state_dict(self.model))
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer)))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        state = {"model": checkpoint.pop("state_dict")}
+        state |= {f"optimizer_{at}": each for at, each in enumerate(checkpoint.pop("optimizer_states", ()))}
+        self.write(filepath, state, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        strict = self.lightning_module.strict_loading
+        optimizers = {f"optimizer_{at}": each for at, each in enumerate(self.optimizers)}
+        return self.read(checkpoint_path, "model", self.model, optimizers, strict, weights_only)
+
+
+class _FabricStrategy(_Sharded):
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        if filter is not None:
+            raise InvalidInputError("sharded checkpoints take no filter: leave the values out of the state")
+        model, module, optimizers, rest = _sorted(state)
+        values = {model: get_model_state_dict(module)}
+        values |= {name: get_optimizer_state_dict(module, each) for name, each in optimizers.items()}
+        rest = {name: each.state_dict() if hasattr(each, "state_dict") else each for name, each in rest.items()}
+        self.write(path, values, rest)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        model, module, optimizers, rest = _sorted(state)
+        found = self.read(path, model, module, optimizers, strict, weights_only)
+        if strict and (missing := rest.keys() - found.keys()):
+            raise InvalidInputError(f"{os.fspath(path)} has no {', '.join(sorted(missing))}")
+        state.update((name, found.pop(name)) for name in rest.keys() & found.keys())
+        return found
+
+
+def _sorted(state: Any) -> tuple[str, Any, dict[str, Any], dict[str, Any]]:
+    """Return the model's name, the model, the optimizers and the other values of a state of Fabric."""
+    values = state if isinstance(state, dict) else {}
+    models = [(name, each) for name, each in values.items() if isinstance(each, torch.nn.Module)]
+    if len(models) != 1:
+        raise InvalidInputError(f"the state has {len(models)} models: give a dict with one, {{'model': model, ...}}")
+    optimizers = {name: each for name, each in values.items() if isinstance(each, torch.optim.Optimizer)}
+    rest = {name: each for name, each in values.items() if name != models[0][0] and name not in optimizers}
+    return *models[0], optimizers, rest
+
+
+class TierModelParallelStrategy(_TrainerStrategy, ModelParallelStrategy):
+    """`ModelParallelStrategy` (FSDP2, tensor parallelism) that saves to a store. A load may have other ranks."""
+
+
+class TierFSDPStrategy(_TrainerStrategy, FSDPStrategy):
+    """`FSDPStrategy` that saves to a store."""
+
+
+class FabricModelParallelStrategy(_FabricStrategy, fabric.ModelParallelStrategy):
+    """Fabric's `ModelParallelStrategy` that saves to a store."""
+
+
+class FabricFSDPStrategy(_FabricStrategy, fabric.FSDPStrategy):
+    """Fabric's `FSDPStrategy` that saves to a store."""

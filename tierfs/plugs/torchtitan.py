@@ -1,0 +1,156 @@
+"""torchtitan 0.3: `TierCheckpointManager` saves by policies, and resumes at the newest step that can be loaded."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+from torchtitan.tools.logging import logger
+
+from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.train import Every, Latest, Manager, Preemption
+from tierfs.train.position import generators, reseed, set_generators
+from tierfs.train.run import OWN
+from tierfs.train.state import DictState, Wanted
+from tierfs.train.values import pack, unpack
+
+_InCode = Annotated[Any, tyro.conf.Suppress]  # no option of the command line
+
+
+class TierCheckpointManager(CheckpointManager):
+    """torchtitan's checkpoint manager over `tierfs.train.Manager`.
+
+    A save returns when the state is copied, so ``async_mode`` has no effect. The last save of a run that saves the model
+    alone (``last_save_model_only``) is a light checkpoint, which no resume takes while there is a full one. A folder
+    that has checkpoints of torchtitan's own manager alone is resumed from them. On SIGTERM all ranks save at one step,
+    and the process exits with code 143.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """torchtitan's options, and those of `tierfs.train.Manager`.
+
+        Attributes:
+            ack: The level at which a save is done.
+            grace: The time that a job has after SIGTERM.
+            save: More save policies. In code alone.
+            keep: Policies that keep checkpoints, instead of ``keep_latest_k``. In code alone.
+            options: Other arguments of `tierfs.train.Manager`. In code alone.
+        """
+
+        ack: Literal["staged", "local", "object"] = "staged"
+        grace: str = "30s"
+        save: _InCode = ()
+        keep: _InCode = ()
+        options: _InCode = field(default_factory=dict)
+
+    _manager: Manager | None = None
+
+    def __init__(self, config: Config, *, base_folder: str = "", **parts: Any) -> None:
+        stock: Any = config
+        super().__init__(replace(stock, async_mode="disabled", keep_latest_k=0), base_folder=base_folder, **parts)
+        if not self.enable:
+            return
+        if not self.folder.startswith("tierfs:"):
+            raise InvalidInputError(f"checkpoint.folder is {self.folder!r}: give a tierfs URL")
+        keep = config.keep or ([Latest(config.keep_latest_k)] if config.keep_latest_k else ())
+        policies = [Every(steps=config.interval), Preemption(grace=config.grace), *config.save]
+        self._ack = config.ack
+        self._manager = Manager(self.folder, save=policies, keep=keep, ack=config.ack, **config.options)
+        logger.info("tierfs: checkpoints go to %s; a save is done at the level %s", self.folder, config.ack)
+
+    @property
+    def manager(self) -> Manager:
+        """The manager that saves and loads, for `Manager.pin`, `Manager.best` and the like."""
+        assert self._manager is not None, "a disabled manager saves and loads nothing"
+        return self._manager
+
+    @property
+    def _state(self) -> _States:
+        left_out = {*self.exclude_from_loading, *(name for name, value in self.states.items() if value is None)}
+        return _States({name: value for name, value in self.states.items() if name not in left_out}, self.export_dtype)
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self.load_only:
+            return False
+        if last_step:
+            kind = "light" if self.last_save_model_only else "full"
+            self.manager.save(curr_step, self._state, kind=kind).wait(self._ack)
+            return True
+        saved = self.manager.step(curr_step, self._state)
+        if self.manager.stopping:
+            self.close()
+            raise SystemExit(128 + signal.SIGTERM)
+        if saved is None and curr_step == 1 and self.enable_first_step_checkpoint:
+            saved = self.manager.save(curr_step, self._state)
+        return saved is not None
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        try:
+            restored = self.manager.restore(self._state, step=None if step < 0 else step)
+        except NotFoundError:
+            return bool(super()._load(step))
+        if restored is None:
+            return bool(super()._load(step))
+        for note in restored.notes:
+            logger.warning("%s: %s", self.folder, note)
+        logger.info("tierfs: resumed from step %d of %s (%s)", restored.step, self.folder, restored.level)
+        return True
+
+    def _close(self) -> None:
+        super()._close()
+        if self._manager is not None:
+            self._manager.close()
+
+
+class _States(DictState):
+    """torchtitan's states by name, and the generators of each rank. A light checkpoint has the model as exported."""
+
+    def __init__(self, entries: Mapping[str, Any], export_dtype: torch.dtype) -> None:
+        super().__init__(entries)
+        self._export_dtype = export_dtype
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._own = f"{OWN}{self._rank}"
+
+    def _of_kind(self, kind: str) -> Iterator[tuple[str, Any]]:
+        return ((name, value) for name, value in self._entries.items() if kind == "full" or name == MODEL)
+
+    def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, facts = super().to_save(step, kind)
+        if kind == "full":
+            values[self._own] = {"rng": pack(generators())}
+        else:
+            values[MODEL] = {
+                name: value.to(self._export_dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+                for name, value in values[MODEL].items()
+            }
+        return values, facts
+
+    def to_load(self, wanted: Wanted) -> dict[str, Any]:
+        # torchtitan's container of optimizers is an optimizer to torch, but its state is flat and complete.
+        values = {name: value.state_dict() for name, value in self._of_kind(wanted.kind)}
+        if wanted.kind == "full" and wanted.about is not None and wanted.about.world_size == self._ranks:
+            values[self._own] = {"rng": ""}
+        return values
+
+    def loaded(self, values: Mapping[str, Any], wanted: Wanted) -> list[str]:
+        own = values.get(self._own)
+        notes = super().loaded({name: value for name, value in values.items() if name != self._own}, wanted)
+        if own is not None:
+            return notes + set_generators(unpack(own["rng"], "rng"))
+        if wanted.kind == "full" and wanted.about is not None:
+            reseed(wanted.about.run, wanted.about.step, self._rank)
+            notes.append(
+                f"{wanted.about.world_size} ranks saved it, and {self._ranks} restored it: generators are seeded"
+            )
+        return notes
