@@ -14,6 +14,7 @@ from tierfs.cli import main
 from tierfs.errors import StoreError
 from tierfs.host.rpc.client import FlusherClient, stop_flusher
 from tierfs.session import compose, open_store, parse_url
+from tierfs.session import open as opening
 
 PROGRAM = [sys.executable, "-m", "tierfs.cli"]
 
@@ -80,8 +81,7 @@ def test_what_a_store_that_is_gone_left_is_listed_and_removed(host, tell, told):
 def test_of_two_stores_at_one_place_the_live_one_is_listed(host, tell, told):
     for _ in range(2):
         shutil.rmtree(host / "store", ignore_errors=True)
-        know = open_store.__globals__["open_stores"]
-        know.clear()
+        opening.open_stores.clear()
         make(tell, host / "store")
     assert tell().count(f"{host}/store") == 1
     live = open_store(parse_url(str(host / "store")))[0].descriptor.uuid
@@ -175,6 +175,7 @@ def test_a_kill_in_the_middle_leaves_no_store_and_the_next_call_the_rest(host, t
     make(tell, host / "one")
     make(tell, host / "two")
     with monkeypatch.context() as patch:
+        # A kill between the rename and the end of the deletion, which no outside process can time.
         patch.setattr(shutil, "rmtree", lambda _path: (_ for _ in ()).throw(KeyboardInterrupt))
         tell("forget", host / "one", "--yes", code=130)
     assert kept(host) == (1, 1, 0)

@@ -371,12 +371,11 @@ def _known_stores(location: Location) -> KnownStores:
     return KnownStores(state_of(location), json.dumps(location.options, sort_keys=True, default=repr))
 
 
-def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, ResolvedTiers]:
+def open_bare(location: Location) -> tuple[Store, ResolvedTiers]:
     """Open the store that holds ``location`` without its local tiers, for its flusher.
 
     Args:
         location: The path of a file, a directory, or the root itself.
-        may_be_away: Whether the descriptor that this host saved is sufficient if the object tier is unreachable.
 
     Returns:
         The store, and the settings of its local tiers for other processes.
@@ -392,11 +391,6 @@ def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, 
             descriptor = read_descriptor(objects, url)
         except NotFoundError:
             continue
-        except StoreError as error:
-            kept = _known_stores(location).find(url) if may_be_away and error.transient else None
-            if kept is None:
-                raise
-            descriptor = kept[0]
         promised = as_promised(
             objects, descriptor.endpoint, verify_writes(location), checks_conditions=not location.is_process_local
         )

@@ -352,10 +352,13 @@ def _stop(arguments: argparse.Namespace) -> int:
     from tierfs.session.open import open_bare  # noqa: PLC0415
 
     try:
-        store, settings = open_bare(_location(arguments), may_be_away=True)
-    except StoreNotFoundError:  # it is gone, and may have left its flusher
-        state = state_directory(arguments.state_dir)
-        url, directory = arguments.url, state / "stores" / local_store(state, arguments.url).uuid
+        store, settings = open_bare(_location(arguments))
+    except TierfsError as error:  # it is gone or out of reach, and may have left its flusher
+        state, url = state_directory(arguments.state_dir), arguments.url
+        try:
+            directory = state / "stores" / local_store(state, url).uuid
+        except NotFoundError:
+            raise error from None
     else:
         url, host, uuid = store.url, Host(settings.directory), store.descriptor.uuid
         try:
