@@ -17,6 +17,7 @@ from tierfs.repeated_warnings import forget_repeats
 from tierfs.session import tiers
 from tierfs.session.compose import open_tiers
 from tierfs.session.open import open_stores
+from tierfs.threads import Transfers
 
 # Files that take long, the longest first, so that all processes that share the files end at the same time.
 LONG = (
@@ -112,6 +113,18 @@ def memory_is_freed():
     _, resident, shared = map(int, Path("/proc/self/statm").read_text().split()[:3])
     if (resident - shared) * mmap.PAGESIZE > KEPT_BYTES:
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture
+def with_processors(monkeypatch):
+    """Return a function that lets this process run on so many processors."""
+    return lambda count: monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(count)))
+
+
+@pytest.fixture
+def one_transfer(monkeypatch):
+    """Let one thread move data to and from the object tier."""
+    monkeypatch.setattr("tierfs.threads.transfers.shared", Transfers(workers=1))
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ import os
 import threading
 
 import pytest
+from support.forked import answer_of
+from support.waiting import HANG_S
 
 from tierfs.buffers import Buffers, block_buffers, buffers, fresh
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
@@ -102,17 +104,15 @@ def test_a_child_has_buffers_of_its_own():
     def hold():
         with shared._lock:
             held.set()
-            done.wait(10)
+            done.wait(HANG_S)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    held.wait(10)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if buffers() is not shared and len(buffers().take()) == CHUNK_BYTES else 1)
+    held.wait(HANG_S)
+    answer = answer_of(lambda: buffers() is not shared and len(buffers().take()) == CHUNK_BYTES)
     done.set()
     holder.join()
-    assert os.waitpid(child, 0)[1] == 0
+    assert answer == "True"
 
 
 def test_fresh_memory_is_had_page_by_page():

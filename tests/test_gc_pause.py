@@ -5,13 +5,14 @@ import errno
 import gc
 import os
 import threading
-import time
 import traceback
 import weakref
 
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from support.forked import answer_of
 from support.private_memory import PrivateMemory
+from support.waiting import HANG_S, until
 
 from tierfs import gc_pause as garbage
 from tierfs.errors import TierfsError
@@ -25,13 +26,6 @@ def enabled():
     gc.enable()
     yield
     assert gc.isenabled()
-
-
-def until_enabled(seconds=20.0):
-    ends = time.monotonic() + seconds
-    while not gc.isenabled() and time.monotonic() < ends:
-        time.sleep(0.001)
-    return gc.isenabled()
 
 
 def test_collection_pauses_in_a_block_and_resumes_after_errors():
@@ -53,7 +47,7 @@ def test_overlapping_pauses_end_with_the_last_one():
 def test_a_pause_that_is_never_ended_times_out():
     forgotten, other = Uncollected(0.05), Uncollected()
     other.end()
-    assert until_enabled()
+    assert until(gc.isenabled)
     forgotten.end()
     with Uncollected():
         assert not gc.isenabled(), "it was counted twice"
@@ -63,7 +57,7 @@ def test_a_thread_that_is_not_needed_any_more_ends():
     one = Uncollected(60)
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "tierfs-uncollected"]
     one.end()
-    thread.join(20)
+    thread.join(HANG_S)
     assert not thread.is_alive()
 
 
@@ -84,22 +78,24 @@ def test_a_pause_whose_thread_fails_does_not_begin(monkeypatch):
     assert gc.isenabled()
 
 
+def pauses():
+    """Whether collection pauses in a block and goes on behind it."""
+    with Uncollected():
+        found = not gc.isenabled()
+    return found and gc.isenabled()
+
+
 @pytest.mark.parametrize("at", ["disable", "enable"])
 @pytest.mark.parametrize("what", ["a handler of signals", "a fork"])
 def test_collection_is_enabled_after_any_interruption(monkeypatch, at, what):
     # A signal handler pauses the collector, or another thread forks, just before and just after gc.disable or
     # gc.enable.
-    real, children = getattr(gc, at), []
+    real, answers = getattr(gc, at), []
 
     def between():
         monkeypatch.setattr(gc, at, real)
         if what == "a fork":
-            child = os.fork()
-            if not child:
-                with Uncollected():
-                    found = not gc.isenabled()
-                os._exit(0 if found and gc.isenabled() else 1)
-            children.append(child)
+            answers.append(answer_of(pauses))
         else:
             with Uncollected(60):
                 pass
@@ -115,7 +111,7 @@ def test_collection_is_enabled_after_any_interruption(monkeypatch, at, what):
         assert not gc.isenabled()
     monkeypatch.undo()
     assert gc.isenabled()
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * len(children)
+    assert set(answers) <= {"True"}
     with Uncollected():
         assert not gc.isenabled()
 
@@ -132,15 +128,14 @@ def test_a_program_that_collects_by_itself_goes_on_doing_so():
 
 def test_a_forked_child_collects_whatever_its_parent_put_off():
     one = Uncollected(60)
-    child = os.fork()
-    if not child:
+
+    def collects():
         found = gc.isenabled()
         one.end()  # this object belongs to the parent
-        with Uncollected():
-            found = found and not gc.isenabled()
-        os._exit(0 if found and gc.isenabled() else 1)
+        return found and pauses()
+
+    assert answer_of(collects) == "True"
     one.end()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class Lent(bytearray):

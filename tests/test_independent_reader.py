@@ -33,6 +33,7 @@ from support.independent_reader import (
     main,
 )
 from support.opened import know_no_store
+from support.waiting import HANG_S
 
 import tierfs
 from tierfs.errors import TierfsError
@@ -356,7 +357,7 @@ def staged(tmp_path: Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
         for tiers in compose.open_tiers.values():
             tiers.close()
         for directory in (tmp_path / "state").glob("stores/*"):
-            stop_flusher(directory, tierfs.__version__, timeout_s=30)
+            stop_flusher(directory, tierfs.__version__, timeout_s=HANG_S)
 
 
 def load_bare(root: Path | str, path: str) -> bytes:

@@ -11,13 +11,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.waiting import HANG_S
 
 from tierfs.threads import Processors, Transfers
 
 
 @pytest.fixture(autouse=True)
-def three_processors(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+def three_processors(with_processors):
+    with_processors(3)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
@@ -77,7 +78,7 @@ def test_calls_within_calls_come_to_an_end(threads_max):
             done.append(1)
 
     with ThreadPoolExecutor(4) as callers:
-        list(callers.map(share, [4] * 8, timeout=60))
+        list(callers.map(share, [4] * 8, timeout=HANG_S))
     assert len(done) == 8 * 3**4
 
 
@@ -87,7 +88,7 @@ def test_a_busy_helper_is_not_waited_for():
     processors.share_out(done.append, range(5))
     assert done == list(range(5))
     gate.set()
-    assert [future.result(10) for future in busy] == [True, True]
+    assert [future.result(HANG_S) for future in busy] == [True, True]
 
 
 def test_the_error_of_the_first_in_order_is_raised_whoever_failed_first():
@@ -97,7 +98,7 @@ def test_the_error_of_the_first_in_order_is_raised_whoever_failed_first():
         if number == 1:
             failed.set()
             raise ValueError(number)
-        assert failed.wait(10)
+        assert failed.wait(HANG_S)
         raise IndexError(number)
 
     with pytest.raises(IndexError, match="0"):
@@ -113,7 +114,7 @@ def test_an_error_is_raised_when_all_that_was_begun_has_ended():
             time.sleep(0.05)
             ended.append(number)
             return
-        assert started.wait(10)
+        assert started.wait(HANG_S)
         raise IndexError("here")
 
     with pytest.raises(IndexError, match="here"):
@@ -127,7 +128,7 @@ def test_an_interrupt_waits_for_what_was_begun_and_comes_before_errors():
 
     def task(_):
         if threading.get_ident() == here:
-            assert started.wait(10)
+            assert started.wait(HANG_S)
             raise KeyboardInterrupt
         started.set()
         time.sleep(0.05)
@@ -177,8 +178,8 @@ def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
     assert done == list(range(5))
 
 
-def test_no_more_threads_have_a_turn_than_there_are_processors(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+def test_no_more_threads_have_a_turn_than_there_are_processors(with_processors):
+    with_processors(2)
     shared, lock, inside, most = Processors(), threading.Lock(), [], []
 
     def work():
@@ -217,7 +218,7 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 assert threads() == 3
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60, env=dict(os.environ))
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=HANG_S, env=dict(os.environ))
 
 
 def test_the_end_of_the_interpreter_is_no_error():
@@ -232,7 +233,7 @@ def late():
     processors().share_out(done.append, range(9))
     print(len(done))
 """
-    found = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S, capture_output=True, text=True)
     assert (found.stdout, found.stderr) == ("18\n", "")
 
 
@@ -249,7 +250,7 @@ def test_no_more_buffers_are_on_their_way_than_there_are_threads():
         with lock:
             going += 1
             most = max(most, going)
-        gate.wait(10)
+        gate.wait(HANG_S)
         with lock:
             going -= 1
 
@@ -263,19 +264,19 @@ def test_no_more_buffers_are_on_their_way_than_there_are_threads():
     sender.join(0.2)
     assert sender.is_alive()  # the fourth transfer waits
     gate.set()
-    sender.join(10)
-    assert [future.result(10) for future in sent] == [None] * 10
+    sender.join(HANG_S)
+    assert [future.result(HANG_S) for future in sent] == [None] * 10
     assert most == 3
 
 
 def test_a_cancelled_task_gives_its_place_back():
     transfers = Transfers(workers=1)
     gate = threading.Event()
-    running = transfers.send(lambda _: gate.wait(10), bytearray())
+    running = transfers.send(lambda _: gate.wait(HANG_S), bytearray())
     assert not transfers._places.acquire(blocking=False)
     gate.set()
-    assert running.result(10)
-    assert transfers.send(lambda _: "next", bytearray()).result(10) == "next"
+    assert running.result(HANG_S)
+    assert transfers.send(lambda _: "next", bytearray()).result(HANG_S) == "next"
 
 
 def test_every_task_ends_before_the_first_error_is_raised():
@@ -298,7 +299,7 @@ def test_an_interrupt_waits_for_what_has_begun_and_lets_nothing_else_begin():
 
     def task(number):
         begun.append(number)
-        assert gate.wait(10)
+        assert gate.wait(HANG_S)
         ended.append(number)
 
     def interrupt():
@@ -320,14 +321,14 @@ def test_an_interrupt_waits_for_what_has_begun_and_lets_nothing_else_begin():
                     gate.wait()
     thread.join()
     assert ended_by_then == sorted(begun) == [0, 1]
-    assert transfers.submit(lambda _: "later", None).result(10) == "later"
+    assert transfers.submit(lambda _: "later", None).result(HANG_S) == "later"
     assert sorted(begun) == [0, 1]
 
 
 def test_an_interrupt_amid_handing_tasks_over_leaves_none_of_them_to_run(monkeypatch):
     transfers = Transfers(workers=1)
     gate, begun = threading.Event(), []
-    held = transfers.submit(lambda _: gate.wait(10), None)
+    held = transfers.submit(lambda _: gate.wait(HANG_S), None)
     submit, handed_over = transfers._executor.submit, []
 
     def interrupted(run):
@@ -341,6 +342,6 @@ def test_an_interrupt_amid_handing_tasks_over_leaves_none_of_them_to_run(monkeyp
         transfers.map(begun.append, range(3))
     monkeypatch.undo()
     gate.set()
-    assert held.result(10)
-    transfers.submit(lambda _: None, None).result(10)
+    assert held.result(HANG_S)
+    transfers.submit(lambda _: None, None).result(HANG_S)
     assert begun == []

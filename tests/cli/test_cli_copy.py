@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from support.waiting import HANG_S
 
 import tierfs
 from tierfs.cli import main
@@ -338,7 +339,7 @@ def test_a_failing_upload_publishes_nothing_and_stops_the_others(url, tmp_path, 
 
 
 def test_several_tasks_run_at_once_and_the_first_error_ends_all():
-    meeting = threading.Barrier(_parallel.FILES_AT_ONCE, timeout=10)
+    meeting = threading.Barrier(_parallel.FILES_AT_ONCE, timeout=HANG_S)
     run_in_parallel(lambda _item, _stop: meeting.wait(), range(_parallel.FILES_AT_ONCE))
 
     ended = []
@@ -346,7 +347,7 @@ def test_several_tasks_run_at_once_and_the_first_error_ends_all():
     def task(item, stop):
         if item == 1:
             raise ValueError("first")
-        stop.wait(10)
+        stop.wait(HANG_S)
         ended.append(item)
         raise Stopped
 

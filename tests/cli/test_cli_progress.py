@@ -4,9 +4,9 @@ import io
 import logging
 import re
 import sys
-import time
 
 import pytest
+from support.waiting import until
 
 import tierfs
 from tierfs.cli import main
@@ -51,18 +51,11 @@ def screen(text):
     return [line.rstrip() for line in lines]
 
 
-def wait_for(condition):
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def test_a_terminal_shows_bytes_rate_and_time_left(monkeypatch):
     terminal = on_terminal(monkeypatch, Terminal())
     with Progress("cp", total_bytes=100 * MIB) as progress:
         progress.advance(40 * MIB)
-        wait_for(lambda: "left" in terminal.getvalue())
+        until(lambda: "left" in terminal.getvalue())
         going = screen(terminal.getvalue())[-1]
         progress.advance(60 * MIB)
     assert re.fullmatch(r"━{8}╺?━* cp: 40%, 40 MiB/100 MiB, \S+ [KMG]iB/s, \d+:\d\d:\d\d left", going)
@@ -82,7 +75,7 @@ def test_a_fast_command_shows_nothing_on_a_terminal(monkeypatch):
 def test_a_line_without_numbers_is_gone_in_the_end(monkeypatch):
     terminal = on_terminal(monkeypatch, Terminal())
     with Progress("du"):
-        wait_for(lambda: "du: 0:00:0" in terminal.getvalue())
+        until(lambda: "du: 0:00:0" in terminal.getvalue())
     assert set(screen(terminal.getvalue())) == {""}
 
 
@@ -90,7 +83,7 @@ def test_a_log_line_stands_above_the_progress(monkeypatch):
     terminal = on_terminal(monkeypatch, Terminal())
     with log.logging_to_stderr(), Progress("verify") as progress:
         progress.advance(MIB)
-        wait_for(lambda: "1 MiB" in terminal.getvalue())
+        until(lambda: "1 MiB" in terminal.getvalue())
         logging.getLogger("tierfs.objects").warning("[red] again" * 20)
     warning, done, _ = screen(terminal.getvalue())
     assert warning == "tierfs: warning: " + "[red] again" * 20

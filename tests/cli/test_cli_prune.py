@@ -65,7 +65,7 @@ def test_prune_removes_what_no_rule_keeps(run, capsys):
 def test_ls_and_prune_know_full_and_light_checkpoints(run, capsys):
     with Manager(run, save=(), on_stale="ignore") as manager:
         for step, kind in ((500, "full"), (600, "light"), (700, "light")):
-            manager.save(step, {"model": torch.ones(9)}, kind=kind).wait(timeout=30)
+            manager.save(step, {"model": torch.ones(9)}, kind=kind).wait()
     assert main(["checkpoint", "ls", run, "--json"]) == 0
     kinds = {each["step"]: each["kind"] for each in json.loads(capsys.readouterr().out)["checkpoints"]}
     assert kinds == {100: None, 200: None, 300: None, 400: None, 500: "full", 600: "light", 700: "light"}
@@ -81,7 +81,7 @@ def test_prune_removes_steps_that_a_run_left_behind_first(run, capsys):
             if begin is not None:
                 manager.restore({"model": torch.ones(9)}, step=begin)
             for step in steps:
-                manager.save(step, {"model": torch.ones(9)}).wait(timeout=30)
+                manager.save(step, {"model": torch.ones(9)}).wait()
     code, shown = prune(capsys, root, "--keep", "latest:3")
     assert (code, [step for step, each in shown.items() if each["kept"]]) == (0, [1, 4])
 

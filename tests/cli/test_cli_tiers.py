@@ -22,6 +22,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from support.opened import know_no_store
+from support.waiting import HANG_S, until
 
 import tierfs
 from tierfs.cli import main
@@ -41,7 +42,6 @@ from tierfs.session.open import open_bare
 from tierfs.store import find, list_directory, save
 
 MIB = 1 << 20
-WAIT_S = 30
 PROGRAM = [sys.executable, "-m", "tierfs.cli"]
 
 
@@ -58,7 +58,7 @@ def host(tmp_path, monkeypatch):
         tiers.close()
     for state in tmp_path.glob("state*"):
         for directory in state.glob("stores/*"):
-            stop_flusher(directory, tierfs.__version__, timeout_s=WAIT_S)
+            stop_flusher(directory, tierfs.__version__, timeout_s=HANG_S)
 
 
 @pytest.fixture
@@ -98,14 +98,6 @@ def is_running(directory):
     return True
 
 
-def until(condition, timeout_s=WAIT_S):
-    ends = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < ends, "not in time"
-        time.sleep(0.02)
-    return found
-
-
 def test_without_a_command_the_stores_of_this_host_are_shown(host, url, tell, told):
     stage(url, files=1)
     shown = told()
@@ -140,7 +132,7 @@ def sidecar(host, url, *words):
 
 def ended(process):
     """Return exit code and stderr of a process when it exits by itself."""
-    _, errors = process.communicate(timeout=WAIT_S)
+    _, errors = process.communicate(timeout=HANG_S)
     return process.returncode, errors
 
 
@@ -168,7 +160,7 @@ def test_a_flusher_that_begins_later_makes_no_pending_file_younger(host, url, to
     with sidecar(host, url, "--bandwidth", "1KB"):
         report = told("status", url)
     assert report["flusher"]["running"]
-    assert 1 <= report["oldest_age_s"] < WAIT_S
+    assert 1 <= report["oldest_age_s"] < HANG_S
 
 
 def test_status_shows_the_flusher_and_what_it_counted(url, tell, told):
@@ -203,7 +195,7 @@ def test_a_sidecar_serves_its_metrics_on_request(host, url, tell):
 
     def fetch(path="/metrics"):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=HANG_S) as answer:
                 return answer.headers["Content-Type"], answer.read().decode()
         except urllib.error.URLError as error:
             return getattr(error, "code", None), ""
@@ -228,7 +220,7 @@ def test_status_watched_by_a_program_is_one_line_each_time_and_starts_no_flusher
     with program("status", url, "--watch", "0.1", stdout=subprocess.PIPE) as process:
         lines = [process.stdout.readline() for _ in range(10)]
         process.send_signal(signal.SIGINT)
-        assert process.wait(WAIT_S) == 0
+        assert process.wait(HANG_S) == 0
     for line in lines:
         assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ; queue 2 files 2 MiB; .*; flusher not running; ", line)
     assert not is_running(store_directory(host, url))
@@ -486,7 +478,7 @@ def test_prefetched_files_outlive_the_command_until_they_are_evicted(host, monke
         monkeypatch.setenv(name, "64MiB")
 
     def tell(*words):
-        return subprocess.run([*PROGRAM, *words], capture_output=True, check=False, timeout=60, text=True)
+        return subprocess.run([*PROGRAM, *words], capture_output=True, check=False, timeout=HANG_S, text=True)
 
     assert json.loads(tell("prefetch", url, "--json").stdout) == {"bytes": 3 * MIB}
     assert json.loads(tell("status", url, "--json").stdout)["tiers"]["nvme"]["clean_bytes"] >= 3 * MIB
@@ -671,7 +663,7 @@ assert len(set(resource.getrlimit(resource.RLIMIT_AS))) == 1
 )
 def test_a_flusher_that_a_client_spawns(host, before, after):
     code = SPAWNED.format(before=before, after=after)
-    subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=WAIT_S)
+    subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize(
@@ -694,7 +686,7 @@ def test_a_flusher_never_writes_into_another_store_that_took_the_place_of_its_ow
     no_flusher()
     store = next(iter(opening.open_stores.values()))
     with pytest.raises(tierfs.TierfsError, match=r"is no longer at"):
-        store.tiers.wait("", Level.OBJECT, WAIT_S)
+        store.tiers.wait("", Level.OBJECT, HANG_S)
     assert not list((host / "store").rglob("run*"))
 
 

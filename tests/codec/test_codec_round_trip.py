@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.coded import CONTENTS, RELATIONS, WIDTHS, base_of, block, decode, encode, shifted
+from support.waiting import HANG_S
 
 from tierfs.codec import Codec, Coding, decode_block, encode_block
 from tierfs.digest import BLOCK_BYTES
@@ -95,7 +96,7 @@ def test_threads_do_not_share_what_they_work_in() -> None:
     start = threading.Barrier(3)
 
     def work(first: int) -> None:
-        start.wait(30)
+        start.wait(HANG_S)
         for index in [*range(first, len(jobs)), *range(first)]:
             raw, coding = jobs[index]
             result = encode(raw, coding, bases[index])

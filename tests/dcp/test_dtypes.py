@@ -2,11 +2,11 @@
 
 import io
 import json
-import os
 import struct
 from functools import partial
 
 import pytest
+from support.forked import answer_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -70,21 +70,14 @@ def _saved_later(state, writer):
 
 def outcome(work):
     """Return the result or error of `work` as text. The work runs in a child, since it may end the process."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
+
+    def said():
         try:
-            said = str(work())
+            return work()
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(write, said.encode()[:4000])
-        os._exit(0)
-    os.close(write)
-    with open(read, "rb") as stream:
-        said = stream.read().decode()
-    _, status = os.waitpid(child, 0)
-    assert status == 0, f"the process ended with {status}"
-    return said
+            return f"{type(error).__name__}: {error}"
+
+    return answer_of(said)
 
 
 @pytest.mark.parametrize("name", PLAIN)

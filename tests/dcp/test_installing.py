@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 import tierfs
 import tierfs.dcp
 from tierfs.dcp.address import full_url
+from tierfs.dcp.autoload import torch_imported
 from tierfs.errors import InvalidInputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -287,10 +288,10 @@ def test_without_the_variable_nothing_of_it_is_loaded(as_installed, root):
     assert not is_ours(f"{root}/first")
 
 
-def test_a_value_that_says_nothing_is_refused(as_installed, root):
-    done = train(as_installed, f"{root}/first", TIERFS_DCP="perhaps")
-    assert done.returncode
-    assert "TIERFS_DCP=perhaps: set it to 1 or to 0" in done.stderr
+def test_a_value_that_says_nothing_is_refused(monkeypatch):
+    monkeypatch.setenv("TIERFS_DCP", "perhaps")
+    with pytest.raises(InvalidInputError, match="TIERFS_DCP=perhaps: set it to 1 or to 0"):
+        torch_imported()
 
 
 def test_a_torch_that_was_kept_from_loading_it_is_warned_of(as_installed, root):

@@ -2,9 +2,9 @@
 
 import gc
 import threading
-import time
 
 import pytest
+from support.waiting import HANG_S, until
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -45,13 +45,6 @@ def watched(cls, seen, *names):
         return call
 
     return type(cls.__name__, (cls,), {name: noting(name) for name in names})
-
-
-def until_enabled(seconds=20.0):
-    ends = time.monotonic() + seconds
-    while not gc.isenabled() and time.monotonic() < ends:
-        time.sleep(0.001)
-    return gc.isenabled()
 
 
 def test_plans_of_a_save_and_a_load_set_off_no_collection(place):
@@ -103,7 +96,7 @@ def test_the_next_save_ends_what_a_planner_that_failed_left_off(place, monkeypat
 def test_a_failed_plans_pause_of_collection_ends_by_itself(place, monkeypatch):
     monkeypatch.setattr(gc_pause, "PLANNING_S_MAX", 0.05)
     fail_to_plan(TierWriter(place))
-    assert until_enabled()
+    assert until(gc.isenabled)
 
 
 def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypatch):
@@ -112,7 +105,7 @@ def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypa
     fail_to_plan(writer)
     thread = threading.Thread(target=dcp.save, args=(state(),), kwargs={"storage_writer": writer, "no_dist": True})
     thread.start()
-    thread.join(60)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     assert not gc.isenabled()
     dcp.save(state(), storage_writer=writer, no_dist=True)

@@ -36,7 +36,6 @@ from tierfs.format import keys
 from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.store import delete, find, save, stat
 from tierfs.testing import flip_bit
-from tierfs.threads import Transfers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -261,8 +260,8 @@ def test_contiguous_destinations_are_read_without_a_buffer(made, checkpoint, mon
     assert same(wanted["w", (1000, 0)], tensor[1000:4000])
 
 
-def test_one_thread_for_transfers_is_enough(made, checkpoint, monkeypatch):
-    monkeypatch.setattr("tierfs.threads.transfers.shared", Transfers(workers=1))
+@pytest.mark.usefixtures("one_transfer")
+def test_one_thread_for_transfers_is_enough(made, checkpoint):
     tensor = torch.randn(15000, 1000)
     made.tensor("w", tensor, dict(zip(FILES, [[box] for box in grid(tensor.shape, 3, 1)], strict=False)))
     made.save()
@@ -366,10 +365,10 @@ def test_a_chunk_that_tensors_share_is_fetched_once(url, store, checkpoint, dtyp
     assert all(torch.equal(wanted[name, (0, 0)].float(), tensor) for name, tensor in state.items())
 
 
+@pytest.mark.usefixtures("one_transfer")
 def test_sources_of_derived_copies_are_fetched_once(url, monkeypatch, tmp_path):
     # The copies lie before all tensors they are derived from, and those do not fit into the ram tier.
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path))
-    monkeypatch.setattr("tierfs.threads.transfers.shared", Transfers(workers=1))
     state = {f"master.{number}": torch.randn(2048, 2048, generator=torch.manual_seed(number)) for number in range(8)}
     state |= {f"working.{number}": state[f"master.{number}"].bfloat16() for number in range(8)}
     options = {"ram": "256MiB", "nvme": 0, "state_dir": str(tmp_path / "writer"), "codecs": "all"}

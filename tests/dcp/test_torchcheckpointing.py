@@ -234,4 +234,4 @@ def test_its_manager_saves_and_loads_by_url(root, storage, resharder):
     assert sorted(storage.ls(root)) == ["step-1", "step-2"]
     assert ("metadata.pkl" in storage.ls(root / "step-1")) is (resharder is not None)
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
-    fs.wait(path, "object", timeout=60)
+    fs.wait(path, "object")

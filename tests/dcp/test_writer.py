@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 from support.held_planner import Held
 from support.opened import descriptors
+from support.waiting import HANG_S, until
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -129,7 +129,7 @@ def url(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
     yield f"tierfs::file://{tmp_path}/store/run"
     # Pending data keeps its room until it is flushed.
-    TierWriter(f"tierfs::file://{tmp_path}/store", **OPTIONS).wait("object", timeout=30)
+    TierWriter(f"tierfs::file://{tmp_path}/store", **OPTIONS).wait("object")
 
 
 class Trusting(dcp.DefaultLoadPlanner):
@@ -377,19 +377,19 @@ def test_a_state_staged_for_one_store_saves_to_another(url, tmp_path):
     writer = TierWriter(url, **OPTIONS)
     dcp.async_save(state(1), storage_writer=writer, checkpoint_id=other).result()
     assert same(loaded(other, state(1)), state(1))
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     assert not fs.exists(path)
 
 
 def check_refused(writer):
-    for ask in (lambda: writer.wait("object", timeout=30), writer.ack):
+    for ask in (lambda: writer.wait("object"), writer.ack):
         with pytest.raises(NotFoundError, match="has not finished in this process"):
             ask()
 
 
 def check_reached(writer):
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert writer.ack() == "object"
 
 
@@ -408,7 +408,7 @@ def test_no_save_is_taken_for_another_that_overlaps(url, step, slow):
         for number, planner in enumerate(planners):
             target = f"{url}/{number}"
             saving.append(dcp.async_save(state(number), storage_writer=writer, checkpoint_id=target, planner=planner))
-        assert held.arrived.wait(60)
+        assert held.arrived.wait(HANG_S)
         if slow:
             planners[0].go_on.set()
         saving[1 - slow].result()
@@ -418,7 +418,7 @@ def test_no_save_is_taken_for_another_that_overlaps(url, step, slow):
             if planner is not None:
                 planner.go_on.set()
     saving[slow].result()
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert writer.ack() == "object"
     assert writer.save_id == TierReader(f"{url}/{slow}", **OPTIONS).read_metadata().storage_meta.save_id
     for number in range(2):
@@ -431,14 +431,14 @@ def test_a_save_that_failed_after_a_later_one_keeps_nobody_waiting(url, step):
     held.error = RuntimeError("not this one")
     first = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1", planner=held)
     try:
-        assert held.arrived.wait(60)
+        assert held.arrived.wait(HANG_S)
         dcp.async_save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2").result()
         check_reached(writer)
     finally:
         held.go_on.set()
     with pytest.raises(dcp.api.CheckpointException, match="not this one"):
         first.result()
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert TierWriter(f"{url}/2", **OPTIONS).ack() == writer.ack() == "object"
 
 
@@ -446,13 +446,13 @@ def test_a_save_beside_one_that_was_staged_is_not_taken_for_it(url):
     writer, held = TierWriter(url, **OPTIONS), Held("set_up_planner")
     saving = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1", planner=held)
     try:
-        assert held.arrived.wait(60)
+        assert held.arrived.wait(HANG_S)
         dcp.save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2")
         check_reached(writer)
     finally:
         held.go_on.set()
     saving.result()
-    writer.wait("object", timeout=30)
+    writer.wait("object")
 
 
 def test_reading_a_staged_state_does_not_claim_another_save(url):
@@ -463,7 +463,7 @@ def test_reading_a_staged_state_does_not_claim_another_save(url):
     check_reached(writer)
     assert writer.save_id == TierReader(f"{url}/2", **OPTIONS).read_metadata().storage_meta.save_id
     dcp.save(staged, storage_writer=writer, checkpoint_id=f"{url}/1")
-    writer.wait("object", timeout=30)
+    writer.wait("object")
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
@@ -479,7 +479,7 @@ def test_a_planner_that_asks_for_a_level_is_refused_and_its_save_goes_on(url, ho
     saving = getattr(dcp, how)(state(2), storage_writer=writer, checkpoint_id=target, planner=Asking())
     if how == "async_save":
         saving.result()
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert writer.save_id == TierReader(target, **OPTIONS).read_metadata().storage_meta.save_id
     assert same(loaded(target, state(2)), state(2))
 
@@ -506,7 +506,7 @@ def test_a_copy_that_failed_keeps_nobody_waiting_for_later_saves(url):
         dcp.async_save({**state(1), "odd": Uncopyable()}, storage_writer=writer)
     check_refused(writer)
     dcp.async_save(state(2), storage_writer=writer).result()
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert kept.tb is not None
 
 
@@ -515,10 +515,10 @@ def test_a_staged_state_in_another_dict_is_one_save(url):
     staged = writer.stage(state(1))
     check_refused(writer)
     dcp.save({**staged}, storage_writer=writer)
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     staged = writer.stage(state(2))
     dcp.save(staged, storage_writer=writer, checkpoint_id=f"{url}/2")
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert same(loaded(f"{url}/2", state(2)), state(2))
 
 
@@ -530,9 +530,9 @@ def test_a_save_that_failed_is_not_waited_for(url, how):
         saving = getattr(dcp, how)(state(2), storage_writer=writer, checkpoint_id=f"{url}/1")
         saving.result()
     with pytest.raises(NotFoundError, match="raises its error if it failed"):
-        writer.wait("object", timeout=30)
+        writer.wait("object")
     dcp.async_save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2").result()
-    writer.wait("object", timeout=30)
+    writer.wait("object")
 
 
 def test_metadata_name_the_save_and_the_load_as_torchs_do(url):
@@ -579,7 +579,7 @@ def test_a_save_that_was_removed_did_not_reach_the_object_tier(url):
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     fs.rm(path, recursive=True)
     with pytest.raises(NotFoundError, match="removed"):
-        writer.wait("object", timeout=30)
+        writer.wait("object")
 
 
 def test_an_announced_save_that_cannot_be_read_does_not_keep_the_checkpoint_from_being_loaded(url, caplog):
@@ -702,7 +702,7 @@ def test_an_old_staged_state_is_not_taken_for_new_memory(url, tmp_path):
     for number in range(7):  # more than fit side by side
         kept.append(writer.stage({"a": torch.full((3 << 20,), float(number))}))
         dcp.save(kept[-1], storage_writer=writer, checkpoint_id=f"{url}/{number}")
-        writer.wait("object", timeout=30)
+        writer.wait("object")
         found = loaded(f"{url}/{number}", {"a": torch.empty(3 << 20)})
         assert bool((found["a"] == number).all())
     for staged in kept:
@@ -752,7 +752,7 @@ def test_a_writer_tells_of_the_save_that_was_asked_for_last(url):
     dcp.save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1")
     dcp.async_save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2").result()
     assert writer.checkpoint_id == f"{url}/2"
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert TierWriter(f"{url}/2", **OPTIONS).ack() == "object"
     dcp.save(state(3), storage_writer=pickle.loads(pickle.dumps(writer)))
     assert same(loaded(f"{url}/2", state(3)), state(3))
@@ -795,7 +795,7 @@ def test_a_view_of_much_memory_is_staged_alone(url, tmp_path):
     staged = writer.stage(saved)
     assert {tensor.untyped_storage().nbytes() for tensor in (staged["view"], *staged["aliases"])} == {4, 2}
     dcp.save(staged, storage_writer=writer)
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert same(loaded(url, saved), saved)
 
 
@@ -1005,14 +1005,13 @@ def test_a_writer_that_was_copied_hears_of_no_other_ones_save(url):
         assert (first.checkpoint_id, first.save_id) == (f"{url}/1", metadata[0].storage_meta.save_id)
 
 
-@pytest.mark.parametrize("level", ["staged", "object"])
-def test_a_save_that_nobody_waits_for_is_finished_when_the_program_ends(url, level, tmp_path):
+def test_a_save_that_nobody_waits_for_is_finished_when_the_program_ends(url, tmp_path):
     script = f"""
 import torch
 import torch.distributed.checkpoint as dcp
 from tierfs.dcp import TierWriter
 
-writer = TierWriter({url!r}, ack={level!r}, ram="256MiB", nvme="0")
+writer = TierWriter({url!r}, ack="staged", ram="256MiB", nvme="0")
 dcp.async_save({{"a": torch.arange(2_000_000)}}, storage_writer=writer, no_dist=True)
 """
     (tmp_path / "program.py").write_text(script)
@@ -1037,10 +1036,7 @@ def test_a_save_that_fails_leaves_nothing_in_memory(url, caplog):
         dcp.async_save({"a": noise(2000, 1000), "b": Unpicklable()}, storage_writer=writer).result()
     assert "objects (Unpicklable) are copied with copy.deepcopy" in caplog.text
     gc.collect()
-    ends = time.monotonic() + 20
-    while not slot_states(url) <= {SlotState.CLEAN} and time.monotonic() < ends:
-        time.sleep(0.02)
-    assert slot_states(url) <= {SlotState.CLEAN}
+    until(lambda: slot_states(url) <= {SlotState.CLEAN})
     dcp.save({"a": noise(10)}, storage_writer=writer)
 
 
@@ -1049,7 +1045,7 @@ def test_levels_are_reached_and_reported(url, tmp_path):
     writer = TierWriter(url, ack="local", **options)
     dcp.save(state(1), storage_writer=writer)
     assert writer.ack() in {"local", "object"}
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert writer.ack() == "object"
     assert writer.status()["queue_files"] == 0
 
@@ -1091,7 +1087,7 @@ def test_a_writer_is_pickled_by_its_configuration(url):
 def test_without_collectives_each_rank_has_metadata_of_its_own(url):
     writer = TierWriter(url, **OPTIONS)
     dcp.async_save(state(1), storage_writer=writer, use_collectives=False).result()
-    writer.wait("object", timeout=30)
+    writer.wait("object")
     assert writer.ack() == "object"
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     assert fs.exists(f"{path}/__0.metadata")
@@ -1144,7 +1140,7 @@ def test_a_state_larger_than_the_ram_tier_goes_through_it_in_waves(url, tmp_path
     found = empty_like(saved)
     dcp.load(found, storage_reader=TierReader(url, **options))
     assert same(found, saved)
-    writer.wait("object", timeout=60)
+    writer.wait("object")
     fs, path = fsspec.url_to_fs(url, **options)
     copied = fs.status(path)["counters"].get("process_private_copy_bytes", 0)
     tensors = sum(value.numel() * value.element_size() for value in saved.values() if isinstance(value, torch.Tensor))
@@ -1214,7 +1210,7 @@ def test_a_ram_tier_that_is_too_small_for_a_chunk_is_passed_by(url, tmp_path, ho
     dcp.load(found, storage_reader=TierReader(url, **options))
     assert same(found, saved)
     assert "ram= (TIERFS_RAM) to 17.3 MiB at least" in caplog.text
-    writer.wait("object", timeout=30)
+    writer.wait("object")
 
 
 def seen(state):

@@ -9,12 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import pytest
+from support.waiting import until
 
 from tierfs.cli.commands import demo
 from tierfs.demo.ranks import RankGroup
@@ -264,10 +264,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
         pids = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         launcher.kill()
     assert len(pids) == 2
-    deadline = time.monotonic() + 60
-    while alive := [pid for pid in pids if is_demo_worker(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.1)
+    until(lambda: not [pid for pid in pids if is_demo_worker(pid)])
 
 
 def is_demo_worker(pid: str) -> bool:

@@ -2,12 +2,13 @@
 
 import ctypes
 import os
-import signal
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from support.forked import in_child
+from support.waiting import HANG_S
 
 torch = pytest.importorskip("torch")
 
@@ -45,7 +46,7 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
         def __init__(self, index):
             going.set()
             if os.getpid() == parent:
-                held.wait(30)
+                held.wait(HANG_S)
             self.index = index
 
     monkeypatch.setattr(accelerators, "accelerators", [])
@@ -53,19 +54,14 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
     on_gpu = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
     thread = threading.Thread(target=accelerators.accelerator_of, args=(on_gpu,))
     thread.start()
-    assert going.wait(10)
-    child = os.fork()
-    if not child:
-        signal.alarm(5)  # ends the child if it hangs
-        code = 1
-        try:
-            accelerators.accelerator_of(SimpleNamespace(is_cuda=False, device=SimpleNamespace(index=None)))
-            accelerators.accelerator_of(on_gpu)
-            code = 0
-        finally:
-            os._exit(code)
+    assert going.wait(HANG_S)
+
+    def ask():
+        accelerators.accelerator_of(SimpleNamespace(is_cuda=False, device=SimpleNamespace(index=None)))
+        accelerators.accelerator_of(on_gpu)
+
     try:
-        assert os.waitpid(child, 0)[1] == 0
+        assert in_child(ask) == 0
     finally:
         held.set()
         thread.join()

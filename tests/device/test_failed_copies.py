@@ -2,11 +2,11 @@
 
 import gc
 import threading
-import time
 import weakref
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
+from support.waiting import HANG_S, until
 
 torch = pytest.importorskip("torch")
 
@@ -27,18 +27,12 @@ def filling(writer):
 
 
 def wait_for_room(writer):
-    ends = time.monotonic() + 20
-    while count := filling(writer):
-        assert time.monotonic() < ends, f"{count} are held"
-        time.sleep(0.02)
+    until(lambda: not filling(writer))
 
 
 def wait_until_gone(files):
-    ends = time.monotonic() + 20
-    while any(file() for file in files):  # the thread that copied the last one may not have returned yet
-        assert time.monotonic() < ends, "a file is kept"
-        gc.collect()
-        time.sleep(0.02)
+    # The thread that copied the last one may not have returned yet.
+    until(lambda: gc.collect() >= 0 and not any(file() for file in files))
 
 
 def state_of(fake):
@@ -47,7 +41,7 @@ def state_of(fake):
 
 @pytest.mark.parametrize("stage", ["ram", "lazy", "device"])
 def test_failed_copies_take_no_room(fake, url, stage):
-    writer = TierWriter(url, stage=stage, device="64MiB", ram="64MiB", timeout=5)
+    writer = TierWriter(url, stage=stage, device="64MiB", ram="64MiB", timeout=HANG_S)
     fake.fetch_error = RuntimeError("CUDA error: unspecified launch failure")
     files = []
     for number in range(10):  # more than fit side by side
@@ -102,7 +96,7 @@ def test_a_note_that_cannot_be_left_harms_no_save(fake, url, monkeypatch, caplog
         raise MemoryError("no memory for a note")
 
     monkeypatch.setattr(GpuStaging, "tell", fail)
-    writer = TierWriter(url, stage="device", device="64MiB", timeout=5)
+    writer = TierWriter(url, stage="device", device="64MiB", timeout=HANG_S)
     state = {"on.gpu": fake.own(torch.randn(2 * MIB)), "on.host": torch.randn(2 * MIB)}
     staged = writer.stage(state)
     for thread in threading.enumerate():
@@ -123,7 +117,7 @@ class Uncopied:
 @pytest.mark.parametrize("has_others", [False, True], ids=["alone", "other ranks wait"])
 def test_a_state_that_cannot_be_staged_takes_no_room(fake, url, monkeypatch, has_others):
     monkeypatch.setattr("tierfs.dcp.writer.others_wait", lambda: has_others)
-    writer = TierWriter(url, stage="ram", ram="64MiB", timeout=5)
+    writer = TierWriter(url, stage="ram", ram="64MiB", timeout=HANG_S)
     kept = []
     for number in range(6):
         with pytest.raises((InvalidInputError, CheckpointException), match="'bad' contains an object") as raised:
@@ -143,7 +137,7 @@ def large_state(fake):
 
 @pytest.mark.parametrize("stage", ["ram", "device"])
 def test_a_large_state_on_host_and_gpu_goes_in_waves(fake, url, stage):
-    writer = TierWriter(url, stage=stage, device="64MiB", ram="96MiB", timeout=5)
+    writer = TierWriter(url, stage=stage, device="64MiB", ram="96MiB", timeout=HANG_S)
     state = large_state(fake)
     before = {name: tensor.clone() for name, tensor in state.items()}
     staged = writer.stage(state)
@@ -157,7 +151,7 @@ def test_a_large_state_on_host_and_gpu_goes_in_waves(fake, url, stage):
 
 
 def test_a_large_state_that_was_not_staged_goes_in_waves(fake, url):
-    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=5)
+    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=HANG_S)
     state = large_state(fake)
     dcp.save(state, checkpoint_id=f"{url}/a", storage_writer=writer)
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -174,7 +168,7 @@ def mixed_state(fake, writer, *, host, on_gpu):
 
 
 def test_a_large_tensor_on_a_gpu_beside_a_staged_state_goes_in_waves(fake, url):
-    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=5)
+    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=HANG_S)
     mixed, state = mixed_state(fake, writer, host=5, on_gpu=64)
     dcp.save(mixed, checkpoint_id=f"{url}/a", storage_writer=writer)
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -186,7 +180,7 @@ def test_a_large_tensor_on_a_gpu_beside_a_staged_state_goes_in_waves(fake, url):
 
 
 def test_a_staged_state_whose_objects_do_not_fit_goes_in_waves(fake, url):
-    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=2)
+    writer = TierWriter(url, stage="ram", ram="96MiB", timeout=HANG_S)
     state = {f"on.host.{number}": torch.randn(2 * MIB) for number in range(10)}
     state |= {"on.gpu": fake.own(torch.randn(1000)), "object": bytes(12 * MIB)}
     staged = writer.stage(state)
@@ -202,7 +196,7 @@ def test_a_staged_state_whose_objects_do_not_fit_goes_in_waves(fake, url):
 
 
 def test_states_that_go_in_waves_leave_no_room_taken(fake, url):
-    writer = TierWriter(url, stage="ram", ram="24MiB", timeout=5)
+    writer = TierWriter(url, stage="ram", ram="24MiB", timeout=HANG_S)
     for number in range(5):
         state = {"on.gpu": fake.own(torch.randn(8 * MIB)), "step": torch.ones(()), "on.host": torch.randn(MIB)}
         dcp.save(writer.stage(state), checkpoint_id=f"{url}/{number}", storage_writer=writer)

@@ -161,8 +161,8 @@ def test_a_chunk_evicted_during_its_copy_is_no_damage(fake, url, monkeypatch, ca
     assert "wrong digests" not in caplog.text
 
 
-def test_several_batches_share_the_buffers(gpu, url, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+def test_several_batches_share_the_buffers(gpu, url, with_processors):
+    with_processors(1)
     wanted = saved(gpu, url)
     found = zeros(gpu, wanted)
     load(gpu, url, found)

@@ -1,6 +1,7 @@
 """Saves of a state that spans two GPUs of one process."""
 
 import pytest
+from support.waiting import HANG_S
 
 torch = pytest.importorskip("torch")
 
@@ -29,7 +30,7 @@ def test_a_gpu_without_room_is_copied_before_the_step(fake, other, url, is_full_
     state = {f"on.{number}": device.own(torch.randn(2 * MIB)) for number, device in enumerate(devices)}
     state["host"] = torch.randn(1000)
     before = {name: tensor.clone() for name, tensor in state.items()}
-    writer = TierWriter(url, stage="device", device="64MiB", ram=ram, timeout=5)
+    writer = TierWriter(url, stage="device", device="64MiB", ram=ram, timeout=HANG_S)
     gate = drain_of(fake).gate
     gate.close()
     staged = writer.stage(state)

@@ -627,7 +627,7 @@ def test_a_step_hurries_all_saves_behind_a_closed_gate(fake, url):
     staged = [writer.stage(state) for _ in range(6)]
     begun = time.monotonic()
     writer.fence()
-    assert time.monotonic() - begun < FINISH_S / 2
+    assert time.monotonic() - begun < FINISH_S
     gate.open()
     for number, one in enumerate(staged):
         save(writer, one, f"{url}/{number}")
@@ -639,7 +639,7 @@ def test_a_copy_that_training_waits_for_passes_a_closed_gate(fake, url):
     gate.close()
     begun = time.monotonic()
     staged = [writer.stage({"weight": fake.own(torch.randn(2 * MIB))}) for _ in range(2)]
-    assert time.monotonic() - begun < FINISH_S / 2
+    assert time.monotonic() - begun < FINISH_S
     gate.open()
     for number, one in enumerate(staged):
         save(writer, one, f"{url}/{number}")

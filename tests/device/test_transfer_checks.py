@@ -3,6 +3,7 @@
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
+from support.waiting import HANG_S
 
 torch = pytest.importorskip("torch")
 
@@ -32,7 +33,7 @@ def state_on(fake):
     ids=["whole", "a part", "layout dcp", "in waves", "no local tiers"],
 )
 def test_bytes_that_change_on_the_link_are_not_saved(fake, url, options, names):
-    writer = TierWriter(url, stage="device", device="64MiB", timeout=5, **options)
+    writer = TierWriter(url, stage="device", device="64MiB", timeout=HANG_S, **options)
     fake.corrupt = True
     staged = writer.stage(state_on(fake))
     with pytest.raises(CheckpointException, match="changed between the GPU and host memory"):

@@ -8,8 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.fake_flusher import Running, until
+from support.fake_flusher import Running
 from support.opened import descriptors
+from support.waiting import until
 
 from tierfs.host.rpc.client import FlusherClient
 

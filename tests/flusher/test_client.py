@@ -20,9 +20,9 @@ from support.fake_flusher import (
     launcher,
     nobody_holds_the_lock,
     process_client,
-    until,
 )
-from support.forked import answer_of
+from support.forked import answer_of, forked, idle_child
+from support.waiting import HANG_S, until
 
 from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.host.host import ExclusiveLock
@@ -103,11 +103,9 @@ def test_a_hello_that_has_changed_is_said_on_each_connection_that_is_used_from_t
 def test_a_flusher_that_cannot_start_is_an_error_at_once_that_quotes_its_log(directory):
     (directory / LOG_NAME).write_text("of an earlier one\n")
     argv = [sys.executable, "-c", "import tierfs.flusher.no_such_module"]
-    start = time.monotonic()
     with FlusherClient(directory, lambda: spawn(argv, directory / LOG_NAME), "1.0", dict) as client:
         with pytest.raises(StoreError, match=r"No module named .*no_such_module") as caught:
             client.request("echo")
-    assert time.monotonic() - start < 5
     assert str(directory / LOG_NAME) in str(caught.value)
     assert caught.value.path == str(directory / LOG_NAME)
     assert not caught.value.transient
@@ -157,21 +155,17 @@ def test_a_directory_that_is_not_there_is_an_error(directory):
 
 def test_eight_processes_that_ask_at_once_get_one_flusher(directory):
     reading, writing = os.pipe()
-    children = []
 
     def launch():
         with open(directory / "launches", "a") as file:
             file.write("one\n")
         return launcher(directory, linger_s=60)()
 
-    for _ in range(8):
-        child = os.fork()
-        if child == 0:
-            with FlusherClient(directory, launch, "1.0", dict) as client:
-                os.write(writing, b"%d\n" % client.request("echo")["pid"])
-            os._exit(0)
-        children.append(child)
-    for child in children:
+    def ask():
+        with FlusherClient(directory, launch, "1.0", dict) as client:
+            os.write(writing, b"%d\n" % client.request("echo")["pid"])
+
+    for child in [forked(ask) for _ in range(8)]:
         assert os.waitpid(child, 0)[1] == 0
     os.close(writing)
     with os.fdopen(reading) as file:
@@ -185,14 +179,15 @@ def test_eight_processes_that_ask_at_once_get_one_flusher(directory):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_listener_of_another_user_is_not_talked_to(public_directory):
     ready, done = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def listen():
         os.chown(public_directory, 65534, 65534)
         os.setuid(65534)
         with wire.listen(public_directory):
             os.write(ready[1], b".")
             os.read(done[0], 1)
-        os._exit(0)
+
+    child = forked(listen)
     try:
         os.read(ready[0], 1)
         client = FlusherClient(public_directory, fail_to_launch, "1.0", dict)
@@ -228,7 +223,7 @@ def test_no_request_is_lost_when_flushers_retire_as_soon_as_they_can(directory, 
         try:
             for turn in range(60):
                 with FlusherClient(directory, threads, "1.0", dict) as client:
-                    assert client.request("echo", {"turn": turn}, timeout_s=20)["turn"] == turn
+                    assert client.request("echo", {"turn": turn}, timeout_s=HANG_S)["turn"] == turn
                 if turn % 4 == number:
                     time.sleep(0.01)
             counts.append(turn + 1)
@@ -264,7 +259,7 @@ def test_a_flusher_that_others_used_up_before_its_starter_got_to_it_is_started_a
         return first if watched else None
 
     with FlusherClient(directory, launch, "1.0", dict) as client:
-        client.request("echo", timeout_s=5)
+        client.request("echo", timeout_s=HANG_S)
     assert len(threads.all) == 2
 
 
@@ -421,7 +416,7 @@ def test_several_newer_clients_replace_an_older_flusher_once(directory):
 @pytest.mark.parametrize("packet", [b"garbage", b'{"id": 99, "ok": {}}', b'{"id": 1}', b"x" * 70_000, b"[]"])
 def test_an_answer_that_makes_no_sense_is_an_error(directory, packet):
     def answer_once(listener):
-        listener.settimeout(5)
+        listener.settimeout(HANG_S)
         connection, _ = listener.accept()
         with connection:
             wire.receive(connection)
@@ -534,17 +529,9 @@ def test_a_child_forked_while_others_ask_holds_no_connection_open(running, direc
     waiter = threading.Thread(target=wait)
     waiter.start()
     until(lambda: running.engine.waiting)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    os.close(reading)
-    waiter.join()
-    until(lambda: not running.engine.waiting)
-    os.close(writing)
-    os.waitpid(child, 0)
+    with idle_child():
+        waiter.join()
+        until(lambda: not running.engine.waiting)
 
 
 PROGRAM = """

@@ -5,30 +5,15 @@ import signal
 import threading
 
 import pytest
+from support.forked import in_child
 
 from tierfs.errors import StoreError
 from tierfs.host.name_locks import NameLocks
-
-CHILD_S = 10
 
 
 def flown(locks):
     with locks.single_flight(b"a chunk"):
         pass
-
-
-def child_of(task):
-    """Run a task in a forked child and return its wait status. SIGALRM kills the child if the task hangs."""
-    pid = os.fork()
-    if pid == 0:
-        failed = 1
-        try:
-            signal.alarm(CHILD_S)
-            task()
-            failed = 0
-        finally:
-            os._exit(failed)
-    return os.waitpid(pid, 0)[1]
 
 
 @pytest.fixture
@@ -47,7 +32,7 @@ def test_a_lock_is_waited_for_until_the_timeout(locks):
             pass
 
     with locks.single_flight(b"a chunk"):
-        assert child_of(hold_in_vain) == 0
+        assert in_child(hold_in_vain) == 0
         thread = threading.Thread(target=hold_in_vain)
         thread.start()
         thread.join()
@@ -60,6 +45,6 @@ def test_a_lock_of_a_killed_process_is_free(locks):
         with locks.single_flight(b"a chunk"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert os.WTERMSIG(child_of(be_killed)) == signal.SIGKILL
+    assert os.WTERMSIG(in_child(be_killed)) == signal.SIGKILL
     with locks.alone(b"a chunk", timeout_s=0):
         pass

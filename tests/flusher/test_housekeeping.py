@@ -2,6 +2,8 @@
 
 import threading
 
+from support.waiting import HANG_S
+
 from tierfs.host.write import ahead
 from tierfs.host.write.ahead import start_housekeeping
 
@@ -26,5 +28,5 @@ def test_slabs_and_room_in_them_are_made_ahead_and_others_get_theirs(monkeypatch
     monkeypatch.setattr(ahead, "HOUSEKEEPING_S", 0.01)
     ram = Ram()
     assert start_housekeeping(ram, ram, ram.ended)  # the flusher is asked in a later round
-    assert ram.ended.wait(10)
+    assert ram.ended.wait(HANG_S)
     assert ram.asked == ["grow_ahead", "give_back"] * 2

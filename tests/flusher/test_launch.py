@@ -8,7 +8,7 @@ import textwrap
 import types
 
 import pytest
-from support.fake_flusher import until
+from support.waiting import until
 
 from tierfs.errors import StoreError
 from tierfs.host.rpc import launch

@@ -9,8 +9,9 @@ import threading
 import time
 
 import pytest
-from support.fake_flusher import FakeEngine, Running, launcher, nobody_holds_the_lock, until
-from support.forked import answer_of
+from support.fake_flusher import FakeEngine, Running, launcher, nobody_holds_the_lock
+from support.forked import answer_of, forked, idle_child, in_child
+from support.waiting import HANG_S, until
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
@@ -141,7 +142,7 @@ def test_a_connection_is_closed_even_while_a_process_that_is_being_started_has_a
         copy = os.dup(next(iter(running.service._connections)))
         try:
             connection.send(b"garbage")
-            connection.settimeout(5)
+            connection.settimeout(HANG_S)
             assert is_closed(connection)
         finally:
             os.close(copy)
@@ -149,7 +150,7 @@ def test_a_connection_is_closed_even_while_a_process_that_is_being_started_has_a
 
 def test_a_client_that_does_not_read_its_answers_is_closed(client, directory):
     with raw_connection(directory) as connection:
-        connection.settimeout(5)
+        connection.settimeout(HANG_S)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             for _ in range(10_000):
                 wire.send(connection, wire.encode({"id": 1, "do": "echo", "arguments": {"a": "x" * 50_000}}))
@@ -182,7 +183,7 @@ def test_a_client_waits_for_its_turn_where_all_connections_are_at_work(running, 
         with pytest.raises(TimeoutError):
             client.request("echo", timeout_s=0.2)
         one.close()
-        assert client.request("echo", timeout_s=10)
+        assert client.request("echo", timeout_s=HANG_S)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -214,7 +215,7 @@ def test_a_long_request_holds_up_no_other(client, running):
     waiter.start()
     until(lambda: running.engine.waiting)
     for _ in range(100):
-        client.request("echo", timeout_s=5)
+        client.request("echo", timeout_s=HANG_S)
     assert not answers
     running.engine.release()
     waiter.join()
@@ -222,10 +223,8 @@ def test_a_long_request_holds_up_no_other(client, running):
 
 
 def test_a_request_over_its_time_raises_and_ends_in_the_engine(client, running):
-    start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"'wait' within 0\.1 s"):
         client.request("wait", timeout_s=0.1)
-    assert time.monotonic() - start < 20
     until(lambda: not running.engine.waiting)
     assert client.request("echo")
 
@@ -358,7 +357,7 @@ def test_the_lock_is_held_until_the_last_request_has_ended(running, directory):
 
     def stubborn(arguments, peer):
         engine.waiting += 1
-        finish.wait(10)
+        finish.wait(HANG_S)
         return {"done": True}
 
     engine.do_stubborn = stubborn
@@ -389,38 +388,27 @@ def test_a_socket_that_took_its_place_is_left_alone(running, directory):
 
 def test_a_forked_child_neither_listens_nor_keeps_connections_open(running, client, directory):
     client.request("echo")
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    os.close(reading)
-    try:
+    with idle_child():
         with raw_connection(directory) as connection:
             running.stop()
-            connection.settimeout(5)
+            connection.settimeout(HANG_S)
             assert is_closed(connection)
         assert nobody_listens(directory)
         assert nobody_holds_the_lock(directory)
-    finally:
-        os.close(writing)
-        os.waitpid(child, 0)
 
 
 def test_a_child_of_a_flusher_that_was_killed_leaves_no_socket_that_nobody_answers(directory):
     reading, writing = os.pipe()
-    flusher = os.fork()
-    if flusher == 0:
+
+    def flusher():
         os.close(writing)
         Running(directory)
         with raw_connection(directory):
-            if os.fork() == 0:
-                os.read(reading, 1)
-                os._exit(0)
+            forked(lambda: os.read(reading, 1))
             os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(flusher) == signal.SIGKILL
     os.close(reading)
-    os.waitpid(flusher, 0)
     try:
         assert wire.identity_of(directory)
         until(lambda: nobody_listens(directory))

@@ -16,6 +16,7 @@ from random import Random
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from support.waiting import HANG_S
 
 import tierfs
 from tierfs.format import keys
@@ -96,7 +97,7 @@ def _settle() -> None:
     """Wait for the transfers of dropped handles: until every transfer thread is free at the same time."""
     moving = transfers()
     together = threading.Barrier(moving.workers)
-    for future in [moving.submit(lambda _: together.wait(60), None) for _ in range(moving.workers)]:
+    for future in [moving.submit(lambda _: together.wait(HANG_S), None) for _ in range(moving.workers)]:
         future.result()
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.waiting import HANG_S
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -63,7 +64,7 @@ def test_all_who_write_to_a_store_know_the_same(place):
     store, together = place.store, threading.Barrier(4)
 
     def encoder_of(_):
-        together.wait(10)
+        together.wait(HANG_S)
         return store.encoder
 
     with ThreadPoolExecutor(4) as threads:

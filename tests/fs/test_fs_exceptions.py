@@ -11,6 +11,7 @@ import threading
 
 import fsspec
 import pytest
+from support.waiting import HANG_S
 
 from tierfs.buffers import Buffers
 from tierfs.errors import CapacityError, ReadOnlyError, StoreError
@@ -160,7 +161,7 @@ def test_dropping_a_handle_waits_for_no_request(place, put_between, random_bytes
 
     class Blocked(WrappedObjects):
         def put(self, key, *arguments, **options):
-            assert release.wait(60)
+            assert release.wait(HANG_S)
             return super().put(key, *arguments, **options)
 
     put_between(Blocked)
@@ -170,7 +171,7 @@ def test_dropping_a_handle_waits_for_no_request(place, put_between, random_bytes
 
     def wait_a_while():
         dropping.start()
-        dropping.join(timeout=10)
+        dropping.join(HANG_S)
 
     with pytest.warns(ResourceWarning, match="unclosed"):
         wait_a_while()

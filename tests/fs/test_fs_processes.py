@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import pickle
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -17,6 +15,8 @@ from typing import Any
 
 import fsspec
 import pytest
+from support.forked import answer_of
+from support.waiting import HANG_S
 
 import tierfs
 from tierfs.errors import StoreError
@@ -61,22 +61,7 @@ def work(fs: tierfs.TierFileSystem, root: str, worker: int) -> None:
 
 def in_child(call: Callable[[], None]) -> None:
     """Run ``call`` in a forked child. Fail with the child's traceback if it raises."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        try:
-            call()
-        except BaseException:
-            os.write(writing, traceback.format_exc().encode()[-60_000:])
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as report:
-        problem = report.read().decode()
-    _, status = os.waitpid(child, 0)
-    assert status == 0
-    assert not problem, problem
+    assert answer_of(call) == "None"
 
 
 # -- threads -----------------------------------------------------------------------------------------------------
@@ -118,7 +103,7 @@ def test_a_close_waits_for_the_write_of_another_thread(place, put_between):
         def put(self, key, *arguments, **options):
             if "/chunks/" in key:
                 sending.set()
-                assert go_on.wait(20)
+                assert go_on.wait(HANG_S)
             return super().put(key, *arguments, **options)
 
     put_between(Slow)
@@ -126,13 +111,13 @@ def test_a_close_waits_for_the_write_of_another_thread(place, put_between):
     handle = place.fs.open(place / "a", "wb")
     with ThreadPoolExecutor(2) as pool:
         written = pool.submit(handle.write, data)
-        assert sending.wait(20)
+        assert sending.wait(HANG_S)
         closed = pool.submit(handle.close)
         with pytest.raises(FutureTimeoutError):
             closed.result(0.2)
         go_on.set()
-        assert written.result(20) == len(data)
-        closed.result(20)
+        assert written.result(HANG_S) == len(data)
+        closed.result(HANG_S)
     assert place.fs.cat(place / "a") == data
     with pytest.raises(ValueError, match="closed file"):
         handle.write(b"later")
@@ -309,7 +294,7 @@ def test_processes_of_a_pool_share_a_store_in_a_directory(directory_place, metho
     context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(2, mp_context=context) as pool:
         for future in [pool.submit(work, place.fs, place.root, worker) for worker in range(4)]:
-            future.result(timeout=60)
+            future.result(HANG_S)
     for worker in range(4):
         check(place.fs, place.root, worker, 5)
     assert len(place.names()) == 21
@@ -327,7 +312,8 @@ def test_one_exclusive_create_of_many_processes_wins(directory_place):
     place = directory_place
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("fork")) as pool:
         won = [
-            future.result(60) for future in [pool.submit(create_exclusively, place.root, number) for number in range(8)]
+            future.result(HANG_S)
+            for future in [pool.submit(create_exclusively, place.root, number) for number in range(8)]
         ]
     assert won.count(True) == 1
     assert place.fs.cat(place / "once") == b"%d" % won.index(True)
@@ -345,13 +331,13 @@ def close_at_once(
     for turn in range(ROUNDS):
         file = fs.open(f"{root}/{turn}/latest", mode)
         file.write(b"%d" % number)
-        begin.wait(30)
+        begin.wait(HANG_S)
         try:
             file.close()
             told.put((turn, "ok"))
         except tierfs.TierfsError as error:
             told.put((turn, type(error).__name__))
-        begin.wait(30)
+        begin.wait(HANG_S)
 
 
 @pytest.mark.parametrize(("mode", "nvme"), [("wb", "0"), ("wb", "8MiB"), ("xb", "8MiB"), ("ab", "0")])
@@ -367,10 +353,10 @@ def test_one_of_many_open_writers_saves_and_the_others_conflict(directory_place,
         process.start()
     outcomes: dict[int, list[str]] = {turn: [] for turn in range(ROUNDS)}
     for _ in range(ROUNDS * RIVALS):
-        turn, outcome = told.get(timeout=60)
+        turn, outcome = told.get(timeout=HANG_S)
         outcomes[turn].append(outcome)
     for process in processes:
-        process.join(30)
+        process.join(HANG_S)
     lost = "AlreadyExistsError" if mode == "xb" else "ConflictError"
     assert {tuple(sorted(each)) for each in outcomes.values()} == {(lost,) * (RIVALS - 1) + ("ok",)}
     fs = fsspec.filesystem("tierfs", target_protocol="file", **tiers)

@@ -13,6 +13,7 @@ import fsspec
 import pytest
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
+from support.waiting import HANG_S
 
 from tierfs.errors import CorruptionError, NotFoundError, StoreError
 from tierfs.objects import WrappedObjects
@@ -130,7 +131,7 @@ def test_cat_ranges_with_urls_from_two_threads_at_once(place, random_bytes):
     together = threading.Barrier(2)
 
     def fetch(wanted: tuple[list[str], list[int], list[int]]) -> list[bytes]:
-        together.wait(30)
+        together.wait(HANG_S)
         names, starts, ends = wanted
         return fetch_as_torch_does(fs, [os.path.join(f"{place.url}/ck", name) for name in names], starts, ends)
 
@@ -193,7 +194,7 @@ def test_cat_ranges_tells_which_ranges_failed(place, large, large_path, put_betw
 def test_cat_ranges_reads_several_files_at_once(place, random_bytes, put_between):
     contents = {place / str(number): random_bytes(MIB, number) for number in range(4)}
     place.fs.pipe(contents)
-    together = threading.Barrier(4, timeout=20)
+    together = threading.Barrier(4, timeout=HANG_S)
 
     class Meeting(WrappedObjects):
         def get(self, *arguments, **options):

@@ -11,6 +11,7 @@ import subprocess
 import fsspec
 import numpy as np
 import pytest
+from support.waiting import HANG_S
 
 from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, StoreError
 
@@ -271,7 +272,7 @@ def test_a_subprocess_that_outlives_the_handle_is_told(place):
         )
         while file.tell() < len("early\n"):
             assert child.poll() is None
-    child.communicate(b"go on\n", timeout=30)
+    child.communicate(b"go on\n", timeout=HANG_S)
     assert child.returncode == 3
     assert place.fs.cat(place / "a") == b"early\n"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from support.forked import answer_of, forked, idle_child
 from support.opened import descriptors, no_descriptors_left
+from support.waiting import HANG_S, until
 
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 from tierfs.host.filesystems import entries_of, make_private
@@ -62,13 +63,6 @@ def start(directory, shm):
             return process, process.stdout.readline().strip()
 
         yield run
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # -- liveness ----------------------------------------------------------------------------------------------------------
@@ -167,10 +161,10 @@ def test_a_forked_child_does_not_keep_its_dead_parent_alive(host, start):
     parent, child = line.split()
     assert host.is_alive(parent)
     process.send_signal(signal.SIGKILL)
-    eventually(lambda: not host.is_alive(parent))
+    until(lambda: not host.is_alive(parent))
     assert host.is_alive(child)
     process.stdin.close()
-    eventually(lambda: not host.is_alive(child))
+    until(lambda: not host.is_alive(child))
 
 
 def test_a_program_that_was_executed_does_not_keep_its_parent_alive(host, start):
@@ -297,7 +291,7 @@ def test_one_at_a_time_is_in_a_locked_section(host, start):
         assert not entered.wait(0.1)
     process.stdin.write("\n")
     process.stdin.flush()
-    assert entered.wait(20)
+    assert entered.wait(HANG_S)
     thread.join()
 
 
@@ -318,7 +312,7 @@ def test_a_killed_process_leaves_its_section_free(host, start):
             done.set()
 
     threading.Thread(target=enter, daemon=True).start()
-    assert done.wait(20)
+    assert done.wait(HANG_S)
 
 
 def test_a_child_that_leaves_its_parent_s_section_does_not_open_it(host):
@@ -777,31 +771,35 @@ def test_a_relative_folder_for_segments_is_refused(tmp_path, monkeypatch):
         Host(tmp_path / "state")
 
 
-def test_the_folder_is_found_after_its_disk_became_read_only(directory, shm, monkeypatch):
-    folder, opened = Host(directory, shm).segments, os.open
+@pytest.fixture
+def read_only(monkeypatch):
+    """Return a function that lets nobody open a file below a directory for writing any more."""
+    opened = os.open
+
+    def make(directory):
+        def refuse(name, flags, *mode):
+            if flags & os.O_RDWR and directory in Path(name).parents:
+                raise OSError(errno.EROFS, "Read-only file system")
+            return opened(name, flags, *mode)
+
+        monkeypatch.setattr("os.open", refuse)
+
+    return make
+
+
+def test_the_folder_is_found_after_its_disk_became_read_only(directory, shm, read_only):
+    folder = Host(directory, shm).segments
     gc.collect()
-
-    def read_only(name, flags, *mode):
-        if flags & os.O_RDWR and directory in Path(name).parents:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return opened(name, flags, *mode)
-
-    monkeypatch.setattr("os.open", read_only)
+    read_only(directory)
     assert Host(directory, shm).segments == folder
 
 
-def test_a_lock_is_taken_where_its_disk_is_read_only_by_now(tmp_path, monkeypatch):
-    path, opened = tmp_path / "a.lock", os.open
+def test_a_lock_is_taken_where_its_disk_is_read_only_by_now(tmp_path, read_only):
+    path = tmp_path / "a.lock"
     lock = ExclusiveLock(path)
     assert lock.acquire()
     lock.release()
-
-    def read_only(name, flags, *mode):
-        if flags & os.O_RDWR:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return opened(name, flags, *mode)
-
-    monkeypatch.setattr("os.open", read_only)
+    read_only(tmp_path)
     assert lock.acquire()
     assert not ExclusiveLock(path).acquire()
     lock.release()

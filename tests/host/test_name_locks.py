@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from support.waiting import HANG_S
 
 from tierfs.clock import ManualClock
 from tierfs.host.name_locks import PATIENCE_S, NameLocks
@@ -69,7 +70,7 @@ def test_a_working_holder_is_waited_for(elsewhere, tmp_path):
         threads[0].join(0.05)
         done.append("first")
     for thread in threads:
-        thread.join(10)
+        thread.join(HANG_S)
     here.close()
     assert done == ["first", "second", "second"]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from support.mount_hand import Hand
 from support.tiered import Host
+from support.waiting import HANG_S
 
 from tierfs import store as verbs
 from tierfs.digest import DigestKind
@@ -20,7 +21,7 @@ from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.store.create import create_store
 from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault
 
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 class Hanging(MemoryObjects):
@@ -30,7 +31,7 @@ class Hanging(MemoryObjects):
 
     def __getattribute__(self, name):
         if name in ("put", "get", "read", "head", "list", "delete"):
-            assert Hanging.answers.wait(60)
+            assert Hanging.answers.wait(HANG_S)
         return super().__getattribute__(name)
 
 
@@ -53,7 +54,7 @@ def hand(host, tmp_path):
     hand = Hand(host.store, tmp_path)
     hand.tree.make_directory(*hand.parent("known"), 0o755)
     hand.write_file("known/file", b"old")
-    verbs.wait(host.store, "", Level.OBJECT, 20)
+    verbs.wait(host.store, "", Level.OBJECT)
     assert hand.read_file("known/file") == b"old"
     Hanging.answers.clear()
     return hand
@@ -62,7 +63,7 @@ def hand(host, tmp_path):
 def come_back(host):
     Hanging.answers.set()
     host.tiers.away_until_s = 0.0
-    verbs.wait(host.store, "", Level.OBJECT, 20)
+    verbs.wait(host.store, "", Level.OBJECT)
 
 
 def make(hand, path):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from support.mount_hand import Hand
+from support.waiting import HANG_S, until
 
 from tierfs.clock import SystemClock
 from tierfs.errors import (
@@ -56,13 +57,9 @@ class Kernel:
 
     def close(self):
         self.ours.close()
-        assert self.server.ended.wait(5)
-        deadline_s = time.monotonic() + 30
-        while "(0 threads" not in repr(self.server) and time.monotonic() < deadline_s:
-            time.sleep(0.005)
-        assert "(0 threads" in repr(
-            self.server
-        )  # else a thread might read from the next file with this descriptor number
+        assert self.server.ended.wait(HANG_S)
+        # Otherwise a thread might read from the next file with this descriptor number.
+        until(lambda: "(0 threads" in repr(self.server))
         self.its.close()
 
 
@@ -108,7 +105,7 @@ def test_a_request_that_hangs_is_answered_with_eio_and_others_go_on(kernel_for):
 
     def serve(header, body):
         if header.opcode == Opcode.READ:
-            hang.wait(30)
+            hang.wait(HANG_S)
         return b"fine"
 
     kernel = kernel_for(serve, timeout_s=0.3)
@@ -152,7 +149,7 @@ def test_many_requests_that_wait_keep_no_other_one_waiting(kernel_for):
 
     def serve(header, body):
         if header.opcode == Opcode.READ:
-            hang.wait(30)
+            hang.wait(HANG_S)
         return b"fine"
 
     kernel = kernel_for(serve)
@@ -264,7 +261,7 @@ def test_a_request_for_a_file_that_is_being_stored_has_as_much_time(kernel_for):
 
     def serve(header, body):
         if header.node == 5 and header.opcode != Opcode.GETATTR:
-            stored.wait(30)
+            stored.wait(HANG_S)
         return b"fine"
 
     kernel = kernel_for(serve, timeout_s=0.2, slow_timeout_s=20)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import HANG_S
 
 from tierfs.clock import ManualClock
 from tierfs.errors import NotFoundError, StoreError, TierfsError
@@ -33,7 +34,7 @@ class Crowded(MemoryObjects):
         self.inside = 0
         self.inside_max = 0
         self._lock = threading.Lock()
-        self._full = threading.Barrier(together, timeout=30)
+        self._full = threading.Barrier(together, timeout=HANG_S)
 
     def head(self, key: str) -> ObjectInfo:
         with self._lock:
@@ -128,7 +129,7 @@ def test_the_limit_is_halved_when_the_endpoint_asks_for_it(
 
 def test_a_burst_of_refusals_counts_once(memory: MemoryObjects) -> None:
     class Refusing(MemoryObjects):
-        together = threading.Barrier(32, timeout=30)
+        together = threading.Barrier(32, timeout=HANG_S)
 
         def head(self, key: str) -> ObjectInfo:
             self.together.wait()
@@ -192,7 +193,7 @@ def test_the_limit_stays_in_its_bounds_and_moves_no_more_than_once_a_second(
 
 def test_a_higher_limit_admits_waiting_requests(memory: MemoryObjects) -> None:
     memory.put("a", [b"something"])
-    together = threading.Barrier(2, timeout=30)
+    together = threading.Barrier(2, timeout=HANG_S)
 
     class Endpoint(Answering):
         asked = 0
@@ -240,7 +241,7 @@ def test_no_request_is_stuck_while_the_limit_changes(memory: MemoryObjects, seed
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     assert not [thread for thread in threads if thread.is_alive()], f"seed {seed}: {objects!r}"
     assert endpoint.inside_max <= 6
     assert objects.throttled > 0

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.waiting import until
 
 from tierfs.errors import AlreadyExistsError, CapacityError, ConflictError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.objects import CREATE, LocalObjects, Update
@@ -247,9 +248,7 @@ def _meet(root: str, number: int) -> LocalObjects:
     """Wait until every process has arrived."""
     objects = LocalObjects(root)
     objects.put(f"here/{number}", [b""])
-    deadline = time.monotonic() + 30
-    while len(list(objects.list("here/"))) < PROCESSES and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: len(list(objects.list("here/"))) == PROCESSES, every_s=0.001)
     return objects
 
 

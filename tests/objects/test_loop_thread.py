@@ -18,6 +18,7 @@ from random import Random
 
 import pytest
 from support.opened import descriptors
+from support.waiting import HANG_S, until
 
 from tierfs.objects.backends import loop_thread as module
 from tierfs.objects.backends.loop_thread import LoopThread, body_reader
@@ -29,13 +30,6 @@ def loop() -> Iterator[LoopThread]:
     yield loop
     loop.close()
     assert not loop._thread.is_alive()
-
-
-def _wait_until(condition, seconds=10.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come about"
-        time.sleep(0.005)
 
 
 def test_the_outcome_of_the_coroutine_is_returned_or_raised(loop: LoopThread) -> None:
@@ -81,7 +75,7 @@ class _Lent:
             self.ended = True
 
     def interrupt(self, times: int) -> None:
-        assert self.under_way.wait(30)
+        assert self.under_way.wait(HANG_S)
         for _ in range(times):
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGINT)
@@ -168,7 +162,7 @@ def test_an_error_keeps_nothing_of_the_call_without_the_collector(loop: LoopThre
         known = weakref.ref(lent)
         fail(lent)
         del lent
-        _wait_until(lambda: known() is None)
+        until(lambda: known() is None)
     finally:
         gc.enable()
 
@@ -184,7 +178,7 @@ def test_a_loop_may_be_closed_on_its_own_thread() -> None:
 
     loop = LoopThread("test")
     loop.run(close())
-    loop._thread.join(10)
+    loop._thread.join(HANG_S)
     assert ran == ["last"]
 
 
@@ -220,7 +214,7 @@ def test_opening_again_and_again_leaks_neither_threads_nor_descriptors() -> None
     for _ in range(100):
         open_once()
     gc.collect()
-    _wait_until(lambda: used() <= before)
+    until(lambda: used() <= before)
 
 
 def test_a_process_that_ends_with_requests_under_way_ends() -> None:
@@ -240,7 +234,7 @@ shared = SharedSession("test", Session)
 threading.Thread(target=lambda: shared.get().loop.run(asyncio.sleep(60)), daemon=True).start()
 time.sleep(0.3)
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert ran.stdout == "closed\n"
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from support.waiting import HANG_S
 
 from tierfs.clock import ManualClock
 from tierfs.digest import Buffer
@@ -214,7 +215,7 @@ def test_conditions_that_are_not_kept_are_checked_and_not_sent(endpoint: Endpoin
 def test_one_of_many_concurrent_creates_wins(endpoint: Endpoint, mode: str) -> None:
     condition = CREATE if mode == "create" else Update(endpoint.put("a", [b"?"]).version)
     tiers = [as_promised(endpoint, CONDITIONLESS) for _ in range(12)]
-    start = threading.Barrier(12, timeout=60)
+    start = threading.Barrier(12, timeout=HANG_S)
 
     def race(racer: int) -> bool:
         start.wait()

@@ -10,6 +10,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.forked import answer_of
+from support.waiting import HANG_S
 
 from tierfs.objects.backends.shared_session import SharedSession
 
@@ -32,7 +34,7 @@ def test_all_threads_get_the_same_session() -> None:
     barrier = threading.Barrier(8)
 
     def get(_: int) -> Session:
-        barrier.wait(10)
+        barrier.wait(HANG_S)
         return shared.get()
 
     with ThreadPoolExecutor(8) as pool:
@@ -79,25 +81,29 @@ def test_a_close_that_fails_is_passed_over() -> None:
 def test_a_child_opens_its_own_and_leaves_its_parents_alone() -> None:
     shared = SharedSession("test", Session)
     session = shared.get()
-    child = os.fork()
-    if not child:
+
+    def open_own() -> bool:
+        nonlocal shared
         own = shared.get()
         del shared
         gc.collect()
-        os._exit(0 if own.opened_by == os.getpid() and own.closed and not session.closed else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        return own.opened_by == os.getpid() and own.closed and not session.closed
+
+    assert answer_of(open_own) == "True"
     assert shared.get() is session
 
 
 def test_a_child_that_drops_what_it_inherited_closes_nothing() -> None:
     shared = SharedSession("test", Session)
     session = shared.get()
-    child = os.fork()
-    if not child:
+
+    def drop() -> bool:
+        nonlocal shared
         del shared
         gc.collect()
-        os._exit(session.closed)
-    assert os.waitpid(child, 0)[1] == 0
+        return session.closed
+
+    assert answer_of(drop) == "False"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -115,5 +121,5 @@ class Session:
 shared = SharedSession("test", Session)
 shared.get()
 """
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=HANG_S)
     assert ran.stdout.splitlines()[: 1 + late] == ["closed", "late endpoint"][: 1 + late]

@@ -1,6 +1,7 @@
 """Fixtures for hosts with local tiers."""
 
 import os
+import sys
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -31,7 +32,9 @@ def descriptor(objects):
 
 
 @pytest.fixture
-def make_host(tmp_path, root, descriptor):
+def make_host(tmp_path, root, descriptor, monkeypatch):
+    # The object tier of these hosts is often down for a moment.
+    monkeypatch.setattr("tierfs.flusher.state.RETRY_S_MAX", 0.1)
     hosts = []
 
     def make(name="here", **options):
@@ -43,6 +46,12 @@ def make_host(tmp_path, root, descriptor):
     for host in hosts:
         host.objects.down = False
         host.close()
+
+
+@pytest.fixture
+def indirect(monkeypatch):
+    """Every table of chunks is stored in chunks of its own."""
+    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import tempfile
 import uuid
 
 import pytest
+from support.waiting import HANG_S
 
 import tierfs
 from tierfs.digest import DigestKind
@@ -193,7 +194,7 @@ def test_no_permission_is_said_and_loses_nothing():
             os.chmod(folder, 0o555)
         process = multiprocessing.get_context("fork").Process(target=write_as_nobody, args=(directory,))
         process.start()
-        process.join(60)
+        process.join(HANG_S)
         for folder in folders:
             os.chmod(folder, 0o755)
         assert process.exitcode == 0

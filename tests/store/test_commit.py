@@ -10,7 +10,7 @@ from dataclasses import replace
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from support.fake_flusher import until
+from support.waiting import HANG_S, until
 
 from tierfs.digest import DigestKind
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, ReadOnlyError
@@ -79,14 +79,14 @@ def test_the_last_part_that_arrives_publishes_it(hosts, directory):
         put(first, at(directory, "rank-0"))
         put(second, at(directory, "rank-1"))
         Commits(first.store).announce(directory, document("rank-0", "rank-1"), mark(1))
-        first.tiers.wait(directory, Level.OBJECT, 20)
+        first.tiers.wait(directory, Level.OBJECT)
         assert not is_there(first.store, at(directory, ROOT))
         (waiting,) = Commits(first.store).advance(directory)
         assert waiting.missing == ("rank-1",)
         assert "waits for 1 of 2 files: rank-1" in str(waiting)
         with pytest.raises(TimeoutError, match="rank-1"):
             Commits(first.store).wait(directory, 0.1)
-    second.tiers.wait(directory, Level.OBJECT, 20)
+    second.tiers.wait(directory, Level.OBJECT)
     # Only the second host's flusher has looked since then.
     plain = first.plain()
     assert content(plain, at(directory, ROOT)) == document("rank-0", "rank-1")
@@ -342,8 +342,8 @@ def test_a_failed_look_for_complete_saves_is_repeated(hosts):
     Commits(first.store).announce("run", document("rank-1"), mark(1))
     with second.held("list"):
         put(second, "run/rank-1", b"a small part needs no listing")
-        until(lambda: is_there(first.plain(), "run/rank-1"), 20)
-        until(lambda: status(second.store)["errors"], 20)
+        until(lambda: is_there(first.plain(), "run/rank-1"))
+        until(lambda: status(second.store)["errors"])
         assert not is_there(first.plain(), f"run/{ROOT}")
     second.tiers.wait("run", Level.OBJECT, 20)
     assert content(first.plain(), f"run/{ROOT}") == document("rank-1")
@@ -613,7 +613,7 @@ def test_a_save_refused_by_the_flusher_is_not_repeated(make_host, what):
             while not host.tiers.drafts.pending(path) and not publishing.done():
                 time.sleep(0.01)
         with pytest.raises(ConflictError, match="changed by another writer" if what == "removed" else "superseded"):
-            publishing.result(20)
+            publishing.result(HANG_S)
     assert [kept for kept, _ in host.tiers.drafts.conflicts()] == ([path] if what == "removed" else [])
     assert is_there(other.plain(), path) == (what == "saved")
 

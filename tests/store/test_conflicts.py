@@ -5,8 +5,8 @@ import threading
 import time
 
 import pytest
-from support.fake_flusher import until
 from support.tiered import content, save_at
+from support.waiting import HANG_S, until
 
 from tierfs.errors import ConflictError, StoreError
 from tierfs.flusher.nvme import NvmePersister
@@ -35,18 +35,18 @@ def test_a_conflict_that_cannot_be_noted_holds_up_no_other_file(make_host, monke
         for path in paths:
             save(here.store, path, b"late")
             save_at(there.store, path, b"theirs", Level.OBJECT)
-        wait(here.store, "", Level.LOCAL, 20)
+        wait(here.store, "", Level.LOCAL)
         here.objects.down = False
-        until(lambda: len(failures) > 2 * len(paths), 30)
+        until(lambda: len(failures) > 2 * len(paths))
         save(here.store, "beside/it", b"is free")
-        wait(here.store, "beside/it", Level.OBJECT, 20)
+        wait(here.store, "beside/it", Level.OBJECT)
         assert not status(here.store)["conflicts"]
-    until(lambda: len(status(here.store)["conflicts"]) == len(paths), 60)
+    until(lambda: len(status(here.store)["conflicts"]) == len(paths))
     assert status(here.store)["counters"]["flusher_conflicts"] == len(paths)
     with pytest.raises(ConflictError, match="their version is kept"):
-        wait(here.store, paths[0], Level.OBJECT, 20)
+        wait(here.store, paths[0], Level.OBJECT)
     assert [discard_conflict(here.store, path) for path in paths] == [1] * len(paths)
-    wait(here.store, "", Level.OBJECT, 20)
+    wait(here.store, "", Level.OBJECT)
 
 
 @pytest.mark.parametrize("is_pending", [False, True], ids=["published", "pending"])
@@ -70,7 +70,7 @@ def test_a_tombstone_that_gc_removed_is_no_conflict(make_host, objects, monkeypa
         save(host.store, "run/a", b"third")
         if not is_pending:
             objects.delete([record_key("run/a")])
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "run/a") == b"third"
 
 
@@ -89,28 +89,28 @@ def test_a_large_file_whose_memory_cannot_be_seen_at_first_is_uploaded(make_host
         monkeypatch.setattr(NvmePersister, "persist", lambda *_: False)
         monkeypatch.setattr(FlushState, "chunk", fail_once)
         save(host.store, "large", data)
-        until(lambda: failures, 20)
+        until(lambda: failures)
         monkeypatch.undo()
-    wait(host.store, "large", Level.OBJECT, 60)
+    wait(host.store, "large", Level.OBJECT)
     assert load(host.plain(), "large") == data
-    assert not host.flusher._state.entries.busy
+    until(host.flusher.is_idle)
 
 
 def test_a_conflict_that_is_in_memory_alone_does_not_keep_the_flusher(make_host, monkeypatch):
     here, there = make_host("here"), make_host("there")
     with here.held():
         save(here.store, "a", b"late")
-        wait(here.store, "a", Level.LOCAL, 20)
+        wait(here.store, "a", Level.LOCAL)
         monkeypatch.setattr(NvmePersister, "persist", lambda *_: False)  # as if the nvme tier were full
         save(here.store, "a", b"built on it")
         save_at(there.store, "a", b"theirs", Level.OBJECT)
-    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+    until(lambda: len(status(here.store)["conflicts"]) == 2)
     assert here.flusher.is_idle()
     monkeypatch.undo()
     save(here.store, "b", b"goes on")
-    wait(here.store, "b", Level.LOCAL, 20)
+    wait(here.store, "b", Level.LOCAL)
     assert discard_conflict(here.store, "a") == 2
-    wait(here.store, "", Level.OBJECT, 20)
+    wait(here.store, "", Level.OBJECT)
 
 
 def conflict_of(here, there, *, until_kept=2):
@@ -118,8 +118,22 @@ def conflict_of(here, there, *, until_kept=2):
     save_at(there.store, "a", b"theirs", Level.OBJECT)
     here.objects.down = False
     with pytest.raises(ConflictError):
-        wait(here.store, "a", Level.OBJECT, 20)
-    until(lambda: len(status(here.store)["conflicts"]) == until_kept, 20)
+        wait(here.store, "a", Level.OBJECT)
+    until(lambda: len(status(here.store)["conflicts"]) == until_kept)
+
+
+@contextlib.contextmanager
+def moving(here, monkeypatch, move):
+    """Hold the object tier with ``a`` in the nvme tier. ``move(batch, copy)`` moves each later batch there."""
+    copy = NvmePersister._copy_chunks  # the one moment between the memory of a change and its draft in the nvme tier
+    with here.held():
+        save(here.store, "a", b"late")
+        wait(here.store, "a", Level.LOCAL)
+        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
+        monkeypatch.setattr(
+            NvmePersister, "_copy_chunks", lambda self, nvme, batch: move(batch, lambda: copy(self, nvme, batch))
+        )
+        yield
 
 
 def check_kept(here, *, count=2):
@@ -131,32 +145,27 @@ def check_kept(here, *, count=2):
         here.close()
         here.open()
         save(here.store, "b/b", b"starts a flusher")
-        wait(here.store, "b/b", Level.OBJECT, 20)
-        until(lambda: len(status(here.store)["conflicts"]) == count, 20)
+        wait(here.store, "b/b", Level.OBJECT)
+        until(lambda: len(status(here.store)["conflicts"]) == count)
     assert discard_conflict(here.store, "a") == count
     assert here.tiers.drafts.conflicts() == []
-    wait(here.store, "", Level.OBJECT, 20)
+    wait(here.store, "", Level.OBJECT)
 
 
 def test_a_change_that_reaches_the_nvme_tier_while_its_base_is_marked_is_kept_as_well(make_host, monkeypatch):
     here, there = make_host("here"), make_host("there")
-    copy_chunks, mark, goes = NvmePersister._copy_chunks, NvmeTier.keep_as_conflict, threading.Event()
+    mark, goes = NvmeTier.keep_as_conflict, threading.Event()
 
-    def copy_late(persister, nvme, batch):
-        assert goes.wait(20)
-        return copy_chunks(persister, nvme, batch)
+    def move_late(_batch, copy):
+        assert goes.wait(HANG_S)
+        return copy()
 
     def mark_late(nvme, number, note):
         goes.set()
-        with contextlib.suppress(AssertionError):  # the change cannot get there before this function returns
-            until(lambda: all(entry.number is not None for entry in here.flusher._state.entries), 1)
+        time.sleep(0.5)  # the change cannot get there before this function returns
         mark(nvme, number, note)
 
-    with here.held():
-        save(here.store, "a", b"late")
-        wait(here.store, "a", Level.LOCAL, 20)
-        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
-        monkeypatch.setattr(NvmePersister, "_copy_chunks", copy_late)
+    with moving(here, monkeypatch, move_late):
         monkeypatch.setattr(NvmeTier, "keep_as_conflict", mark_late)
         save(here.store, "a", b"built on it")
         conflict_of(here, there)
@@ -166,44 +175,33 @@ def test_a_change_that_reaches_the_nvme_tier_while_its_base_is_marked_is_kept_as
 
 def test_a_change_that_becomes_a_conflict_on_its_way_to_the_nvme_tier_stays_one(make_host, monkeypatch):
     here, there = make_host("here"), make_host("there")
-    copy_chunks = NvmePersister._copy_chunks
 
-    def copy(persister, nvme, batch):
-        found = copy_chunks(persister, nvme, batch)
-        until(lambda: batch[0].conflict, 20)
+    def move(batch, copy):
+        found = copy()
+        until(lambda: batch[0].conflict)
         return found
 
-    with here.held():
-        save(here.store, "a", b"late")
-        wait(here.store, "a", Level.LOCAL, 20)
-        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
-        monkeypatch.setattr(NvmePersister, "_copy_chunks", copy)
+    with moving(here, monkeypatch, move):
         save(here.store, "a", b"built on it")
         conflict_of(here, there)
     monkeypatch.undo()
     save(here.store, "b/b", b"goes behind it")
-    wait(here.store, "b/b", Level.OBJECT, 20)
+    wait(here.store, "b/b", Level.OBJECT)
     check_kept(here)
 
 
 def test_a_change_that_cannot_be_put_into_the_nvme_tier_says_why_it_is_kept(make_host, monkeypatch):
     here, there = make_host("here"), make_host("there")
 
-    def fail(_persister, _nvme, batch):
-        until(lambda: batch[0].conflict, 20)
+    def fail(batch, _copy):
+        until(lambda: batch[0].conflict)
         raise StoreError("input/output error", tier="nvme")
 
-    with here.held():
-        save(here.store, "a", b"late")
-        wait(here.store, "a", Level.LOCAL, 20)
-        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
-        monkeypatch.setattr(NvmePersister, "_copy_chunks", fail)
+    with moving(here, monkeypatch, fail):
         save(here.store, "a", b"built on it")
         conflict_of(here, there)
-    until(lambda: status(here.store)["counters"].get("flusher_nvme_failures"), 20)
-    assert [
-        str(entry.error) for entry in here.flusher._state.entries if "their version is kept" not in str(entry.error)
-    ] == []
+    until(lambda: status(here.store)["counters"].get("flusher_nvme_failures"))
+    assert all("their version is kept" in conflict["message"] for conflict in status(here.store)["conflicts"])
     monkeypatch.undo()
     check_kept(here)
 
@@ -237,18 +235,18 @@ def test_a_flusher_that_ends_while_it_marks_conflicts_leaves_none_behind(make_ho
     with here.held():
         save(here.store, "a", b"late")
         save(here.store, "a", b"built on it")
-        wait(here.store, "a", Level.LOCAL, 20)
+        wait(here.store, "a", Level.LOCAL)
         monkeypatch.setattr(NvmeTier, "keep_as_conflict", mark_one)
         save_at(there.store, "a", b"theirs", Level.OBJECT)
-    until(lambda: marked, 20)
+    until(lambda: marked)
     here.close()
     monkeypatch.undo()
     here.open()
     save(here.store, "b/b", b"starts a flusher")
-    wait(here.store, "b/b", Level.OBJECT, 20)
+    wait(here.store, "b/b", Level.OBJECT)
     with pytest.raises(ConflictError):
-        wait(here.store, "a", Level.OBJECT, 20)
-    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+        wait(here.store, "a", Level.OBJECT)
+    until(lambda: len(status(here.store)["conflicts"]) == 2)
     check_kept(here)
 
 
@@ -265,13 +263,13 @@ def test_a_change_whose_base_cannot_be_marked_is_not_seen_without_it(make_host, 
     with monkeypatch.context() as patched, here.held():
         save(here.store, "a", b"late")
         save(here.store, "a", b"built on it")
-        wait(here.store, "a", Level.LOCAL, 20)
+        wait(here.store, "a", Level.LOCAL)
         patched.setattr(NvmeTier, "keep_as_conflict", fail_for_the_first)
         save_at(there.store, "a", b"theirs", Level.OBJECT)
         here.objects.down = False
-        until(lambda: failures, 20)
+        until(lambda: failures)
     assert failures[0] == ["pending", "conflict"]
-    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+    until(lambda: len(status(here.store)["conflicts"]) == 2)
     check_kept(here)
 
 
@@ -279,7 +277,7 @@ def test_a_change_that_is_found_after_its_base_was_kept_is_kept_as_well(make_hos
     here, there = make_host("here"), make_host("there")
     with here.held():
         save(here.store, "a", b"late")
-        wait(here.store, "a", Level.LOCAL, 20)
+        wait(here.store, "a", Level.LOCAL)
         with monkeypatch.context() as patched:
             patched.setattr(PendingScan, "discover", lambda _: None)
             with here.flusher.scan._looking:  # a call that has begun would find the draft
@@ -287,39 +285,35 @@ def test_a_change_that_is_found_after_its_base_was_kept_is_kept_as_well(make_hos
             save(here.store, "a", b"built on it")
             conflict_of(here, there, until_kept=1)
     with pytest.raises(ConflictError):
-        wait(here.store, "a", Level.OBJECT, 20)
-    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+        wait(here.store, "a", Level.OBJECT)
+    until(lambda: len(status(here.store)["conflicts"]) == 2)
     assert status(here.store)["counters"]["flusher_conflicts"] == 2
     check_kept(here)
 
 
 def test_the_memory_of_a_change_that_was_marked_there_and_moved_on_is_given_up(make_host, monkeypatch):
     here, there = make_host("here"), make_host("there")
-    copy_chunks, failures = NvmePersister._copy_chunks, []
+    failures = []
 
-    def copy_late(persister, nvme, batch):
-        until(lambda: failures, 20)
-        return copy_chunks(persister, nvme, batch)
+    def move_late(_batch, copy):
+        until(lambda: failures)
+        return copy()
 
     def fail(_nvme, _number, _note):
         failures.append(1)
         raise StoreError("disk full")
 
-    with here.held():
-        save(here.store, "a", b"late")
-        wait(here.store, "a", Level.LOCAL, 20)
-        monkeypatch.setattr("tierfs.flusher.state.PERSISTING_FIRST_S", 0.0)
-        monkeypatch.setattr(NvmePersister, "_copy_chunks", copy_late)
+    with moving(here, monkeypatch, move_late):
         monkeypatch.setattr(NvmeTier, "keep_as_conflict", fail)
         monkeypatch.setattr(FlushState, "release", lambda *_: None)  # as if the flusher were killed before it
         save(here.store, "a", b"built on it")
         save_at(there.store, "a", b"theirs", Level.OBJECT)
         here.objects.down = False
-        until(lambda: len(here.flusher.nvme.drafts()) == 2, 20)
+        until(lambda: len(here.flusher.nvme.drafts()) == 2)
         here.close()
     monkeypatch.undo()
     here.open()
     save(here.store, "b/b", b"starts a flusher")
-    wait(here.store, "b/b", Level.OBJECT, 20)
-    until(lambda: len(status(here.store)["conflicts"]) == 2, 20)
+    wait(here.store, "b/b", Level.OBJECT)
+    until(lambda: len(status(here.store)["conflicts"]) == 2)
     check_kept(here)

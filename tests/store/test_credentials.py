@@ -5,8 +5,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.fake_flusher import until
 from support.tiered import save_at
+from support.waiting import until
 
 import tierfs
 from tierfs import __version__
@@ -41,7 +41,7 @@ class Cloud:
 
     def client(self, **options):
         """Open the store as a process with these options."""
-        tiers = TierOptions(ram="64MiB", nvme=self.nvme, state_dir=str(self.path / "state"), ack="local", timeout=20)
+        tiers = TierOptions(ram="64MiB", nvme=self.nvme, state_dir=str(self.path / "state"), ack="local")
         return open_store(replace(parse_url(self.url), options=options, tiers=tiers))[0]
 
     def launch(self, launcher):
@@ -115,11 +115,11 @@ def test_a_status_request_keeps_the_writers_credentials(cloud, reader):
     cloud.readers.add("reading")
     writer = cloud.client(key="writing")
     save_at(writer, "a", DATA, Level.LOCAL)
-    wait(writer, "", Level.OBJECT, 20)
+    wait(writer, "", Level.OBJECT)
     begin_another_process()
     status(cloud.client(**reader))
     save_at(writer, "b", DATA, Level.LOCAL)
-    wait(writer, "", Level.OBJECT, 20)
+    wait(writer, "", Level.OBJECT)
     assert len(cloud.started) == 1
 
 
@@ -129,22 +129,22 @@ def test_a_flusher_started_for_a_reader_serves_a_writer(cloud):
     begin_another_process()
     writer = cloud.client(key="writing")
     save_at(writer, "a", DATA, Level.LOCAL)
-    wait(writer, "", Level.OBJECT, 20)
+    wait(writer, "", Level.OBJECT)
 
 
 def test_credentials_renewed_as_options_reach_the_flusher(cloud):
     first = cloud.client(key="old")
     save_at(first, "a", DATA, Level.LOCAL)
-    wait(first, "", Level.OBJECT, 20)
+    wait(first, "", Level.OBJECT)
     cloud.expired.add("old")
     save_at(first, "b", DATA, Level.LOCAL)
     with pytest.raises(StoreError, match="old have expired"):
-        wait(first, "", Level.OBJECT, 20)
+        wait(first, "", Level.OBJECT)
     second = cloud.client(key="new")
     assert second.tiers is first.tiers
-    wait(second, "", Level.OBJECT, 20)
+    wait(second, "", Level.OBJECT)
     save_at(second, "c", DATA, Level.LOCAL)
-    wait(first, "", Level.OBJECT, 20)
+    wait(first, "", Level.OBJECT)
     assert len(cloud.started) == 1
 
 
@@ -152,11 +152,11 @@ def test_options_of_a_process_reach_the_next_flusher_all(cloud):
     cloud.readers.add("reading")
     writer = cloud.client(key="writing")
     save_at(writer, "a", DATA, Level.LOCAL)
-    wait(writer, "", Level.OBJECT, 20)
+    wait(writer, "", Level.OBJECT)
     cloud.client(key="reading")
     cloud.stop()
     save_at(writer, "b", DATA, Level.LOCAL)
-    wait(writer, "", Level.OBJECT, 20)
+    wait(writer, "", Level.OBJECT)
     assert len(cloud.started) == 2
 
 
@@ -164,18 +164,18 @@ def test_renewed_environment_credentials_reach_the_next_flusher(cloud):
     cloud.environment = "old"
     trainer = cloud.client()
     save_at(trainer, "a", DATA, Level.LOCAL)
-    wait(trainer, "", Level.OBJECT, 20)
+    wait(trainer, "", Level.OBJECT)
     cloud.expired.add("old")
     save_at(trainer, "b", DATA, Level.LOCAL)
     with pytest.raises(StoreError, match="old have expired"):
-        wait(trainer, "", Level.OBJECT, 20)
+        wait(trainer, "", Level.OBJECT)
     cloud.end(trainer)
     cloud.environment = "new"
     shell = cloud.client()
     status(shell)
     assert len(cloud.started) == 1
     cloud.stop()
-    wait(shell, "", Level.OBJECT, 20)
+    wait(shell, "", Level.OBJECT)
     assert len(cloud.started) == 2
     assert load(open_store(parse_url(cloud.url))[0], "b") == DATA
 
@@ -184,16 +184,16 @@ def test_a_process_without_credentials_ends_no_flusher(cloud):
     cloud.environment = "old"
     trainer = cloud.client()
     save_at(trainer, "a", DATA, Level.LOCAL)
-    wait(trainer, "", Level.OBJECT, 20)
+    wait(trainer, "", Level.OBJECT)
     cloud.expired.add("old")
     save_at(trainer, "b", DATA, Level.LOCAL)
     with pytest.raises(StoreError, match="old have expired") as refusal:
-        wait(trainer, "", Level.OBJECT, 20)
+        wait(trainer, "", Level.OBJECT)
     assert refusal.value.refused
     begin_another_process()
     cloud.environment = "none"
     status(cloud.client())
     cloud.expired.clear()
     until(cloud.started[0][2].is_idle)
-    wait(trainer, "", Level.OBJECT, 20)
+    wait(trainer, "", Level.OBJECT)
     assert len(cloud.started) == 1

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from support.tiered import Host
+from support.waiting import HANG_S
 
 from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.format import keys
@@ -111,7 +112,7 @@ def test_ranks_that_write_equal_bytes_at_once_store_them_once(opened, tier):
     ready = threading.Barrier(len(ranks))
 
     def write(number):
-        ready.wait(20)
+        ready.wait(HANG_S)
         save(ranks[number], f"run/rank-{number}", content)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(len(ranks))]
@@ -133,7 +134,7 @@ def test_the_flusher_sends_equal_chunks_once(tmp_path, tier, opened):
             writer = Writer(host.store, path, level=Level.STAGED)
             writer.write(content)
             writer.commit()
-            host.tiers.wait(path, Level.OBJECT, 20)
+            host.tiers.wait(path, Level.OBJECT)
     finally:
         host.close()
     chunks, records = host.objects.take()

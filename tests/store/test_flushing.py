@@ -8,9 +8,9 @@ import uuid
 from collections import Counter
 
 import pytest
-from support.fake_flusher import until
 from support.saving import Flushing
 from support.tiered import BIG, MIB, Host, content, save_at
+from support.waiting import HANG_S, until
 
 from tierfs import digest
 from tierfs.digest import DigestKind
@@ -58,7 +58,7 @@ def test_writes_go_on_while_the_object_tier_is_down(host):
         save(host.store, "a", content(MIB))
         save_at(host.store, "b", content(MIB), Level.LOCAL)
     assert host.store.tiers.counters["blind_writes"] == 2
-    wait(host.store, "", Level.OBJECT, 60)
+    wait(host.store, "", Level.OBJECT)
     assert {entry.path for entry in find(host.plain(), "")} == {"a", "b"}
 
 
@@ -68,12 +68,12 @@ def test_a_late_flush_never_replaces_what_another_host_wrote(make_host):
         save(here.store, "a", b"late")
         save_at(there.store, "a", b"theirs", Level.OBJECT)
     with pytest.raises(ConflictError, match="another writer"):
-        wait(here.store, "a", Level.OBJECT, 30)
+        wait(here.store, "a", Level.OBJECT)
     assert load(here.plain(), "a") == b"theirs"
     assert load(here.store, "a") == b"theirs"
     assert [item["path"] for item in status(here.store)["conflicts"]] == ["a"]
     assert discard_conflict(here.store, "a") == 1
-    wait(here.store, "a", Level.OBJECT, 30)
+    wait(here.store, "a", Level.OBJECT)
     assert status(here.store)["conflicts"] == []
 
 
@@ -85,14 +85,14 @@ def test_files_closed_after_a_conflict_wait(make_host):
         save(here.store, "latest", b"names the run")
         save(here.store, "beside/it", b"is free")
         save_at(there.store, "run/shard", b"theirs", Level.OBJECT)
-    wait(here.store, "beside/it", Level.OBJECT, 30)
+    wait(here.store, "beside/it", Level.OBJECT)
     for path in ("run/metadata", "latest"):
         with pytest.raises(ConflictError, match=r"run/shard"):
-            wait(here.store, path, Level.OBJECT, 30)
+            wait(here.store, path, Level.OBJECT)
         with pytest.raises(NotFoundError):
             stat(here.plain(), path)
     discard_conflict(here.store, "run/shard")
-    wait(here.store, "", Level.OBJECT, 30)
+    wait(here.store, "", Level.OBJECT)
     assert load(here.plain(), "latest") == b"names the run"
 
 
@@ -106,7 +106,7 @@ def test_a_write_to_the_object_tier_does_not_overtake_what_was_closed_before_it(
         writer.commit()
     assert find(host.plain(), "") == []
     monkeypatch.undo()
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert [entry.path for entry in find(host.plain(), "d")] == ["d/a", "d/b"]
 
 
@@ -119,9 +119,9 @@ def test_chunks_of_a_discarded_conflict_stay_for_its_copy_and_no_longer(make_hos
     save_at(there.store, "d/a", b"theirs", Level.OBJECT)
     monkeypatch.undo()
     with pytest.raises(ConflictError):
-        wait(here.store, "d/a", Level.OBJECT, 20)
+        wait(here.store, "d/a", Level.OBJECT)
     discard_conflict(here.store, "d/a")
-    wait(here.store, "", Level.OBJECT, 20)
+    wait(here.store, "", Level.OBJECT)
     assert load(here.plain(), "b") == data
     assert status(here.store)["tiers"]["ram"]["dirty_bytes"] == 0
 
@@ -132,7 +132,7 @@ def test_a_file_larger_than_the_ram_tier_goes_through_it_in_waves(make_host):
     save(host.store, "a", data)
     assert host.store.tiers.counters["spilled_bytes"]
     assert load(host.store, "a") == data
-    wait(host.store, "a", Level.OBJECT, 60)
+    wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
     assert status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0
 
@@ -146,7 +146,7 @@ def test_waves_without_an_nvme_tier_send_each_byte_once_and_fetch_few(make_host)
     )
     data = content(160 * MIB)
     save(host.store, "a", data)
-    wait(host.store, "a", Level.OBJECT, 60)
+    wait(host.store, "a", Level.OBJECT)
     counters, requests = status(host.store)["counters"], host.objects.snapshot()
     assert counters["flusher_spilled_bytes"] > 90 * MIB
     assert counters["flusher_uploaded_bytes"] == len(data)
@@ -167,7 +167,7 @@ def test_chunks_pass_a_ram_tier_by_that_cannot_hold_one_and_small_files_do_not(m
         save(host.store, "small", b"few bytes")
         assert load(host.store, "small") == b"few bytes"
         assert host.tiers.drafts.pending("small") is not None
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     assert find(host.plain(), "")
     assert status(host.store)["tiers"]["ram"]["waits"] == 0
 
@@ -178,7 +178,7 @@ def test_the_least_ram_tier_for_chunks_holds_one(make_host):
     save(host.store, "a", data)
     assert not host.tiers.counters["ram_passed_by"]
     assert load(host.store, "a") == data
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
 
 
 def test_readers_and_small_writers_keep_house(make_host):
@@ -198,8 +198,8 @@ def test_the_flusher_keeps_to_its_bandwidth(make_host):
     host.open()
     begin = time.monotonic()
     save(host.store, "a", content(BIG))
-    wait(host.store, "a", Level.LOCAL, 20)
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.LOCAL)
+    wait(host.store, "a", Level.OBJECT)
     assert time.monotonic() - begin > 40 / 50
     assert load(host.plain(), "a") == load(host.store, "a")
 
@@ -211,7 +211,7 @@ def test_a_full_ram_tier_makes_writers_wait_and_then_says_what_to_do(make_host):
         save(host.store, "a", content(BIG))
         with pytest.raises((CapacityError, StoreError)):
             save(host.store, "b", content(BIG))
-    wait(host.store, "", Level.OBJECT, 60)
+    wait(host.store, "", Level.OBJECT)
     save(host.store, "b", content(BIG))
 
 
@@ -260,16 +260,16 @@ class Commits:
 
 def test_files_that_follow_each_other_share_commits(host, monkeypatch):
     save(host.store, "first", b"has the flusher started")
-    wait(host.store, "first", Level.OBJECT, 20)
+    wait(host.store, "first", Level.OBJECT)
     commits = Commits(monkeypatch)
     with monkeypatch.context() as held, host.held():
         held.setattr(NvmePersister, "waiting", lambda _: [])
         for number in range(50):
             save(host.store, f"run/{number}", content(1000))
         held.undo()
-        wait(host.store, "run", Level.LOCAL, 20)
+        wait(host.store, "run", Level.LOCAL)
     assert commits.counts["add"] <= 3  # the flusher may find the first draft before the others
-    wait(host.store, "run", Level.OBJECT, 60)
+    wait(host.store, "run", Level.OBJECT)
     assert commits.counts["finish"] < 50
     assert all(len(load(host.plain(), f"run/{number}")) == 1000 for number in range(50))
     assert status(host.store)["tiers"]["nvme"]["drafts"] == 0
@@ -282,7 +282,7 @@ def pending_run(host, monkeypatch):
     @contextlib.contextmanager
     def start():
         save(host.store, "first", b"has the flusher started")
-        wait(host.store, "first", Level.OBJECT, 20)
+        wait(host.store, "first", Level.OBJECT)
         with host.held(), monkeypatch.context() as held:
             held.setattr(NvmePersister, "waiting", lambda _: [])
             yield
@@ -309,7 +309,7 @@ def test_files_whose_common_commit_fails_are_stored_one_by_one_and_each_once(hos
     with pending_run():
         for name in "abc":
             save(host.store, f"run/{name}", content(100_000))
-    wait(host.store, "run", Level.OBJECT, 20)
+    wait(host.store, "run", Level.OBJECT)
     assert failed
     assert {path: count for path, count in stored.items() if path.startswith("run/")} == dict.fromkeys(
         ["run/a", "run/b", "run/c"], 1
@@ -332,7 +332,7 @@ def test_a_file_that_cannot_be_stored_takes_none_of_those_with_it_along(host, mo
         for name in "abc":
             save(host.store, f"run/{name}", content(100_000))
         refused.extend(host.tiers.drafts.pending(f"run/{bad}").draft.names)
-    wait(host.store, "run", Level.OBJECT, 20)
+    wait(host.store, "run", Level.OBJECT)
     assert status(host.store)["counters"]["flusher_nvme_failures"] == 1
     assert not unforeseen(host)
 
@@ -345,14 +345,14 @@ def test_a_tier_in_which_nothing_can_be_committed_is_passed_by(host, monkeypatch
         for name in "ab":
             save(host.store, f"run/{name}", content(1000))
         monkeypatch.setattr(NvmeTier, "commit", fail)
-    wait(host.store, "run", Level.OBJECT, 20)
+    wait(host.store, "run", Level.OBJECT)
     assert status(host.store)["counters"]["flusher_nvme_failures"] > 0
     assert not unforeseen(host)
 
 
 def test_one_file_that_cannot_be_stored_keeps_the_others_from_nothing(host, monkeypatch):
     save(host.store, "first", b"has the flusher started")
-    wait(host.store, "first", Level.OBJECT, 20)
+    wait(host.store, "first", Level.OBJECT)
     write = NvmeTier.write
     bad = []
 
@@ -369,22 +369,22 @@ def test_one_file_that_cannot_be_stored_keeps_the_others_from_nothing(host, monk
         save(host.store, "other/c", content(MIB))
         bad.extend(host.tiers.drafts.pending("run/a").draft.names)
         held.undo()
-        wait(host.store, "other/c", Level.LOCAL, 20)
+        wait(host.store, "other/c", Level.LOCAL)
         # A file that must be published after one in memory stays in memory as well.
         assert host.tiers.drafts.level("run/a") is host.tiers.drafts.level("run/b") is Level.STAGED
-    wait(host.store, "", Level.OBJECT, 60)
+    wait(host.store, "", Level.OBJECT)
     assert status(host.store)["counters"]["flusher_nvme_failures"] == 1
     assert {len(load(host.plain(), path)) for path in ("run/a", "run/b", "other/c")} == {MIB}
 
 
 def test_a_published_file_makes_way_for_the_next_before_its_row_is_gone(host, monkeypatch):
     save(host.store, "first", b"has the flusher started")
-    wait(host.store, "first", Level.OBJECT, 20)
+    wait(host.store, "first", Level.OBJECT)
     go = threading.Event()
     publish = NvmeTier.forget_drafts
 
     def slow(tier, *seqs):
-        assert go.wait(20)
+        assert go.wait(HANG_S)
         publish(tier, *seqs)
 
     monkeypatch.setattr(NvmeTier, "forget_drafts", slow)
@@ -392,17 +392,14 @@ def test_a_published_file_makes_way_for_the_next_before_its_row_is_gone(host, mo
         for number in range(3):
             save(host.store, f"run/{number}", content(MIB))
         save(host.store, "run/0", b"again")
-        until = time.monotonic() + 20
-        while not {"run/0", "run/1", "run/2"} <= {entry.path for entry in find(host.plain(), "run")}:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: {"run/0", "run/1", "run/2"} <= {entry.path for entry in find(host.plain(), "run")})
         # The next draft of this path waits. Otherwise a new flusher would attribute the first record to another host.
         assert len(load(host.plain(), "run/0")) == MIB
         with pytest.raises(TimeoutError):
             wait(host.store, "run/1", Level.OBJECT, 0.2)
     finally:
         go.set()
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "run/0") == b"again"
 
 
@@ -418,7 +415,7 @@ def test_an_unreleased_draft_is_published_again(host, monkeypatch):
     monkeypatch.setattr(NvmeTier, "forget_drafts", fail_once)
     for number in range(5):
         save(host.store, f"run/{number}", content(MIB))
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     assert failed
     assert status(host.store)["tiers"]["nvme"]["drafts"] == 0
     assert not host.tiers.drafts.conflicts()
@@ -436,7 +433,7 @@ def test_an_error_that_nobody_foresaw_is_logged_and_the_flusher_goes_on(host, mo
 
     monkeypatch.setattr(PendingScan, "sweep", fail_once)
     save(host.store, "a", content(MIB))
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     assert "nobody foresaw this" in caplog.text
     assert status(host.store)["counters"]["flusher_unforeseen_errors"] == 1
 
@@ -447,11 +444,11 @@ def test_local_is_reached_behind_a_conflict(make_host):
         save(here.store, "run/a", b"late")
         save_at(there.store, "run/a", b"theirs", Level.OBJECT)
     with pytest.raises(ConflictError):
-        wait(here.store, "run/a", Level.OBJECT, 20)
+        wait(here.store, "run/a", Level.OBJECT)
     save(here.store, "run/b", content(MIB))
-    wait(here.store, "run/b", Level.LOCAL, 20)
+    wait(here.store, "run/b", Level.LOCAL)
     with pytest.raises(ConflictError, match="run/a"):
-        wait(here.store, "run/b", Level.OBJECT, 20)
+        wait(here.store, "run/b", Level.OBJECT)
 
 
 def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host):
@@ -461,7 +458,7 @@ def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host)
 
     def come_back():
         try:
-            until(lambda: status(host.store)["counters"].get("flusher_spill_waits"), 60)
+            until(lambda: status(host.store)["counters"].get("flusher_spill_waits"))
         finally:
             host.objects.down = False
 
@@ -472,7 +469,7 @@ def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host)
     finally:
         watch.join()
     assert status(host.store)["counters"]["flusher_spill_waits"]
-    wait(host.store, "a", Level.OBJECT, 60)
+    wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
 
 
@@ -483,14 +480,14 @@ def test_a_file_larger_than_all_local_tiers_is_given_up_after_the_users_time(mak
         save(host.store, "a", content(200 * MIB))
     assert find(host.store, "") == []
     save(host.store, "b", content(BIG))
-    wait(host.store, "", Level.OBJECT, 60)
+    wait(host.store, "", Level.OBJECT)
     assert status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0
 
 
 def test_a_sound_copy_is_not_put_aside_on_a_readers_word(host):
     data = content(16 * MIB)
     save(host.store, "a", data)
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     (name,) = names_of(host, data)
     evict(host.store, "a", "ram")
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
@@ -502,7 +499,7 @@ def test_a_sound_copy_is_not_put_aside_on_a_readers_word(host):
 def test_a_damaged_copy_is_written_anew_from_memory(host):
     data = content(16 * MIB)
     save(host.store, "a", data)
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     (name,) = names_of(host, data)
     flip(host.tiers.nvme.file_of(name), data)
     host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
@@ -515,7 +512,7 @@ def test_a_damaged_copy_is_written_anew_from_memory(host):
 def test_a_damaged_copy_is_not_replaced_by_another_one(host):
     data = content(16 * MIB)
     save(host.store, "a", data)
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     (name,) = names_of(host, data)
     flip(host.tiers.nvme.file_of(name), data)
     (segment,) = (segment.path for segment in host.tiers.ram.own_segments())
@@ -545,11 +542,11 @@ def test_a_spill_that_fits_in_part_leaves_nothing_that_can_never_go(make_host):
     for _ in range(20):
         writer.write(content(16 * MIB))
     writer.commit()
-    wait(host.store, "", Level.OBJECT, 60)
+    wait(host.store, "", Level.OBJECT)
     assert host.flusher.nvme.usage().dirty_bytes == 0
     with host.held():
         save(host.store, "small", content(20 * MIB))
-        wait(host.store, "small", Level.LOCAL, 20)
+        wait(host.store, "small", Level.LOCAL)
 
 
 def test_early_chunks_survive_their_writers_death(make_host, monkeypatch):
@@ -573,7 +570,7 @@ def test_early_chunks_survive_their_writers_death(make_host, monkeypatch):
             flusher.scan.sweep()
         assert committed
         flusher.nvme.evict()
-    wait(host.store, "big", Level.OBJECT, 60)
+    wait(host.store, "big", Level.OBJECT)
     assert load(host.plain(), "big") == data
 
 
@@ -591,7 +588,7 @@ def test_a_bit_that_flips_on_the_way_to_the_object_tier_is_read_again(make_host,
     monkeypatch.setattr(Segment, "read", flip_once)
     save(host.store, "big", data)
     assert flipped
-    wait(host.store, "big", Level.OBJECT, 60)
+    wait(host.store, "big", Level.OBJECT)
     assert load(host.plain(), "big") == data
 
 
@@ -604,25 +601,22 @@ def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
     def hold(point):
         if point == "after upload.chunk":
             uploading.set()
-            go.wait(20)
+            go.wait(HANG_S)
             if fails:
                 raise StoreError("the object tier is down", transient=True)
         if point == "before publish.record":
-            uploading.wait(20)
+            uploading.wait(HANG_S)
 
     with here.held():
         save(here.store, "a", b"late")
         save(here.store, "a", content(20 * MIB))
         save_at(there.store, "a", b"theirs", Level.OBJECT)
-        wait(here.store, "a", Level.LOCAL, 20)
+        wait(here.store, "a", Level.LOCAL)
         here.flusher._state.fault = hold
-    until = time.monotonic() + 20
-    while len(status(here.store)["conflicts"]) < 2:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: len(status(here.store)["conflicts"]) == 2)
     go.set()
     with pytest.raises(ConflictError):
-        wait(here.store, "a", Level.OBJECT, 20)
+        wait(here.store, "a", Level.OBJECT)
     time.sleep(0.2)
     assert all("their version is kept" in conflict["message"] for conflict in status(here.store)["conflicts"])
 
@@ -662,34 +656,33 @@ def test_a_wait_for_a_flusher_that_hangs_ends_in_time_and_says_so(host, monkeypa
             wait(host.store, "run", Level.OBJECT, 0)
 
         def hang(*_):
-            release.wait(30)
+            release.wait(HANG_S)
             return {}
 
         monkeypatch.setattr(FlushEngine, "handle", hang)
         if connection == "new":
             host.tiers.flusher._forget_idle()
-        begin = time.monotonic()
         expected = r"2 files \(2.*MiB\) have not reached 'object' yet, run/a among them: the flusher did not answer.*flusher.log"
         try:
             with pytest.raises(TimeoutError, match=expected):
                 wait(host.store, "run", Level.OBJECT, 0.3)
-            assert time.monotonic() - begin < 5
         finally:
             release.set()
             monkeypatch.undo()
-    wait(host.store, "run", Level.OBJECT, 30)
+    wait(host.store, "run", Level.OBJECT)
 
 
 @pytest.fixture
 def hanging_flusher(monkeypatch):
     """Return a context in which the flusher takes requests and answers none, as if it was stopped."""
+    monkeypatch.setattr(slab_writer, "ANNOUNCE_S", 1.0)
 
     @contextlib.contextmanager
     def hanging():
         release = threading.Event()
 
         def hang(*_):
-            release.wait(60)
+            release.wait(HANG_S)
             return {}
 
         with monkeypatch.context() as patch:
@@ -702,16 +695,15 @@ def hanging_flusher(monkeypatch):
     return hanging
 
 
-def test_only_the_first_change_waits_for_a_flusher_that_hangs(make_host, monkeypatch, hanging_flusher):
-    monkeypatch.setattr(slab_writer, "ANNOUNCE_S", 1.0)
+def test_only_the_first_change_waits_for_a_flusher_that_hangs(make_host, hanging_flusher):
     running, host = make_host(), make_host()
     save_at(running.store, "before", b"x", Level.STAGED)  # so that a flusher runs
     with hanging_flusher():
         begin = time.monotonic()
         for number in range(10):
             save_at(host.store, f"run/{number}", b"x", Level.STAGED)
-        assert time.monotonic() - begin < 5
-    wait(host.store, "run", Level.OBJECT, 30)
+        assert time.monotonic() - begin < 9
+    wait(host.store, "run", Level.OBJECT)
     assert load(host.plain(), "run/9") == b"x"
 
 
@@ -731,16 +723,13 @@ def test_a_change_waits_for_a_new_flusher_after_one_that_hung_has_ended(make_hos
     assert told == [threading.current_thread()] * 2
 
 
-def test_a_file_larger_than_the_ram_tier_waits_for_its_timeout_only(make_host, monkeypatch, hanging_flusher):
-    monkeypatch.setattr(slab_writer, "ANNOUNCE_S", 1.0)
+def test_a_file_larger_than_the_ram_tier_waits_for_its_timeout_only(make_host, hanging_flusher):
     host = make_host(ram=70 * MIB)
     save_at(host.store, "before", b"x", Level.STAGED)  # so that a flusher runs
     host.store.timeout_s = 1.0
     with hanging_flusher():
-        begin = time.monotonic()
         with pytest.raises(CapacityError, match="the flusher did not answer"):
             save_at(host.store, "big", content(100 * MIB), Level.STAGED)
-        assert time.monotonic() - begin < 15
     host.store.timeout_s = 60
     save_at(host.store, "big", content(100 * MIB), Level.STAGED)
 
@@ -765,7 +754,7 @@ def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, m
     # While the flusher scans the segments, a file is saved in the first segment, and then one in the last.
     host, other = make_host(), make_host()
     save_at(host.store, "before", b"x", Level.STAGED)
-    wait(host.store, "", Level.OBJECT, 20)  # so that a flusher runs
+    wait(host.store, "", Level.OBJECT)  # so that a flusher runs
     this, real, discover, seen = threading.current_thread(), Segment.take_changed_drafts, PendingScan.discover, []
     monkeypatch.setattr(
         PendingScan, "discover", lambda self: discover(self) if threading.current_thread() is this else None
@@ -818,7 +807,7 @@ def test_files_that_could_not_be_marked_clean_are_found_by_a_later_walk(host, mo
         monkeypatch.setattr(NvmePersister, "persist_all", persist_all)
         flusher.nudge()
         until(lambda: failed and not host.tiers.ram.drafts())
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert [load(host.plain(), name) for name in "abc"] == [b"x"] * 3
 
 
@@ -827,22 +816,22 @@ def test_concurrent_looks_share_their_result(host, monkeypatch):
 
     def slowly(self, slot):
         taking.set()
-        assert go_on.wait(20)
+        assert go_on.wait(HANG_S)
         take(self, slot)
 
     with host.held():
         save_at(host.store, "before", b"x", Level.LOCAL)  # so that a flusher runs
         monkeypatch.setattr(PendingScan, "_take", slowly)
         save_at(host.store, "a", b"x", Level.STAGED)
-        assert taking.wait(20)
+        assert taking.wait(HANG_S)
         flusher, known = host.flusher, []
         waiting = threading.Thread(target=lambda: known.append(flusher.wait("a", Level.LOCAL, 20)))
         waiting.start()
         waiting.join(0.3)
         go_on.set()
-        waiting.join(20)
+        waiting.join(HANG_S)
         assert known == [True]
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
 
 
 def test_a_notice_that_is_refused_stops_no_later_one(make_host, monkeypatch):

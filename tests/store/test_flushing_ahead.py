@@ -1,11 +1,11 @@
 """The flusher uploads chunks of large drafts while it moves the drafts to the nvme tier."""
 
 import threading
-import time
 
 import pytest
 from support.saving import Training, bfloat16, safetensors
 from support.tiered import MIB, content
+from support.waiting import HANG_S, until, within
 
 from tierfs.flusher import queue, state
 from tierfs.flusher import upload as uploading
@@ -30,7 +30,7 @@ def commits(monkeypatch):
     go_on, commit = threading.Event(), NvmeTier.commit
 
     def wait_and_commit(tier, drafts, **options):
-        assert go_on.wait(20)
+        assert go_on.wait(HANG_S)
         return commit(tier, drafts, **options)
 
     monkeypatch.setattr(NvmeTier, "commit", wait_and_commit)
@@ -42,30 +42,23 @@ def chunks_of(host):
     return list(host.objects.list(".tierfs/chunks/"))
 
 
-def until(happens, seconds=10.0):
-    ends = time.monotonic() + seconds
-    while not (found := happens()) and time.monotonic() < ends:
-        time.sleep(0.02)
-    return bool(found)
-
-
 def test_chunks_are_uploaded_before_the_nvme_tier_has_them_and_the_record_is_not(host, small, commits):
     data = content(SIZE)
     save(host.store, "a", data)
-    assert until(lambda: chunks_of(host))
+    until(lambda: chunks_of(host))
     assert status(host.store)["queue_files"] == 1
     assert find(host.plain(), "") == []
     commits.set()
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
     assert status(host.store)["counters"]["flusher_uploaded_bytes"] == SIZE
 
 
 def test_a_smaller_draft_is_uploaded_when_it_is_there(host, small, commits):
     save(host.store, "a", content(SIZE - 1))
-    assert not until(lambda: chunks_of(host), seconds=0.5)
+    assert not within(0.5, lambda: chunks_of(host))
     commits.set()
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     assert len(chunks_of(host)) == 1
 
 
@@ -77,37 +70,39 @@ def test_uploads_pause_while_a_caller_waits_for_local(host, small, commits, monk
         save(host.store, "a", content(SIZE))
         waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
         waiting.start()
-        assert until(lambda: host.flusher._state.local_waits)
+        until(lambda: host.flusher._state.local_waits)
     try:
-        assert until(lambda: chunks_of(host), seconds=3 if patience == 0 else 1.5) == (patience == 0)
+        assert bool(within(HANG_S if patience == 0 else 1.5, lambda: chunks_of(host))) == (patience == 0)
     finally:
         commits.set()
         waiting.join()
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     assert len(chunks_of(host)) == 1
 
 
 @pytest.mark.parametrize(("processors", "uploads"), [(1, 4), (6, 6), (64, 16)])
-def test_as_many_chunks_are_uploaded_at_once_as_there_are_processors(make_host, monkeypatch, processors, uploads):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processors))
+def test_as_many_chunks_are_uploaded_at_once_as_there_are_processors(
+    make_host, monkeypatch, with_processors, processors, uploads
+):
+    with_processors(processors)
     host = make_host(ram=512 * MIB, nvme=512 * MIB)
     under_way, go_on, put = [], threading.Event(), MemoryObjects.put
 
     def wait_and_put(objects, key, *arguments, **options):
         if key.startswith(".tierfs/chunks/"):
             under_way.append(key)
-            assert go_on.wait(20)
+            assert go_on.wait(HANG_S)
         return put(objects, key, *arguments, **options)
 
     monkeypatch.setattr(MemoryObjects, "put", wait_and_put)
     data = content((uploads + 2) * 16 * MIB)
     save(host.store, "a", data)
     try:
-        assert until(lambda: len(under_way) == uploads)
-        assert not until(lambda: len(under_way) > uploads, seconds=0.2)
+        until(lambda: len(under_way) == uploads)
+        assert not within(0.2, lambda: len(under_way) > uploads)
     finally:
         go_on.set()
-    wait(host.store, "a", Level.OBJECT, 40)
+    wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
 
 
@@ -129,37 +124,39 @@ def test_derived_chunks_are_uploaded_after_their_sources(make_host, monkeypatch)
     host = make_host(ram=256 * MIB, nvme=256 * MIB)
     data = safetensors(floats | moments | copies)
     save(host.store, "step_1/state", data)
-    wait(host.store, "step_1/state", Level.OBJECT, 60)
+    wait(host.store, "step_1/state", Level.OBJECT)
     first, then = [*["master"] * 3, "", *["moment"] * 4], ["weight", "moment"]
     assert put == [*first, "moment", *then, "moment", *then, *then]
     assert load(host.plain(), "step_1/state") == data
 
 
-def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(make_host, small, commits, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(
+    make_host, small, commits, monkeypatch, with_processors
+):
+    with_processors(2)
     host = make_host(ram=256 * MIB, nvme=256 * MIB)
     put_chunk, put, go_on = StorePublisher.put_chunk, [], threading.Event()
 
     def wait_and_put(publisher, raw, *arguments, **options):
         put.append(len(raw))
-        assert go_on.wait(20)
+        assert go_on.wait(HANG_S)
         return put_chunk(publisher, raw, *arguments, **options)
 
     monkeypatch.setattr(StorePublisher, "put_chunk", wait_and_put)
     data = content(96 * MIB)
     save(host.store, "a", data)
-    assert until(lambda: len(put) == uploads_at_once())
+    until(lambda: len(put) == uploads_at_once())
     waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
     waiting.start()
-    assert until(lambda: host.flusher._state.local_waits)
+    until(lambda: host.flusher._state.local_waits)
     go_on.set()
     try:
-        assert until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))
+        until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))
         assert len(put) == uploads_at_once()
     finally:
         commits.set()
         waiting.join()
-    wait(host.store, "a", Level.OBJECT, 40)
+    wait(host.store, "a", Level.OBJECT)
     assert len(put) == 6, "no chunk twice"
     assert load(host.plain(), "a") == data
 
@@ -168,19 +165,19 @@ def test_an_object_tier_that_is_away_keeps_nothing_from_the_nvme_tier(host, smal
     data = content(SIZE)
     with host.held():
         save(host.store, "a", data)
-        wait(host.store, "a", Level.LOCAL, 10)
+        wait(host.store, "a", Level.LOCAL)
         report = status(host.store)
         assert report["tiers"]["nvme"]["drafts"] == 1
-    wait(host.store, "a", Level.OBJECT, 40)
+    wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
 
 
 def test_a_failed_early_upload_is_retried(host, small, commits):
     with host.held():
         save(host.store, "a", content(SIZE))
-        assert until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))
+        until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))
         report = status(host.store)
         assert (report["failing_files"], report["counters"].get("flusher_failures", 0)) == (0, 0)
     commits.set()
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     assert status(host.store)["counters"]["flusher_ahead_stops"] == 1

@@ -167,7 +167,7 @@ def test_a_delta_whose_base_was_damaged_is_stored_again(tier, damage):
 def test_files_at_object_are_readable_elsewhere(host, objects, damage):
     for path in ("a", "b", "a"):
         save_at(host.store, path, CONTENT, Level.STAGED)
-        wait(host.store, path, Level.OBJECT, 30)
+        wait(host.store, path, Level.OBJECT)
         assert load(host.plain(), path) == CONTENT
         damage(objects, chunks_of(host.plain(), path)[0])
 

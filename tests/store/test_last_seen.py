@@ -33,7 +33,7 @@ def save_while_away(host, *changes):
     with host.held():
         for change in changes:
             change(host.store)
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert status(host.store)["conflicts"] == []
 
 
@@ -59,7 +59,7 @@ CHANGES = {
 def test_a_look_that_finds_nothing_forgets_the_version(make_far, objects, look, change, is_restarted):
     here, there = make_far("here"), make_far("there")
     save(here.store, ROOT, b"old")
-    wait(here.store, "", Level.OBJECT, 20)
+    wait(here.store, "", Level.OBJECT)
     assert load(here.store, ROOT) == b"old"
     here.store.host_records.flush()
     delete(there.store, ROOT)
@@ -77,7 +77,7 @@ def test_a_look_that_finds_nothing_forgets_the_version(make_far, objects, look, 
 def test_the_newest_version_of_any_process_is_the_base(make_far, change, content):
     here = make_far()
     save(here.store, ROOT, content)
-    wait(here.store, "", Level.OBJECT, 20)
+    wait(here.store, "", Level.OBJECT)
     if change != "published by the flusher":
         assert load(here.store, ROOT) == content
         other = here.plain()
@@ -91,9 +91,9 @@ def test_the_newest_version_of_any_process_is_the_base(make_far, change, content
 def test_another_version_found_replaces_the_version_known_before(make_far, is_restarted):
     here, there = make_far("here"), make_far("there")
     save(here.store, ROOT, b"old")
-    wait(here.store, "", Level.OBJECT, 20)
+    wait(here.store, "", Level.OBJECT)
     save(there.store, ROOT, b"theirs")
-    wait(there.store, "", Level.OBJECT, 20)
+    wait(there.store, "", Level.OBJECT)
     assert load(here.plain() if is_restarted else here.store, ROOT) == b"theirs"
     if is_restarted:
         here.close()
@@ -108,7 +108,7 @@ def test_a_change_by_another_host_after_the_look_is_kept(make_far):
     with here.held():
         save(here.store, ROOT, b"mine")
         save(there.store, ROOT, b"theirs")
-        wait(there.store, "", Level.OBJECT, 20)
+        wait(there.store, "", Level.OBJECT)
     with pytest.raises(ConflictError):
-        wait(here.store, "", Level.OBJECT, 20)
+        wait(here.store, "", Level.OBJECT)
     assert load(there.store, ROOT) == b"theirs"

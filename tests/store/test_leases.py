@@ -1,11 +1,10 @@
 """Each of the rules that keep garbage collection and writers apart."""
 
-import sys
 import uuid
 from dataclasses import replace
 
 import pytest
-from support.fake_flusher import until
+from support.waiting import until
 
 from tierfs.clock import ManualClock
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind, digests_of
@@ -21,7 +20,6 @@ from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entr
 from tierfs.store.chunks import LOOK_BYTES_MIN
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
-from tierfs.threads import Transfers
 
 CONTENT = b"content" * 20000
 OTHER = b"other" * 20000
@@ -95,14 +93,8 @@ def begin(store, path):
     writer = Writer(store, path)
     writer.write(content)
     name = ChunkName(digests_of(DigestKind.XXH3_128, content[:CHUNK_BYTES])[1])
-    until(lambda: any(True for _ in store.objects.list(keys.chunk_key(name))), 20)
+    until(lambda: any(True for _ in store.objects.list(keys.chunk_key(name))))
     return writer, name
-
-
-@pytest.fixture
-def indirect(monkeypatch):
-    """Every table of chunks is stored in chunks of its own."""
-    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
 
 
 def test_a_listed_chunk_is_usable_until_condemned(store, tier, clock):
@@ -356,17 +348,12 @@ def chunk_requests(measured, action):
     return tuple(after[method]["requests"] - before[method]["requests"] for method in ("get", "put"))
 
 
-@pytest.fixture
-def one_at_a_time(monkeypatch):
-    monkeypatch.setattr("tierfs.threads.transfers.shared", Transfers(workers=1))
-
-
 def chunks(number, kind):
     """Return the content of ``number`` chunks."""
     return b"".join(bytes([kind, index]) * (8 << 20) for index in range(number))
 
 
-@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.usefixtures("one_transfer")
 def test_chunks_are_looked_for_only_while_some_are_found(tier, clock):
     measured = MeasuredObjects(tier)
     first, other = open_on(measured, clock), open_on(measured, clock)
@@ -377,7 +364,7 @@ def test_chunks_are_looked_for_only_while_some_are_found(tier, clock):
     assert (looks, puts) == (6 * 2, 2), "each find pays for the next look, so nothing is sent that is there"
 
 
-@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.usefixtures("one_transfer")
 def test_a_chunk_sent_in_vain_makes_the_next_ones_looked_for(tier, clock):
     measured = MeasuredObjects(tier)
     first, other = open_on(measured, clock), open_on(measured, clock)
@@ -402,7 +389,7 @@ def test_most_of_an_encoded_chunk_comes_in_one_request(tier, clock, length, gets
     assert out == content[:length]
 
 
-@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.usefixtures("one_transfer")
 @pytest.mark.parametrize(("length", "expected"), [(LOOK_BYTES_MIN - 1, 0), (LOOK_BYTES_MIN, 1)])
 def test_little_is_sent_without_a_look(tier, clock, length, expected):
     # A look would cost as much as sending.
@@ -415,7 +402,7 @@ def test_little_is_sent_without_a_look(tier, clock, length, expected):
     assert load(again, "b") == content
 
 
-@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.usefixtures("one_transfer")
 def test_small_chunks_are_looked_for_without_conditional_create(tier, clock):
     measured = MeasuredObjects(as_promised(tier, replace(tier.capabilities, conditional_create=False)))
     content = chunks(1, 3)[: LOOK_BYTES_MIN - 1]

@@ -79,7 +79,7 @@ def test_local_tiers_are_not_shared_with_a_copy(store, options):
     fs.pipe(f"{path}/latest", b"saved to the store later")
     with pytest.raises(InvalidInputError, match="has the id of a store that this host has local tiers for"):
         open_at(copy, **options)[0].ls(str(copy))
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     assert open_at(store, ram=0, nvme=0)[0].cat(str(store / "latest")) == b"saved to the store later"
     assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "latest")) == b"saved to the store"
 
@@ -93,7 +93,7 @@ def test_a_copy_is_used_without_default_local_tiers(store, options, monkeypatch,
     other.pipe(f"{there}/latest", b"saved to the copy")
     assert "is used without local tiers" in caplog.text
     assert other.ack(f"{there}/latest") == "object"
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     assert fs.cat(f"{path}/latest") == b"saved to the store later"
     assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "latest")) == b"saved to the copy"
 
@@ -106,13 +106,13 @@ def test_a_flusher_of_a_store_is_not_one_of_its_copy(store, options, capsys):
         told = ["flusher", command, f"file://{copy}", "--state-dir", options["state_dir"]]
         assert main(told) == 2
         assert "has the id of a store" in capsys.readouterr().err
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
 
 
 def test_a_store_is_the_same_by_a_link_and_after_a_move(store, options, tmp_path):
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/a", b"saved")
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     link = tmp_path / "link"
     link.symlink_to(store)
     assert open_at(link, **options)[0].cat(f"{link}/a") == b"saved"
@@ -154,7 +154,7 @@ def test_tiers_without_an_owner_are_not_taken(host, kept):
 def test_a_store_and_a_copy_at_its_path_do_not_share_tiers(store, options):
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/a", b"saved")
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     old = store.rename(store.with_name("old"))
     shutil.copytree(old, store)
     assert open_at(store, **options)[0].cat(f"{store}/a") == b"saved"
@@ -166,12 +166,12 @@ def test_saves_follow_the_current_owner(store, options):
     copy = copied(store)
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/latest", b"saved to the store later")
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     (place,) = store.with_name("state").glob("stores/*/place.json")
     place.unlink()
     other, there = open_at(copy, ack="staged", **options)
     other.pipe(f"{there}/new", b"saved to the copy")
-    other.wait(there, "object", timeout=30)
+    other.wait(there, "object")
     assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "new")) == b"saved to the copy"
     assert not open_at(store, ram=0, nvme=0)[0].exists(str(store / "new"))
 
@@ -180,13 +180,13 @@ def test_saves_follow_the_current_owner(store, options):
 def test_a_store_moved_under_its_flusher_gets_its_files(store, options, is_copied):
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/a", b"saved")
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     moved = store.rename(store.with_name("moved"))
     if is_copied:
         shutil.copytree(moved, store)
     fs, path = open_at(moved, ack="staged", **options)
     fs.pipe(f"{path}/b", b"saved to where it is now")
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     assert open_at(moved, ram=0, nvme=0)[0].cat(str(moved / "b")) == b"saved to where it is now"
     if is_copied:
         assert not open_at(store, ram=0, nvme=0)[0].exists(str(store / "b"))
@@ -242,12 +242,12 @@ def test_unreadable_tiers_report_no_level(store, options, monkeypatch):
     monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
     fs, path = open_at(store, ack="local")
     fs.pipe(f"{path}/a", b"saved")
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     os.chmod(options["state_dir"], 0o755)  # as `cp -r` creates it
     know_no_store(monkeypatch)
     fs, path = open_at(store)
     assert fs.cat(f"{path}/a") == b"saved"
-    for ask in (lambda: fs.wait(path, "object", timeout=30), lambda: fs.ack(f"{path}/a")):
+    for ask in (lambda: fs.wait(path, "object"), lambda: fs.ack(f"{path}/a")):
         with pytest.raises(ReadOnlyError, match="closed to others"):
             ask()
     assert main(["wait", f"file://{store}"]) == 10
@@ -262,7 +262,7 @@ def test_tiers_without_room_for_an_owner_hold_nothing(store, options, monkeypatc
         patch.setattr("os.fsync", full)
         assert fs.exists(path)
     fs.pipe(f"{path}/a", b"saved")
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
     assert fs.ack(f"{path}/a") == "object"
 
 
@@ -283,7 +283,7 @@ def test_an_unmounted_directory_is_no_missing_store(store, options, monkeypatch,
     else:
         fs, path = open_at(store, ack="staged", **options)
         fs.pipe(f"{path}/a", b"saved")
-        fs.wait(path, "object", timeout=30)
+        fs.wait(path, "object")
     hidden = store.rename(store.with_name("hidden"))
     store.mkdir()
 
@@ -301,7 +301,7 @@ def test_an_unmounted_directory_is_no_missing_store(store, options, monkeypatch,
         store.rmdir()
         hidden.rename(store)
     assert open_at(store, **options)[0].cat(f"{store}/a") == b"saved"
-    fs.wait(path, "object", timeout=30)
+    fs.wait(path, "object")
 
 
 @pytest.fixture
@@ -416,7 +416,7 @@ def test_pending_files_without_an_owner_wait(left, options):
     assert fs.cat(f"{path}/direct") == b"goes past the tiers"
     kept.write_bytes(whose)
     fs, path = opened_anew(left, **options)
-    fs.wait(path, "object", timeout=20)
+    fs.wait(path, "object")
     assert fs.cat(f"{path}/a") == b"saved"
 
 

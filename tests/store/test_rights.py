@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.waiting import HANG_S
 
 from tierfs.digest import DigestKind
 from tierfs.objects.backends.memory import MemoryObjects
@@ -25,7 +26,7 @@ options = {"ram": "128MiB", "nvme": "256MiB", "skip_instance_cache": True}
 for level in ("staged", "local", "object"):
     fs = tierfs.TierFileSystem(target_protocol="file", ack=level, **options)
     fs.pipe(f"{root}/run/{level}", bytes(range(251)) * 40_000)
-    fs.wait(f"{root}/run", "object", timeout=30)
+    fs.wait(f"{root}/run", "object")
 fs.evict(f"{root}/run", "ram")
 fs.evict(f"{root}/run", "nvme")
 fs.find(root)
@@ -72,7 +73,7 @@ def test_the_umask_counts_in_the_object_tier_and_nowhere_else(tmp_path, umask, m
             check_closed(segments)
             check_closed(state)
             process.stdin.close()
-            assert process.wait(30) == 0
+            assert process.wait(HANG_S) == 0
         check_closed(state)
     published = modes_below(root)
     assert any("chunks" in name for name in published)

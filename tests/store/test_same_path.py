@@ -1,13 +1,16 @@
 """When several writers of one host change one path at once, one succeeds and the others get an error at once."""
 
 import errno
+import itertools
 import os
 import signal
 import threading
 import time
 
 import pytest
+from support.forked import forked
 from support.tiered import MIB, content
+from support.waiting import HANG_S
 
 from tierfs.errors import AlreadyExistsError, CapacityError, ConflictError, StoreError
 from tierfs.host.pending.levels import Level
@@ -22,7 +25,7 @@ def outcomes_of(*changes):
     begin = threading.Barrier(len(changes))
 
     def make(number):
-        begin.wait(10)
+        begin.wait(HANG_S)
         try:
             changes[number]()
         except Exception as error:
@@ -32,7 +35,7 @@ def outcomes_of(*changes):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     return outcomes
 
 
@@ -54,8 +57,15 @@ def written(store, path, mode=WriteMode.OVERWRITE):
     return writer
 
 
+CHANGES = ["overwrite", "append", "create", "delete", "rename", "rename onto", "first"]
+BY_TIER = [
+    *(("both", change) for change in CHANGES),
+    *itertools.product(["ram", "nvme"], ["overwrite", "create", "delete"]),
+]
+
+
 @pytest.mark.usefixtures("slow_looks")
-@pytest.mark.parametrize("change", ["overwrite", "append", "create", "delete", "rename", "rename onto", "first"])
+@pytest.mark.parametrize(("any_host", "change"), BY_TIER, indirect=["any_host"])
 def test_one_of_two_simultaneous_changes_is_made(any_host, change):
     host, store = any_host, any_host.store
     mode = {"append": WriteMode.APPEND, "create": WriteMode.CREATE}.get(change, WriteMode.OVERWRITE)
@@ -74,11 +84,11 @@ def test_one_of_two_simultaneous_changes_is_made(any_host, change):
     writers[1].abort()
     lost = [outcome for outcome in outcomes if outcome is not None]
     assert [type(error) for error in lost] == [AlreadyExistsError if change == "create" else ConflictError], outcomes
-    wait(store, "", Level.OBJECT, 20)
+    wait(store, "", Level.OBJECT)
     assert host.tiers.drafts.conflicts() == []
     host.tiers.away_until_s = 0
     save(store, "run/a", b"again")
-    wait(store, "", Level.OBJECT, 20)
+    wait(store, "", Level.OBJECT)
     assert load(host.plain(), "run/a") == b"again"
     assert status(store)["tiers"]["ram"]["dirty_bytes"] == 0
 
@@ -94,30 +104,29 @@ def test_a_change_based_on_a_pending_one_sees_a_conflict(host, is_changed):
     with host.held():
         save(host.store, "run/a", b"pending")
         late = written(host.store, "run/a", WriteMode.APPEND)
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     host.tiers.away_until_s = 0
     if is_changed:
         save(host.store, "run/a", b"newer")
-        wait(host.store, "", Level.OBJECT, 20)
+        wait(host.store, "", Level.OBJECT)
         with pytest.raises(ConflictError, match="on this host"):
             late.commit()
     else:
         late.commit()
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "run/a")[:7] == (b"newer" if is_changed else b"pending")
 
 
 def test_a_process_stopped_in_a_seal_delays_its_path_only(host, make_host, monkeypatch):
     monkeypatch.setattr(slabwriter, "SEAL_S", 0.5)
     save(host.store, "run/a", b"before")
-    wait(host.store, "", Level.OBJECT, 20)
-    child = os.fork()
-    if not child:
-        try:
-            monkeypatch.setattr(staging, "_check_unchanged", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
-            save(make_host().store, "run/a", b"from the child")
-        finally:
-            os._exit(1)
+    wait(host.store, "", Level.OBJECT)
+
+    def stop_in_seal():
+        monkeypatch.setattr(staging, "_check_unchanged", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        save(make_host().store, "run/a", b"from the child")
+
+    child = forked(stop_in_seal)
     try:
         assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
         used = status(host.store)["tiers"]["ram"]["used_bytes"]
@@ -131,7 +140,7 @@ def test_a_process_stopped_in_a_seal_delays_its_path_only(host, make_host, monke
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     save(host.store, "run/a", b"after")
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "run/a") == b"after"
 
 

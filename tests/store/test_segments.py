@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fake_flusher import until
 from support.forked import in_child
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
+from support.waiting import HANG_S, until
 
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.flusher.nvme import NvmePersister
@@ -73,7 +73,7 @@ def test_an_unopenable_segment_loses_nothing(left, make_host, monkeypatch, which
         with pytest.raises(TimeoutError, match="cannot be opened"):
             wait(host.store, "", Level.OBJECT, 2.5)
         assert status(host.store)["unread_segments"] == 1
-    wait(host.store, "", Level.OBJECT, 60)
+    wait(host.store, "", Level.OBJECT)
     assert {path: load(host.plain(), path) for path in files} == files
     assert status(host.store)["unread_segments"] == 0
 
@@ -90,11 +90,11 @@ def test_files_in_a_damaged_segment_are_not_called_safe(left, make_host, tmp_pat
     host.tiers.writer.announce()
     for _ in range(2):
         with pytest.raises(CorruptionError, match=rf"{names[0]} is no longer a valid segment.*delete that file"):
-            wait(host.store, "", Level.OBJECT, 20)
+            wait(host.store, "", Level.OBJECT)
     assert status(host.store)["unread_segments"] == 1
     save(host.store, "g", b"new")
     damaged.unlink()
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "g") == b"new"
     there = [path for path in files if kind_of(host.plain(), path) is not None]
     assert len(there) < len(files)
@@ -110,7 +110,7 @@ def flushing(make_host):
     """A host whose flusher scans segments by itself, as in another process, and one file in the object tier."""
     host = make_host(nvme=0)
     save(host.store, "before", content(MIB))
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     return host
 
 
@@ -125,7 +125,7 @@ def test_files_in_a_removed_segment_are_flushed(flushing, what, caplog):
     files = {f"after-{number}": content(MIB) for number in range(3)}
     for path, data in files.items():
         save(flushing.store, path, data)
-    wait(flushing.store, "", Level.OBJECT, 20)
+    wait(flushing.store, "", Level.OBJECT)
     assert {path: load(flushing.plain(), path) for path in files} == files
     assert all(not segment.is_removed() for segment in flushing.tiers.ram.own_segments())
     assert [record.levelno for record in caplog.records if "was removed while in use" in record.message] == [
@@ -160,7 +160,7 @@ def test_new_segments_are_made_after_the_folder_was_removed(flushing):
     for path, data in files.items():
         save(flushing.store, path, data)
     assert len(flushing.tiers.ram.own_segments()) > 1
-    wait(flushing.store, "", Level.OBJECT, 20)
+    wait(flushing.store, "", Level.OBJECT)
     assert {path: load(flushing.plain(), path) for path in files} == files
 
 
@@ -203,7 +203,7 @@ def test_spilled_chunks_stay_while_a_draft_is_unreadable(spilled, make_host, mon
         until(lambda: status(host.store)["unread_segments"] == 1)
         save(host.store, "g", content(100 * MIB))
         time.sleep(3)  # time for the flusher to sweep
-    wait(host.store, "", Level.OBJECT, 60)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "f") == data
 
 
@@ -214,7 +214,7 @@ def test_a_flusher_that_cannot_see_all_says_so_in_the_end(left, make_host, monke
         host = make_host(ram=256 * MIB, nvme=0)
         host.tiers.writer.announce()
         with pytest.raises(StoreError, match="cannot be opened, and may hold the awaited change"):
-            wait(host.store, "", Level.OBJECT, 30)
+            wait(host.store, "", Level.OBJECT)
 
 
 def test_a_wait_does_not_end_before_the_flusher_knows_what_is_pending(flushing, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_wait_does_not_end_before_the_flusher_knows_what_is_pending(flushing, 
             flushing.tiers.wait("", Level.OBJECT, 0.3)
         assert asked.count("wait") > 1
         monkeypatch.undo()
-    wait(flushing.store, "", Level.OBJECT, 30)
+    wait(flushing.store, "", Level.OBJECT)
 
 
 def test_each_of_two_users_of_a_store_waits_for_room_as_long_as_it_was_told(tmp_path):
@@ -239,7 +239,7 @@ def test_each_of_two_users_of_a_store_waits_for_room_as_long_as_it_was_told(tmp_
     options = TierOptions(ram=64 * MIB, nvme=64 * MIB, state_dir=str(tmp_path / "state"), ack="staged")
     stores = [
         open_store(replace(location, tiers=replace(options, timeout=timeout)), write=True, create=True)[0]
-        for timeout in (60, 0.2)
+        for timeout in (HANG_S, 0.2)
     ]
     assert stores[0].tiers is stores[1].tiers
     begin = time.monotonic()
@@ -247,7 +247,7 @@ def test_each_of_two_users_of_a_store_waits_for_room_as_long_as_it_was_told(tmp_
     with pytest.raises(CapacityError):
         while True:
             staged.add_runs([[MIB]])
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < HANG_S / 2
     staged.abort()
     stores[0].tiers.close()
 
@@ -266,7 +266,7 @@ def test_a_file_in_a_segment_that_was_cut_short_is_damaged_and_not_missing(left,
         lambda: copy(store, lost, "copy"),
         lambda: level_of(store, lost),
         lambda: list_directory(store, "unseen"),
-        lambda: wait(store, lost, Level.OBJECT, 20),
+        lambda: wait(store, lost, Level.OBJECT),
     ):
         with pytest.raises(CorruptionError, match=r"is no longer a valid segment.*delete that file.*save again"):
             read()

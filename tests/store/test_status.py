@@ -117,7 +117,7 @@ def test_requests_of_the_flusher_are_counted_apart(apart):
     assert not any(name.startswith("flusher_") for name in report["tiers"]["object"]["fallbacks"])
     apart.endpoint.throttles = 1
     save(apart.store, "a", content(MIB))
-    wait(apart.store, "a", Level.OBJECT, 20)
+    wait(apart.store, "a", Level.OBJECT)
     report = status(apart.store)["tiers"]["object"]
     assert "process_head" in report["requests"]
     assert "process_put" not in report["requests"]
@@ -128,7 +128,7 @@ def test_requests_of_the_flusher_are_counted_apart(apart):
 
 def test_evictions_of_the_flusher_are_counted(host):
     save(host.store, "a", content(MIB))
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     dropped = evict(host.store, "a", "nvme")
     report = status(host.store)
     assert report["tiers"]["nvme"]["evicted_bytes"] >= dropped > 0
@@ -220,7 +220,7 @@ def test_a_job_is_warned_once_of_a_budget_that_does_not_fit(tmp_path, caplog, mo
         if not number:
             assert "nvme=900TiB does not fit on the disk of" in fs.status()["tiers"]["nvme"]["problem"]
     assert caplog.text.count("nvme=900TiB does not fit") == 1
-    fs.wait(root, "object", timeout=20)
+    fs.wait(root, "object")
 
 
 def test_status_says_why_there_are_no_local_tiers(tmp_path, monkeypatch):

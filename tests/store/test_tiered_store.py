@@ -10,6 +10,7 @@ import time
 import pytest
 from support.opened import descriptors
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
+from support.waiting import HANG_S
 
 from tierfs.buffers import PAGE_BYTES
 from tierfs.errors import (
@@ -56,7 +57,7 @@ def test_a_staged_file_is_read_back_before_and_after_it_reaches_the_object_tier(
     data = content(size)
     save(any_host.store, "run/a", data)
     assert load(any_host.store, "run/a") == data
-    wait(any_host.store, "run/a", Level.OBJECT, 20)
+    wait(any_host.store, "run/a", Level.OBJECT)
     assert load(any_host.store, "run/a") == data
     assert load(any_host.plain(), "run/a") == data
 
@@ -70,7 +71,7 @@ def test_closing_a_file_changed_by_another_process_conflicts(host, change, is_pe
     save(host.store, "run/other", b"other")
     if is_there:
         save(host.store, "run/a", b"before")
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     late = Writer(host.store, "run/a")
     late.write(content(MIB))
     with host.held() if is_pending and change == "save" else contextlib.nullcontext():
@@ -83,11 +84,11 @@ def test_closing_a_file_changed_by_another_process_conflicts(host, change, is_pe
         else:
             rename(host.store, "run/other", "run/a")
         if not is_pending:
-            wait(host.store, "", Level.OBJECT, 20)
+            wait(host.store, "", Level.OBJECT)
         with pytest.raises(ConflictError, match="on this host"):
             late.commit()
     late.abort()
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert host.tiers.drafts.conflicts() == []
     found = {entry.path: load(host.store, entry.path) for entry in find(host.store, "run") if not entry.is_directory}
     assert (
@@ -100,7 +101,7 @@ def test_closing_a_file_changed_by_another_process_conflicts(host, change, is_pe
         }[change]
     )
     save(host.store, "run/a", b"again")
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
 
 
 @pytest.mark.parametrize("by", ["reader", "verify"])
@@ -109,7 +110,7 @@ def test_a_flusher_stores_a_lost_chunk_again(host, how, by):
     data = content(2 * MIB)
     for path in ("run/a", "run/b"):
         save(host.store, path, data)
-        wait(host.store, path, Level.OBJECT, 20)
+        wait(host.store, path, Level.OBJECT)
     (row,) = stat(host.plain(), "run/a").manifest.rows
     key = chunk_key(row.name)
     if how != "removed":
@@ -127,7 +128,7 @@ def test_a_flusher_stores_a_lost_chunk_again(host, how, by):
     if how == "damaged, then removed":
         host.objects.delete([key])
     save(host.store, "run/a", data)
-    wait(host.store, "run/a", Level.OBJECT, 20)
+    wait(host.store, "run/a", Level.OBJECT)
     assert load(host.plain(), "run/a") == data
     assert [damage.path for damage in verify(host.plain()).damage] == (["run/b"] if how == "damaged" else [])
 
@@ -136,7 +137,7 @@ def test_a_damaged_object_that_is_removed_late_is_stored_again_for_all_that_name
     data = content(2 * MIB)
     for path in ("run/a", "run/b"):
         save(host.store, path, data)
-        wait(host.store, path, Level.OBJECT, 20)
+        wait(host.store, path, Level.OBJECT)
     (row,) = stat(host.plain(), "run/b").manifest.rows
     flip_bit(host.objects, chunk_key(row.name), 8 * MIB)
     for is_removed in (False, True):
@@ -144,7 +145,7 @@ def test_a_damaged_object_that_is_removed_late_is_stored_again_for_all_that_name
             host.objects.delete([chunk_key(row.name)])
         assert verify(host.store).damage
         save(host.store, "run/a", data)  # first beside the damaged chunk, then in its place
-        wait(host.store, "run/a", Level.OBJECT, 20)
+        wait(host.store, "run/a", Level.OBJECT)
     assert load(host.plain(), "run/b") == data
     assert verify(host.plain()).damage == []
 
@@ -211,7 +212,7 @@ def test_a_file_in_ram_alone_has_not_reached_local(make_host):
         with pytest.raises(TimeoutError, match="a among them"):
             wait(host.store, "a", Level.LOCAL, 0.3)
         assert host.store.tiers.drafts.level("a") is Level.STAGED
-    wait(host.store, "a", Level.LOCAL, 30)
+    wait(host.store, "a", Level.LOCAL)
     assert level_of(host.store, "a") is Level.OBJECT
 
 
@@ -225,7 +226,7 @@ def test_a_pending_file_is_renamed_and_listed_at_once(host):
         assert [entry.path for entry in list_directory(host.store, "run")] == ["run/sub"]
         assert [entry.path for entry in find(host.store, "run")] == ["run/sub", "run/sub/final"]
         assert stat(host.store, "run").is_directory
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "run/sub/final") == data
     with pytest.raises(NotFoundError):
         stat(host.plain(), "tmp")
@@ -236,7 +237,7 @@ def test_a_deleted_pending_file_is_gone_at_once_and_stays_gone(host):
     delete(host.store, "a")
     with pytest.raises(NotFoundError):
         stat(host.store, "a")
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     with pytest.raises(NotFoundError):
         stat(host.plain(), "a")
 
@@ -247,7 +248,7 @@ def test_a_copy_of_a_pending_file_outlives_the_original(any_host):
     copy(any_host.store, "a", "b")
     delete(any_host.store, "a")
     assert load(any_host.store, "b") == data
-    wait(any_host.store, "", Level.OBJECT, 20)
+    wait(any_host.store, "", Level.OBJECT)
     assert load(any_host.plain(), "b") == data
 
 
@@ -258,7 +259,7 @@ def test_a_copy_of_a_file_that_is_published_meanwhile_names_its_chunks_as_they_a
         def looked(store, path):
             found = look(store, path)
             host.objects.down = False
-            wait(host.store, "a", Level.OBJECT, 30)
+            wait(host.store, "a", Level.OBJECT)
             return found
 
         return looked
@@ -268,7 +269,7 @@ def test_a_copy_of_a_file_that_is_published_meanwhile_names_its_chunks_as_they_a
     host.objects.down = True
     save(host.store, "a", content(MIB))
     copy(host.store, "a", "b")
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     assert verify(host.plain()).damage == []
 
 
@@ -277,7 +278,7 @@ def test_appending_to_a_pending_file_keeps_what_it_had(any_host):
     save(any_host.store, "a", data)
     save(any_host.store, "a", b"more", mode=WriteMode.APPEND)
     assert load(any_host.store, "a") == data + b"more"
-    wait(any_host.store, "", Level.OBJECT, 20)
+    wait(any_host.store, "", Level.OBJECT)
     assert load(any_host.plain(), "a") == data + b"more"
 
 
@@ -320,7 +321,7 @@ def test_parts_of_chunks_come_from_a_local_tier_and_no_block_that_nobody_wants(h
     data = content(20 * MIB)
     save_at(host.store, "a", data, Level.LOCAL)
     if tier == "nvme":
-        wait(host.store, "a", Level.OBJECT, 20)
+        wait(host.store, "a", Level.OBJECT)
         evict(host.store, "a", "ram")
     read_bytes = []
     read = NvmeReader.read
@@ -366,7 +367,7 @@ def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_
             host.tiers.cache.backfill([slot])
         assert load_while_down(host, "a") == data
         assert host.tiers.nvme.usage().damaged == 0
-    wait(host.store, "a", Level.OBJECT, 30)
+    wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
 
 
@@ -380,7 +381,7 @@ def load_while_down(host, path):
 def test_damaged_copies_in_all_local_tiers_are_repaired_from_the_object_tier(host):
     data = content()
     save(host.store, "a", data)
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     evict(host.store, "a", "ram")
     for name, _ in host.tiers.nvme.chunks():
         with open(host.tiers.nvme.file_of(name), "r+b") as file:
@@ -493,7 +494,7 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
     host = make_host(nvme=0)
     save(host.store, "a", b"before")
     save(host.store, "b", b"other")
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     with monkeypatch.context() as patch:
         stop_looking(host, patch)
         save(host.store, "a", b"after")
@@ -502,7 +503,7 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
         load(host.store, "a")
     for path in ("", "a"):
         with pytest.raises(CorruptionError, match="damaged and cannot be recovered"):
-            wait(host.store, path, Level.OBJECT, 30)
+            wait(host.store, path, Level.OBJECT)
     if with_path:
         with pytest.raises(CorruptionError, match="perhaps to this path"):
             load(host.store, "b")
@@ -513,14 +514,14 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
     assert status(host.store)["unreadable_drafts"] == 0
     assert load(host.store, "a") == b"before"
     save(host.store, "a", b"after")
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "a") == b"after"
 
 
 def save_and_damage_the_head(host, monkeypatch, at):
     """Flip the highest bit of a byte in the head of the only draft, and open the store again."""
     save(host.store, "b", b"other")
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     with monkeypatch.context() as patch:
         stop_looking(host, patch)
         save(host.store, "a", b"after")
@@ -535,7 +536,7 @@ def test_a_change_with_a_damaged_head_is_still_published(make_host, at, monkeypa
     host = make_host(nvme=0)
     save_and_damage_the_head(host, monkeypatch, at)
     assert load(host.store, "a") == b"after"
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     assert load(host.plain(), "a") == b"after"
     assert not host.tiers.ram.drafts()
     assert "have a damaged head" in caplog.text
@@ -549,10 +550,10 @@ def test_a_change_whose_place_is_damaged_is_not_passed_over(make_host, at, monke
     with pytest.raises(CorruptionError, match="a: this host's last write"):
         load(host.store, "a")
     with pytest.raises(CorruptionError, match="damaged and cannot be recovered"):
-        wait(host.store, "", Level.OBJECT, 30)
+        wait(host.store, "", Level.OBJECT)
     assert status(host.store)["unreadable_drafts"] == 1
     assert discard_conflict(host.store, "a") == 1
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     assert status(host.store)["unreadable_drafts"] == 0
 
 
@@ -564,11 +565,11 @@ def test_a_discarded_change_of_the_nvme_tier_is_not_counted(host):
     os.truncate(batch, batch.stat().st_size - 1)
     host.open()
     with pytest.raises(CorruptionError, match="damaged and cannot be recovered"):
-        wait(host.store, "", Level.OBJECT, 30)
+        wait(host.store, "", Level.OBJECT)
     assert status(host.store)["unreadable_drafts"] == 1
     assert discard_conflict(host.store, "a") == 1
     assert status(host.store)["unreadable_drafts"] == 0
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
 
 
 def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host):
@@ -594,10 +595,10 @@ def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host
         nvme.write, ram.close = slow, closing
         keeping = threading.Thread(target=host.tiers.cache.backfill, args=(slots,))
         keeping.start()
-        assert asked.wait(20)
+        assert asked.wait(HANG_S)
         service.stop()
         keeping.join()
-        assert closed.wait(20)
+        assert closed.wait(HANG_S)
         assert events == ["write", "close"]
 
 
@@ -605,7 +606,7 @@ def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host
 def test_a_damaged_older_draft_does_not_hide_a_newer_one(make_host, with_path, monkeypatch):
     host = make_host(nvme=0)
     save(host.store, "b", b"other")
-    wait(host.store, "", Level.OBJECT, 30)
+    wait(host.store, "", Level.OBJECT)
     with monkeypatch.context() as patch:
         stop_looking(host, patch)
         save(host.store, "a", b"first")
@@ -624,5 +625,5 @@ def test_a_damaged_older_draft_does_not_hide_a_newer_one(make_host, with_path, m
             with pytest.raises(CorruptionError, match="perhaps to this path"):
                 load(host.store, "b")
     with pytest.raises(CorruptionError, match=r"damaged and cannot be recovered: discard it .*, and write it again"):
-        wait(host.store, "", Level.OBJECT, 30)
+        wait(host.store, "", Level.OBJECT)
     discard_conflict(host.store, "" if with_path else "a")

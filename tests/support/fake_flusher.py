@@ -10,9 +10,9 @@ import re
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
+from support.waiting import HANG_S
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
 from tierfs.flusher.server import Service
 from tierfs.host.host import ExclusiveLock
@@ -108,13 +108,6 @@ class FakeEngine:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def until(condition, timeout_s=20.0, every_s=0.002):
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, "it did not come to pass"
-        time.sleep(every_s)
-
-
 class Running:
     """A service that runs on a thread."""
 
@@ -134,7 +127,7 @@ class Running:
         return None if self.thread.is_alive() else 0
 
     def end(self):
-        self.thread.join(10)
+        self.thread.join(HANG_S)
         assert not self.thread.is_alive()
         return self.outcome[0]
 

@@ -1,8 +1,11 @@
-"""Run code in forked children."""
+"""Run code in forked children. SIGALRM ends a child that hangs."""
 
 import contextlib
 import os
+import signal
 import traceback
+
+from support.waiting import HANG_S
 
 
 def forked(work):
@@ -11,6 +14,7 @@ def forked(work):
     if not child:
         status = 1
         try:
+            signal.alarm(int(HANG_S))
             work()
             status = 0
         except BaseException:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from support.waiting import HANG_S
+
 
 class Held(DefaultSavePlanner):
     """Wait at one step of a save until the test sets `go_on`. Then raise `error` if the test set one."""
@@ -21,7 +23,7 @@ class Held(DefaultSavePlanner):
         @functools.wraps(real)  # DCP inspects the parameters
         def held(*arguments: Any, **options: Any) -> Any:
             self.arrived.set()
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(HANG_S)
             if self.error is not None:
                 raise self.error
             return real(*arguments, **options)

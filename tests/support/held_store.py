@@ -3,6 +3,7 @@
 import contextlib
 import os
 
+from support.waiting import HANG_S
 from tierfs.digest import DigestKind
 from tierfs.errors import StoreError
 from tierfs.host.pending.levels import Level
@@ -29,6 +30,6 @@ def held_store(tmp_path):
     target = TieredStore(descriptor.uuid, URL, objects.places(), {}, DigestKind.XXH3_128, False, True)
     tiers = tiers_for(target, settings, lambda: Store(objects, descriptor, url=URL), home_of(target, settings))
     try:
-        yield Store(objects, descriptor, url=URL, tiers=tiers, ack=Level.STAGED, timeout_s=20)
+        yield Store(objects, descriptor, url=URL, tiers=tiers, ack=Level.STAGED, timeout_s=HANG_S)
     finally:
         tiers.close()

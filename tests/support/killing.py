@@ -22,8 +22,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.waiting import HANG_S
+
 MIB = 1 << 20
-PATIENCE_S = 60
+PATIENCE_S = HANG_S
 UNREACHED_S = 3
 WORDS = 64
 # The step that a flusher passes when it has opened the nvme tier.
@@ -227,7 +229,7 @@ def reader(spec):
     store = open_with_tiers(spec)
     seen = look(store, spec)
     wait(store, "", Level.OBJECT, PATIENCE_S)
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + PATIENCE_S / 4
     store.tiers.writer.announce()
     while (left := leaks(store.tiers.ram)) and time.monotonic() < ends:
         time.sleep(0.01)
@@ -241,7 +243,7 @@ def asker(spec):
     store = open_with_tiers(spec)
     discarded = discard_conflict(store, spec["discards"]) if "discards" in spec else 0
     wanted = [] if discarded else [spec["waits_for"]]
-    ends = time.monotonic() + 5
+    ends = time.monotonic() + PATIENCE_S / 4
     store.tiers.writer.announce()
     while time.monotonic() < ends:
         kept = [item["path"] for item in store.tiers.flusher.request("status", {})["conflicts"]]

@@ -40,14 +40,11 @@ class ServedObjects(MemoryObjects):
             for item in super().list(prefix, delimiter=True):
                 yield self.stamped(item) if isinstance(item, ObjectInfo) else item
             return
-        base, last = f"{self.root}/", ""
-        while True:
-            start = base + prefix
-            after = [path for path in list(MemoryFileSystem.store) if path.startswith(start) and path > last]
-            if not after:
-                return
+        last = ""
+        while after := [key for key in list(self._times) if key.startswith(prefix) and key > last]:
             last = min(after)
-            yield self.head(last.removeprefix(base))
+            if f"{self.root}/{last}" in MemoryFileSystem.store:
+                yield self.head(last)
 
 
 class KilledError(BaseException):

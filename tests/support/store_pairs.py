@@ -44,7 +44,6 @@ MARGIN_S = 3
 """A chunk counts as old after a grace and 2 s."""
 RUNS_MAX = 5
 """A run finds shard files that no save names, the next ones delete them, their list, condemn and delete the chunks."""
-WAIT_S = 60.0
 SIZES = (1000, 100_000, 300_000, 5_000_000)
 
 
@@ -245,7 +244,7 @@ class World:
                     return
             assert draw["change"] == "rename" or level_of(store, door.file(path)) >= level
             if draw["host"] == "other" and level is not Level.OBJECT:
-                wait(store, "", Level.OBJECT, WAIT_S)
+                wait(store, "", Level.OBJECT)
             if draw["host"] == "other":
                 settings = self._settings(draw, "other")
             reader = draw["door"] if "TierWriter" in (draw["door"], draw["reader"]) else draw["reader"]
@@ -328,7 +327,7 @@ class World:
 
     def _settle(self):
         for store in self.hosts.values():
-            wait(store, "", Level.OBJECT, WAIT_S)
+            wait(store, "", Level.OBJECT)
 
     def _check_contents(self):
         found = {entry.path for entry in find(self.bare, "") if not entry.is_directory}

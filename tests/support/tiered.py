@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 
+from support.waiting import HANG_S
 from tierfs.digest import DigestKind
 from tierfs.errors import StoreError
 from tierfs.host.pending.levels import Level
@@ -23,7 +24,7 @@ class Host:
     """One host: its own state directory, and a store opened there with local tiers."""
 
     def __init__(self, tmp_path, objects, descriptor, name="here", ram=128 * MIB, nvme=128 * MIB, ack=Level.STAGED):
-        self.settings = ResolvedTiers(ack, ram, nvme, tmp_path / name, 20.0)
+        self.settings = ResolvedTiers(ack, ram, nvme, tmp_path / name, HANG_S)
         self.objects, self.descriptor = objects, descriptor
         self.open()
 
@@ -38,7 +39,7 @@ class Host:
             url="memory://store",
             tiers=self.tiers,
             ack=self.settings.ack,
-            timeout_s=20,
+            timeout_s=HANG_S,
             state_dir=self.settings.directory,
         )
 

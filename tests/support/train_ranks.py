@@ -162,8 +162,8 @@ def a_rank_that_cannot_save_fails_the_save_and_not_the_run(root: str, mesh: Devi
     with manager(root) as run:
         handle = run.save(1, {**state(mesh, 1), "broken": Broken()})
         with pytest.raises((OSError, TierfsError), match="lost its disk"):
-            handle.wait(timeout=30)
-        run.save(2, state(mesh, 2)).wait(timeout=30)
+            handle.wait()
+        run.save(2, state(mesh, 2)).wait()
         assert run.latest() == 2
 
 
@@ -173,14 +173,14 @@ def what_one_rank_cancels_nobody_saves(root: str, mesh: DeviceMesh) -> None:
         second = run.save(2, state(mesh, 2))
         if dist.get_rank() == 1:
             second.cancel()
-        first.wait(timeout=30)
+        first.wait()
         outcome = type(wait_for(second)).__name__
         assert everybody(outcome) == [outcome] * WORLD
 
 
 def wait_for(handle: Any) -> BaseException | None:
     try:
-        handle.wait(timeout=30)
+        handle.wait()
     except Exception as error:
         return error
     return None
@@ -189,7 +189,7 @@ def wait_for(handle: Any) -> BaseException | None:
 def a_step_that_one_rank_lacks_is_passed_over_by_both(root: str, mesh: DeviceMesh) -> None:
     with manager(root) as run:
         for step in (1, 2, 3):
-            run.save(step, state(mesh, step)).wait(timeout=30)
+            run.save(step, state(mesh, step)).wait()
     dist.barrier()
     with manager(root) as run:
         if dist.get_rank() == 1:
@@ -212,7 +212,7 @@ def both_ranks_go_back_to_one_step(root: str, mesh: DeviceMesh) -> None:
             assert run.restore(state(mesh, -1), step=begin).step == 4
             for step in range(5, end + 1):
                 run.step(step, state(mesh, 100 + step))
-            run.wait(timeout=60)
+            run.wait()
             assert run.errors == []
         dist.barrier()
         found = state(mesh, -1)
@@ -223,7 +223,7 @@ def both_ranks_go_back_to_one_step(root: str, mesh: DeviceMesh) -> None:
 
 def steps_that_no_rank_has_in_common_are_no_fresh_start(root: str, mesh: DeviceMesh) -> None:
     with manager(root) as run:
-        run.save(1, state(mesh, 1)).wait(timeout=30)
+        run.save(1, state(mesh, 1)).wait()
     dist.barrier()
     with manager(root) as run:
         if dist.get_rank() == 1:
@@ -259,7 +259,7 @@ def a_failure_that_one_rank_has_not_heard_of_is_saved_again_by_both(root: str, m
             failed._ended = Future()  # as before its thread has finished
         again = run.save(1, state(mesh, 1))
         assert everybody(again is failed) == [False] * WORLD
-        again.wait(timeout=30)
+        again.wait()
         assert run.latest() == 1
 
 
@@ -315,7 +315,7 @@ def one_rank_removes_what_none_keeps(root: str, mesh: DeviceMesh) -> None:
     with manager(root, keep=[Latest(2)]) as run:
         for step in (1, 2, 3, 4):
             run.save(step, state(mesh, step))
-            run.wait(timeout=30)
+            run.wait()
             dist.barrier()
     with manager(root) as run:
         assert [each.step for each in run.checkpoints] == [3, 4]

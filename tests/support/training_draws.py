@@ -12,6 +12,7 @@ from typing import Any
 from support.flipping import flip_shard
 from support.pairs import pairs
 from support.training_lives import Life, Lives
+from support.waiting import HANG_S
 from tierfs.dcp.address import Address
 from tierfs.store.maintenance.gc.report import GcOptions
 from tierfs.store.maintenance.gc.run import collect
@@ -172,7 +173,7 @@ class Draw:
 
     @staticmethod
     def wait_until(is_true: Callable[[], bool]) -> None:
-        ends_s = time.monotonic() + 30
+        ends_s = time.monotonic() + HANG_S
         while not is_true():
             assert time.monotonic() < ends_s
             time.sleep(0.1)

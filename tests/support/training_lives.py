@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import tierfs
 from support.torch_ranks import zygote
+from support.waiting import HANG_S
 from tierfs.train import Every, Manager, Preemption, TrainState
 
 ITEMS, BATCH = 24, 2
 WIDTH = 8192  # wide enough for chunks: small files lie in their records
-PATIENCE_S = 60
+PATIENCE_S = HANG_S
 
 
 class Lives:

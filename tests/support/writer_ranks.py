@@ -28,6 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from support.dcp_ranks import stop_checkpoint_process
 from support.held_planner import Held
+from support.waiting import HANG_S
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.errors import NotFoundError
@@ -106,7 +107,7 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
         live["rows"].to_local().zero_()
         future.result()
         other = TierWriter(f"{url}/{seed}", **OPTIONS)
-        other.wait("object", timeout=60)
+        other.wait("object")
         assert other.ack() == "object"
     for seed in (1, 2, 3):
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
@@ -192,7 +193,7 @@ def failure_of_the_coordinator(url: str, mesh: DeviceMesh) -> None:
                 raise AssertionError("the save that failed seemed to be safe")
         writer.is_unlucky = False
         metadata = dcp.save(sharded(mesh, 3, [Shard(0)]), storage_writer=writer)
-        writer.wait(timeout=60)
+        writer.wait()
         assert writer.ack() == "object"
         ids: list[Any] = [None] * WORLD
         dist.all_gather_object(ids, writer.save_id)
@@ -227,7 +228,7 @@ def on_two_hosts(url: str, mesh: DeviceMesh) -> None:
     rank, here = dist.get_rank(), {**OPTIONS, "state_dir": f"{os.environ['HOSTS']}/{dist.get_rank()}"}
     writer = TierWriter(url, **here)
     dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer)
-    writer.wait("object", timeout=60)
+    writer.wait("object")
     check(url, mesh, 1, [Shard(1)], here)
     dist.barrier()
     # Stop the second host's flusher: the save is incomplete while that flusher holds data.
@@ -252,7 +253,7 @@ def on_two_hosts(url: str, mesh: DeviceMesh) -> None:
     dist.barrier()
     if flusher is not None:
         os.kill(flusher, signal.SIGCONT)
-    writer.wait("object", timeout=60)
+    writer.wait("object")
     check(url, mesh, 2, [Shard(0)], here)
     assert writer.ack() == "object"
 
@@ -464,7 +465,7 @@ def what_one_rank_cannot_stage(url: str, mesh: DeviceMesh) -> None:
     for bad in (threading.Lock() if dist.get_rank() else 1, threading.Lock()):
         future = dcp.async_save({"a": whole(1), "mine": bad}, storage_writer=writer)
         try:
-            future.result(timeout=30)
+            future.result(HANG_S)
         except CheckpointException as error:
             assert "'mine' contains an object that cannot be copied" in str(error), error  # noqa: PT017 - on every rank
             assert 1 in error.failures  # noqa: PT017

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support.opened import descriptors
+from support.waiting import HANG_S, until
 
 from tierfs.errors import InvalidInputError
 from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy
@@ -112,7 +113,7 @@ def client(proxy: TcpFaultProxy) -> Iterator[http.client.HTTPConnection]:
 
 
 @contextlib.contextmanager
-def _client_of(proxy: TcpFaultProxy, timeout_s: float = 5.0) -> Iterator[http.client.HTTPConnection]:
+def _client_of(proxy: TcpFaultProxy, timeout_s: float = HANG_S) -> Iterator[http.client.HTTPConnection]:
     client = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=timeout_s)
     try:
         yield client
@@ -153,7 +154,7 @@ def _ask(client: http.client.HTTPConnection, method: str, path: str, body: objec
 def _raw(proxy: TcpFaultProxy, request: bytes) -> tuple[bytes, bool]:
     """Return the bytes that arrive until the connection ends, and whether a reset ended it."""
     received = b""
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=HANG_S) as connection:
         connection.sendall(request)
         try:
             while piece := connection.recv(65536):
@@ -165,13 +166,6 @@ def _raw(proxy: TcpFaultProxy, request: bytes) -> tuple[bytes, bool]:
 
 def _differing_bits(one: bytes, other: bytes) -> int:
     return sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))
-
-
-def _wait_until(condition) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_without_faults_every_byte_passes_over_one_connection(server, proxy, client):
@@ -198,7 +192,7 @@ def test_a_chunked_request_passes_and_the_next_is_seen(server, proxy, client):
 def test_a_body_is_asked_for_before_it_is_sent(server, proxy):
     head = b"PUT /a HTTP/1.1\r\nContent-Length: 10240\r\nExpect: 100-continue\r\n\r\n"
     proxy.inject(TcpFault.BIT_FLIP, at=9)
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=HANG_S) as connection:
         connection.sendall(head)
         assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
         assert proxy.fired == []  # 100 Continue is not the response yet
@@ -260,7 +254,7 @@ def test_a_black_hole_opens_part_of_the_way_and_takes_everything_after(server, p
     server.stored["/a"] = BODY
     before = descriptors()
     proxy.inject(TcpFault.BLACK_HOLE, at=1000, body_only=True)
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=HANG_S) as connection:
         connection.sendall(b"GET /a HTTP/1.1\r\n\r\n")
         received = b""
         while len(received.partition(b"\r\n\r\n")[2]) < 1000:
@@ -273,7 +267,7 @@ def test_a_black_hole_opens_part_of_the_way_and_takes_everything_after(server, p
         with pytest.raises(TimeoutError):
             connection.recv(1)
     assert server.carried_out == [("GET", "/a")]
-    _wait_until(lambda: descriptors() <= before)
+    until(lambda: descriptors() <= before)
 
 
 def test_a_black_hole_stays_when_the_server_hangs_up():
@@ -351,7 +345,7 @@ def test_recovery_drops_the_connections_that_a_fault_keeps_open(server, proxy):
     proxy.fail(PlannedTcpFault(TcpFault.BLACK_HOLE, side="request", at=0))
     with _client_of(proxy) as client:
         client.request("GET", "/a")
-        _wait_until(lambda: proxy.fired)
+        until(lambda: proxy.fired)
         proxy.recover()
         with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
             client.getresponse()
@@ -405,10 +399,10 @@ def test_faults_that_have_not_struck_can_be_taken_back(server, proxy, client):
 def test_latency_is_paid_once_in_each_direction(server, proxy, client):
     server.stored["/a"] = bytes(4 << 20)  # 64 pieces
     _ask(client, "GET", "/a")
-    proxy.latency_s = 0.1
+    proxy.latency_s = 0.2
     begun_s = time.monotonic()
     assert _ask(client, "GET", "/a") == (200, server.stored["/a"])
-    assert 0.2 <= time.monotonic() - begun_s < 6  # a delay for each of the 64 pieces would make it 6.4
+    assert 0.4 <= time.monotonic() - begun_s < 12  # a delay for each of the 64 pieces would make it 12.8
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
@@ -417,7 +411,7 @@ def test_bandwidth_bounds_each_direction(server, proxy, client, method):
     proxy.bandwidth = 100_000
     begun_s = time.monotonic()
     assert _ask(client, method, "/a", None if method == "GET" else bytes(40_000))[0] == 200
-    assert 0.4 <= time.monotonic() - begun_s < 20
+    assert time.monotonic() - begun_s >= 0.4
 
 
 def test_while_it_refuses_nobody_gets_through_and_then_the_port_is_the_same(server, proxy, client):
@@ -428,7 +422,7 @@ def test_while_it_refuses_nobody_gets_through_and_then_the_port_is_the_same(serv
         _ask(client, "GET", "/a")
     for _ in range(3):
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=5)
+            socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
     proxy.refuse = True
     proxy.refuse = False
     assert proxy.port == port
@@ -470,14 +464,14 @@ def test_malformed_requests_pass_unchanged(request_bytes):
     received = b""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, TcpFaultProxy("127.0.0.1", listener.getsockname()[1]) as proxy:
-        with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=HANG_S) as connection:
             server_end, _ = listener.accept()
             sending = threading.Thread(
                 target=lambda: (connection.sendall(request_bytes), connection.shutdown(socket.SHUT_WR))
             )
             sending.start()
             with server_end:
-                server_end.settimeout(5)
+                server_end.settimeout(HANG_S)
                 while piece := server_end.recv(65536):
                     received += piece
                 server_end.sendall(b"what?")
@@ -558,18 +552,18 @@ def test_closing_leaves_no_thread_and_no_descriptor(server):
             _ask(client, "GET", "/none")
         proxy.inject(TcpFault.BLACK_HOLE, side="request", at=0)
         for _ in range(3):  # one meets the black hole, two do not read their answers
-            connection = open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=5))
+            connection = open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=HANG_S))
             connection.sendall(b"GET /a HTTP/1.1\r\n\r\n")
-        open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=5))  # it sends nothing
-        _wait_until(lambda: len(proxy.fired) == 1 and len(server.carried_out) == 3)
+        open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=HANG_S))  # it sends nothing
+        until(lambda: len(proxy.fired) == 1 and len(server.carried_out) == 3)
         proxy.refuse = True
         proxy.refuse = False
         proxy.close()
         proxy.close()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", proxy.port), timeout=5)
+            socket.create_connection(("127.0.0.1", proxy.port), timeout=HANG_S)
         new = [thread.name for thread in set(threading.enumerate()) - threads]
         assert not [name for name in new if "tcp-fault-proxy" in name or "asyncio" in name]
         open_ends.close()
         # The server runs in this process too, and notices the end of its connections a little later.
-        _wait_until(lambda: descriptors() <= before and set(threading.enumerate()) <= threads)
+        until(lambda: descriptors() <= before and set(threading.enumerate()) <= threads)

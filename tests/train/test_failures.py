@@ -40,7 +40,7 @@ def failing(monkeypatch):
 def make(run, *steps):
     for step in steps:
         handle = run.step(step, state(step))
-        run.wait(timeout=30)
+        run.wait()
         assert handle.done
 
 
@@ -126,9 +126,9 @@ def test_a_save_that_cannot_be_read_back_is_not_called_damaged(root, monkeypatch
         assert "cannot be verified: the object tier is down" in str(failed.error)
         assert run.latest() == 1
         with pytest.raises(TierfsError, match="cannot be verified"):
-            run.save(1, state(1)).wait(timeout=30)
+            run.save(1, state(1)).wait()
         monkeypatch.undo()
-        run.save(1, state(1)).wait(timeout=30)
+        run.save(1, state(1)).wait()
 
 
 def test_a_step_that_was_not_trained_is_told(root, caplog):
@@ -137,13 +137,13 @@ def test_a_step_that_was_not_trained_is_told(root, caplog):
         assert run.errors == []
         assert "every tensor is the same" not in caplog.text
         run.step(2, {**state(1), "step": 2})
-        run.wait(timeout=30)
+        run.wait()
         assert "step_2: every tensor is the same as at step 1" in caplog.text
         assert run.latest() == 2
     with manager(root, on_stale="raise") as run:
         make(run, 3)
         run.step(4, {**state(3), "step": 4})
-        run.wait(timeout=30)
+        run.wait()
         assert ([each.step for each in run.errors], run.latest()) == ([4], 3)
 
 

@@ -30,7 +30,7 @@ def train(run, begin, end, number):
     """Make the steps after ``begin``. Every content has a number that tells where it was made."""
     for step in range(begin + 1, end + 1):
         run.step(step, state(number + step))
-    run.wait(timeout=60)
+    run.wait()
 
 
 def found(root, **arguments):
@@ -131,7 +131,7 @@ def test_steps_that_were_left_fall_to_retention_first(trained):
         run.restore(state(-1))
         train(run, 15, 19, 200)
         run.save(19, state(219))
-        run.wait(timeout=60)
+        run.wait()
         assert [each.step for each in run.checkpoints] == [10, 15, 19]
 
 
@@ -141,7 +141,7 @@ def by_torch(root):
 
 def by_an_old_run(root):
     with manager(root) as run:
-        run.save(5000, state(5000)).wait(timeout=60)
+        run.save(5000, state(5000)).wait()
 
 
 @pytest.mark.parametrize("others", [by_torch, by_an_old_run])
@@ -169,7 +169,7 @@ def test_a_run_that_never_restored_replaces_nothing(trained):
         train(run, 0, 7, 100)
         assert isinstance(run.errors[0].error, AlreadyExistsError)
         run.save(8, state(108))
-        run.wait(timeout=60)
+        run.wait()
     assert found(trained) == (8, 108)
     assert found(trained, step=25) == (25, 25)
 

@@ -23,8 +23,8 @@ def manager(root, **arguments):
 
 def save(run, *steps, loss=None):
     for step in steps:
-        run.save(step, state(step), metrics=None if loss is None else {"loss": loss[step]}).wait(timeout=30)
-        run.wait(timeout=30)
+        run.save(step, state(step), metrics=None if loss is None else {"loss": loss[step]}).wait()
+        run.wait()
 
 
 def steps(root):
@@ -46,8 +46,8 @@ def test_light_checkpoints_do_not_displace_full_ones(root, keep):
             run.restore(state(0), kind="any")
             for step in steps_saved:
                 kind = "full" if step in {10, 20} else "light"
-                run.save(step, state(step), kind=kind, metrics={"loss": 1 / step}).wait(timeout=30)
-                run.wait(timeout=30)
+                run.save(step, state(step), kind=kind, metrics={"loss": 1 / step}).wait()
+                run.wait()
             kinds = [each.kind for each in run.checkpoints]
             assert 1 <= kinds.count("full") <= 2
             assert kinds.count("light") <= 4
@@ -147,8 +147,8 @@ def test_local_copies_have_policies_of_their_own(root, caplog):
     keep = {"ram": [Latest(1)]}
     with caplog.at_level(logging.INFO, "tierfs.train"), manager(root, ram="64MiB", keep=keep) as run:
         for step in (1, 2, 3):
-            run.save(step, state(step)).wait("object", timeout=30)
-            run.wait(timeout=30)
+            run.save(step, state(step)).wait("object")
+            run.wait()
     assert steps(root) == [1, 2, 3]
     assert "step_1: " in caplog.text
     assert "step_3: " not in caplog.text

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from support import dcp_stores
+from support.waiting import HANG_S
 
 import tierfs
 from tierfs.errors import AlreadyExistsError, ConflictError, StoreError
@@ -18,7 +19,7 @@ from tierfs.train import Latest, Manager
 from tierfs.train.save import RunWriter
 
 HOSTS = st.sampled_from([0, 1])
-WAIT_S = 20
+WAIT_S = HANG_S
 
 
 class Life:
@@ -178,7 +179,7 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
         self.hosts[host] = self.new_host()
 
 
-TestTrainingOnTwoHosts = pytest.mark.timeout(280)(TrainingOnTwoHosts.TestCase)
+TestTrainingOnTwoHosts = pytest.mark.timeout(900)(TrainingOnTwoHosts.TestCase)
 TrainingOnTwoHosts.TestCase.settings = hypothesis.settings(
     max_examples=int(os.environ.get("TIERFS_STATEFUL_EXAMPLES", "10")), stateful_step_count=20, deadline=None
 )

@@ -85,7 +85,7 @@ def test_a_complete_state_is_loaded_into_its_own_memory(root):
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     with Manager(root, **OPTIONS) as run:
-        run.save(1, as_dict(model, optimizer)).wait(timeout=30)
+        run.save(1, as_dict(model, optimizer)).wait()
         places = [each["exp_avg"].data_ptr() for each in optimizer.state.values()]
         run.restore(as_dict(model, optimizer))
     assert [each["exp_avg"].data_ptr() for each in optimizer.state.values()] == places

@@ -19,7 +19,7 @@ def train(run, training, steps, save_at=()):
         loss = float.fromhex(training.step())
         run.step(step, training.state, metrics={"loss": loss})
         if step in save_at:
-            run.save(step, training.state).wait(timeout=30)
+            run.save(step, training.state).wait()
 
 
 def again(training):

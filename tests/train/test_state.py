@@ -98,7 +98,7 @@ def test_the_rest_of_the_state_is_not_loaded(root, make):
     watched = Watched()
     state = make(watched)
     with Manager(root, **OPTIONS) as run:
-        run.save(1, state).wait(timeout=30)
+        run.save(1, state).wait()
         run.restore(state, only="model*")
         assert watched.loads == 0
         assert run.restore(state).is_exact
@@ -107,7 +107,7 @@ def test_the_rest_of_the_state_is_not_loaded(root, make):
 
 def test_a_restore_into_another_dtype_is_not_exact(root):
     with Manager(root, **OPTIONS) as run:
-        run.save(1, {"model": {"w": torch.ones(3), "b": torch.ones(2)}}).wait(timeout=30)
+        run.save(1, {"model": {"w": torch.ones(3), "b": torch.ones(2)}}).wait()
         live = {"model": {"w": torch.zeros(3, dtype=torch.bfloat16), "b": torch.zeros(2)}}
         restored = run.restore(live)
     assert live["model"]["w"].tolist() == [1.0] * 3

@@ -11,11 +11,11 @@ GUARD = 64
 
 
 @pytest.fixture(params=["kernels", "memcpy"])
-def pieces(request, monkeypatch):
+def pieces(request, monkeypatch, with_processors):
     """The lengths of the pieces, in the order in which they are copied."""
     if request.param == "kernels" and kernels.active is None:
         pytest.skip(f"kernels: {kernels.status()}")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    with_processors(3)
     if request.param == "memcpy":
         monkeypatch.setattr(kernels, "active", None)
     lengths, real = [], copying.copy_piece

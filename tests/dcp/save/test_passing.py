@@ -2,9 +2,9 @@
 
 import copy
 import pickle
-import time
 
 import pytest
+from support.waiting import HANG_S, until
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -21,7 +21,6 @@ from tierfs.errors import NotFoundError, StoreError
 from tierfs.host.slab.table import SlotKind, SlotState
 
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
-DEADLINE_S = 20
 MIB = 1 << 20
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -56,10 +55,7 @@ def until_no_slot_is_taken(url):
     """Wait until no chunk slot is in use. A thread releases the slots that nothing refers to."""
     segments = Address.of(url, OPTIONS).open()[0].tiers.ram.segments
     taken = set(SlotState) - {SlotState.FREE}
-    ends = time.monotonic() + DEADLINE_S
-    while any(slot for segment in segments() for slot in segment.slots(kind=SlotKind.CHUNK, states=taken)):
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    until(lambda: not any(slot for segment in segments() for slot in segment.slots(kind=SlotKind.CHUNK, states=taken)))
 
 
 def check(url, expected):
@@ -80,7 +76,7 @@ def test_another_process_saves_what_was_staged(url, child, caplog):
         if not seed:
             until_no_slot_is_taken(url)
         assert same(dict(staged), state(seed=seed))
-        assert child.poll(60)
+        assert child.poll(HANG_S)
         assert child.recv() == f"{url}/{seed}"
         check(f"{url}/{seed}", state(seed=seed))
     assert caplog.text.count("another process saves the checkpoint") == 1
@@ -89,7 +85,7 @@ def test_another_process_saves_what_was_staged(url, child, caplog):
         with pytest.raises(NotFoundError, match="ask a new TierWriter of the checkpoint's URL"):
             ask()
     other = TierWriter(f"{url}/1", **OPTIONS)
-    other.wait("object", timeout=DEADLINE_S)
+    other.wait("object")
     assert other.ack() == "object"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.nvme_tools import Crash, Steps, content_of, draft, open_tier, read, save, write
+from support.waiting import HANG_S
 
 from tierfs.host.nvme.reader import NvmeReader
 
@@ -258,7 +259,7 @@ def check_killed(directory, events):
 def test_a_process_that_is_killed_at_a_step_leaves_what_it_acknowledged(tmp_path, kill_at):
     directory = str(tmp_path / "n")
     script = CHILD.format(path=sys.path, kill_at=kill_at, directory=directory)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=HANG_S)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     check_killed(tmp_path / "n", told(done.stdout))
 

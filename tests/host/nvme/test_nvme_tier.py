@@ -21,6 +21,7 @@ from support.nvme_tools import (
     save,
     write,
 )
+from support.waiting import HANG_S
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
@@ -358,7 +359,7 @@ def test_threads_write_one_chunk_once(directory):
 
 
 def test_different_chunks_are_written_at_the_same_time(directory):
-    meeting = threading.Barrier(4, timeout=20)
+    meeting = threading.Barrier(4, timeout=HANG_S)
 
     def meet(point):
         if point == "before chunk.write":

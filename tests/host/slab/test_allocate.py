@@ -118,7 +118,7 @@ def test_other_kernel_errors_are_raised(fd, monkeypatch):
     os.close(readable)
 
 
-def test_an_error_of_one_thread_is_raised(fd, monkeypatch):
+def test_an_error_of_one_thread_is_raised(fd, monkeypatch, with_processors):
     def fail(*_):
         if threading.current_thread() is not threading.main_thread():
             raise MemoryError
@@ -126,7 +126,7 @@ def test_an_error_of_one_thread_is_raised(fd, monkeypatch):
         return True
 
     monkeypatch.setattr(allocating, "populate", fail)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    with_processors(2)
     with pytest.raises(MemoryError):
         allocate(fd, SIZE, "test", threads=2)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.forked import forked, in_child
 from support.opened import descriptors, mappings
+from support.waiting import HANG_S
 
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, ReadOnlyError
 from tierfs.host.slab.segment import Segment
@@ -475,7 +476,7 @@ def test_readers_notice_that_a_slot_is_reused(folder):
             time.sleep(0.01)
         reader = Segment.attach(paths[0])
         good = races = 0
-        raced, given_up = time.monotonic() + 1.0, time.monotonic() + 60
+        raced, given_up = time.monotonic() + 1.0, time.monotonic() + HANG_S
         out = bytearray(65536)
         # On a busy machine it takes a while until both processes run at the same time.
         while time.monotonic() < raced or (good <= 10 and time.monotonic() < given_up):

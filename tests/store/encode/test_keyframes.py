@@ -611,8 +611,8 @@ def test_files_of_other_kinds_are_stored(flushing):
             assert load(flushing.bare(), f"run/step_{turn}/{name}") == data
 
 
-def test_an_indirect_file_is_encoded_against_an_indirect_one(flushing, training, monkeypatch):
-    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
+@pytest.mark.usefixtures("indirect")
+def test_an_indirect_file_is_encoded_against_an_indirect_one(flushing, training):
     flushing.save(path_of(1), training.file())
     for _ in range(2):
         data = training.step().file()

@@ -1,6 +1,5 @@
 """Repair heals objects, moves some aside, and reports the lost ones."""
 
-import importlib
 import json
 import uuid
 from dataclasses import replace
@@ -243,11 +242,6 @@ def test_a_chunk_of_which_nothing_can_be_read_makes_way(store):
     assert [each.key for each in report.moved] == [key]
     save(Store(store.objects, store.descriptor, url="again", clock=store.clock), "elsewhere", content(2))
     assert load(store, "run/c") == content(2), "saving the bytes anywhere heals all that names them"
-
-
-@pytest.fixture
-def indirect(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("tierfs.store.write.preconditions"), "DIRECT_ROW_BYTES_MAX", 50)
 
 
 def unreadable(store, key):

@@ -13,6 +13,7 @@ import pytest
 from support.encoded import encoded_chunk, put_encoded
 from support.saving import Flushing, Training, condemn, remove
 from support.tiered import MIB, Host
+from support.waiting import HANG_S
 
 from tierfs.buffers import Buffers
 from tierfs.codec import Codec, Coding, Reason, decode_block
@@ -285,9 +286,9 @@ def test_a_chunk_that_stands_in_two_ways_is_read_by_the_one_that_is_named(flushi
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request, monkeypatch):
+def threads(request, with_processors):
     """The number of processors."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(request.param)))
+    with_processors(request.param)
     return request.param
 
 
@@ -386,8 +387,8 @@ def test_no_more_chunks_are_decoded_at_once_than_there_are_processors(streaming,
 
 
 @pytest.mark.parametrize("codec", [Codec.PLANE, Codec.DPLANE])
-def test_blocks_of_a_chunk_that_is_there_are_decoded_on_many_threads(flushing, monkeypatch, codec):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+def test_blocks_of_a_chunk_that_is_there_are_decoded_on_many_threads(flushing, monkeypatch, with_processors, codec):
+    with_processors(2)
     row, raw = chunk_of(flushing, 8)
     if codec is Codec.DPLANE:
         base, reference, raw = row, raw, data_like(raw)
@@ -399,7 +400,7 @@ def test_blocks_of_a_chunk_that_is_there_are_decoded_on_many_threads(flushing, m
             seen.add(threading.get_ident())
             if len(seen) > 1:
                 both.set()
-            assert both.wait(20)
+            assert both.wait(HANG_S)
         decode_block(*args)
 
     monkeypatch.setattr("tierfs.store.read.fetch.decode_block", meet)
@@ -659,7 +660,7 @@ def test_saves_go_through_local_tiers_to_another_host(make_host):
         path = f"run/step_{step}/shard"
         contents[path] = training.step().pair()
         save(here.store, path, contents[path])
-    wait(here.store, "", Level.OBJECT, 60)
+    wait(here.store, "", Level.OBJECT)
     there = make_host("there")
     for path, data in contents.items():
         assert load(there.store, path) == data
@@ -673,7 +674,7 @@ def test_a_file_larger_than_the_ram_tier_is_encoded_against_the_one_before(make_
         path = f"run/step_{step}/shard"
         contents[path] = training.step().pair()
         save(here.store, path, contents[path])
-        wait(here.store, path, Level.OBJECT, 60)
+        wait(here.store, path, Level.OBJECT)
     for path, data in contents.items():
         assert load(here.plain(), path) == data
     assert any(row.bases for row in rows_of(here.plain(), "run/step_1/shard"))

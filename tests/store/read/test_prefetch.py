@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from support.tiered import MIB, content, save_at
+from support.waiting import HANG_S
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, NotFoundError
@@ -126,19 +127,19 @@ def test_waiting_for_ram_does_not_block_processors(make_host, stored):
 
     def take(*arguments, **options):
         began.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(HANG_S)
         return real(*arguments, **options)
 
     host.tiers.ram.take = take
     waiting = threading.Thread(target=load, args=(host.store, "a"))
     waiting.start()
     try:
-        assert began.wait(60)
+        assert began.wait(HANG_S)
         found = []
         other = threading.Thread(target=lambda: found.append(load(host.plain(), "a")))
         other.start()
-        other.join(60)
+        other.join(HANG_S)
         assert found == [stored]
     finally:
         goes_on.set()
-        waiting.join(60)
+        waiting.join(HANG_S)

@@ -13,7 +13,7 @@ def test_a_path_is_a_file_a_directory_or_nothing(any_host):
     make_directory(any_host.store, "empty")
     found = [kind_of(any_host.store, path) for path in ("run/a", "run", "", "empty", "run/b", "run/a/b")]
     assert found == ["file", "directory", "directory", "directory", None, None]
-    wait(any_host.store, "", Level.OBJECT, 20)
+    wait(any_host.store, "", Level.OBJECT)
     assert [kind_of(any_host.store, path) for path in ("run/a", "run", "run/b")] == ["file", "directory", None]
     assert any_host.tiers.counters["blind_looks"] == 0
 
@@ -21,7 +21,7 @@ def test_a_path_is_a_file_a_directory_or_nothing(any_host):
 def test_while_the_object_tier_is_away_what_this_host_saw_counts(host, caplog):
     save(host.store, "run/a", content(10))
     save(host.store, "run/gone", content(10))
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     assert kind_of(host.store, "run/a") == kind_of(host.store, "run/gone") == "file"
     with host.held():
         save(host.store, "new/b", content(MIB))

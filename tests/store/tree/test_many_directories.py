@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import uuid
 from dataclasses import replace
 from random import Random
 
 import pytest
+from support.waiting import until
 
 from tierfs.format import keys
 from tierfs.format.manifest import Tombstone
@@ -129,10 +129,7 @@ class Waiting(WrappedObjects):
     """Waits in each listing until garbage is collected."""
 
     def list(self, prefix, *, delimiter=False):
-        ends = time.monotonic() + 10
-        while not gc.isenabled():
-            assert time.monotonic() < ends
-            time.sleep(0.005)
+        until(gc.isenabled)
         return super().list(prefix, delimiter=delimiter)
 
 

@@ -153,8 +153,8 @@ def test_a_file_that_goes_while_it_is_counted_is_not_counted(store, tier):
     assert usage(Store(Vanishing(tier), store.descriptor, url="memory://s"), "").files == 1
 
 
-def test_the_chunks_of_a_table_of_chunks_are_counted(store, tier, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("tierfs.store.write.preconditions"), "DIRECT_ROW_BYTES_MAX", 50)
+@pytest.mark.usefixtures("indirect")
+def test_the_chunks_of_a_table_of_chunks_are_counted(store, tier):
     manifest = save(store, "large", os.urandom(CHUNK_BYTES + 100 * KIB))
     assert manifest.indirect
     found = usage(store)

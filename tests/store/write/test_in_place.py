@@ -1,13 +1,13 @@
 """Files that are written in place before they have a name."""
 
 import gc
-import os
 import threading
-import time
 
 import numpy as np
 import pytest
+from support.forked import in_child
 from support.tiered import MIB, content
+from support.waiting import HANG_S, until
 
 from tierfs.errors import CapacityError, StoreError
 from tierfs.host.pending.levels import Level
@@ -24,10 +24,7 @@ def states(host):
 
 def becomes_empty(host):
     """Wait until the thread that releases discarded slots has done so."""
-    ends = time.monotonic() + 20
-    while states(host) and time.monotonic() < ends:
-        time.sleep(0.001)
-    assert states(host) == set()
+    until(lambda: not states(host))
 
 
 def fill(run, data):
@@ -53,7 +50,7 @@ def test_runs_written_in_place_form_the_file(any_host, level):
     expected = b"".join(parts[number] for number in order)
     assert load(any_host.store, "run/a") == expected
     assert [row.raw_length for row in manifest.rows] == [length for number in order for length in LENGTHS[number]]
-    wait(any_host.store, "", Level.OBJECT, 20)
+    wait(any_host.store, "", Level.OBJECT)
     assert load(any_host.plain(), "run/a") == expected
     assert status(any_host.store)["tiers"]["ram"]["dirty_bytes"] == 0
 
@@ -102,7 +99,7 @@ def test_slots_outside_the_files_runs_are_freed(host):
         staged.commit("a", runs[1:2])
         slots = [slot for segment in host.tiers.ram.segments() for slot in segment.slots(kind=SlotKind.CHUNK)]
         assert len(slots) == 1
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
 
 
 @pytest.mark.parametrize("how", ["abort", "forget"])
@@ -138,7 +135,7 @@ def test_an_abort_during_a_commit_keeps_the_file(host, monkeypatch):
         staged.commit("a", runs[:1], level=Level.STAGED)
         staged.abort()
         assert load(host.store, "a") == data
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
 
 
 def test_a_failed_commit_can_be_aborted(host, monkeypatch):
@@ -170,7 +167,7 @@ def test_garbage_may_be_collected_under_the_lock_of_a_segment(host):
 
     thread = threading.Thread(target=drop, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     kept.abort()
     becomes_empty(host)
@@ -181,13 +178,7 @@ def test_a_forked_child_gives_back_nothing_of_its_parents(host):
     runs = staged.add_runs([[MIB]])
     fill(runs[0], content(MIB))
     staged.seal(runs)
-    child = os.fork()
-    if not child:
-        try:
-            staged.abort()
-        finally:
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(staged.abort)
     assert states(host) == {SlotState.SEALED}
     staged.commit("a", runs)
     assert len(load(host.store, "a")) == MIB

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support.tiered import MIB, content, save_at
+from support.waiting import HANG_S, until
 
 from tierfs.errors import StoreError
 from tierfs.host.pending.levels import Level
@@ -37,7 +38,7 @@ def test_an_interrupt_right_after_the_draft_was_sealed_leaves_the_file_pending(h
         assert writer.is_done
         writer.abort()
         assert load(host.store, "a") == data
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     assert load(host.plain(), "a") == data
 
 
@@ -49,11 +50,11 @@ def test_an_interrupt_while_other_threads_copy_leaves_nothing(host, monkeypatch)
     def slow(chunk, **kwargs):
         if threading.get_ident() != here:
             going.set()
-            assert held.wait(10)
+            assert held.wait(HANG_S)
         return seal(chunk, **kwargs)
 
     def interrupt():
-        going.wait(10)
+        going.wait(HANG_S)
         time.sleep(0.3)  # by now this thread waits for the others
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.3)
@@ -82,16 +83,13 @@ def test_a_thread_that_cannot_be_started_keeps_nobody_from_telling_the_flusher(h
     for name in "abc":
         save(host.store, name, b"x")
     assert failed
-    until = time.monotonic() + 20
-    while host.tiers.drafts.pending_below(""):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: not host.tiers.drafts.pending_below(""))
 
 
 def test_a_damaged_copy_is_passed_by_although_the_flusher_cannot_be_told(host, monkeypatch):
     data = content(20 * MIB)
     save_at(host.store, "a", data, Level.LOCAL)
-    wait(host.store, "", Level.OBJECT, 20)
+    wait(host.store, "", Level.OBJECT)
     evict(host.store, "", "ram")
     read, request = host.tiers.nvme.read, host.tiers.flusher.request
 

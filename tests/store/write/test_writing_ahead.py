@@ -1,10 +1,10 @@
 """Chunks of large files go to the nvme tier while the rest of the file is still being written."""
 
 import threading
-import time
 
 import pytest
 from support.tiered import MIB, content
+from support.waiting import HANG_S, until, within
 
 from tierfs.errors import CapacityError, StoreError
 from tierfs.host.nvme.chunk_file import ChunkFiles
@@ -37,13 +37,6 @@ def written(monkeypatch):
     return names
 
 
-def until(happens, seconds=10.0):
-    ends = time.monotonic() + seconds
-    while not (found := happens()) and time.monotonic() < ends:
-        time.sleep(0.01)
-    return bool(found)
-
-
 def chunks_in(written):
     return [name for name in written if len(name) == 17]
 
@@ -60,7 +53,7 @@ def begin(host, data, piece=len):
 def test_chunks_are_there_before_the_file_is_complete_and_are_written_once(host, written, piece):
     data = content(4 * CHUNK)
     writer = begin(host, data, piece)
-    assert until(lambda: len(chunks_in(written)) >= 3)
+    until(lambda: len(chunks_in(written)) >= 3)
     assert find(host.store, "") == []
     writer.commit()
     assert len(set(chunks_in(written))) == len(chunks_in(written)) == 4
@@ -76,7 +69,7 @@ def test_staged_chunks_are_written_while_others_are_hashed(host, written, monkey
     go_on, seal, sealed = threading.Event(), host.tiers.writer.seal_chunk, []
 
     def seal_two_and_wait(chunk, **options):
-        assert len(sealed) < 2 or go_on.wait(20)
+        assert len(sealed) < 2 or go_on.wait(HANG_S)
         sealed.append(chunk)
         return seal(chunk, **options)
 
@@ -84,7 +77,7 @@ def test_staged_chunks_are_written_while_others_are_hashed(host, written, monkey
     sealing = threading.Thread(target=staged.seal, args=(runs,))
     sealing.start()
     try:
-        assert until(lambda: chunks_in(written))
+        until(lambda: chunks_in(written))
     finally:
         go_on.set()
         sealing.join()
@@ -95,10 +88,10 @@ def test_staged_chunks_are_written_while_others_are_hashed(host, written, monkey
 
 def test_chunks_of_an_abandoned_file_become_clean(host, written):
     writer = begin(host, content(3 * CHUNK))
-    assert until(lambda: len(chunks_in(written)) >= 2)
+    until(lambda: len(chunks_in(written)) >= 2)
     writer.abort()
     save(host.store, "b", content(100))
-    wait(host.store, "b", Level.OBJECT, 20)
+    wait(host.store, "b", Level.OBJECT)
     assert host.flusher.nvme.usage().dirty_bytes == 0
     assert host.flusher.nvme.evict() >= 2 * CHUNK
     assert [entry.path for entry in find(host.store, "")] == ["b"]
@@ -109,26 +102,26 @@ def test_a_chunk_that_is_given_back_while_it_is_written_is_not_there(host, monke
 
     def wait_and_write(*arguments, **options):
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(HANG_S)
         return write(*arguments, **options)
 
     monkeypatch.setattr(ChunkFiles, "write", wait_and_write)
     writer = begin(host, content(2 * CHUNK))
     names = [slot.name for segment in host.tiers.ram.segments() for slot in segment.slots()]
-    assert begun.wait(20)
+    assert begun.wait(HANG_S)
     writer.abort()
     go_on.set()
     save(host.store, "b", content(100))
-    wait(host.store, "b", Level.OBJECT, 20)
+    wait(host.store, "b", Level.OBJECT)
     assert not any(map(host.flusher.nvme.has, names))
-    assert until(lambda: not host.flusher.nvme.usage().dirty_bytes)  # a second write may be in flight
+    until(lambda: not host.flusher.nvme.usage().dirty_bytes)  # a second write may be in flight
 
 
 def test_a_file_that_cannot_fit_is_not_begun(make_host, written):
     host = make_host(ram=128 * MIB, nvme=48 * MIB)
     data = content(4 * CHUNK)
     save(host.store, "a", data)
-    wait(host.store, "a", Level.OBJECT, 20)
+    wait(host.store, "a", Level.OBJECT)
     # At the first chunks it is not known that the file will exceed half of the tier's size.
     assert len(chunks_in(written)) <= 1
     assert load(host.plain(), "a") == data
@@ -142,7 +135,7 @@ def test_an_nvme_tier_without_room_is_counted_and_delays_nothing(host, monkeypat
     with monkeypatch.context() as full:
         full.setattr(NvmeTier, "write", refuse)
         writer = begin(host, data)
-        assert until(lambda: status(host.store)["counters"].get("flusher_ahead_write_stops"))
+        until(lambda: status(host.store)["counters"].get("flusher_ahead_write_stops"))
     writer.commit()
     assert load(host.store, "a") == data
 
@@ -158,7 +151,7 @@ def test_a_flusher_that_cannot_be_told_is_counted_and_delays_nothing(host, writt
     monkeypatch.setattr(FlusherClient, "request", refuse)
     data = content(3 * CHUNK)
     writer = begin(host, data)
-    assert until(lambda: status(host.store)["counters"].get("process_not_ahead"))
+    until(lambda: status(host.store)["counters"].get("process_not_ahead"))
     assert not chunks_in(written)
     writer.commit()
     assert status(host.store)["counters"]["process_not_ahead"] == 1
@@ -168,6 +161,6 @@ def test_a_flusher_that_cannot_be_told_is_counted_and_delays_nothing(host, writt
 def test_small_files_do_not_go_ahead(host, written, monkeypatch):
     monkeypatch.setattr(ahead, "AHEAD_BYTES_MIN", 3 * CHUNK)
     writer = begin(host, content(2 * CHUNK))
-    assert not until(lambda: chunks_in(written), seconds=0.3)
+    assert not within(0.3, lambda: chunks_in(written))
     writer.commit()
     assert len(chunks_in(written)) == 2
