@@ -14,8 +14,11 @@ from tierfs.codec.numbers import lent, scratch
 
 
 @pytest.fixture(autouse=True)
-def none_is_free(monkeypatch):
-    monkeypatch.setattr(module, "_free", [])
+def free(monkeypatch):
+    """The memory that waits for its next user: none at first."""
+    free = []
+    monkeypatch.setattr(module, "_free", free)
+    return free
 
 
 def on_a_thread(work):
@@ -44,7 +47,7 @@ def test_scratch_memory_is_reused():
     assert address() != first
 
 
-def test_two_at_once_have_two():
+def test_two_at_once_have_two(free):
     with lent():
         outer = address()
 
@@ -56,26 +59,26 @@ def test_two_at_once_have_two():
         with lent():
             assert address() != outer
         assert address() == outer
-    assert len(module._free) == 2
+    assert len(free) == 2
 
 
-def test_scratch_memory_kept_for_reuse_is_bounded():
+def test_scratch_memory_kept_for_reuse_is_bounded(free):
     with contextlib.ExitStack() as stack:
         for _ in range(3 * module.KEPT_MAX):
             stack.enter_context(lent())
             address()
-    assert len(module._free) == module.KEPT_MAX
+    assert len(free) == module.KEPT_MAX
 
 
-def test_scratch_memory_is_returned_after_an_error():
+def test_scratch_memory_is_returned_after_an_error(free):
     own = address()
     with pytest.raises(ValueError, match="no"), lent():
         raise ValueError("no")
     assert address() == own
-    assert len(module._free) == 1
+    assert len(free) == 1
 
 
-def test_threads_that_decode_in_turns_share_memory():
+def test_threads_that_decode_in_turns_share_memory(free):
     raw = np.random.default_rng(1).standard_normal(1 << 18).astype(np.float32).tobytes()
     out = memoryview(bytearray(len(raw)))
     codec, length = encode_block(memoryview(raw), Coding(Codec.PLANE, 4), None, out)
@@ -87,4 +90,4 @@ def test_threads_that_decode_in_turns_share_memory():
         return bytes(found)
 
     assert all(on_a_thread(decode) == raw for _ in range(5))
-    assert len(module._free) == 1
+    assert len(free) == 1

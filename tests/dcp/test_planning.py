@@ -27,7 +27,7 @@ def place(url):
 def enabled():
     gc.enable()
     yield
-    assert until_enabled()
+    assert until(gc.isenabled)
 
 
 def state():
@@ -84,8 +84,14 @@ def fail_to_plan(writer):
     return seen
 
 
-def test_the_next_save_ends_what_a_planner_that_failed_left_off(place, monkeypatch):
+@pytest.fixture
+def long_pause(monkeypatch):
+    """Let a plan that failed pause collection for longer than a test takes."""
     monkeypatch.setattr(gc_pause, "PLANNING_S_MAX", 600)
+
+
+@pytest.mark.usefixtures("long_pause")
+def test_the_next_save_ends_what_a_planner_that_failed_left_off(place):
     writer = TierWriter(place)
     assert fail_to_plan(writer) == [False, False]
     assert not gc.isenabled()
@@ -99,8 +105,8 @@ def test_a_failed_plans_pause_of_collection_ends_by_itself(place, monkeypatch):
     assert until(gc.isenabled)
 
 
-def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypatch):
-    monkeypatch.setattr(gc_pause, "PLANNING_S_MAX", 600)
+@pytest.mark.usefixtures("long_pause")
+def test_a_save_on_another_thread_ends_only_what_it_began_itself(place):
     writer = TierWriter(place)
     fail_to_plan(writer)
     thread = threading.Thread(target=dcp.save, args=(state(),), kwargs={"storage_writer": writer, "no_dist": True})

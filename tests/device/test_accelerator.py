@@ -26,9 +26,19 @@ class SlowToMake:
         return tensor.device.index == self.index
 
 
-def test_threads_that_ask_first_at_once_get_one_accelerator(monkeypatch):
-    monkeypatch.setattr(accelerators, "accelerators", [])
-    monkeypatch.setattr(accelerators, "Accelerator", SlowToMake)
+@pytest.fixture
+def accelerate_by(monkeypatch):
+    """Return a function that makes a class the one of all accelerators. None is made yet."""
+
+    def use(kind):
+        monkeypatch.setattr(accelerators, "accelerators", [])
+        monkeypatch.setattr(accelerators, "Accelerator", kind)
+
+    return use
+
+
+def test_threads_that_ask_first_at_once_get_one_accelerator(accelerate_by):
+    accelerate_by(SlowToMake)
     tensor = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
     found = []
     threads = [threading.Thread(target=lambda: found.append(accelerators.accelerator_of(tensor))) for _ in range(3)]
@@ -39,7 +49,7 @@ def test_threads_that_ask_first_at_once_get_one_accelerator(monkeypatch):
     assert len(set(map(id, found))) == len(accelerators.accelerators) == 1
 
 
-def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
+def test_a_child_forked_while_a_thread_asks_waits_for_nobody(accelerate_by):
     parent, going, held = os.getpid(), threading.Event(), threading.Event()
 
     class HeldInParent(SlowToMake):
@@ -49,8 +59,7 @@ def test_a_child_forked_while_a_thread_asks_waits_for_nobody(monkeypatch):
                 held.wait(HANG_S)
             self.index = index
 
-    monkeypatch.setattr(accelerators, "accelerators", [])
-    monkeypatch.setattr(accelerators, "Accelerator", HeldInParent)
+    accelerate_by(HeldInParent)
     on_gpu = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0))
     thread = threading.Thread(target=accelerators.accelerator_of, args=(on_gpu,))
     thread.start()

@@ -481,9 +481,15 @@ def test_a_closed_client_keeps_no_connection(client):
     assert not connections(client)
 
 
+def idle_of(client):
+    """Return the one connection that a client keeps open."""
+    (idle,) = client._idle
+    return idle
+
+
 def test_a_connection_is_hung_up_even_while_a_process_that_is_being_started_has_a_copy(client, running):
     client.request("echo")
-    copy = os.dup(client._idle[0].fileno())
+    copy = os.dup(idle_of(client).fileno())
     try:
         client.close()
         until(lambda: running.engine.told_gone)
@@ -512,11 +518,11 @@ def test_a_forked_child_has_none_of_its_parents_connections_and_does_not_disturb
             assert [answer["a"] for answer in answers] == list(range(20))
             return {(answer["pid"], answer["peer"]) for answer in answers} == {(pid, os.getpid())}
 
-        idle = client._idle[0]
+        idle = idle_of(client)
         assert answer_of(in_the_child) == "True"
         answer = client.request("echo")
         assert (answer["pid"], answer["peer"]) == (pid, os.getpid())
-        assert client._idle == [idle]
+        assert idle_of(client) is idle
 
 
 def test_a_child_forked_while_others_ask_holds_no_connection_open(running, directory):

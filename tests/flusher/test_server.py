@@ -138,8 +138,8 @@ def test_a_connection_that_does_not_begin_with_hello_is_closed(running, director
 
 def test_a_connection_is_closed_even_while_a_process_that_is_being_started_has_a_copy(running, directory):
     with raw_connection(directory) as connection:
-        until(lambda: running.service._connections)
-        copy = os.dup(next(iter(running.service._connections)))
+        (ours,) = until(lambda: list(running.service._connections))
+        copy = os.dup(ours)
         try:
             connection.send(b"garbage")
             connection.settimeout(HANG_S)
@@ -164,8 +164,14 @@ def test_connections_that_say_nothing_hold_up_nobody(client, directory):
         assert client.request("echo")
 
 
-def test_an_idle_connection_makes_room_where_there_are_too_many(running, client, directory, monkeypatch):
+@pytest.fixture
+def three_connections(monkeypatch):
+    """Let the flusher have three connections, one of which is that of `client`."""
     monkeypatch.setattr(service_module, "CONNECTIONS_MAX", 3)
+
+
+@pytest.mark.usefixtures("three_connections")
+def test_an_idle_connection_makes_room_where_there_are_too_many(client, directory):
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(raw_connection(directory)) for _ in range(3)]
         assert client.request("echo")
@@ -173,13 +179,13 @@ def test_an_idle_connection_makes_room_where_there_are_too_many(running, client,
         assert ask(idle[2], "echo")["ok"]
 
 
-def test_a_client_waits_for_its_turn_where_all_connections_are_at_work(running, client, directory, monkeypatch):
-    monkeypatch.setattr(service_module, "CONNECTIONS_MAX", 2)
+@pytest.mark.usefixtures("three_connections")
+def test_a_client_waits_for_its_turn_where_all_connections_are_at_work(running, client, directory):
     engine = running.engine
-    with raw_connection(directory) as one, raw_connection(directory) as two:
-        for connection in (one, two):
+    with raw_connection(directory) as one, raw_connection(directory) as two, raw_connection(directory) as three:
+        for connection in (one, two, three):
             wire.send(connection, wire.encode({"id": 1, "do": "wait"}))
-        until(lambda: engine.waiting == 2)
+        until(lambda: engine.waiting == 3)
         with pytest.raises(TimeoutError):
             client.request("echo", timeout_s=0.2)
         one.close()
@@ -189,7 +195,7 @@ def test_a_client_waits_for_its_turn_where_all_connections_are_at_work(running, 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_turned_away(start, public_directory):
     running = start(directory=public_directory)
-    until(lambda: running.service._identity)
+    until(lambda: not nobody_listens(public_directory))
     os.chmod(public_directory / wire.SOCKET_NAME, 0o666)
 
     def as_somebody_else():

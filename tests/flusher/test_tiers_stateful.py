@@ -477,7 +477,7 @@ class TieredHosts(RuleBasedStateMachine):
             if idle > 10:
                 break
             if idle:
-                self.clock._now_s += 10
+                self.clock.pass_time(10)
         else:
             raise AssertionError("the flusher never comes to rest")
         self.nothing_is_lost_or_wrong()
@@ -652,7 +652,7 @@ class TieredHosts(RuleBasedStateMachine):
     @rule(host=hosts, process=processes, path=st.sampled_from(["", *PATHS]), tier=st.sampled_from(["ram", "nvme"]))
     def make_room(self, host, process, path, tier):
         if tier == "nvme":
-            self.clock._now_s += 61  # recently written chunks are kept, since a draft may be about to name them
+            self.clock.pass_time(61)  # recently written chunks are kept, since a draft may be about to name them
         with contextlib.suppress(TierfsError, TimeoutError):
             evict(self.hosts[host].trainers[process].store, path, tier)
 
@@ -818,7 +818,7 @@ class TieredHosts(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1, 40]))
     def time_passes(self, seconds):
-        self.clock._now_s += seconds
+        self.clock.pass_time(seconds)
 
     @rule(host=hosts)
     def reboot(self, host):

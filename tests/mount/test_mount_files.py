@@ -404,7 +404,7 @@ def test_unstored_bytes_are_not_shown_as_the_file(hand, monkeypatch):
     hand.write_file("a", b"stands")
     handle = hand.open("a", os.O_RDWR)
     hand.files.write(handle, 0, memoryview(b"cannot"))
-    monkeypatch.setattr(Writer, "commit", lambda self: (self.abort(), raise_full())[1])
+    no_room(monkeypatch)
     for end in (hand.files.flush, hand.files.release):
         with pytest.raises(CapacityError):
             end(handle)
@@ -418,7 +418,7 @@ def test_a_reader_of_a_file_that_was_lost_gets_an_error(hand, monkeypatch):
     handle = hand.create("a")
     hand.files.write(handle, 0, memoryview(b"lost"))
     reader = hand.open("a")
-    monkeypatch.setattr(Writer, "commit", lambda self: (self.abort(), raise_full())[1])
+    no_room(monkeypatch)
     for end in (hand.files.flush, hand.files.release):
         with pytest.raises(CapacityError):
             end(handle)
@@ -427,8 +427,14 @@ def test_a_reader_of_a_file_that_was_lost_gets_an_error(hand, monkeypatch):
     assert caught.value.errno == errno.EIO
 
 
-def raise_full():
-    raise CapacityError("no room")
+def no_room(monkeypatch):
+    """Let no file be stored from now on."""
+
+    def fail(writer):
+        writer.abort()
+        raise CapacityError("no room")
+
+    monkeypatch.setattr(Writer, "commit", fail)
 
 
 def test_a_file_without_a_name_has_no_links(hand):

@@ -32,9 +32,7 @@ def descriptor(objects):
 
 
 @pytest.fixture
-def make_host(tmp_path, root, descriptor, monkeypatch):
-    # The object tier of these hosts is often down for a moment.
-    monkeypatch.setattr("tierfs.flusher.state.RETRY_S_MAX", 0.1)
+def make_host(tmp_path, root, descriptor):
     hosts = []
 
     def make(name="here", **options):
@@ -42,10 +40,12 @@ def make_host(tmp_path, root, descriptor, monkeypatch):
         hosts.append(host)
         return host
 
-    yield make
-    for host in hosts:
-        host.objects.down = False
-        host.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tierfs.flusher.state.RETRY_S_MAX", 0.1)  # the object tier is often down for a moment
+        yield make
+        for host in hosts:
+            host.objects.down = False
+            host.close()
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_a_part_that_is_in_place_completes_a_save_like_any(hosts):
     with first.held():
         put(first, "run/rank-0")
     Commits(second.store).announce("run", document("rank-0", "rank-1"), mark(1))
-    first.tiers.wait("run", Level.OBJECT, 20)
+    first.tiers.wait("run", Level.OBJECT)
     Commits(second.store).wait("run", 20)
     assert is_there(second.store, f"run/{ROOT}")
 
@@ -134,7 +134,7 @@ def test_a_superseded_save_raises(hosts):
     first, second = hosts
     put(first, "run/rank-0", level=Level.OBJECT)
     Commits(first.store).publish(f"run/{ROOT}", document("rank-0"), mark(7, "b"))
-    first.tiers.wait("run", Level.OBJECT, 20)
+    first.tiers.wait("run", Level.OBJECT)
     with pytest.raises(ConflictError, match="began later than save 0000"):
         Commits(second.store).announce("run", document("rank-1"), mark(6))
     with pytest.raises(ConflictError, match="superseded"):
@@ -158,7 +158,7 @@ def test_metadata_of_no_save_outlives_a_save_that_began_before(hosts):
         began = Commits(first.store).begin(f"run/{ROOT}", "a" * 32)[0]
         Commits(first.store).announce("run", document("rank-1"), began)
         put(first, f"run/{ROOT}", b"a pickle of stock DCP", level=Level.OBJECT)
-    second.tiers.wait("run", Level.OBJECT, 20)
+    second.tiers.wait("run", Level.OBJECT)
     assert content(first.plain(), f"run/{ROOT}") == b"a pickle of stock DCP"
     assert not announced(first.plain(), "run")
     with pytest.raises(ConflictError, match="belongs to no save, and was written later"):
@@ -174,10 +174,10 @@ def test_a_later_save_of_one_host_replaces_an_earlier_one(hosts):
         first.objects.down = True
         put(first, "run/rank-2")
         Commits(first.store).publish(f"run/{ROOT}", document("rank-2"), mark(2))
-    second.tiers.wait("run", Level.OBJECT, 20)
+    second.tiers.wait("run", Level.OBJECT)
     assert content(second.plain(), f"run/{ROOT}") == document("rank-1")
     first.objects.down = False
-    first.tiers.wait("run", Level.OBJECT, 20)
+    first.tiers.wait("run", Level.OBJECT)
     assert content(second.plain(), f"run/{ROOT}") == document("rank-2")
 
 
@@ -188,11 +188,11 @@ def test_an_overtaken_save_holds_up_no_later_one(hosts, caplog):
         Commits(first.store).publish(f"run/{ROOT}", document("rank-0"), mark(1))
         put(second, "run/rank-1", level=Level.OBJECT)
         Commits(second.store).announce("run", document("rank-1"), mark(2))
-    first.tiers.wait("run", Level.OBJECT, 20)
+    first.tiers.wait("run", Level.OBJECT)
     assert "a save of this host is not published" in caplog.text
     assert content(second.plain(), f"run/{ROOT}") == document("rank-1")
     Commits(first.store).publish(f"run/{ROOT}", document("rank-0"), mark(3))
-    first.tiers.wait("run", Level.OBJECT, 20)
+    first.tiers.wait("run", Level.OBJECT)
     assert content(second.plain(), f"run/{ROOT}") == document("rank-0")
 
 
@@ -203,7 +203,7 @@ def test_a_save_removed_before_its_flush_stays_removed(hosts):
         Commits(first.store).publish(f"run/{ROOT}", document(), Commits(first.store).begin(f"run/{ROOT}", "a" * 32)[0])
         delete(second.store, f"run/{ROOT}")
     with pytest.raises(ConflictError):
-        first.tiers.wait("run", Level.OBJECT, 20)
+        first.tiers.wait("run", Level.OBJECT)
     assert not is_there(second.store, f"run/{ROOT}")
 
 
@@ -219,7 +219,7 @@ def test_a_complete_save_is_kept_until_its_successor_is_safe(hosts, root):
         # As if the first host were lost now.
         assert not Commits(second.store).advance("run")
         assert content(second.store, f"run/{ROOT}") == document("rank-1")
-    first.tiers.wait("run", Level.OBJECT, 20)
+    first.tiers.wait("run", Level.OBJECT)
     assert content(second.store, f"run/{ROOT}") == document()
 
 
@@ -294,7 +294,7 @@ def test_malformed_metadata_fails_the_save_not_the_part(hosts, caplog):
         bad = Writer(first.store, f"run/{PENDING}/{'b' * 32}", metadata=mark(2, "b").as_metadata(), level=Level.OBJECT)
         bad.write(b"no document")
         bad.commit()
-    second.tiers.wait("run", Level.OBJECT, 20)
+    second.tiers.wait("run", Level.OBJECT)
     assert content(first.plain(), f"run/{ROOT}") == document("rank-1")
     (waiting,) = Commits(first.store).advance("run")
     assert "cannot be published" in str(waiting)
@@ -345,7 +345,7 @@ def test_a_failed_look_for_complete_saves_is_repeated(hosts):
         until(lambda: is_there(first.plain(), "run/rank-1"))
         until(lambda: status(second.store)["errors"])
         assert not is_there(first.plain(), f"run/{ROOT}")
-    second.tiers.wait("run", Level.OBJECT, 20)
+    second.tiers.wait("run", Level.OBJECT)
     assert content(first.plain(), f"run/{ROOT}") == document("rank-1")
 
 
@@ -483,7 +483,7 @@ def test_a_flushers_file_is_checked_when_closed(make_host):
     Commits(other.store).publish(path, document(note="before"), mark(1))
     delete(other.store, path)
     Commits(host.store).publish(path, document(), began, is_new=is_new)
-    host.tiers.wait("run", Level.OBJECT, 20)
+    host.tiers.wait("run", Level.OBJECT)
     assert content(other.plain(), path) == document()
 
 
@@ -512,7 +512,7 @@ def test_a_save_replaces_none_that_it_did_not_see(make_host, how, first_ends, th
             commits[number].publish(path, data, begun[number][0], is_new=begun[number][1])
 
     def settle(number):
-        hosts[number].tiers.wait("run", Level.OBJECT, 20)
+        hosts[number].tiers.wait("run", Level.OBJECT)
         commits[number].check_stands(path, begun[number][0])
 
     if how == "staged":
@@ -530,7 +530,7 @@ def test_a_save_replaces_none_that_it_did_not_see(make_host, how, first_ends, th
     assert content(hosts[loser].plain(), path) == document("rank-0", note=str(winner))
     # The next save begins after the published one, and replaces it.
     commits[loser].publish(path, document("rank-0"), commits[loser].begin(path, "c" * 32)[0])
-    hosts[loser].tiers.wait("run", Level.OBJECT, 20)
+    hosts[loser].tiers.wait("run", Level.OBJECT)
     assert content(hosts[winner].plain(), path) == document("rank-0")
 
 
@@ -561,7 +561,7 @@ def test_overlapping_saves_of_one_process_replace_each_other(make_host, level):
     begun = [Commits(host.store).begin(path, name * 32) for name in "abc"]
     for number in (0, 1, 2):
         Commits(host.store).publish(path, document(note=str(number)), begun[number][0], is_new=begun[number][1])
-    host.tiers.wait("run", Level.OBJECT, 20)
+    host.tiers.wait("run", Level.OBJECT)
     assert content(host.plain(), path) == document(note="2")
 
 
@@ -642,7 +642,7 @@ def test_a_save_is_checked_again_behind_a_file_closed_meanwhile(make_host, monke
     monkeypatch.setattr(sys.modules[Writer.__module__], "check_stands", check)
     Commits(host.store).publish(path, document(), began, is_new=is_new)
     assert closed
-    host.tiers.wait("run", Level.OBJECT, 20)
+    host.tiers.wait("run", Level.OBJECT)
     assert content(other.plain(), path) == document()
     assert not host.tiers.drafts.conflicts()
 
@@ -697,7 +697,7 @@ def test_while_the_object_tier_is_away_nothing_is_taken_for_new(hosts):
     first, _ = hosts
     far = SaveMark(first.store.clock.now_ns() + 10**15, "c" * 32)
     Commits(first.store).publish(f"run/{ROOT}", document(), far)
-    first.tiers.wait("run", Level.OBJECT, 20)
+    first.tiers.wait("run", Level.OBJECT)
     stat(first.store, f"run/{ROOT}")
     with first.held():
         assert Commits(first.store).begin(f"run/{ROOT}", "a" * 32) == (SaveMark(far.sequence + 1, "a" * 32), False)

@@ -110,14 +110,13 @@ def test_a_write_to_the_object_tier_does_not_overtake_what_was_closed_before_it(
     assert [entry.path for entry in find(host.plain(), "d")] == ["d/a", "d/b"]
 
 
-def test_chunks_of_a_discarded_conflict_stay_for_its_copy_and_no_longer(make_host, monkeypatch):
+def test_chunks_of_a_discarded_conflict_stay_for_its_copy_and_no_longer(make_host):
     here, there = make_host("here", nvme=0), make_host("there")
     data = content(3 * MIB)
-    monkeypatch.setattr(Uploader, "next", lambda _: None)
-    save(here.store, "d/a", data)
-    copy(here.store, "d/a", "b")
-    save_at(there.store, "d/a", b"theirs", Level.OBJECT)
-    monkeypatch.undo()
+    with here.held():
+        save(here.store, "d/a", data)
+        copy(here.store, "d/a", "b")
+        save_at(there.store, "d/a", b"theirs", Level.OBJECT)
     with pytest.raises(ConflictError):
         wait(here.store, "d/a", Level.OBJECT)
     discard_conflict(here.store, "d/a")
@@ -556,7 +555,7 @@ def test_early_chunks_survive_their_writers_death(make_host, monkeypatch):
         writer = Writer(host.store, "big", level=Level.STAGED)
         writer.write(data)
         flusher = host.flusher
-        assert flusher._state.holders
+        assert host.flushing.holders
         with monkeypatch.context() as dying:
             dying.setattr(NvmePersister, "waiting", lambda _: [])
             is_alive, committed = flusher.ram.host.is_alive, []
@@ -612,7 +611,7 @@ def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
         save(here.store, "a", content(20 * MIB))
         save_at(there.store, "a", b"theirs", Level.OBJECT)
         wait(here.store, "a", Level.LOCAL)
-        here.flusher._state.fault = hold
+        here.flushing.fault = hold
     until(lambda: len(status(here.store)["conflicts"]) == 2)
     go.set()
     with pytest.raises(ConflictError):
@@ -773,7 +772,7 @@ def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, m
         return found
 
     with host.held():
-        state = host.flusher._state
+        state = host.flushing
         monkeypatch.setattr(Segment, "take_changed_drafts", take_changed)
         host.flusher.scan.discover()
         assert seen[0] in {mine, theirs}
@@ -802,7 +801,7 @@ def test_files_that_could_not_be_marked_clean_are_found_by_a_later_walk(host, mo
         monkeypatch.setattr(NvmePersister, "persist_all", lambda _: None)
         for name in "abc":
             save_at(host.store, name, b"x", Level.STAGED)
-        until(lambda: len(flusher._state.entries) == 4)
+        until(lambda: len(host.flushing.entries) == 4)
         monkeypatch.setattr(Segment, "mark", fail_once)
         monkeypatch.setattr(NvmePersister, "persist_all", persist_all)
         flusher.nudge()
@@ -825,7 +824,7 @@ def test_concurrent_looks_share_their_result(host, monkeypatch):
         save_at(host.store, "a", b"x", Level.STAGED)
         assert taking.wait(HANG_S)
         flusher, known = host.flusher, []
-        waiting = threading.Thread(target=lambda: known.append(flusher.wait("a", Level.LOCAL, 20)))
+        waiting = threading.Thread(target=lambda: known.append(flusher.wait("a", Level.LOCAL)))
         waiting.start()
         waiting.join(0.3)
         go_on.set()

@@ -70,7 +70,7 @@ def test_uploads_pause_while_a_caller_waits_for_local(host, small, commits, monk
         save(host.store, "a", content(SIZE))
         waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
         waiting.start()
-        until(lambda: host.flusher._state.local_waits)
+        until(lambda: host.flushing.local_waits)
     try:
         assert bool(within(HANG_S if patience == 0 else 1.5, lambda: chunks_of(host))) == (patience == 0)
     finally:
@@ -148,7 +148,7 @@ def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(
     until(lambda: len(put) == uploads_at_once())
     waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
     waiting.start()
-    until(lambda: host.flusher._state.local_waits)
+    until(lambda: host.flushing.local_waits)
     go_on.set()
     try:
         until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))

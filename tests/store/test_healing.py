@@ -129,8 +129,7 @@ def test_a_damaged_chunk_that_is_saved_again_is_stored_again(tier, damage, way):
     assert load(open_on(tier), path) == CONTENT
 
 
-@pytest.mark.parametrize("codecs", ["all", "off"])
-@pytest.mark.parametrize("step", [1, 2], ids=["the same path", "another path"])
+@pytest.mark.parametrize(("codecs", "step"), [("all", 1), ("off", 2)], ids=["the same path", "another path"])
 def test_the_flusher_stores_a_damaged_chunk_again(tier, damage, codecs, step):
     flushing, data = Flushing(tier, codecs=codecs), Training(1 << 16).file()
     rows = flushing.save(path_of(1), data)

@@ -173,7 +173,7 @@ def test_open_segments_of_a_dead_process_outlive_their_files(left, make_host):
         for path in host.tiers.ram.host.segments.glob("*.slab"):
             path.unlink()
         time.sleep(1.5)  # time for the flusher to look again
-    host.flusher.wait("", Level.OBJECT, 30)
+    host.flusher.wait("", Level.OBJECT)
     assert {path: load(host.plain(), path) for path in files} == files
 
 

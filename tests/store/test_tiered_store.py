@@ -158,7 +158,7 @@ def test_a_file_published_during_a_listing_is_listed(host, monkeypatch, ask):
         found = list(listed(prefix, **options))
         if prefix.startswith(keys.TREE):
             host.objects.down = False
-            host.tiers.wait("run", Level.OBJECT, 20)
+            host.tiers.wait("run", Level.OBJECT)
         return iter(found)
 
     host.objects.down = ("put",)

@@ -129,7 +129,7 @@ def trainer(spec):
         through_fsspec(spec, hook)
         return
     store = open_with_tiers(spec)
-    store.tiers._fault = store.tiers.writer._fault = hook
+    use_hook(store.tiers, hook)
     for number, (what, *arguments) in enumerate(spec["operations"]):
         if number < spec.get("first", 0):
             continue
@@ -156,6 +156,10 @@ def trainer(spec):
         await_file(spec["leave"])
 
 
+def use_hook(tiers, hook):
+    tiers._fault = tiers.writer._fault = hook
+
+
 def through_fsspec(spec, hook):
     """Run the operations through fsspec, with one level for all of them."""
     import fsspec
@@ -166,8 +170,7 @@ def through_fsspec(spec, hook):
     (ack,) = {one[-1] for one in spec["operations"]}
     given = {"ack": ack, "ram": spec["ram"], "nvme": spec["nvme"], "state_dir": spec["state"], "timeout": PATIENCE_S}
     fs, root = fsspec.url_to_fs("tierfs::" + spec["url"], **given)
-    tiers = fs._locate(f"{root}/x")[0].tiers
-    tiers._fault = tiers.writer._fault = hook
+    use_hook(fs._locate(f"{root}/x")[0].tiers, hook)
     for number, (what, *arguments) in enumerate(spec["operations"]):
         say(spec, begin=number)
         if what == "write":

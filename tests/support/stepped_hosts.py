@@ -63,8 +63,12 @@ class SteppedClock(ManualClock):
         self._now_s += TICK_S
         return self._now_s
 
-    def sleep(self, seconds):
+    def pass_time(self, seconds):
+        """Let time pass, and nobody work."""
         self._now_s += seconds
+
+    def sleep(self, seconds):
+        self.pass_time(seconds)
         if not self._asleep:
             self._asleep = True
             try:
@@ -463,7 +467,7 @@ class SteppedHost:
             except TimeoutError:
                 if self.world.clock.monotonic() >= ends:
                     raise
-            self.world.clock._now_s += 0.3 if self.work() else 2.0
+            self.world.clock.pass_time(0.3 if self.work() else 2.0)
         raise AssertionError("a flusher that is always at work gets nowhere")
 
     def _ask(self, do, arguments):

@@ -48,6 +48,11 @@ class Host:
         """The flusher, which runs on a thread of this process after the first write."""
         return self.tiers.flusher._launcher._service._engine._flusher
 
+    @property
+    def flushing(self):
+        """The state of the flusher: which drafts it knows, and what it waits for."""
+        return self.flusher._state
+
     def plain(self):
         return Store(self.objects, self.descriptor, url="memory://store", state_dir=self.settings.directory)
 

@@ -9,6 +9,7 @@ import torch
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.host.pending.levels import Level
 from tierfs.train import Best, Every, Latest, Manager
+from tierfs.train.run import RunDirectory
 
 OPTIONS = {"ram": "0", "nvme": "0"}
 
@@ -121,15 +122,15 @@ def test_newer_steps_of_another_run_are_left_alone(root):
 def test_a_staged_checkpoint_does_not_replace_a_durable_one(root, monkeypatch):
     with manager(root, keep=[Latest(1)]) as run:
         save(run, 1)
-        durable = run._run.standing
+        durable = RunDirectory.standing
 
-        def standing(step):
-            found = durable(step)
+        def standing(self, step):
+            found = durable(self, step)
             if step > 1:
                 found.level = Level.STAGED
             return found
 
-        monkeypatch.setattr(run._run, "standing", standing)
+        monkeypatch.setattr(RunDirectory, "standing", standing)
         save(run, 2, 3)
         assert [each.step for each in run.checkpoints] == [1, 3]
     assert steps(root) == [1, 3]
@@ -138,7 +139,7 @@ def test_a_staged_checkpoint_does_not_replace_a_durable_one(root, monkeypatch):
 def test_a_damaged_step_does_not_count_as_the_newest(root, monkeypatch):
     with manager(root, keep=[Latest(1)]) as run:
         save(run, 1)
-        monkeypatch.setattr(run._run, "damage_of", lambda step: "bad" if step == 2 else "")
+        monkeypatch.setattr(RunDirectory, "damage_of", lambda _, step: "bad" if step == 2 else "")
         save(run, 2)
     assert steps(root) == [1, 2]
 

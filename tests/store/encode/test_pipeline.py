@@ -82,7 +82,7 @@ def test_a_forbidden_codec_stores_the_block_raw():
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("encoded", [{0, 1, 3, 5}, {2}, {5}, {0, 1, 2, 3, 4, 5}, set()], ids=str)
+@pytest.mark.parametrize("encoded", [{0, 1, 3, 5}, {2}, set()], ids=str)
 def test_blocks_are_encoded_in_their_own_place_or_beside_the_chunk(encoded, in_place):
     state = floats((6 * BLOCK_BYTES - 40_000) // 4, 7)
     raw = memoryview(bytearray(state.nbytes))

@@ -330,10 +330,3 @@ def test_gc_removes_shard_files_that_no_save_names():
     assert len(keys_below(store, keys.CHUNKS)) == len(paths(store)), "each file has one chunk"
     report = gc(store)
     assert (report.replaced.count, report.unreadable) == (0, [])
-
-
-def test_a_shard_file_of_a_renamed_checkpoint_stays(store):
-    renamed(store)
-    before = set(paths(store))
-    collect_all(store)
-    assert set(paths(store)) == before

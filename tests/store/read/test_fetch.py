@@ -548,14 +548,6 @@ def test_a_chain_that_is_too_long_is_refused(flushing):
         fetch(flushing.bare(), rows[3], [(0, out)], "file")
 
 
-def test_a_chunk_is_found_by_its_digest_where_it_stands_as_a_delta_alone(saved, flushing):
-    row = rows_of(flushing.store, PATHS[1])[1]
-    found = find_chunk(
-        flushing.bare(), dataclasses.replace(row, name=keys.ChunkName(row.name.digest), stored_length=0), "f"
-    )
-    assert found == row
-
-
 def test_a_delta_that_stands_alone_is_found_in_a_directory_too(tmp_path, descriptor):
     tier = LocalObjects(str(tmp_path))
     store = Store(tier, dataclasses.replace(descriptor, endpoint=tier.capabilities), url="store")

@@ -55,18 +55,6 @@ def test_runs_written_in_place_form_the_file(any_host, level):
     assert status(any_host.store)["tiers"]["ram"]["dirty_bytes"] == 0
 
 
-def test_a_store_without_local_tiers_is_written_to_from_private_memory(host):
-    store = host.plain()
-    staged = StagedFile(store)
-    runs = staged.add_runs([[MIB, 10], [5]])
-    data = content(MIB + 15)
-    fill(runs[0], data[: MIB + 10])
-    fill(runs[1], data[MIB + 10 :])
-    staged.seal(runs)
-    staged.commit("a", runs)
-    assert load(host.plain(), "a") == data
-
-
 def test_a_store_without_local_tiers_that_fails_may_be_tried_again(host):
     store = host.plain()
     staged = StagedFile(store)
