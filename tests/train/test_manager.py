@@ -67,14 +67,14 @@ def test_the_newest_step_of_many_is_found_with_few_requests(root):
         for step in range(20):
             run.save(step, state(step)).wait()
     with manager(root) as run:
-        before = requests(root)
+        before = requests(run)
         assert run.latest() == 19
         # Two listings, which alone grow with the steps; the lines, metadata, one shard file, a look for a mark of damage.
-        assert 0 < sum((requests(root) - before).values()) <= 6
+        assert 0 < sum((requests(run) - before).values()) <= 6
 
 
-def requests(root):
-    counts = request_metrics(open_store(parse_url(root))[0].objects)["object_requests"]
+def requests(run):
+    counts = request_metrics(run._run.open()[0].objects)["object_requests"]
     return Counter({method: count["requests"] for method, count in counts.items()})
 
 
