@@ -90,15 +90,6 @@ def test_the_newest_writers_is_tried_where_it_is_refused(clients, error):
     assert clients.counts() == {"a": 1, "c": 1}
 
 
-def test_new_credentials_are_used_after_all_were_refused(clients):
-    clients.fail("a", expired())
-    clients.hand_over("a", writes=True)
-    with pytest.raises(StoreError, match="expired"):
-        clients.ask()
-    assert clients.hand_over("b")
-    assert clients.ask() == "row"
-
-
 @pytest.mark.parametrize(
     "error",
     [
