@@ -1,5 +1,6 @@
 """Small stores with a manual clock, and helpers that damage, collect and repair them."""
 
+import copy
 import random
 import uuid
 from dataclasses import replace
@@ -31,6 +32,16 @@ def make_store(codecs="off", root=None):
     )
     tier.put(keys.DESCRIPTOR, [descriptor.encode()])
     return Store(tier, descriptor, url=f"store-{tier.root}", clock=clock, codecs=Codecs.parse(codecs))
+
+
+def copied(store):
+    """Return the store with an object tier and a clock of its own, both as they are now."""
+    clock = copy.copy(store.clock)
+    tier = ServedObjects(f"/copy-{uuid.uuid4().hex}", clock)
+    for item in store.objects.list(""):
+        tier.put(item.key, [store.objects.read(item.key, item.size)[0]])
+    tier.times.update(store.objects.times)
+    return Store(tier, store.descriptor, url=store.url, clock=clock)
 
 
 def make_world(**options):

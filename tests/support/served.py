@@ -15,14 +15,14 @@ class ServedObjects(MemoryObjects):
     def __init__(self, root, clock):
         super().__init__(root)
         self._clock = clock
-        self._times = {}
+        self.times = {}
 
     def stamped(self, info):
-        return replace(info, modified_ns=self._times.get(info.key, 0))
+        return replace(info, modified_ns=self.times.get(info.key, 0))
 
     def put(self, key, data, *, mode=OVERWRITE, checksum=None):
         info = super().put(key, data, mode=mode, checksum=checksum)
-        self._times[key] = self._clock.now_ns()
+        self.times[key] = self._clock.now_ns()
         return self.stamped(info)
 
     def get(self, key, ranges, *, version=None):
@@ -41,7 +41,7 @@ class ServedObjects(MemoryObjects):
                 yield self.stamped(item) if isinstance(item, ObjectInfo) else item
             return
         last = ""
-        while after := [key for key in list(self._times) if key.startswith(prefix) and key > last]:
+        while after := [key for key in list(self.times) if key.startswith(prefix) and key > last]:
             last = min(after)
             if f"{self.root}/{last}" in MemoryFileSystem.store:
                 yield self.head(last)

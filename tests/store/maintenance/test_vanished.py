@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from support.damaging import content, gc, keys_below, make_store, pass_grace, paths, reopened, run
+from support.damaging import content, copied, gc, keys_below, make_store, pass_grace, paths, reopened, run
 from support.served import KilledError, StepLink
 
 from tierfs.format import keys
@@ -207,14 +207,15 @@ def test_changes_through_tierfs_never_look_like_a_loss(store, first, second):
 
 
 def test_a_killed_gc_never_makes_a_deletion_look_like_a_loss():
+    world = make_store("auto")
+    checkpoint(world, "run/1", 1, 2)
+    checkpoint(world, "run/2", 3)
+    deleted(world)
+    delete(world, "run/1/shard-1")
+    gc(world)
+    pass_grace(world)
     for kill_at in range(1, 400):
-        store = make_store("auto")
-        checkpoint(store, "run/1", 1, 2)
-        checkpoint(store, "run/2", 3)
-        deleted(store)
-        delete(store, "run/1/shard-1")
-        gc(store)
-        pass_grace(store)
+        store = copied(world)
         link = StepLink(store.objects, kill_at=kill_at)
         try:
             gc(store, link)

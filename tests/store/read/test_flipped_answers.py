@@ -1,7 +1,7 @@
 """A bit that flips in one answer of the object tier changes no result: the answer is asked for again."""
 
 import pytest
-from support.damaging import chunk_of, content, make_store, reopened, twice
+from support.damaging import chunk_of, content, copied, make_store, reopened, twice
 
 from tierfs.format import keys
 from tierfs.objects.wrappers.wrapper import WrappedObjects
@@ -91,13 +91,14 @@ NAMES = ["load", "stat", "descriptor", "verify", "usage", "gc", "scrub", "save",
 @pytest.mark.parametrize("bit", [VERSION_BIT, MIDDLE_BIT], ids=["version", "middle"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
 def test_a_flipped_bit_in_an_answer_is_read_again(operation, bit):
-    store = make_world()
+    world = make_world()
+    store = copied(world)
     link = FlippedAnswer(store.objects, 1 << 30, bit)
     right = operation(reopened(store, objects=link))
     answers = (1 << 30) - link.left
     assert answers
     for at in range(answers):
-        store = make_world()
+        store = copied(world)
         link = FlippedAnswer(store.objects, at, bit)
         assert operation(reopened(store, objects=link)) == right, f"answer {at} of {answers}"
         assert link.left < 0
