@@ -21,6 +21,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from support.forked import in_child
 from support.opened import know_no_store
 from support.waiting import HANG_S, until
 
@@ -605,11 +606,7 @@ def test_a_flusher_for_a_client_gives_way_to_it_and_logs_nothing(host, url, tell
 
 
 def test_drafts_of_a_client_that_died_early_are_flushed(host, url, no_flusher):
-    child = os.fork()
-    if not child:
-        stage(url, files=2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert in_child(lambda: (stage(url, files=2), os.kill(os.getpid(), signal.SIGKILL))) == signal.SIGKILL
     no_flusher()
     directory = store_directory(host, url)
     # The flusher starts with the arguments of `LocalTiers.launch`, and no client connects.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from support.waiting import until
+from support.waiting import HANG_S, until
 
 from tierfs.cli.commands import demo
 from tierfs.demo.ranks import RankGroup
@@ -37,7 +37,7 @@ START_RANKS_AND_WAIT = """
 import sys, time
 from tierfs.demo.ranks import RankGroup
 options = ["--url", sys.argv[1], "--steps", "100000", "--every", "100000", "--params", "200000"]
-with RankGroup("run", options, world_size=2, timeout_s=60) as ranks:
+with RankGroup("run", options, world_size=2, timeout_s=200) as ranks:
     print("started", flush=True)
     time.sleep(60)
 """
@@ -81,7 +81,7 @@ def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path, mon
     options = ["--url", f"tierfs::file://{tmp_path}/demo/run", "--steps", "6", "--every", "2", "--params", "200000"]
     terminated, resumed = DemoRun(), DemoRun()
     for told, more, ends_with in ((terminated, ["--terminate", "6"], 128 + signal.SIGTERM), (resumed, [], 0)):
-        with RankGroup("run", [*options, *more], world_size=2, timeout_s=180, ends_with=ends_with) as ranks:
+        with RankGroup("run", [*options, *more], world_size=2, timeout_s=HANG_S, ends_with=ends_with) as ranks:
             for event in ranks.events():
                 told.take(event)
     assert terminated.stopped_at == 6
@@ -98,7 +98,7 @@ def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_pat
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=4 * HANG_S,
         check=False,
     )
     assert process.returncode == 0, process.stderr
@@ -228,7 +228,7 @@ def test_a_failing_rank_is_named_with_the_end_of_its_stderr(tmp_path: Path, monk
     monkeypatch.chdir(ROOT)
     # No store exists at this URL, so the ranks can neither restore nor save.
     options = ["--url", f"tierfs::file://{tmp_path}/no-store", "--steps", "2", "--every", "2", "--params", "200000"]
-    group = RankGroup("short run", options, world_size=2, timeout_s=60)
+    group = RankGroup("short run", options, world_size=2, timeout_s=HANG_S)
     with (
         pytest.raises(
             TierfsError, match=r"(?s)short run failed: rank \d with (exit code 1|signal SIGABRT).*tierfs init"

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tierfs.errors import CorruptionError, StoreNotFoundError
 
 WORLD = 2
-DEADLINE_S = 120
+DEADLINE_S = 200
 NUMBERS = 3 << 20  # 12 MiB as float32; three of these fill two chunks and part of a third
 STORE_NAME = "lab"
 

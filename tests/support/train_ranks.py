@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from support.waiting import HANG_S
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
 from tierfs.train import Every, Latest, Manager, Preemption, TrainState
 from tierfs.train.agree import World
 
 WORLD = 2
-OPTIONS: dict[str, Any] = {"ram": "0", "nvme": "0", "timeout": 60.0}
+OPTIONS: dict[str, Any] = {"ram": "0", "nvme": "0", "timeout": HANG_S}
 STEP_S = 0.002
 
 
@@ -358,7 +359,7 @@ def main(rank: int, directory: Path, url: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=WORLD, timeout=timedelta(seconds=HANG_S)
     )
     mesh = init_device_mesh("cpu", (WORLD,))
     outcomes = {}

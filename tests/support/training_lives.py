@@ -158,7 +158,7 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
     if size > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{directory}/{life}-world", rank=rank, world_size=size,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=HANG_S),
         )  # fmt: skip
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, WIDTH), torch.nn.Dropout(0.5), torch.nn.Linear(WIDTH, 1))
@@ -174,7 +174,7 @@ def live(rank: int, size: int, directory: str, life: str, url: str, settings: di
             facts.flush()
 
         preemption = Preemption(grace=settings.get("grace", "30s"))
-        given = {"save": [Every(steps=4), preemption], "timeout": 120.0, **settings["manager"]}
+        given = {"save": [Every(steps=4), preemption], "timeout": HANG_S, **settings["manager"]}
         with Manager(url, **given) as manager:
             restored = manager.restore(state, step=settings.get("restore"))
             if restored is not None:

@@ -517,7 +517,7 @@ def main(rank: int, directory: Path, url: str) -> None:
     )
     (directory / "hosts").mkdir(exist_ok=True)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=WORLD, timeout=timedelta(seconds=HANG_S)
     )
     torch.set_num_threads(1)  # with more threads, the same step ends in other last bits when the machine is busy
     mesh = init_device_mesh("cpu", (WORLD,))
