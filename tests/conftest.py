@@ -117,6 +117,8 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
+    if missing := [each for each in QUICK if not (Path(__file__).parent / each).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: QUICK names {missing}, which are not there: give their new names")
     for item in items:
         if is_quick(item.path):
             item.add_marker("quick")

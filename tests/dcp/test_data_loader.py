@@ -59,4 +59,4 @@ def test_a_forked_worker_loads_and_saves_with_its_parents_reader_and_writer(tmp_
     assert torch.equal(last["weight"], steps[1])
     writer.reset(f"{root}/step_3")
     dcp.save(first, storage_writer=writer)
-    fs.wait(root, timeout=30)
+    fs.wait(root)

@@ -360,7 +360,7 @@ def test_one_of_many_open_writers_saves_and_the_others_conflict(directory_place,
     lost = "AlreadyExistsError" if mode == "xb" else "ConflictError"
     assert {tuple(sorted(each)) for each in outcomes.values()} == {(lost,) * (RIVALS - 1) + ("ok",)}
     fs = fsspec.filesystem("tierfs", target_protocol="file", **tiers)
-    fs.wait(root, timeout=30)
+    fs.wait(root)
     assert fs.status(root)["conflicts"] == []
 
 
@@ -387,7 +387,7 @@ def test_a_running_flusher_takes_the_codecs_of_the_newest_writer(tmp_path):
         options = {} if codecs is None else {"codecs": codecs}
         fs = tierfs.TierFileSystem(target_protocol="file", ack="staged", skip_instance_cache=True, **options)
         fs.pipe_file(f"{tmp_path}/store/{number}", b"%d: nothing new\n" % number * 100_000)
-        fs.wait(f"{tmp_path}/store/{number}", "object", timeout=60)
+        fs.wait(f"{tmp_path}/store/{number}", "object")
         stored = sum(path.stat().st_size for path in tmp_path.glob("store/.tierfs/chunks/*/*"))
         assert (stored - before > 1_500_000) is (codecs == "off"), "a writer that asks for none changes nothing"
         before = stored
