@@ -135,14 +135,22 @@ def test_best_before_any_save_is_lightnings_own_error(url):
         trainer(TierCheckpoint(url)).test(Model(), ckpt_path="best")
 
 
+def test_other_saves_of_the_trainer_stay_where_they_are_asked_for(url, tmp_path):
+    """Slurm's requeue and other callbacks save to local paths beside the plug."""
+    run = trainer(TierCheckpoint(url))
+    run.fit(Model())
+    run.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    again = trainer(TierCheckpoint(url), 2)
+    again.fit(Model(), ckpt_path=str(tmp_path / "hpc_ckpt_1.ckpt"))
+    assert again.global_step == 8
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_local_paths_and_stock_sharded_strategies_are_refused(url):
     with pytest.raises(InvalidInputError, match="go to tierfs URLs"):
         TierCheckpoint("checkpoints")
-    with pytest.raises(InvalidInputError, match="go to tierfs URLs"):
-        TierCheckpointIO().save_checkpoint({}, "checkpoints/last.ckpt")
     with pytest.raises(InvalidInputError, match="give strategy=TierModelParallelStrategy"):
         trainer(TierCheckpoint(url), strategy=ModelParallelStrategy(1, 1), devices=1).fit(Model())
 

@@ -18,7 +18,7 @@ import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric import strategies as fabric
-from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -40,8 +40,10 @@ GRACE_S = 30.0  # for the last save after SIGTERM to reach this host's disk
 _COMMIT = f"/{ROOT}"
 
 
-class TierCheckpointIO(CheckpointIO):
+class TierCheckpointIO(TorchCheckpointIO):
     """Saves a checkpoint as one file in a store. `TierCheckpoint` brings it along; Fabric takes it in ``plugins``.
+
+    A path that is no tierfs URL, such as that of Slurm's requeue, goes where it always went.
 
     Args:
         ack: The level at which a save returns; ``None`` for the configured one. At ``"staged"`` the file outlives this
@@ -53,17 +55,16 @@ class TierCheckpointIO(CheckpointIO):
         self.options = {**options, **({} if ack is None else {"ack": ack})}
 
     def place(self, url: Any, **options: Any) -> tuple[Any, str]:
-        """Return the filesystem of a URL, and the path there. Raises `InvalidInputError` if it is not one of tierfs."""
-        found: tuple[Any, str] = fsspec.url_to_fs(checked_url(url), **{**self.options, **options})
+        """Return the filesystem of a URL, and the path there. The options count for tierfs URLs."""
+        used = {**self.options, **options} if is_ours(url) else {}
+        found: tuple[Any, str] = fsspec.url_to_fs(os.fspath(url), **used)
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save what ``torch.save`` takes at a tierfs URL: the file appears whole, or the path keeps its content.
-
-        Raises:
-            InvalidInputError: ``path`` is not a tierfs URL.
-            TierfsError: The file could not be saved.
-        """
+        """Save what ``torch.save`` takes. The file appears whole, or the path keeps its content."""
+        if not is_ours(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
         fs, name = self.place(path, **(storage_options or {}))
         with fs.open(name, "wb") as file:
             torch.save(checkpoint, file)
@@ -151,7 +152,7 @@ class TierCheckpoint(ModelCheckpoint):
             )
         if is_sharded:
             strategy.tier = strategy.checkpoint_io = self._io
-        elif isinstance(strategy.checkpoint_io, TorchCheckpointIO):
+        elif type(strategy.checkpoint_io) is TorchCheckpointIO:
             strategy.checkpoint_io = self._io
         if stage == "fit":
             self._is_fitting = True
@@ -211,12 +212,13 @@ class TierCheckpoint(ModelCheckpoint):
 
 def checked_url(path: Any) -> str:
     """Return a tierfs URL as text. Raise `InvalidInputError` if it is something else."""
-    url = os.fspath(path)
-    if not url.startswith("tierfs:") or "//" not in url:
-        raise InvalidInputError(
-            f"checkpoints of this plug go to tierfs URLs, not to {url!r}: give dirpath='tierfs::...'"
-        )
-    return str(url)
+    if not is_ours(path):
+        raise InvalidInputError(f"checkpoints of this plug go to tierfs URLs, not to {path!r}: give 'tierfs::...'")
+    return str(os.fspath(path))
+
+
+def is_ours(path: Any) -> bool:
+    return str(os.fspath(path)).startswith("tierfs:")
 
 
 def _is_same(first: str, second: str) -> bool:
@@ -276,11 +278,16 @@ class _TrainerStrategy(_Sharded):
         return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not is_ours(filepath):
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]  # of Lightning's class
+            return
         state = {"model": checkpoint.pop("state_dict")}
         state |= {f"optimizer_{at}": each for at, each in enumerate(checkpoint.pop("optimizer_states", ()))}
         self.write(filepath, state, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if not is_ours(checkpoint_path):
+            return dict(super().load_checkpoint(checkpoint_path, weights_only))  # type: ignore[misc]  # as above
         strict = self.lightning_module.strict_loading
         optimizers = {f"optimizer_{at}": each for at, each in enumerate(self.optimizers)}
         return self.read(checkpoint_path, "model", self.model, optimizers, strict, weights_only)

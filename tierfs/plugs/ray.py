@@ -42,11 +42,7 @@ def storage(url: str, *, ack: str | None = None, **options: Any) -> dict[str, An
 
 
 def run_url(name: str = "") -> str:
-    """Return the URL of a path in the run's directory, for `tierfs.train.Manager` or `TierWriter`. For workers.
-
-    Raises:
-        InvalidInputError: The run's storage is not that of `storage`.
-    """
+    """Return the URL of a path in the run's directory, for `tierfs.train.Manager` or `TierWriter`. For workers."""
     fs, path = _place()
     return str(fs.unstrip_protocol(f"{path}/{name}".rstrip("/")))
 
