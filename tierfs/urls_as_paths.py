@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 ENTRIES_MAX = 100_000
 _PREFIX = "tierfs:"
 # A URL at the beginning of a path, or behind a directory: `os.path.abspath(url)`, `os.path.join(directory, url)`.
-_URL = re.compile(r"(?:\A|/)(tierfs:(?::[a-z0-9+._-]*:?)?(?:/.*)?)\Z", re.IGNORECASE | re.DOTALL)
+_URL = re.compile(r"(?:\A|/)((?:fsspec\+)?tierfs:(?::[a-z0-9+._-]*:?)?(?:/.*)?)\Z", re.IGNORECASE | re.DOTALL)
 _EVENTS = frozenset({"open", "os.mkdir", "os.listdir", "os.scandir"})
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
-_COPY = "a local directory, then `fs, path = fsspec.url_to_fs(URL)` and fs.put(directory, path, recursive=True)"
+_COPY = "tierfs.plugs.huggingface: TierCallback, attach, save_pretrained, from_pretrained; or a local directory, then `fs, path = fsspec.url_to_fs(URL)` and fs.put(directory, path, recursive=True)"
 _LIGHTNING = "tierfs.plugs.lightning: callbacks=[TierCheckpoint(URL)], and its strategy for sharded models"
 _DCP = "torch.distributed.checkpoint"
 # What to use instead, by the package that was called. Its innermost part that is named here counts.
@@ -43,7 +43,7 @@ def misplaced(directory: str | None = None) -> list[str]:
         where = os.getcwd() if directory is None else directory
         with os.scandir(where) as entries:
             looked_at = itertools.islice(entries, ENTRIES_MAX)
-            return sorted(entry.path for entry in looked_at if entry.name.startswith(_PREFIX))
+            return sorted(entry.path for entry in looked_at if entry.name.removeprefix("fsspec+").startswith(_PREFIX))
     except OSError:  # the directory was removed or is unreadable
         return []
 

@@ -1,0 +1,87 @@
+"""Seconds for which a save blocks Hugging Face's Trainer: its own save to a local disk and to s3fs, and `TierCallback`.
+
+``python integration/bench/plug_saves.py`` takes a minute. ``--layers 2`` makes a smaller model. The save to s3fs is the
+Trainer's own save, which a callback then copies to a bucket. All save the same steps of the same model in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import s3fs
+import torch
+from harness import Aims, parser, say
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import tierfs
+from tierfs.plugs.huggingface import TierCallback
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import s3server
+
+STEPS, SAVES = 8, (4, 6, 8)
+"""The first save of each way, at step 2, makes memory and folders, and is left out."""
+
+
+class Upload(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+    """Copies each checkpoint to a bucket, as programs do that keep the Trainer's own saves there."""
+
+    def __init__(self, fs: Any, bucket: str) -> None:
+        self._fs, self._bucket = fs, bucket
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        name = f"checkpoint-{state.global_step}"
+        self._fs.put(f"{args.output_dir}/{name}", f"{self._bucket}/{name}", recursive=True)
+
+
+def blocked(folder: Path, layers: int, callbacks: list[Any]) -> tuple[float, int]:
+    """Train, and return the median seconds of a save and the bytes of the state."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": layers, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, **sizes))
+    data = [{"input_ids": each, "labels": each} for each in torch.randint(8192, (STEPS, 16))]
+    once = {"max_steps": STEPS, "save_steps": 2, "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
+    args = TrainingArguments(str(folder), per_device_train_batch_size=1, use_cpu=True, save_total_limit=2, **once)
+    trainer = Trainer(model, args, train_dataset=data, callbacks=callbacks)
+    after_step, took_s = trainer._maybe_log_save_evaluate, dict[int, float]()
+
+    def timed(*given: Any, **named: Any) -> None:
+        begun = time.perf_counter()
+        after_step(*given, **named)
+        step = trainer.state.global_step
+        took_s[step] = took_s.get(step, 0.0) + time.perf_counter() - begun
+        time.sleep(1)  # training goes on; a save in the background ends
+
+    trainer._maybe_log_save_evaluate = timed
+    trainer.train()
+    return statistics.median(took_s[step] for step in SAVES), 3 * sum(each.nbytes for each in model.parameters())
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--layers", type=int, default=4, help="layers of the model, of 3 million parameters each")
+    given = arguments.parse_args()
+    aims = Aims()
+    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=given.directory) as directory:
+        base = Path(directory)
+        os.environ["TIERFS_STATE_DIR"] = str(base / "state")
+        tierfs.init(f"file://{base}/store")
+        with s3server.running() as port:
+            fs, bucket = s3fs.S3FileSystem(**s3server.options(port)), s3server.new_bucket(port)
+            local_s, length = blocked(base / "local", given.layers, [])
+            ours_s, _ = blocked(base / "ours", given.layers, [TierCallback(f"tierfs::file://{base}/store/run")])
+            s3_s, _ = blocked(base / "s3", given.layers, [Upload(fs, bucket)])
+    aims.at_most("blocked by TierCallback, of the local disk", ours_s / local_s, 0.3)
+    seconds = {"local disk": local_s, "s3fs": s3_s, "TierCallback": ours_s}
+    say({"MiB": length / 2**20, "seconds blocked": seconds, "aims": aims.found}, as_json=given.json)
+    return int(not all(each["holds"] for each in aims.found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

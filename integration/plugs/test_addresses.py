@@ -1,0 +1,104 @@
+"""The table in docs/reference/frameworks.md of programs and the addresses that they take: each cell is tried here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: docs/how-to/integration-tests.md")
+pd = pytest.importorskip("pandas", reason="pandas is not installed: docs/how-to/integration-tests.md")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+import fsspec
+import pyarrow.fs
+import pyarrow.parquet as pq
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from upath import UPath
+
+import tierfs
+from tierfs.dcp import TierWriter
+from tierfs.plugs.huggingface import save_pretrained
+from tierfs.train import Manager
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # of other packages
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # they leave directories open
+]
+PAGE = Path(__file__).parents[2] / "docs/reference/frameworks.md"
+TABLE = pa.table({"a": [1, 2]})
+STATE = {"a": torch.arange(3)}
+CONFIG = transformers.LlamaConfig()
+KINDS = ("`tierfs::s3://...`", "a named store, `tierfs://NAME/...`", "`fsspec+tierfs::...`")
+
+
+def saved(manager):
+    with manager:
+        manager.save(1, STATE).wait()
+
+
+def void(_):
+    """Leave out a result, so that only what is written counts."""
+
+
+def written(target):
+    with target as file:
+        file.write(b"x")
+
+
+# Each program, with an address, and with the filesystem object where it takes one.
+PROGRAMS = {
+    "`fsspec.open`, so `torch.save`": (lambda url: written(fsspec.open(f"{url}/f", "wb")), None),
+    "`dcp.save`": (lambda url: void(dcp.save(STATE, checkpoint_id=f"{url}/1", no_dist=True)), None),
+    "`TierWriter`": (lambda url: void(dcp.save(STATE, storage_writer=TierWriter(f"{url}/2"), no_dist=True)), None),
+    "`Manager`, `TierCallback`": (lambda url: saved(Manager(f"{url}/run", save=())), None),
+    "`tierfs.plugs.huggingface.save_pretrained`": (lambda url: save_pretrained(CONFIG, f"{url}/m"), None),
+    "transformers' `save_pretrained`": (lambda url: void(CONFIG.save_pretrained(f"{url}/n")), None),
+    "Python's `open`": (lambda url: written(open(f"{url}/o", "wb")), None),  # noqa: SIM115
+    "`UPath`": (lambda url: void(UPath(f"{url}/p").write_bytes(b"x")), None),
+    "pandas' `to_parquet`": (
+        lambda url: pd.DataFrame({"a": [1]}).to_parquet(f"{url}/q"),
+        lambda fs, path: pd.DataFrame({"a": [1]}).to_parquet(f"{path}/q2", filesystem=fs),
+    ),
+    "pyarrow's `write_table`": (
+        lambda url: pq.write_table(TABLE, f"{url}/r"),
+        lambda fs, path: pq.write_table(TABLE, f"{path}/r2", filesystem=fs),
+    ),
+    "pyarrow's `FileSystem.from_uri`": (pyarrow.fs.FileSystem.from_uri, None),
+}
+
+
+def works(fs, directory, call, *arguments):
+    """Say whether a call works, and puts something into the store if it writes at all."""
+    before = fs.find(directory)
+    try:
+        found = call(*arguments)
+    except (Exception, CheckpointException):  # any refusal counts
+        return "no"
+    return "yes" if found is not None or fs.find(directory) != before else "no"
+
+
+def test_the_page_says_which_addresses_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = f"file://{tmp_path}/store"
+    tierfs.init(store)
+    config = tmp_path / "config.toml"
+    config.write_text(f'[stores.runs]\nurl = "{store}"\n')
+    monkeypatch.setenv("TIERFS_CONFIG", str(config))
+    urls = [f"tierfs::{store}/a", "tierfs://runs/b", f"fsspec+tierfs::{store}/c"]
+    fs, path = fsspec.url_to_fs(f"tierfs::{store}/d")
+    root = path.rpartition("/")[0]
+    lines = [f"| | {' | '.join(KINDS)} | the filesystem |", "| --- | --- | --- | --- | --- |"]
+    for name, (by_url, by_object) in PROGRAMS.items():
+        cells = [works(fs, root, by_url, url) for url in urls]
+        cells.append("-" if by_object is None else works(fs, root, by_object, fs, path))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    wanted = "\n".join(lines)
+    found = re.search(r"## Which address\n.*?(\| \|.*?\|)\n\n", PAGE.read_text(), re.DOTALL)
+    assert found, f"the page needs this table:\n{wanted}"
+    assert found[1] == wanted, f"the page needs this table:\n{wanted}"
+    # fsspec takes `fsspec+tierfs` for a local file, as the page says.
+    assert {each.name for each in tmp_path.iterdir()} == {"config.toml", "store", "fsspec+tierfs"}
