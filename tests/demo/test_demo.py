@@ -16,6 +16,7 @@ import fsspec
 import pytest
 from support.waiting import HANG_S, until
 
+from tierfs.cli.app import build_parser
 from tierfs.cli.commands import demo
 from tierfs.demo.ranks import RankGroup
 from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
@@ -26,13 +27,6 @@ from tierfs.store import save, usage
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--params", "200k", "--steps", "6", "--every", "2")
-RUN_DEMO = """
-import argparse, sys
-from tierfs.cli.commands import demo
-parser = argparse.ArgumentParser()
-demo.add_arguments(parser)
-sys.exit(demo.run(parser.parse_args()))
-"""
 START_RANKS_AND_WAIT = """
 import sys, time
 from tierfs.demo.ranks import RankGroup
@@ -46,9 +40,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return build_parser("demo").parse_args(arguments)
 
 
 def report(*, uninterrupted: dict[int, str], resumed: dict[int, str], digests: tuple[str, str] = ("d", "d")) -> Report:
@@ -94,7 +86,7 @@ def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path, mon
 def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_path: Path) -> None:
     url = f"tierfs::file://{tmp_path}/demo"
     process = subprocess.run(
-        [sys.executable, "-c", RUN_DEMO, *TINY, "--url", url, "--json"],
+        [sys.executable, "-m", "tierfs.cli", "demo", *TINY, "--url", url, "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,
