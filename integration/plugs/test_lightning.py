@@ -21,7 +21,12 @@ from running import trained
 
 import tierfs
 from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, StoreError
-from tierfs.plugs.lightning import FabricModelParallelStrategy, TierCheckpoint, TierCheckpointIO
+from tierfs.plugs.lightning import (
+    FabricModelParallelStrategy,
+    TierCheckpoint,
+    TierCheckpointIO,
+    TierModelParallelStrategy,
+)
 
 pytestmark = [pytest.mark.filterwarnings("default")]  # of other packages
 EXAMPLE = Path(__file__).parent / "lightning_trainer.py"
@@ -33,6 +38,12 @@ class Model(BoringModel):
         out = super().training_step(batch, index)
         self.log("score", out["loss"])
         return out
+
+
+class Sharded(Model):
+    def configure_model(self):
+        if not isinstance(self.layer, torch.distributed.fsdp.FSDPModule):
+            torch.distributed.fsdp.fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
 
 
 @pytest.fixture
@@ -128,6 +139,23 @@ def test_best_is_found_by_another_process(url):
     assert other.ckpt_path == saves.best_model_path
     assert saves.best_model_path.startswith(url)
     Model.load_from_checkpoint(saves.best_model_path)
+
+
+def test_a_sharded_run_finds_last_and_best(url):
+    def run(epochs):
+        return trainer(TierCheckpoint(url), epochs, strategy=TierModelParallelStrategy(1, 1), devices=1)
+
+    try:
+        run(2).fit(Sharded())
+        tested = run(2)
+        tested.test(Sharded(), ckpt_path="best")
+        assert tested.ckpt_path == f"{url}/epoch=1-step=8.ckpt"
+        resumed = run(3)
+        resumed.fit(Sharded(), ckpt_path="last")
+        assert resumed.global_step == 12
+        assert names(url) == ["epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt"]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_best_before_any_save_is_lightnings_own_error(url):

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("torchtitan.components.checkpoint", reason="torchtitan is not installed")
 
 import fsspec
+import tyro
 from running import trained
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
@@ -121,6 +122,11 @@ def test_a_run_of_torchtitans_own_manager_is_continued(url):
     assert progress.step == 3
     assert torch.equal(again.weight, model.weight)
     saves.close()
+
+
+def test_levels_are_options_of_the_command_line(url):
+    config = tyro.cli(TierCheckpointManager.Config, args=["--folder", url, "--ack", "local", "--grace", "2m"])
+    assert (config.folder, config.ack, config.grace) == (url, "local", "2m")
 
 
 def test_a_local_folder_is_refused(tmp_path):
