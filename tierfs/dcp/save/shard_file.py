@@ -304,7 +304,7 @@ def memory_of(tensor: torch.Tensor) -> RunMemory | None:
 
 
 def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Place] | None:
-    """Return the file that a tensor was staged in, and its place.
+    """Return the file that a tensor was staged in, and its place: with the run's own entry, if the tensor is as staged.
 
     ``None`` unless the tensor is contiguous and lies in one staged tensor.
     """
@@ -318,7 +318,10 @@ def staged_in(tensor: torch.Tensor) -> tuple[ShardFile, Place] | None:
     entry = run.find(at)
     if at + length > entry.at + entry.length:
         return None
-    return memory.file, (run, HeaderEntry(entry.name, *described(tensor.dtype, tensor.shape, length), at, length))
+    dtype, shape = described(tensor.dtype, tensor.shape, length)
+    if (dtype, shape, length) != (entry.dtype, entry.shape, entry.length):
+        entry = HeaderEntry(entry.name, dtype, shape, at, length)
+    return memory.file, (run, entry)
 
 
 def check_is_held(tensor: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ is written from front to back instead, so that it passes through in waves.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -261,25 +261,26 @@ def _without_the_rest(file: ShardFile, wanted: Sequence[Place]) -> Sequence[Plac
     return [moved.get(place, place) for place in wanted]
 
 
-def _seen_otherwise(wanted: Iterable[Place]) -> dict[tuple[int, int], tuple[str, tuple[int, ...]]]:
+def _seen_otherwise(wanted: Sequence[Place]) -> dict[tuple[int, int], tuple[str, tuple[int, ...]]]:
     """Return dtype and shape, by run and offset, of tensors that are saved with others than when they were staged.
 
     A planner may reshape a tensor, or view its bits as another dtype. If the saved views of one tensor disagree, the
     header describes it as bytes.
     """
+    staged = [entry if run is None else run.find(entry.at) for run, entry in wanted]
+    odd = {(id(run), there.at) for (run, entry), there in zip(wanted, staged, strict=True) if entry is not there}
     seen: dict[tuple[int, int], tuple[HeaderEntry, list[HeaderEntry]]] = {}
-    for run, entry in wanted:
-        if run is not None:
-            staged = run.find(entry.at)
-            seen.setdefault((id(run), staged.at), (staged, []))[1].append(entry)
+    for (run, entry), there in zip(wanted, staged, strict=True) if odd else ():
+        if (place := (id(run), there.at)) in odd:
+            seen.setdefault(place, (there, []))[1].append(entry)
     found = {}
-    for place, (staged, takes) in seen.items():
+    for place, (there, takes) in seen.items():
         dtypes = {take.dtype for take in takes}
-        shapes = {take.shape for take in takes if take.length == staged.length}
+        shapes = {take.shape for take in takes if take.length == there.length}
         if len(dtypes) == 1 and len(shapes) == 1:
             found[place] = dtypes.pop(), shapes.pop()
-        elif dtypes != {staged.dtype} or shapes:
-            found[place] = "U8", (staged.length,)
+        elif dtypes != {there.dtype} or shapes:
+            found[place] = "U8", (there.length,)
     return found
 
 
