@@ -1,7 +1,7 @@
 """Chunks that were sent raw under pressure are encoded by gc, and their files keep their content."""
 
 import pytest
-from support.damaging import GRACE_S, make_world
+from support.damaging import GRACE_S, chunk_of, make_world, middle
 from support.served import KilledError, StepLink
 
 from tierfs.format import keys
@@ -109,3 +109,12 @@ def test_a_kill_at_any_step_loses_nothing(world):
             break
         step += 5
     assert kills > 3
+
+
+def test_a_damaged_chunk_stays_and_the_others_are_encoded(world):
+    save_raw(world.store, "damaged")
+    middle(world.store, chunk_of(world.store, "damaged"))
+    save_raw(world.store, "sound", b"sound" + TEXT)
+    world.clock.sleep(GRACE_S + 5)
+    assert world.gc(reencode=True).reencoded.count == 1
+    assert load(world.open_on(), "sound") == b"sound" + TEXT

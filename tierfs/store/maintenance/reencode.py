@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tierfs.buffers import buffers
 from tierfs.codec import Codec, Reason
-from tierfs.errors import ConflictError, TierfsError
+from tierfs.errors import ConflictError, CorruptionError, FormatError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store.chunks import store_chunk
@@ -21,7 +21,7 @@ from tierfs.store.encode.parents import group_of
 from tierfs.store.encode.tensors import ChunkContext, places, stored_layout, unknown_layout
 from tierfs.store.maintenance.gc.report import Tally
 from tierfs.store.read.lookup import read_envelope
-from tierfs.store.read.reader import expand_rows, open_manifest
+from tierfs.store.read.reader import Reader, expand_rows, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe, publish
 from tierfs.store.tree.walk import live_records, read_manifests
@@ -66,8 +66,13 @@ def reencode(store: Store, *, exclusive: bool, dry_run: bool, progress: Callable
     try:
         for path in paths:
             before = done.count
-            if store.tiers is None or store.tiers.drafts.pending(path) is None:
-                _reencode_file(store, bare, path, bases, known, done, dry_run=dry_run)
+            try:
+                if store.tiers is None or store.tiers.drafts.pending(path) is None:
+                    _reencode_file(store, path, bases, known, done, dry_run=dry_run)
+            except ConflictError:
+                _logger.info("%s was replaced while its chunks were encoded", bare.where(path))
+            except (CorruptionError, FormatError) as error:
+                _logger.warning("chunks of a file stay raw: %s", error)  # scrub and repair look after it
             progress("re-encoded", done.count - before)
     finally:
         bare.lease_cache.release()
@@ -87,73 +92,42 @@ def _may_be_raw(row: Row) -> bool:
 
 
 def _reencode_file(
-    store: Store,
-    bare: Store,
-    path: str,
-    bases: set[ChunkName],
-    known: dict[ChunkName, Row],
-    done: Tally,
-    *,
-    dry_run: bool,
+    store: Store, path: str, bases: set[ChunkName], known: dict[ChunkName, Row], done: Tally, *, dry_run: bool
 ) -> None:
+    """Encode a file's chunks that need it. ``known`` has the new rows of all files so far, by the old names."""
+    bare = store.without_local_tiers()
     observed = observe(bare, path)
     manifest = observed.manifest
     if manifest is None or manifest.indirect:
         return
-    try:
-        rows = listed_rows(bare, observed)
-        wanted = [
-            number
-            for number, row in enumerate(rows)
-            if row.name in known or (_may_be_raw(row) and row.name not in bases and _was_pressed(bare, row, path))
-        ]
-        if dry_run:
-            for row in [rows[number] for number in wanted]:
-                if known.setdefault(row.name, row) is row:
-                    done.add(1, row.stored_length)
-        if dry_run or not wanted:
-            return
-        _encode(store, bare, path, manifest, rows, wanted, known, done)
-        encoded = [known.get(row.name, row) for row in rows]
-        table, indirect, term = ensure_chunks_durable(bare, path, encoded)
-        record = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
-        publish(bare, observed, record, term=term)
-    except ConflictError:
-        _logger.info("%s was replaced while its chunks were encoded", bare.where(path))
+    rows = listed_rows(bare, observed)
+    wanted = {
+        row.name
+        for row in rows
+        if row.name in known or (_may_be_raw(row) and row.name not in bases and _was_pressed(bare, row, path))
+    }
+    file = open_manifest(store, path, manifest)
+    layout = (stored_layout(file) if wanted else None) or unknown_layout(0, manifest.length)
+    start = 0
+    for row, (_, tensors) in zip(rows, places(layout, [row.raw_length for row in rows], group_of(path)), strict=True):
+        if row.name in wanted and row.name not in known:
+            known[row.name] = row if dry_run else _stored_again(bare, file, row, start, ChunkContext(tensors))
+            done.add(1, row.stored_length - (0 if dry_run else known[row.name].stored_length))
+        start += row.raw_length
+    if dry_run or not wanted:
+        return
+    table, indirect, term = ensure_chunks_durable(bare, path, [known.get(row.name, row) for row in rows])
+    record = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
+    publish(bare, observed, record, term=term)
 
 
 def _was_pressed(store: Store, row: Row, path: str) -> bool:
     """Return whether a chunk was sent raw under pressure, as its envelope says."""
-    try:
-        envelope = read_envelope(store, row, store.where(path))
-    except TierfsError as error:
-        _logger.warning("a chunk cannot be encoded: %s", error)  # scrub and repair look after it
-        return False
-    return any(block.reason == Reason.LINK_IS_FASTER for block in envelope.blocks)
+    return any(block.reason == Reason.LINK_IS_FASTER for block in read_envelope(store, row, store.where(path)).blocks)
 
 
-def _encode(
-    store: Store,
-    bare: Store,
-    path: str,
-    manifest: Manifest,
-    rows: Sequence[Row],
-    wanted: Sequence[int],
-    known: dict[ChunkName, Row],
-    done: Tally,
-) -> None:
-    """Store the wanted chunks of a file again, and add their new rows by their old names."""
-    file = open_manifest(store, path, manifest)
-    layout = stored_layout(file) or unknown_layout(0, manifest.length)
-    lengths = [row.raw_length for row in rows]
-    starts = list(itertools.accumulate(lengths, initial=0))
-    tensors = [tensors for _, tensors in places(layout, lengths, group_of(path))]
-    for number in wanted:
-        row = rows[number]
-        if row.name in known:
-            continue
-        with buffers().lend(row.raw_length) as raw:
-            file.read_into(starts[number], raw)
-            bare.lease_cache.mark_damaged(row.name)  # so that the bytes get another name
-            known[row.name] = new = store_chunk(bare, raw, ChunkContext(tensors[number]), into=raw)
-        done.add(1, row.stored_length - new.stored_length)
+def _stored_again(store: Store, file: Reader, row: Row, start: int, context: ChunkContext) -> Row:
+    with buffers().lend(row.raw_length) as raw:
+        file.read_into(start, raw)
+        store.lease_cache.mark_damaged(row.name)  # so that the bytes get another name
+        return store_chunk(store, raw, context, into=raw)
