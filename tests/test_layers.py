@@ -24,11 +24,11 @@ GROUND = {
 }
 FORMATS = GROUND | {"format", "codec"}
 BELOW_STORE = FORMATS | {"objects", "host"}
-BELOW_SESSION = BELOW_STORE | {"store", "flusher"}
+BELOW_SESSION = BELOW_STORE | {"store", "peers", "flusher"}
 BELOW_FACES = BELOW_SESSION | {"session"}
 
 # The layers that each layer may import besides itself. Layers joined by `|` do not know each other:
-#     ground <- format | codec <- objects | host | device <- store <- flusher <- session
+#     ground <- format | codec <- objects | host | device <- store | peers <- flusher <- session
 #     <- fs | dcp <- checkpoint <- train <- demo | plugs <- cli
 ALLOWED = {
     "errors": set(),
@@ -49,7 +49,8 @@ ALLOWED = {
     "host": FORMATS,
     "device": FORMATS,
     "store": BELOW_STORE,
-    "flusher": BELOW_STORE | {"store"},
+    "peers": BELOW_STORE,
+    "flusher": BELOW_STORE | {"store", "peers"},
     "session": BELOW_SESSION,
     "fs": BELOW_FACES,
     "dcp": BELOW_FACES | {"device"},

@@ -29,6 +29,7 @@ CONDITIONS = {  # a part of a condition in that table, and its lines in the pict
     "and `/dev/shm`": ["if /dev/shm", "outlives it"],
     "the disk is": ["if the disk is"],
     "directory of this host": ["if not on", "its own disk"],
+    "one of these lives": ["if a holder", "lives"],
 }
 
 
@@ -123,16 +124,18 @@ def levels() -> str:
                 text(x + width / 2, top + 14 * at, line, "small", anchor="middle") for at, line in enumerate(lines, 1)
             ]
     parts.append(
-        text(MARGIN, 52 + 3 * (height + 6) + 14, "found: a read notices the bit and uses the next copy", "small")
+        text(
+            MARGIN, 52 + len(table) * (height + 6) + 14, "found: a read notices the bit and uses the next copy", "small"
+        )
     )
-    return picture(52 + 3 * (height + 6) + 26, parts, words_of_levels())
+    return picture(52 + len(table) * (height + 6) + 26, parts, words_of_levels())
 
 
 def table_of_levels() -> list[list[str]]:
-    """The head and the three rows of the table, in cells."""
+    """The head and the four rows of the table, in cells."""
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in LEVELS.read_text().splitlines()]
     begin = next(number for number, row in enumerate(rows) if row[0] == "Reached")
-    return [rows[begin], *rows[begin + 2 : begin + 5]]
+    return [rows[begin], *rows[begin + 2 : begin + 6]]
 
 
 def words_of_levels() -> str:

@@ -258,4 +258,4 @@ def _look(store: Store, path: str, length: int, listed: Entry | None, *, is_exac
 
 def _level(store: Store, path: str) -> Level:
     """Return the level of a file, as `tierfs.store.level_of` does. The file need not exist."""
-    return store.tiers.drafts.level(path) if store.tiers is not None else Level.OBJECT
+    return store.tiers.level(path) if store.tiers is not None else Level.OBJECT

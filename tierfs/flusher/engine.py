@@ -29,6 +29,7 @@ from tierfs.host.slab.ram import RamTier
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
+    from tierfs.peers.settings import PeerSettings
 
 _Work: TypeAlias = "Callable[[], dict[str, Any] | None]"
 
@@ -185,6 +186,7 @@ def build_engine(
     clock: Clock | None = None,
     faults: Faults = no_faults,
     fallbacks: Sequence[str] = (),
+    peers: PeerSettings | None = None,
 ) -> FlushEngine:
     """Build the engine of a flusher, to be run by a `Service`.
 
@@ -201,6 +203,7 @@ def build_engine(
         clock: The source of time.
         faults: Called before and after each ordered step.
         fallbacks: Counters to increment at the start: the fallbacks of this process so far.
+        peers: The settings of replication to other hosts; ``None`` if it is off.
     """
     clock = clock or SystemClock()
 
@@ -224,6 +227,8 @@ def build_engine(
             flusher.use(publisher)
         if own is not None:
             flusher.hand_over(own)
+        if peers is not None:
+            flusher.join(peers, host, uuid)
         return flusher
 
     return FlushEngine(build)

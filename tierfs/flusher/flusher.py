@@ -31,6 +31,7 @@ from tierfs.clock import Clock
 from tierfs.errors import CapacityError, ConflictError, CorruptionError, StoreError, TierfsError
 from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.nvme import NvmePersister
+from tierfs.flusher.peering import Peering
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
@@ -44,6 +45,8 @@ from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
+    from tierfs.host.host import Host
+    from tierfs.peers.settings import PeerSettings
 
 SWEEP_S = 1.0
 # A request that waits for many drafts checks them for at most about a tenth of its time.
@@ -76,6 +79,7 @@ class Flusher:
         scan: Finds drafts.
         persister: Moves drafts, and chunks for later reads, to the nvme tier.
         uploader: Moves drafts to the object tier.
+        peering: Exchanges drafts with other hosts; ``None`` unless `join` was called.
     """
 
     def __init__(
@@ -100,12 +104,19 @@ class Flusher:
         self.persister = NvmePersister(self._state, self.uploader.put)
         self._threads: list[threading.Thread] = []
         self._opens_ahead = False
+        self.peering: Peering | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------------
+
+    def join(self, settings: PeerSettings, host: Host, store: str) -> None:
+        """Exchange drafts with other hosts from `start` on: see `Peering` for the arguments and errors."""
+        self._state.peering = self.peering = Peering(self._state, settings, host, store)
 
     def start(self) -> None:
         """Find the drafts in the tiers, and start the threads."""
         self.scan.resume()
+        if self.peering is not None:
+            self.peering.start()
         for target in (self._persist, self._upload):
             thread = threading.Thread(
                 target=self._keep_on, args=(target,), name=f"tierfs{target.__name__}", daemon=True
@@ -120,6 +131,8 @@ class Flusher:
             state.stopping = True
             state.changed.notify_all()
         self.uploader.pace.stop()
+        if self.peering is not None:
+            self.peering.stop()
         for thread in self._threads:
             thread.join()
 
@@ -163,7 +176,7 @@ class Flusher:
 
     def is_idle(self) -> bool:
         """Return whether no drafts are in flight except conflicts, and all segments can be opened."""
-        if self._state.ram.unread():
+        if self._state.ram.unread() or (self.peering is not None and self.peering.is_busy()):
             return False
         self.scan.discover()
         with self._state.changed:
@@ -249,7 +262,8 @@ class Flusher:
         self.nudge()
         with state.changed:
             if write_id is None:
-                waiting = [entry for entry in state.entries if is_at_or_below(entry.path, path)]
+                own = (entry for entry in state.entries if entry.room is None)
+                waiting = [entry for entry in own if is_at_or_below(entry.path, path)]
             else:
                 waiting = list(filter(None, [state.entries.get(write_id)]))
             is_known = bool(waiting)
@@ -318,6 +332,8 @@ class Flusher:
         if entry.conflict and entry.error is not None:
             raise entry.error
         state = self._state
+        if level is Level.PEER and self.peering is not None and entry.past_nvme:
+            return  # other hosts may still take the draft, whatever the object tier says
         # Conflicts only block publication, so they matter only if the draft still has to be published for this level.
         is_blocked = state.entries.has_conflicts and (entry.past_nvme or level > state.local_level)
         blocker = state.entries.blocker(entry) if is_blocked else None
@@ -363,8 +379,12 @@ class Flusher:
             is_busy = state.entries.is_busy
             state.changed.wait_for(lambda: not any(map(is_busy, self._discardable(path))), DISCARD_S)
             kept = [entry for entry in self._discardable(path) if not is_busy(entry)]
+        if state.peering is not None:
+            state.peering.tell_gone(kept)
         for entry in reversed(kept):
-            if entry.number is not None:
+            if entry.room is not None:
+                entry.room.forget([entry.draft.write_id])
+            elif entry.number is not None:
                 assert self.nvme is not None
                 self.nvme.forget_drafts(entry.number)
             elif entry.slot is not None:
@@ -419,5 +439,6 @@ class Flusher:
                 "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
                 "nvme_evicted_bytes": usage.evicted_bytes if usage is not None else 0,
                 "counters": dict(state.counters),
+                **({} if self.peering is None else {"peers": self.peering.report()}),
                 **state.access.asked(),
             }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +64,10 @@ class StorePublisher:
         self._codecs = Codecs.parse(codecs)
         if self._opened is not None:
             self._opened.store.encoder.use(self._codecs)
+
+    def store(self) -> Store:
+        """Return the opened store. Raises as `open`."""
+        return self._open().store
 
     def close(self) -> None:
         """Release the lease of the store. Nothing is published afterwards."""
@@ -126,6 +131,11 @@ class StorePublisher:
             write_references(store, directory)
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             _commit(store, commits, directory)
+
+    def is_published(self, path: str, write_ids: AbstractSet[bytes]) -> bool:
+        """Return whether the record of a path has one of these write ids. Raises as `observe`."""
+        record = observe(self._open().store, path).record
+        return record is not None and record.write_id in write_ids
 
     def tell_host(self) -> None:
         """Write down the versions that this process published and found, for saves while the object tier is unreachable."""

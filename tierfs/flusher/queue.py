@@ -25,6 +25,7 @@ from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
 
 if TYPE_CHECKING:
+    from tierfs.peers.room import PeerRoom
     from tierfs.store.encode.keyframes import FilePlan
 
 # Drafts of this size or more are uploaded while they are written to the nvme tier. Smaller drafts reach it too soon for
@@ -73,6 +74,9 @@ class FlushItem:
         level: The level that the draft has reached.
         rows: The rows to publish; ``None`` for a chunk that is not in the object tier yet.
         plan: The facts that guide the encoding; ``None`` before the publisher was asked for them.
+        room: Where the draft lies if it is another host's; ``None`` for one of this host.
+        holders: The ids of the other hosts that hold the draft.
+        is_held: Whether as many other hosts as were asked for have held the draft.
         stage: How far the draft has come.
         error: The last error.
         unsent_bytes: Bytes of the chunks that are not in the object tier yet. `FlushQueue` sets it.
@@ -87,6 +91,9 @@ class FlushItem:
     level: Level = Level.STAGED
     rows: list[Row | None] = field(default_factory=list)
     plan: FilePlan | None = None
+    room: PeerRoom | None = None
+    holders: set[str] = field(default_factory=set)
+    is_held: bool = False
     stage: FlushStage = FlushStage.WAITING
     unsent_bytes: int = 0
     error: TierfsError | None = None
@@ -207,6 +214,18 @@ class FlushQueue:
         if not entry.past_nvme:
             entry.note("past nvme")
             self._end_waiting(entry)
+            self._note_level(entry)
+
+    def hold(self, entry: FlushItem, host: str, count: int) -> None:
+        """Note that another host holds a draft, which has to be held by ``count`` hosts."""
+        entry.holders.add(host)
+        entry.is_held = entry.is_held or len(entry.holders) >= count
+        self._note_level(entry)
+
+    def _note_level(self, entry: FlushItem) -> None:
+        """Note that a draft has reached the level ``peer``, which implies that it is in the nvme tier, if there is one."""
+        if entry.is_held and entry.past_nvme:
+            entry.level = max(entry.level, Level.PEER)
 
     def _end_waiting(self, entry: FlushItem) -> None:
         _take_out(self._waiting, entry)

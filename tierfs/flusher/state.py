@@ -28,6 +28,8 @@ from tierfs.host.slab.segment import Slot
 from tierfs.host.slab.table import SlotState
 
 if TYPE_CHECKING:
+    from tierfs.flusher.peering import Peering
+    from tierfs.peers.room import PeerRoom
     from tierfs.store.encode.codecs import Pressure
 
 RETRY_S_MIN = 0.25
@@ -69,6 +71,8 @@ class FlushState:
         object_waits: Number of changes that wait until the object tier has them.
         holders: Holders of chunks in the nvme tier: unfinished files.
         counters: Counts of events, by name.
+        room: The drafts of other hosts; ``None`` if there are no peers.
+        peering: The exchange with other hosts; ``None`` if there are no peers.
         local_level: The level of a draft in the nvme tier.
         nvme_bytes: The nvme tier's budget; 0 if there is no nvme tier.
         fault: Called before and after each ordered step.
@@ -99,6 +103,8 @@ class FlushState:
         self.local_waits = self.object_waits = 0
         self.holders: set[str] = set()
         self.counters: Counter[str] = Counter()
+        self.room: PeerRoom | None = None
+        self.peering: Peering | None = None
         usage = nvme.usage() if nvme is not None else None
         self.local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
         self.nvme_bytes = usage.budget_bytes if usage is not None else 0
@@ -160,7 +166,8 @@ class FlushState:
 
     def sources(self, kind: DigestKind, slots: Mapping[bytes, SlotRef | None]) -> ChunkSources:
         """Return the copies of chunks on this host: see `ChunkSources` for the arguments."""
-        return ChunkSources(kind, self.ram, self.nvme, slots, self.counters)
+        others = () if self.room is None else self.room.tiers
+        return ChunkSources(kind, self.ram, self.nvme, slots, self.counters, others)
 
     def sources_of(self, draft: Draft) -> ChunkSources:
         """Return the copies of a draft's chunks, and of others, on this host."""

@@ -103,7 +103,10 @@ class Uploader:
             else:
                 self._go_on(entry)
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
-            state.fail(entry, state.known(error, entry.path))
+            if self._is_forgotten(entry):
+                self._drop(entry)
+            else:
+                state.fail(entry, state.known(error, entry.path))
         finally:
             with state.changed:
                 state.entries.end(entry)
@@ -118,7 +121,18 @@ class Uploader:
                 raise ConflictError(str(base.error), path=base.path)
             state.access.call(lambda publisher: self._upload_and_publish(publisher, entry))
         except ConflictError as error:
+            if self._is_forgotten(entry):
+                raise
             self._keep(entry, error)
+
+    def _is_forgotten(self, entry: FlushItem) -> bool:
+        """Return whether a draft is of another host, and that host publishes it, or has done so."""
+        peering = self._state.peering
+        return entry.room is not None and peering is not None and not peering.may_publish(entry)
+
+    def _drop(self, entry: FlushItem) -> None:
+        with self._state.changed:
+            self._state.entries.remove(entry)
 
     def _upload_and_publish(self, publisher: StorePublisher, entry: FlushItem) -> None:
         state = self._state
@@ -277,6 +291,12 @@ class Uploader:
         assert entry.plan is not None, "uploaded without a plan"
         try:
             publisher.publish(entry.draft, entry.plan, rows, state.sources_of(entry.draft))
+        except ConflictError:
+            # A host that adopted this draft may have published it, and those that build on it.
+            with state.changed:
+                later = [each for each in state.entries.dependents(entry) if each.path == entry.path]
+            if not publisher.is_published(entry.path, {each.draft.write_id for each in later}):
+                raise
         finally:
             publisher.tell_host()
         state.moved_at = state.clock.monotonic()
@@ -295,10 +315,15 @@ class Uploader:
             return  # an earlier call released them, too
         try:
             state.fault("before finish.release")
+            if state.peering is not None:
+                # First, so that no host still holds a draft when the next one of its path is published.
+                state.peering.tell_gone(done)
             if state.nvme is not None:
                 state.nvme.forget_drafts(*[entry.number for entry in done if entry.number is not None])
             for entry in done:
-                if entry.slot is not None:
+                if entry.room is not None:
+                    entry.room.forget([entry.draft.write_id])
+                elif entry.slot is not None:
                     state.drop_holds(entry.draft)
                     state.release(entry.draft, entry.slot)
             state.fault("after finish.release")
@@ -332,7 +357,9 @@ class Uploader:
                 kept = [entry, *state.entries.dependents(entry)]
             # The last draft first: after a crash in between, no pending draft builds on a conflict.
             for each in reversed(kept):
-                if each.number is not None:
+                if each.room is not None:
+                    each.room.keep_as_conflict(each.draft.write_id, str(error))
+                elif each.number is not None:
                     assert state.nvme is not None
                     state.nvme.keep_as_conflict(each.number, str(error))
                 elif each.slot is not None:

@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     COLLECTOR = 8
     SCRUB = 9
     REFERENCES = 10
+    PEER = 11
 
 
 def header(kind: Kind, word: int) -> bytes:

@@ -46,7 +46,8 @@ class TierFileSystem(Changing):
         target_options: Options of that filesystem.
         fo: Set by fsspec to the path in a chained URL. Used only by ``status()`` without a path, before any other call.
         create: Whether a write creates a store if it finds none. ``TIERFS_CREATE=1`` does the same.
-        ack: The level at which a write is acknowledged: ``"staged"``, ``"local"`` or ``"object"``.
+        ack: The level at which a write is acknowledged: ``"staged"``, ``"local"``, ``"peer"`` or
+            ``"object"``.
         ram: Budget of the ram tier, ``"8GiB"`` or ``"25%"``. ``"0"`` switches the tier off.
         nvme: Budget of the nvme tier, in the same form.
         state_dir: The state directory.
@@ -59,7 +60,8 @@ class TierFileSystem(Changing):
         asynchronous: As in fsspec.
         loop: As in fsspec.
         batch_size: As in fsspec.
-        **options: Other options of fsspec.
+        **options: Other options of fsspec; and ``peers``, ``peer_listen``, ``peer_domain``, ``peer_ram``, ``peer_nvme``
+            and ``peer_bandwidth``, see docs/reference/peers.md.
 
     Raises:
         InvalidInputError: An option or the object tier's filesystem is unknown.

@@ -32,6 +32,7 @@ from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, 
 from tierfs.fs.writefile import WriteFile
 from tierfs.host.pending.levels import Level
 from tierfs.session import Location, TierOptions, open_store
+from tierfs.session.settings import PEER_OPTIONS
 from tierfs.session.url import LOCAL, TRUE, asks_to_create, named_location, split_url, strip, target_url
 from tierfs.store import Store
 from tierfs.threads import Transfers
@@ -159,6 +160,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
+        peers = {name: options.pop(name) for name in PEER_OPTIONS if name in options}
         unknown = sorted(name for name in set(options) - _FSSPEC_OPTIONS if not is_hint(name))
         if unknown:
             raise InvalidInputError(
@@ -170,7 +172,15 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem, metaclass=_Instances):
         if ack is not None:
             Level.parse(ack)
         self._tier_options = TierOptions(
-            ack, ram, nvme, None if state_dir is None else os.fspath(state_dir), timeout, bandwidth, codecs, device
+            ack,
+            ram,
+            nvme,
+            None if state_dir is None else os.fspath(state_dir),
+            timeout,
+            bandwidth,
+            codecs,
+            device,
+            **peers,
         )
         self._target_protocol = target_protocol
         self._target_options = dict(target_options or {})

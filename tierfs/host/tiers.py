@@ -7,13 +7,14 @@ here, because it needs the drafts, the ram tier and the flusher.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from tierfs.clock import Clock
 from tierfs.digest import DigestKind
-from tierfs.errors import StoreError, TierfsError
+from tierfs.errors import ConflictError, StoreError, TierfsError
 from tierfs.host.cache.cache import ChunkCache
 from tierfs.host.cache.reader import ChunkReader
 from tierfs.host.events import Counters, no_faults
@@ -41,6 +42,7 @@ class Tiers:
         gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a crash.
         keeps_reads: Whether to keep chunks read from the object tier. Off if that is a directory of this host.
         shares_reads: See `ChunkCache`.
+        has_peers: Whether other hosts hold this host's changes.
         passes_by: Whether a write for `Level.LOCAL` goes straight to the object tier, because that is the next tier
             down and a directory of this host.
         clock: Source of time.
@@ -63,6 +65,7 @@ class Tiers:
         shares_reads: bool = False,
         passes_by: bool,
         clock: Clock,
+        has_peers: bool = False,
         problems: Mapping[str, str] | None = None,
     ) -> None:
         self.problems = dict(problems or {})
@@ -71,6 +74,7 @@ class Tiers:
         self.flusher = flusher
         self.has_nvme = has_nvme
         self.passes_by = passes_by
+        self._has_peers = has_peers
         self.counters = counters = Counters()
         self.away_until_s = 0.0
         self._clock = clock
@@ -123,7 +127,8 @@ class Tiers:
                 still = self._below(level, path, write_id) if awaited is None else awaited
                 raise TimeoutError(f"{_described(still, path, level)}: {error}") from error
             self._fault("after wait")
-            if write_id is not None and answer.get("known") is True:
+            # Only the flusher knows what other hosts hold.
+            if (write_id is not None or level is Level.PEER) and answer.get("known") is True:
                 return
             # A flusher that did not know a draft, for whatever reason, has not waited for it: check.
             still = self._below(level, path, write_id)
@@ -134,6 +139,21 @@ class Tiers:
             if left == 0:
                 raise TimeoutError(f"{_described(awaited, path, level)}, and the flusher does not know of it")
             self._clock.sleep(ASK_AGAIN_S)
+
+    def level(self, path: str) -> Level:
+        """Return the level of the newest change of ``path``; `Level.OBJECT` if none is pending.
+
+        Raises:
+            StoreError, CorruptionError: As `PendingDrafts.level`.
+        """
+        level = self.drafts.level(path)
+        if self._has_peers and Level.NONE < level < Level.PEER and self.flusher.is_running():
+            with contextlib.suppress(
+                TimeoutError, ConflictError
+            ):  # it is not held elsewhere yet, or kept as a conflict
+                self.wait(path, Level.PEER, 0)
+                return max(Level.PEER, self.drafts.level(path))
+        return level
 
     def _check_removed(self, awaited: Collection[tuple[str, bytes]]) -> None:
         """Check that none of these drafts, which the flusher does not know, lies in a segment whose file was removed.

@@ -20,13 +20,16 @@ from tierfs.host.host import state_directory
 from tierfs.host.nvme.head import BUDGET_BYTES_MIN, read_budget
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.memory import memory_limit
+from tierfs.peers.settings import PEERS_MAX, PeerSettings, parse_listen
 from tierfs.store.encode.codecs import AUTO, Codecs
 from tierfs.units import bounded_timeout, format_bytes, parse_share, parse_size
 
 RAM_SHARE = "25%"
 NVME_SHARE = "10%"
+PEER_SHARE = "10%"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the system's
 TIMEOUT_S = 600.0
+PEER_OPTIONS = ("peers", "peer_listen", "peer_domain", "peer_ram", "peer_nvme", "peer_bandwidth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,12 @@ class TierOptions:
         codecs: How chunks are encoded: ``auto``, ``all``, ``off``, or names of codecs, ``zstd,plane``. A running
             flusher takes the codecs of the newest write that gives some. Default: ``auto``.
         device: Budget of GPU memory for the device tier of each ``TierWriter`` and GPU. Default: none.
+        peers: On how many other hosts each change is held, 1 to 3: see docs/reference/peers.md. Default: 0.
+        peer_listen: Where this host listens for them, ``ADDRESS[:PORT]``: the address of one interface.
+        peer_domain: The failure domain of this host, for example its rack. Default: one of its own.
+        peer_ram: Most memory for the changes of other hosts: a size, or a share as with ``ram``. Default: ``10%``.
+        peer_nvme: Most room on the disk for them: a size, or a share as with ``nvme``. Default: ``10%``.
+        peer_bandwidth: Bytes per second to other hosts. Default: no limit.
     """
 
     ack: str | None = None
@@ -62,6 +71,12 @@ class TierOptions:
     bandwidth: str | float | None = None
     codecs: str | None = None
     device: str | float | None = None
+    peers: str | float | None = None
+    peer_listen: str | None = None
+    peer_domain: str | None = None
+    peer_ram: str | float | None = None
+    peer_nvme: str | float | None = None
+    peer_bandwidth: str | float | None = None
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -114,6 +129,7 @@ class ResolvedTiers:
     bandwidth: int = 0
     codecs: Codecs = AUTO
     device_bytes: int = 0
+    peers: PeerSettings | None = None
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -138,8 +154,15 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     ram_bytes, nvme_bytes = size_of("ram", ram, memory_limit()), size_of("nvme", nvme, free_bytes)
     problems = {"ram": _ram_problem(options, ram_bytes)}
     nvme_bytes, problems["nvme"] = _nvme_on(options, directory, uuid, nvme_bytes, free_bytes)
+    ack, peers = Level.parse(options.ack) if options.ack else _default_ack(), _peers(options, free_bytes)
+    if peers is not None and not (ram_bytes or nvme_bytes):
+        raise InvalidInputError("peers= needs a ram or nvme tier on this host, and both are switched off")
+    if ack is Level.PEER and peers is None:
+        raise InvalidInputError(
+            "ack='peer' needs other hosts: set peers= and peer_listen= (TIERFS_PEERS, TIERFS_PEER_LISTEN)"
+        )
     return ResolvedTiers(
-        ack=Level.parse(options.ack) if options.ack else _default_ack(),
+        ack=ack,
         ram_bytes=ram_bytes,
         nvme_bytes=nvme_bytes,
         directory=directory,
@@ -147,6 +170,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         bandwidth=size_of("bandwidth", 0 if options.bandwidth is None else options.bandwidth),
         codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
         device_bytes=size_of("device", 0 if options.device is None else options.device),
+        peers=peers,
         problems={tier: problem for tier, problem in problems.items() if problem},
     )
 
@@ -157,6 +181,38 @@ def size_of(name: str, given: float | str, whole: int | None = None) -> int:
         return parse_size(given) if whole is None else parse_share(given, whole)
     except InvalidInputError as error:
         raise InvalidInputError(f"{name}: {error}") from None
+
+
+def _peers(options: TierOptions, free_bytes: int) -> PeerSettings | None:
+    """Return the settings of replication to other hosts; ``None`` if it is off.
+
+    Raises:
+        InvalidInputError: A value is invalid, or there is no address to listen at.
+    """
+    if options.peers in (None, 0, "0"):
+        return None
+    try:
+        count = int(str(options.peers))
+    except ValueError:
+        count = -1
+    if not 1 <= count <= PEERS_MAX:
+        raise InvalidInputError(f"peers={options.peers!r} is not a number from 0 to {PEERS_MAX}")
+    if not options.peer_listen:
+        raise InvalidInputError(
+            f"peers={count} needs the address at which this host listens: set peer_listen= (TIERFS_PEER_LISTEN)"
+        )
+    address, port = parse_listen(options.peer_listen)
+    given = (options.peer_ram, options.peer_nvme)
+    ram, nvme = (PEER_SHARE if value is None else value for value in given)
+    return PeerSettings(
+        count,
+        address,
+        port,
+        options.peer_domain or "",
+        size_of("peer_ram", ram, memory_limit()),
+        size_of("peer_nvme", nvme, free_bytes),
+        size_of("peer_bandwidth", options.peer_bandwidth or 0),
+    )
 
 
 def _timeout(given: float | str | None) -> float | None:
@@ -232,6 +288,9 @@ def from_environment() -> TierOptions:
         nvme=os.environ.get("TIERFS_NVME") or None,
         state_dir=os.environ.get("TIERFS_STATE_DIR") or None,
         device=os.environ.get("TIERFS_DEVICE") or None,
+        peers=os.environ.get("TIERFS_PEERS") or None,
+        peer_listen=os.environ.get("TIERFS_PEER_LISTEN") or None,
+        peer_domain=os.environ.get("TIERFS_DOMAIN") or None,
     )
 
 

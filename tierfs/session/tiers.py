@@ -122,6 +122,7 @@ def tiers_for(
         shares_reads=ranks_here() > 1,
         passes_by=target.host_local and not settings.nvme_bytes,
         clock=clock,
+        has_peers=settings.peers is not None,
         problems=settings.problems,
     )
     for tier, problem in settings.problems.items():
@@ -215,6 +216,7 @@ class Launcher:
         argv += ["--state-dir", str(settings.directory), "--ram", str(settings.ram_bytes)]
         argv += ["--nvme", str(settings.nvme_bytes), "--bandwidth", str(settings.bandwidth)]
         argv += ["--codecs", str(settings.codecs)]
+        argv += [] if settings.peers is None else settings.peers.arguments()
         try:
             return spawn(argv, self._directory / LOG_NAME)
         except OSError as error:
@@ -237,6 +239,7 @@ class Launcher:
             bandwidth=self._settings.bandwidth,
             publisher=publisher_of(self._connect, self._host),
             clock=self._clock,
+            peers=self._settings.peers,
         )
         service = Service(engine, self._directory, version=__version__, linger_s=LINGER_S)
         thread = threading.Thread(target=_serve, args=(service,), name="tierfs-flusher", daemon=True)

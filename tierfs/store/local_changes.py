@@ -71,7 +71,7 @@ def level_of(store: Store, path: str) -> Level:
         StoreError, CorruptionError: As `stat`.
     """
     tiers = _tiers_of(store)
-    level = tiers.drafts.level(path) if tiers is not None else Level.OBJECT
+    level = tiers.level(path) if tiers is not None else Level.OBJECT
     if stat_to_read(store, path).is_directory:
         raise NotFoundError(f"{store.where(path)} is a directory: only files have levels", path=path)
     return level

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tierfs.flusher.engine import FlushEngine
     from tierfs.flusher.publish import StorePublisher
     from tierfs.flusher.server import Service
+    from tierfs.peers.settings import PeerSettings
     from tierfs.session import Location
     from tierfs.store import Store
 
@@ -101,6 +102,15 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
         "--bandwidth", metavar="BYTES", help="bytes per second to the object tier, like 500MB (default: no bound)"
     )
     tiers.add_argument("--codecs", metavar="CODECS", help="auto, all, off, or names like zstd,plane (default: auto)")
+    peers = parser.add_argument_group("peers", "see docs/reference/peers.md")
+    peers.add_argument(
+        "--peers", metavar="COUNT", help="hold each change on this many other hosts, 1 to 3 (default: 0)"
+    )
+    peers.add_argument("--peer-listen", metavar="ADDRESS[:PORT]", help="listen for other hosts at this address")
+    peers.add_argument("--peer-domain", metavar="NAME", help="failure domain of this host, for example its rack")
+    peers.add_argument("--peer-ram", metavar="BYTES", help="most memory for the changes of other hosts")
+    peers.add_argument("--peer-nvme", metavar="BYTES", help="most room on the disk for the changes of other hosts")
+    peers.add_argument("--peer-bandwidth", metavar="BYTES", help="bytes per second to other hosts (default: no bound)")
     upkeep = parser.add_argument_group("upkeep")
     add_options(upkeep, _GC_EVERY_OPTIONS)
     process = parser.add_argument_group("process")
@@ -116,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _location(arguments: argparse.Namespace) -> Location:
     from tierfs.session import TierOptions, parse_url  # noqa: PLC0415 - a spawned flusher needs it later
+    from tierfs.session.settings import PEER_OPTIONS  # noqa: PLC0415
 
     location = parse_url(arguments.url)
     given = TierOptions(
@@ -124,6 +135,7 @@ def _location(arguments: argparse.Namespace) -> Location:
         state_dir=arguments.state_dir,
         bandwidth=arguments.bandwidth,
         codecs=arguments.codecs,
+        **{name: getattr(arguments, name, None) for name in PEER_OPTIONS},
     )
     return replace(location, tiers=given.over(location.tiers))
 
@@ -229,8 +241,19 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         bandwidth=parse_size(arguments.bandwidth or 0),
         own=own,
         fallbacks=fallbacks,
+        peers=_told_peers(arguments),
     )
     return engine, host.store_directory(uuid)
+
+
+def _told_peers(arguments: argparse.Namespace) -> PeerSettings | None:
+    """Return the settings of replication with which the client started this process."""
+    if arguments.peers is None:
+        return None
+    from tierfs.peers.settings import PeerSettings, parse_listen  # noqa: PLC0415 - only with peers
+
+    sizes = (parse_size(getattr(arguments, name) or 0) for name in ("peer_ram", "peer_nvme", "peer_bandwidth"))
+    return PeerSettings(int(arguments.peers), *parse_listen(arguments.peer_listen), arguments.peer_domain or "", *sizes)
 
 
 def give_way(session: Path = _SESSION) -> bool:
@@ -305,7 +328,14 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     publisher = publisher_of(lambda: open_bare(location)[0], host)
     ram, nvme = settings.ram_bytes, settings.nvme_bytes
     engine = build_engine(
-        host, uuid, None, ram_bytes=ram, nvme_bytes=nvme, bandwidth=settings.bandwidth, publisher=publisher
+        host,
+        uuid,
+        None,
+        ram_bytes=ram,
+        nvme_bytes=nvme,
+        bandwidth=settings.bandwidth,
+        publisher=publisher,
+        peers=settings.peers,
     )
     gc_every_s = None if arguments.gc_every is None else parse_time(arguments.gc_every, "--gc-every")
     scrub_bandwidth = parse_size(arguments.scrub_bandwidth or 0)

@@ -157,6 +157,8 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
+    if "peers" in report:
+        facts += _peers(report["peers"])
     if "records" in report:
         facts.append(("record cache", _records(report["records"])))
     facts += _upkeep(report.get("upkeep", {}))
@@ -190,6 +192,19 @@ def _flusher(flusher: Mapping[str, Any]) -> str:
     if "silent" in flusher:
         return f"runs, but does not answer: {printable(flusher['silent'])}"
     return f"runs, pid {flusher['pid']}"
+
+
+def _peers(peers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Describe which hosts hold changes of this one, and what this one holds for others."""
+    hosts = [
+        f"{printable(host['host'])} at {printable(host['address'])} holds {host['held_files']} files"
+        + ("" if host["connected"] else " (not connected)")
+        for host in peers["hosts"]
+    ]
+    used, budget = format_bytes(peers["holds_bytes"]), format_bytes(peers["budget_bytes"])
+    held = f"{peers['holds_files']} files for {len(peers['holds_for'])} hosts, {used} of {budget}"
+    found = f"{len(hosts)} of {peers['wanted']} wanted"
+    return [("peers", "; ".join([found, *hosts])), ("holds for peers", held)]
 
 
 def _records(records: Mapping[str, Mapping[str, int]]) -> str:

@@ -18,7 +18,7 @@ from tierfs.format import keys
 from tierfs.host.pending.record import SlotRef, local_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tierfs.format.manifest import Row
     from tierfs.host.nvme.tier import NvmeTier
@@ -37,6 +37,7 @@ class ChunkSources:
         nvme: The nvme tier; ``None`` if there is none.
         slots: The slots to try first, by the digest of their chunk.
         counters: ``bad_local_copies`` counts the copies that were read and do not have their digest.
+        others: The tiers with the changes of other hosts.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class ChunkSources:
         nvme: NvmeTier | None,
         slots: Mapping[bytes, SlotRef | None],
         counters: Counter[str],
+        others: Sequence[NvmeTier] = (),
     ) -> None:
+        self._others = others
         self._kind = kind
         self._ram = ram
         self._nvme = nvme
@@ -91,6 +94,8 @@ class ChunkSources:
             yield partial(_read_slot, found)
         if self._nvme is not None:
             yield partial(self._nvme.read_into, name)
+        for tier in self._others:
+            yield partial(tier.read_into, name)
 
 
 def slot_at(ram: RamTier, reference: SlotRef) -> Slot | None:

@@ -13,7 +13,8 @@ class Level(enum.IntEnum):
     NONE = 0
     STAGED = 1
     LOCAL = 2
-    OBJECT = 3
+    PEER = 3
+    OBJECT = 4
 
     @property
     def label(self) -> str:
@@ -29,7 +30,7 @@ class Level(enum.IntEnum):
         """
         if isinstance(text, Level):
             return text
-        for level in (cls.STAGED, cls.LOCAL, cls.OBJECT):
+        for level in (cls.STAGED, cls.LOCAL, cls.PEER, cls.OBJECT):
             if level.label == text:
                 return level
-        raise InvalidInputError(f"{text!r} is not a level: choose 'staged', 'local' or 'object'")
+        raise InvalidInputError(f"{text!r} is not a level: choose 'staged', 'local', 'peer' or 'object'")

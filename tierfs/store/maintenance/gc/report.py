@@ -60,7 +60,8 @@ class GcReport:
         condemned: Chunk objects that this run found unreached.
         waiting: Condemned chunk objects that wait until a grace has passed.
         young: Unreached chunk objects younger than a grace.
-        tombstones, leases, probes, lists, references: Expired objects of each kind that were removed.
+        tombstones, leases, probes, lists, references: Expired objects of each kind that were removed. Records of
+            peers count as leases.
             ``lists`` are condemned lists, ``references`` are reference lists.
         replaced: Shard files that no save has named for a grace, which were deleted. Bytes are their lengths.
         unfinished: Other shard files that no checkpoint names: their save is under way, did not finish, or was replaced

@@ -295,7 +295,7 @@ class _Run:
     # -- other leftovers -----------------------------------------------------------------------------------------------
 
     def _tidy(self, marked: Marked) -> None:
-        """Remove expired tombstones, leases, probes and reference lists, each on condition that it has not changed."""
+        """Remove expired tombstones, leases, peer records, probes and reference lists, if they have not changed."""
         grace_ns, lease_ns = self._grace_ns, self._store.descriptor.lease_s * SECOND_NS
         # A checkpoint's list goes before the tombstone of its metadata: otherwise it would seem to have vanished.
         kept = self._remove(marked.stale_lists, self._report.references)
@@ -307,7 +307,9 @@ class _Run:
             self._turn.note(self._turn.record.epochs, {**self._turn.record.last, "records": self._records})
             self._turn.renew()
         self._remove(old, self._report.tombstones)
-        leases = [item for item in self._leases() if self._is_over(item.modified_ns, lease_ns + grace_ns)]
+        peers = objects_below(self._store.objects, keys.PEERS)
+        renewed = [*self._leases(), *peers]
+        leases = [item for item in renewed if self._is_over(item.modified_ns, lease_ns + grace_ns)]
         self._remove(leases, self._report.leases)
         listed = objects_below(self._store.objects, keys.PROBE)
         probes = [item for item in listed if self._is_over(item.modified_ns, PROBE_AGE_S * SECOND_NS)]

@@ -1,0 +1,149 @@
+"""Two or three hosts, each with a flusher process, over a directory that all of them see."""
+
+import random
+import socket
+
+import pytest
+from support.peer_hosts import LEASE_S, PeerHost, bare, until
+
+import tierfs
+
+pytest.importorskip("cryptography")
+WAIT_S = 60
+
+
+@pytest.fixture
+def hosts(tmp_path, monkeypatch):
+    """A function that makes a host. The hosts are killed at the end."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "bare"))
+    url = f"file://{tmp_path}/store"
+    tierfs.init(url, lease_s=LEASE_S)
+    made = []
+
+    def make(name, **settings):
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        made.append(PeerHost(tmp_path, name, url, port, **settings))
+        return made[-1].start()
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def content(seed, size=300_000):
+    return random.Random(seed).randbytes(size)
+
+
+def read_all(url, names):
+    fs, root = bare(url)
+    if not all(fs.exists(f"{root}/run/{name}") for name in names):
+        return None
+    return {name: fs.cat_file(f"{root}/run/{name}") for name in names}
+
+
+def save(host, contents, ack="peer"):
+    fs, root = host.open(ack=ack)
+    for name, data in contents.items():
+        fs.pipe_file(f"{root}/run/{name}", data)
+    return fs, root
+
+
+def test_a_lost_host_loses_nothing_that_reached_peer(hosts):
+    owner, holder = hosts("a", bandwidth=1), hosts("b")
+    contents = {"shard0": content(1), "shard1": content(2, 5_000_000), "latest": b"shard1"}
+    fs, root = save(owner, contents)
+    assert fs.ack(f"{root}/run/shard0") == fs.ack(f"{root}/run/latest") == "peer"
+    assert read_all(owner.url, contents) is None
+    assert owner.status()["peers"]["hosts"][0]["held_files"] == len(contents)
+    owner.lose()
+    assert until(lambda: read_all(owner.url, contents), WAIT_S) == contents
+    until(lambda: holder.status()["peers"]["holds_files"] == 0, WAIT_S)
+    assert holder.status()["conflict_files"] == 0
+
+
+def test_a_holder_forgets_what_the_object_tier_has(hosts):
+    owner, holder = hosts("a"), hosts("b")
+    fs, root = save(owner, {"x": content(3), "y": b"small"}, ack="staged")
+    fs.wait(root, "peer", timeout=WAIT_S)
+    fs.wait(root, "object", timeout=WAIT_S)
+    until(lambda: holder.status()["peers"]["holds_files"] == 0, WAIT_S)
+
+
+def test_a_restarted_owner_sends_nothing_twice(hosts):
+    owner, _ = hosts("a", bandwidth=1), hosts("b")
+    fs, root = save(owner, {"x": content(4)})
+    assert owner.status()["counters"]["flusher_peer_sent_bytes"] == 300_000
+    owner.kill()
+    owner.start()
+    until(lambda: fs.ack(f"{root}/run/x") == "peer", WAIT_S)
+    assert owner.status()["counters"].get("flusher_peer_sent_bytes", 0) == 0
+
+
+def test_chunks_that_the_holder_has_are_not_sent_again(hosts):
+    owner, _ = hosts("a", bandwidth=1), hosts("b")
+    save(owner, {"x": content(5), "again": content(5)})
+    assert owner.status()["counters"]["flusher_peer_sent_bytes"] == 300_000
+
+
+def test_an_owner_that_returns_after_adoption_finds_no_conflict(hosts):
+    owner, holder = hosts("a", bandwidth=1), hosts("b")
+    contents = {"x": content(6), "y": content(7)}
+    save(owner, contents)
+    owner.kill()
+    assert until(lambda: read_all(owner.url, contents), WAIT_S) == contents
+    del owner.settings["bandwidth"]
+    owner.start()
+    until(lambda: owner.status()["queue_files"] == 0, WAIT_S)
+    assert owner.status()["conflict_files"] == holder.status()["conflict_files"] == 0
+    assert read_all(owner.url, contents) == contents
+
+
+def test_two_holders_adopt_the_same_changes(hosts):
+    owner, *holders = hosts("a", bandwidth=1, peers=2), hosts("b"), hosts("c")
+    contents = {"x": content(8), "latest": b"x"}
+    save(owner, contents)
+    owner.lose()
+    assert until(lambda: read_all(owner.url, contents), WAIT_S) == contents
+    for holder in holders:
+        until(lambda holder=holder: holder.status()["peers"]["holds_files"] == 0, WAIT_S)
+        assert holder.status()["conflict_files"] == 0
+
+
+def test_a_full_peer_leaves_the_level_and_the_way_to_the_bucket(hosts):
+    owner, _ = hosts("a"), hosts("b", peer_ram="0", peer_nvme="1MiB")
+    fs, root = save(owner, {"x": content(9, 4_000_000)}, ack="object")
+    owner.kill()
+    owner.settings["bandwidth"] = 1
+    owner.start()
+    fs.pipe_file(f"{root}/run/y", content(10, 4_000_000), ack="local")
+    with pytest.raises(TimeoutError):
+        fs.wait(f"{root}/run/y", "peer", timeout=3)
+    assert fs.ack(f"{root}/run/y") == "local"
+    assert owner.status()["counters"]["flusher_peer_full"] > 0
+
+
+def test_a_killed_holder_still_holds_after_its_restart(hosts):
+    owner, holder = hosts("a", bandwidth=1), hosts("b")
+    contents = {"x": content(11)}
+    save(owner, contents)
+    holder.kill()
+    owner.lose()
+    holder.start()
+    assert until(lambda: read_all(owner.url, contents), WAIT_S) == contents
+
+
+def test_strangers_and_rubbish_do_not_stop_a_holder(hosts, tmp_path):
+    owner, holder = hosts("a", bandwidth=1), hosts("b")
+    address = tuple(holder.settings["peer_listen"].split(":"))
+    for rubbish in (b"", b"GET / HTTP/1.1\r\n\r\n", random.Random(12).randbytes(100_000)):
+        with socket.create_connection(address, timeout=10) as sock:
+            sock.sendall(rubbish)
+    fs, root = save(owner, {"x": content(13)})
+    assert fs.ack(f"{root}/run/x") == "peer"
+
+
+def test_ack_peer_without_peers_is_refused(hosts, tmp_path):
+    with pytest.raises(tierfs.TierfsError, match="peers="):
+        PeerHost(tmp_path, "alone", f"file://{tmp_path}/store", 1, peers=0).open(ack="peer")[0].ls(f"{tmp_path}/store")

@@ -1,0 +1,179 @@
+"""The owner's side: sends drafts and their chunks to one other host."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from tierfs.buffers import buffers
+from tierfs.clock import Pace
+from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
+from tierfs.format.manifest import Manifest, Row
+from tierfs.host.pending.record import Draft
+from tierfs.peers.room import elsewhere
+from tierfs.peers.wire import IDLE_S, NAMES_MAX, VERSION, Connection, dial
+
+if TYPE_CHECKING:
+    import ssl
+
+    from tierfs.format.peer import PeerRecord
+    from tierfs.host.cache.sources import ChunkSources
+
+STREAMS = 4
+DIAL_S = 5.0
+GONE_S = 2.0
+ATTEMPTS_MAX = 3
+
+
+class PeerClient:
+    """Connections to one other host. `send` is for one thread, which sends drafts in closing order.
+
+    Args:
+        record: The other host.
+        context: The TLS context, which trusts that host alone.
+        store: The store's uuid.
+        pace: Limits the bytes that are sent.
+
+    Raises:
+        OSError: The host does not answer, or is another one.
+        TierfsError: It refuses.
+    """
+
+    def __init__(self, record: PeerRecord, context: ssl.SSLContext, store: str, pace: Pace) -> None:
+        self.record = record
+        self._context = context
+        self._store = store
+        self._pace = pace
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Connection, float]] = []  # and when each was used last
+        self._workers = ThreadPoolExecutor(STREAMS, thread_name_prefix="tierfs-peer")
+        self.sent_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"PeerClient({self.record.host!r}, {self.record.address}:{self.record.port})"
+
+    def close(self) -> None:
+        """Close the connections. Requests under way fail."""
+        self._workers.shutdown()
+        while self._idle:
+            self._idle.pop()[0].close()
+
+    def ask(
+        self, do: str, body: memoryview | None = None, *, timeout_s: float = IDLE_S, **arguments: Any
+    ) -> dict[str, Any]:
+        """Send a request and return its answer. Raises as `Connection.ask`, and `OSError` if there is no connection."""
+        with self._connection() as connection:
+            connection.set_timeout(timeout_s)
+            return connection.ask({"do": do, **arguments}, body)
+
+    def held(self) -> list[bytes]:
+        """Return the write ids of the drafts of this host that the other one holds."""
+        found: list[bytes] = []
+        while True:
+            page = self.ask("list", after=len(found))["write_ids"]
+            found += [bytes.fromhex(each) for each in page]
+            if len(page) < NAMES_MAX:
+                return found
+
+    def forget(self, write_ids: Sequence[bytes]) -> None:
+        """Say that the object tier has these drafts."""
+        for at in range(0, len(write_ids), NAMES_MAX):
+            self.ask("gone", timeout_s=GONE_S, write_ids=[each.hex() for each in write_ids[at : at + NAMES_MAX]])
+
+    def adopt(self, write_ids: Sequence[bytes]) -> None:
+        """Ask the other host to bring drafts to the object tier that this host does not have any more."""
+        for at in range(0, len(write_ids), NAMES_MAX):
+            self.ask("adopt", write_ids=[each.hex() for each in write_ids[at : at + NAMES_MAX]])
+
+    def send(self, draft: Draft, sources: ChunkSources, is_stopped: Callable[[], bool]) -> None:
+        """Send a draft and the chunks that the other host lacks. It holds them when this method returns.
+
+        Args:
+            draft: The draft.
+            sources: The copies of its chunks on this host.
+            is_stopped: Returns whether to give up.
+
+        Raises:
+            CapacityError: The other host has no room.
+            CorruptionError: No copy of a chunk on this host is sound.
+            OSError: The connection failed.
+            TierfsError: The other host failed.
+        """
+        rows = draft.record.rows if isinstance(draft.record, Manifest) else ()
+        wanted = dict(zip(draft.names, rows, strict=True))
+        away = set(elsewhere(draft))
+        names = [name for name in wanted if name not in away]
+        size = sum(wanted[name].raw_length for name in names)
+        tier = self.ask("room", bytes=size)["tier"]
+        if tier is None:
+            raise CapacityError(f"{self.record.host} has no room for a file of {size} bytes", tier="peer")
+        encoded = memoryview(draft.encode())
+        for _ in range(ATTEMPTS_MAX):
+            lacking: list[bytes] = []
+            for at in range(0, len(names), NAMES_MAX):
+                page = names[at : at + NAMES_MAX]
+                indexes = self.ask("lack", tier=tier, names=[name.hex() for name in page])["lacks"]
+                lacking += [page[index] for index in indexes]
+            tasks = [
+                self._workers.submit(self._send_chunk, tier, wanted[name], name, sources, is_stopped)
+                for name in lacking
+            ]
+            errors = [error for error in (task.exception() for task in tasks) if error is not None]
+            if errors:
+                raise errors[0]
+            if self.ask("draft", encoded, tier=tier)["held"]:
+                return
+        raise StoreError(f"{self.record.host} dropped chunks before it had the draft", transient=True, tier="peer")
+
+    def _send_chunk(
+        self, tier: int, row: Row, name: bytes, sources: ChunkSources, is_stopped: Callable[[], bool]
+    ) -> None:
+        if is_stopped():
+            raise StoreError("the flusher is ending", transient=True)
+        with buffers().lend(row.raw_length) as out:
+            if sources.read_whole(row, out) is None:
+                raise CorruptionError(f"no sound copy of chunk {name.hex()} is on this host", tier="ram")
+            self._pace.take(len(out))
+            self.ask("chunk", out, tier=tier, name=name.hex())
+            self.sent_bytes += len(out)
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        """Lend a connection. It is closed if an error may have left half of a frame on it."""
+        connection, used_s = None, 0.0
+        with self._lock:
+            if self._idle:
+                connection, used_s = self._idle.pop()
+        if connection is not None and time.monotonic() - used_s > IDLE_S / 2:
+            connection.close()  # the other host has closed it, or soon will
+            connection = None
+        if connection is None:
+            connection = self._dial()
+        try:
+            yield connection
+        except BaseException as error:
+            if isinstance(error, TierfsError) and not isinstance(error, FormatError):
+                self._keep(connection)  # the other host answered
+            else:
+                connection.close()
+            raise
+        self._keep(connection)
+
+    def _keep(self, connection: Connection) -> None:
+        with self._lock:
+            self._idle.append((connection, time.monotonic()))
+
+    def _dial(self) -> Connection:
+        connection = dial(self.record.address, self.record.port, self._context, DIAL_S)
+        try:
+            if connection.certificate != self.record.certificate:
+                raise ConnectionError(f"{self.record.address}:{self.record.port} is another host")
+            connection.ask({"do": "hello", "store": self._store, "version": VERSION})
+        except BaseException:
+            connection.close()
+            raise
+        return connection

@@ -1,0 +1,168 @@
+"""Which hosts are there, and which of them hold this host's changes.
+
+Each host renews an object under ``.tierfs/peers/``. A host counts as gone when its object has not changed for the time
+that the object says, measured by the reader's own monotonic clock. So no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from dataclasses import dataclass
+
+import xxhash
+
+from tierfs.clock import Clock
+from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.format import keys
+from tierfs.format.peer import PEER_BYTES_MAX, PeerRecord
+from tierfs.objects.checksums import read_decoded
+from tierfs.objects.protocol import OVERWRITE, ObjectTier, Version, objects_below
+from tierfs.peers.settings import Identity, PeerSettings
+
+REST_S_MIN, REST_S_MAX = 1.0, 30.0
+"""How long a host that failed or was full is not asked again: twice as long after each failure in a row."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """A host's record, its version, when that last changed, and how long it counts without a change."""
+
+    record: PeerRecord
+    version: Version
+    changed_s: float
+
+
+class Members:
+    """The hosts that share a store. Thread-safe.
+
+    Args:
+        identity: This host.
+        settings: Its settings.
+        clock: Measures how long a record has not changed.
+    """
+
+    def __init__(self, identity: Identity, settings: PeerSettings, clock: Clock) -> None:
+        self.me = identity.id
+        self._identity = identity
+        self._settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._members: dict[str, _Member] = {}
+        self._resting: dict[str, tuple[float, float]] = {}  # until when, and for how long
+        self._sequence = clock.now_ns()
+        self._is_listed = False
+
+    def __repr__(self) -> str:
+        return f"Members({self.me}, {len(self._members)} others)"
+
+    def refresh(self, objects: ObjectTier, port: int, duration_s: int) -> None:
+        """Renew this host's record, and read those of the others.
+
+        Args:
+            objects: The object tier.
+            port: The port at which this host listens.
+            duration_s: How long the record counts.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError: The object tier failed. The hosts known so far stay known.
+        """
+        mine = self._settings
+        self._sequence += 1
+        record = PeerRecord(
+            self._sequence,
+            duration_s,
+            mine.address,
+            port,
+            mine.domain,
+            socket.gethostname(),
+            self._identity.certificate,
+        )
+        objects.put(peer_key(self.me), [record.encode()], mode=OVERWRITE)
+        found = {}
+        for info in objects_below(objects, keys.PEERS):
+            name = info.key.removeprefix(keys.PEERS)
+            known = self._members.get(name)
+            if name == self.me:
+                continue
+            now = self._clock.monotonic()
+            if known is not None and (known.version == info.version or self._is_alive(known, now)):
+                changed_s = known.changed_s if known.version == info.version else now
+                found[name] = _Member(known.record, info.version, changed_s)
+                continue
+            # A host that is new, or comes back, may have another address.
+            with contextlib.suppress(NotFoundError, CorruptionError, FormatError):
+                other, _, _ = read_decoded(objects, info.key, PEER_BYTES_MAX, PeerRecord.decode, info.key)
+                if other.id == name:
+                    found[name] = _Member(other, info.version, now)
+        with self._lock:
+            self._members, self._is_listed = found, True
+
+    def leave(self, objects: ObjectTier) -> None:
+        """Remove this host's record. Call it only if no other host's changes are held here."""
+        objects.delete([peer_key(self.me)])
+
+    def live(self) -> dict[str, PeerRecord]:
+        """Return the records of the other hosts that are there, by their ids."""
+        now = self._clock.monotonic()
+        with self._lock:
+            return {name: each.record for name, each in self._members.items() if self._is_alive(each, now)}
+
+    def certificates(self) -> list[bytes]:
+        """Return the certificates of all other hosts that have a record."""
+        with self._lock:
+            return sorted(each.record.certificate for each in self._members.values())
+
+    def is_gone(self, host: str) -> bool:
+        """Return whether a host has left or has not renewed its record in time. False before the first `refresh`."""
+        now = self._clock.monotonic()
+        with self._lock:
+            known = self._members.get(host)
+            return self._is_listed and (known is None or not self._is_alive(known, now))
+
+    def knows(self, host: str) -> bool:
+        """Return whether a host has a record, live or not. True before the first `refresh`."""
+        with self._lock:
+            return host in self._members or not self._is_listed
+
+    def rest(self, host: str) -> None:
+        """Do not choose this host for a while, because it failed or is full."""
+        with self._lock:
+            _, before_s = self._resting.get(host, (0.0, 0.0))
+            rest_s = min(max(REST_S_MIN, 2 * before_s), REST_S_MAX)
+            self._resting[host] = self._clock.monotonic() + rest_s, rest_s
+
+    def end_rest(self, host: str) -> None:
+        """Note that a host has answered."""
+        with self._lock:
+            self._resting.pop(host, None)
+
+    def chosen(self) -> dict[str, PeerRecord]:
+        """Return the hosts that are to hold this host's changes, at most as many as were asked for.
+
+        They are the first by a hash of both ids (rendezvous hashing, Thaler and Ravishankar 1998), in as many failure
+        domains as possible, and never in this host's. A host that comes or goes changes only the choices of its own.
+        """
+        now, mine = self._clock.monotonic(), self._settings.domain
+        with self._lock:
+            resting = {host for host, (until, _) in self._resting.items() if until > now}
+        candidates = {
+            name: record
+            for name, record in self.live().items()
+            if name not in resting and (not mine or record.domain != mine)
+        }
+        ranked = sorted(candidates, key=lambda name: xxhash.xxh3_64_intdigest(f"{self.me}{name}".encode()))
+        firsts: dict[str, str] = {}
+        for name in ranked:
+            firsts.setdefault(candidates[name].domain or name, name)
+        ordered = [*firsts.values(), *(name for name in ranked if name not in firsts.values())]
+        return {name: candidates[name] for name in ordered[: self._settings.count]}
+
+    def _is_alive(self, member: _Member, now_s: float) -> bool:
+        return now_s - member.changed_s < member.record.duration_s
+
+
+def peer_key(host: str) -> str:
+    """Return the key of a host's record."""
+    return f"{keys.PEERS}{host}"

@@ -1,0 +1,188 @@
+"""The room for other hosts: their drafts and chunks, in files in memory and on the disk.
+
+Each of the two is a tier of files like the nvme tier, with a budget of its own. A draft and all of its chunks lie in
+one of them. They stay until the owner says that the object tier has them, or until this host has brought them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierfs import digest
+from tierfs.buffers import buffers
+from tierfs.digest import BLOCK_BYTES, DigestKind
+from tierfs.errors import CorruptionError, TierfsError
+from tierfs.format.envelope import STORE, Block, Envelope
+from tierfs.format.manifest import Manifest
+from tierfs.host.events import Faults, no_faults
+from tierfs.host.nvme.batch import EncodedDraft
+from tierfs.host.nvme.chunks import ChunksGoneError
+from tierfs.host.nvme.head import BUDGET_BYTES_MIN
+from tierfs.host.nvme.tier import NvmeTier
+from tierfs.host.pending.record import Draft
+
+if TYPE_CHECKING:
+    from tierfs.clock import Clock
+    from tierfs.peers.wire import Connection
+
+_OWNER_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDraft:
+    """A draft of another host.
+
+    Attributes:
+        owner: The other host's id.
+        draft: The draft.
+        tier: The tier of files that holds it.
+        seq: Its seq there.
+        is_conflict: Whether this host has tried to publish it, and another writer had changed the path.
+    """
+
+    owner: str
+    draft: Draft
+    tier: NvmeTier
+    seq: int
+    is_conflict: bool
+
+
+class PeerRoom:
+    """The drafts of other hosts. Thread-safe.
+
+    Args:
+        places: A directory and a budget in bytes for each tier, the preferred one first. A budget below the smallest
+            one of a tier switches it off.
+        clock: The source of time.
+        faults: See `NvmeTier`.
+
+    Raises:
+        CapacityError, ReadOnlyError, StoreError: A directory cannot be used.
+    """
+
+    def __init__(self, places: Sequence[tuple[Path, int]], clock: Clock, faults: Faults = no_faults) -> None:
+        self.tiers = [
+            NvmeTier(directory, budget_bytes=budget, clock=clock, faults=faults)
+            for directory, budget in places
+            if budget >= BUDGET_BYTES_MIN
+        ]
+        self._lock = threading.Lock()  # held while drafts come and go
+        self._held: dict[bytes, HeldDraft] = {}
+        for tier in self.tiers:
+            for stored in tier.drafts():
+                with contextlib.suppress(TierfsError):  # the tier has logged that it is damaged
+                    owner, data = stored.data[:_OWNER_BYTES].hex(), stored.data[_OWNER_BYTES:]
+                    draft = Draft.decode(data, f"draft {stored.seq} of a peer")
+                    is_conflict = stored.state == "conflict"
+                    self._held[draft.write_id] = HeldDraft(owner, draft, tier, stored.seq, is_conflict)
+
+    def __repr__(self) -> str:
+        return f"PeerRoom({len(self._held)} drafts, {self.tiers!r})"
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def owner_of(self, write_id: bytes) -> str | None:
+        """Return the id of the host whose draft this is; None if it is not held."""
+        held = self._held.get(write_id)
+        return None if held is None else held.owner
+
+    def held(self, owner: str | None = None) -> list[HeldDraft]:
+        """Return the drafts of one host, or of all, in the order in which they were closed."""
+        with self._lock:
+            found = [each for each in self._held.values() if owner in {None, each.owner}]
+        return sorted(found, key=lambda each: (each.owner, each.draft.boot, each.draft.stamp_ns))
+
+    def owners(self) -> set[str]:
+        """Return the ids of the hosts whose drafts are here."""
+        with self._lock:
+            return {each.owner for each in self._held.values()}
+
+    def choose(self, size: int) -> int | None:
+        """Return the number of the first tier with room for a draft of this many bytes; None if none has."""
+        for number, tier in enumerate(self.tiers):
+            usage = tier.usage()
+            if usage.dirty_bytes + size <= usage.budget_bytes:
+                return number
+        return None
+
+    def lacking(self, number: int, names: Sequence[bytes]) -> list[int]:
+        """Return the indexes of the chunks that a tier lacks. The others are kept for some time, for a draft."""
+        tier = self.tiers[number]
+        tier.protect(names)
+        return [index for index, name in enumerate(names) if not tier.has(name)]
+
+    def take_chunk(self, number: int, name: bytes, length: int, connection: Connection) -> None:
+        """Receive a chunk, compute its digest, and store it.
+
+        Raises:
+            CapacityError: The tier has no room.
+            CorruptionError: The bytes that arrived have another digest than the name says.
+            OSError: The connection ended.
+        """
+        kind, digests = DigestKind(name[0]), []
+        with buffers().lend(length) as out:
+            connection.read_into(out, lambda piece: digests.append(digest.hash_bytes(kind, piece)))
+            if digest.combine(kind, length, digests) != name[1:]:
+                raise CorruptionError(f"chunk {name.hex()} was damaged on its way to this host", tier="peer")
+            sizes = [min(BLOCK_BYTES, length - at) for at in range(0, length, BLOCK_BYTES)]
+            blocks = tuple(Block(each, STORE, size) for each, size in zip(digests, sizes, strict=True))
+            meta = Envelope(kind, name[1:], length, blocks).encode()
+            self.tiers[number].write(name, meta, out)
+
+    def take_draft(self, number: int, owner: str, data: bytes) -> list[bytes]:
+        """Store a draft durably, as far as the tier's filesystem can.
+
+        Args:
+            number: The tier, which has the draft's chunks.
+            owner: The id of the host that sent it.
+            data: The encoded draft.
+
+        Returns:
+            The names of the chunks that the tier lacks; empty if the draft is held now.
+
+        Raises:
+            CorruptionError, FormatError: It is not a draft.
+            CapacityError: The tier has no room.
+        """
+        draft, tier = Draft.decode(data, "a peer's draft"), self.tiers[number]
+        whole = bytes.fromhex(owner) + data
+        with self._lock:
+            if draft.write_id in self._held:
+                return []
+            try:
+                encoded = EncodedDraft(draft.write_id, draft.path, whole, draft.names)
+                seqs = tier.commit([encoded], elsewhere=elsewhere(draft))
+            except ChunksGoneError as error:
+                return list(error.names)
+            self._held[draft.write_id] = HeldDraft(owner, draft, tier, seqs[0], is_conflict=False)
+        return []
+
+    def forget(self, write_ids: Sequence[bytes]) -> None:
+        """Remove drafts that the object tier has. Unknown ones are ignored."""
+        with self._lock:
+            gone = [each for each in map(self._held.get, write_ids) if each is not None]
+            for tier in self.tiers:
+                tier.forget_drafts(*[each.seq for each in gone if each.tier is tier])
+            for each in gone:
+                del self._held[each.draft.write_id]
+
+    def keep_as_conflict(self, write_id: bytes, note: str) -> None:
+        """Mark a draft as a conflict: this host could not publish it, because another writer had changed the path."""
+        with self._lock:
+            held = self._held.get(write_id)
+            if held is not None:
+                held.tier.keep_as_conflict(held.seq, note)
+                self._held[write_id] = replace(held, is_conflict=True)
+
+
+def elsewhere(draft: Draft) -> list[bytes]:
+    """Return the names of a draft's chunks that the object tier is known to have."""
+    if not isinstance(draft.record, Manifest):
+        return []
+    return [name for name, row in zip(draft.names, draft.record.rows, strict=True) if row.stored_length]

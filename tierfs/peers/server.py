@@ -1,0 +1,207 @@
+"""The holder's side: accepts connections from other hosts, and keeps what they send in the `PeerRoom`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tierfs.buffers import buffers
+from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.errors import FormatError, InvalidInputError, StoreError, TierfsError
+from tierfs.format.peer import peer_id
+from tierfs.peers.members import Members
+from tierfs.peers.room import PeerRoom
+from tierfs.peers.settings import Identity, PeerSettings
+from tierfs.peers.wire import NAMES_MAX, VERSION, Connection, accept, listen
+
+CONNECTIONS_MAX = 256
+HANDSHAKE_S = 5.0
+DRAFT_BYTES_MAX = 64 << 20
+TICK_S = 0.5
+_logger = logging.getLogger("tierfs.peers")
+
+
+class PeerServer:
+    """Serves other hosts. Each connection has a thread.
+
+    Args:
+        identity: This host.
+        settings: Where to listen.
+        store: The store's uuid.
+        room: Keeps what other hosts send.
+        members: The hosts that may connect.
+        adopt: Called with write ids that their owner has lost. Does not block.
+        greet: Called when a host without a known certificate connects, so that the list of hosts is read again.
+
+    Raises:
+        StoreError: The address cannot be used.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: PeerSettings,
+        store: str,
+        room: PeerRoom,
+        members: Members,
+        *,
+        adopt: Callable[[list[bytes]], None],
+        greet: Callable[[], None],
+    ) -> None:
+        self._identity = identity
+        self._store = store
+        self._room = room
+        self._members = members
+        self._adopt = adopt
+        self._greet = greet
+        self._trusted: list[bytes] | None = None
+        self._context: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+        self._connections: set[Connection] = set()
+        self._free = threading.Semaphore(CONNECTIONS_MAX)  # connections that may still be accepted
+        self._is_stopping = False
+        try:
+            self._listener = listen(settings.address, settings.port)
+        except OSError as error:
+            where = f"{settings.address}:{settings.port}"
+            raise StoreError(
+                f"peers cannot be served at {where}: {error.strerror or error}: set peer_listen= (TIERFS_PEER_LISTEN) "
+                "to a free port of this host",
+                path=where,
+            ) from error
+        self._listener.settimeout(TICK_S)
+        self._thread = threading.Thread(target=self._accept_all, name="tierfs-peers", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self._listener.getsockname()[1])
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all connections, and accept no more."""
+        self._is_stopping = True
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections:
+                connection.close()
+
+    def _accept_all(self) -> None:
+        while not self._is_stopping:
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                _logger.warning("a connection of a peer cannot be accepted: %s", error)
+                continue
+            if not self._free.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock,), name="tierfs-peer", daemon=True).start()
+
+    def _trust(self) -> ssl.SSLContext:
+        with self._lock:
+            trusted = self._members.certificates()
+            if self._context is None or trusted != self._trusted:
+                self._context, self._trusted = self._identity.context(trusted, server=True), trusted
+            return self._context
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            self._greet_and_answer(sock)
+        finally:
+            self._free.release()
+
+    def _greet_and_answer(self, sock: socket.socket) -> None:
+        try:
+            connection = accept(sock, self._trust(), HANDSHAKE_S)
+        except OSError as error:
+            _logger.info("a host without a known certificate was refused: %s", error)
+            self._greet()
+            return
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            self._answer_all(connection, peer_id(connection.certificate))
+        except (OSError, FormatError) as error:
+            _logger.info("the connection of a peer ended: %s", error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer_all(self, connection: Connection, host: str) -> None:
+        is_greeted = False
+        while not self._is_stopping and (received := connection.receive()) is not None:
+            message, length = received
+            if not is_greeted and message.get("do") != "hello":
+                raise FormatError("a peer did not greet")
+            left = [length]
+            try:
+                outcome: dict[str, Any] | Exception = self._do(connection, host, message, left)
+                is_greeted = True
+            except TierfsError as error:
+                outcome = error
+            except (KeyError, TypeError, ValueError) as error:
+                outcome = InvalidInputError(f"a peer asked {message.get('do')!r} with bad arguments: {error!r}")
+            _skip(connection, left[0])
+            connection.answer(outcome)
+
+    def _do(self, connection: Connection, host: str, message: dict[str, Any], left: list[int]) -> dict[str, Any]:
+        """Run one request. ``left`` has the number of bytes of the body that are not read yet."""
+        room = self._room
+        match message["do"]:
+            case "hello":
+                if message["store"] != self._store or message["version"] != VERSION:
+                    raise InvalidInputError("the peer has another store, or another version of the protocol")
+                return {}
+            case "room":
+                return {"tier": room.choose(int(message["bytes"]))}
+            case "lack":
+                names = [bytes.fromhex(name) for name in message["names"][:NAMES_MAX]]
+                return {"lacks": room.lacking(int(message["tier"]), names)}
+            case "chunk":
+                name, length = bytes.fromhex(message["name"]), left[0]
+                if not 0 < length <= CHUNK_BYTES or len(name) != 1 + DigestKind(name[0]).size:
+                    raise InvalidInputError("a chunk has a wrong name or length")
+                left[0] = 0
+                room.take_chunk(int(message["tier"]), name, length, connection)
+                return {}
+            case "draft":
+                if left[0] > DRAFT_BYTES_MAX:
+                    raise InvalidInputError(f"a draft of {left[0]} bytes")
+                data = bytearray(left[0])
+                left[0] = 0
+                connection.read_into(memoryview(data))
+                return {"held": not room.take_draft(int(message["tier"]), host, bytes(data))}
+            case "gone":
+                mine = {each.draft.write_id for each in room.held(host)}
+                room.forget([each for each in map(bytes.fromhex, message["write_ids"]) if each in mine])
+                return {}
+            case "list":
+                found = [each.draft.write_id.hex() for each in room.held(host)]
+                return {"write_ids": found[int(message["after"]) :][:NAMES_MAX]}
+            case "adopt":
+                self._adopt([bytes.fromhex(each) for each in message["write_ids"]])
+                return {}
+            case other:
+                raise InvalidInputError(f"unknown request {other!r} of a peer")
+
+
+def _skip(connection: Connection, count: int) -> None:
+    """Read the rest of a body that nobody wants."""
+    with contextlib.ExitStack() as lent:
+        out = lent.enter_context(buffers().lend(min(count, CHUNK_BYTES))) if count else memoryview(b"")
+        while count:
+            connection.read_into(out[: min(count, len(out))])
+            count -= min(count, len(out))
