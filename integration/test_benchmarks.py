@@ -23,6 +23,7 @@ SMALLEST = {
     "codec.py": ["--only", "speed", "--rounds", "1"],
     "growth_host.py": ["--largest", "100"],
     "upkeep.py": ["--chunks", "2000", "--scrub", "8MiB"],
+    "stored.py": ["--params", "100k", "--saves", "6"],
 }
 AIM_MISSED = 1
 

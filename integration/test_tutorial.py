@@ -30,14 +30,15 @@ def test_every_command_of_the_tutorial_does_what_it_says(tmp_path):
             continue
         script = f"set -e -o pipefail\n{block}"
         done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+            ["bash", "-c", script], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0 or "exit code $?" in block, f"{block}\n{done.stdout}{done.stderr}"
         outputs.append(done.stdout)
     everything = "\n".join(outputs)
     assert "hello" in everything
     assert "step_2/.metadata" in everything
-    assert "corruption" in outputs[-1]
+    assert "corruption" in outputs[-2]
+    assert "removed " in outputs[-1]
 
 
 def test_the_tutorial_of_ranks_goes_on_with_another_number(tmp_path):
@@ -46,7 +47,7 @@ def test_the_tutorial_of_ranks_goes_on_with_another_number(tmp_path):
     blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
     (program,) = [block for language, block in blocks if language == "python"]
     (tmp_path / "train.py").write_text(program)
-    first, second, listing = [block for language, block in blocks if language == "bash"]
+    first, second, listing, cleaning = [block for language, block in blocks if language == "bash"]
 
     with begun(tmp_path, first) as training:
         wait_for_line(training, "step 60")
@@ -59,7 +60,12 @@ def test_the_tutorial_of_ranks_goes_on_with_another_number(tmp_path):
         os.kill(training.pid, signal.SIGTERM)
         training.communicate(timeout=PATIENCE_S)
     done = subprocess.run(
-        ["bash", "-c", listing], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+        ["bash", "-c", f"set -e\n{listing}\n{cleaning}"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "complete" in done.stdout
 
@@ -70,7 +76,7 @@ def test_the_tutorial_of_a_kill_resumes_from_a_complete_step(tmp_path):
     blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
     (program,) = [block for language, block in blocks if language == "python"]
     (tmp_path / "train.py").write_text(program)
-    first, second, listing = [block for language, block in blocks if language == "bash"]
+    first, second, listing, cleaning = [block for language, block in blocks if language == "bash"]
     budgets, first = first.split("\n", 1)
 
     with begun(tmp_path, first, budgets) as training:
@@ -82,8 +88,8 @@ def test_the_tutorial_of_a_kill_resumes_from_a_complete_step(tmp_path):
         wait_for_line(training, "step 40:")
         os.killpg(training.pid, signal.SIGKILL)
     done = subprocess.run(
-        ["bash", "-c", f"{budgets}\n{listing}"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True,
+        ["bash", "-c", f"set -e\n{budgets}\n{listing}\n{cleaning}"],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "complete" in done.stdout
 
@@ -91,7 +97,7 @@ def test_the_tutorial_of_a_kill_resumes_from_a_complete_step(tmp_path):
 @pytest.mark.parametrize(
     ("page", "said"),
     [
-        ("upkeep", ["deleted  1", "would go  2", "all sound"]),
+        ("upkeep", ["deleted  1", "would go  2", "all sound", "would be removed  ", "\nremoved  "]),
         ("damage", ["1 damaged\nexit code 6", "1 mended", "nothing is lost"]),
         ("conflicts", ["conflicts: another writer", "their change", "our change", "discarded 1"]),
     ],
@@ -101,21 +107,22 @@ def test_a_page_makes_the_store_that_it_uses(tmp_path, page, said):
     text = (TUTORIALS.parent / "how-to" / f"{page}.md").read_text().replace("/tmp/keep", str(tmp_path / "keep"))
     script = "set -e -o pipefail\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+        ["bash", "-c", script], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(words in done.stdout for words in said), done.stdout
 
 
-def environment():
-    return {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+def environment(directory):
+    state = str(directory / "state")  # `tierfs forget --gone` looks at all stores of a state directory
+    return {**os.environ, "TIERFS_STATE_DIR": state, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
 
 
 def begun(directory, command, before=""):
     return subprocess.Popen(
         ["bash", "-c", f"{before}\nexec {command.strip()}"],
         cwd=directory,
-        env={**environment(), "OMP_NUM_THREADS": "1"},
+        env={**environment(directory), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
