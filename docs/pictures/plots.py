@@ -208,7 +208,7 @@ def words_of_timeline() -> str:
 def draw_stored() -> str:
     """A panel for each run: the bytes of all checkpoints so far, and those in the store."""
     parts, y = [], 8.0
-    for name, points in report_of(STORED)["runs"].items():
+    for name, points in report_of(STORED)["curves"].items():
         parts.append(text(MARGIN, y + 18, f"{name[0].upper()}{name[1:]}", "strong"))
         top, bottom, left = y + 30, y + 150, MARGIN + 8
         across = (WIDTH - 2 * MARGIN - 130) / (len(points) - 1)
@@ -245,7 +245,7 @@ def words_of_stored() -> str:
     return ". ".join(
         f"{name[0].upper()}{name[1:]}: {len(points)} checkpoints of {points[-1]['logical'] / 2**20:.0f} MiB take "
         f"{points[-1]['stored'] / 2**20:.0f} MiB"
-        for name, points in report_of(STORED)["runs"].items()
+        for name, points in report_of(STORED)["curves"].items()
     )
 
 

@@ -81,12 +81,12 @@ def main() -> None:
     arguments.add_argument("--params", default="10M", help="size of the model")
     arguments.add_argument("--saves", type=int, default=12)
     options = arguments.parse_args()
-    report: dict[str, Any] = {"seed": SEED, "machine": machine(torch=torch.__version__), "runs": {}}
+    report: dict[str, Any] = {"seed": SEED, "machine": machine(torch=torch.__version__), "curves": {}}
     found = Aims()
     for name, limit in RUNS.items():
         with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=options.directory) as root, private_slabs():
             points = curve(Path(root), parse_size(options.params), options.saves, last_block=name != next(iter(RUNS)))
-        report["runs"][name] = points
+        report["curves"][name] = points
         found.at_most(f"{name}: stored, of the logical bytes", points[-1]["stored"] / points[-1]["logical"], limit)
     report["aims"] = found.found
     say(report, as_json=options.json)
