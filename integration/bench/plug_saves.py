@@ -1,6 +1,6 @@
 """Seconds for which a save blocks Hugging Face's Trainer: its own save to a local disk and to s3fs, and `TierCallback`.
 
-``python integration/bench/plug_saves.py`` takes a minute. ``--layers 2`` makes a smaller model. The save to s3fs is the
+``python integration/bench/plug_saves.py`` takes two minutes. ``--layers 2`` makes a smaller model. The save to s3fs is the
 Trainer's own save, which a callback then copies to a bucket. All save the same steps of the same model in turn.
 """
 
@@ -25,8 +25,8 @@ from tierfs.plugs.huggingface import TierCallback
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import s3server
 
-STEPS, SAVES = 8, (4, 6, 8)
-"""The first save of each way, at step 2, makes memory and folders, and is left out."""
+STEPS, SAVES = 14, (6, 8, 10, 12, 14)
+"""The first saves, at steps 2 and 4, make the memory of the two copies that may be in flight, and are left out."""
 
 
 class Upload(TrainerCallback):  # type: ignore[misc]  # transformers has no types here

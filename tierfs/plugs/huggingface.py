@@ -22,6 +22,7 @@ from typing import Any
 
 import fsspec
 import safetensors.torch
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -350,8 +351,7 @@ class _TierTrainer(Trainer):
 
             tensors = {name: each.contiguous() for name, each in get_peft_model_state_dict(self.model).items()}
             files[ADAPTER], names = safetensors.torch.save(tensors, {"format": "pt"}), []
-        self._files = dict(list(self._files.items())[1 - _FILES_MAX :])
-        self._files[step] = files, names
+        self._files = dict([*self._files.items(), (step, (files, names))][-_FILES_MAX:])
 
     def _files_beside(self, step: int, places: Mapping[str, str]) -> dict[str, bytes]:
         files, names = self._files.pop(step)
@@ -436,24 +436,12 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
     loads the newest step, and ``load_state(12)`` that one. It raises if a random state is not there, which Accelerate
     itself only logs. Data loaders come back with their epoch, seed and generator, stateful ones with their position.
 
-    Args:
-        accelerator: The `Accelerator`. Its models, optimizers, schedulers, scaler and registered objects are saved.
-        url: The run's directory: any URL that `tierfs.train.Manager` takes.
-        ack: The level at which a save is done: ``"staged"``, ``"local"`` or ``"object"``.
-        **options: More options of `Manager`, such as ``keep``.
-
-    Returns:
-        The manager. Call its ``close`` at the end.
-
-    Raises:
-        InvalidInputError: The accelerator uses DeepSpeed, Megatron or FSDP 1, or an option is invalid.
+    Returns the `tierfs.train.Manager`, which takes the other arguments. Close it at the end. Raises `InvalidInputError`
+    if the accelerator uses DeepSpeed, Megatron or FSDP 1.
     """
-    if accelerator.distributed_type in {"DEEPSPEED", "MEGATRON_LM"} or (
-        accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2
-    ):
-        raise InvalidInputError(
-            f"attach: {accelerator.distributed_type} keeps its state in engines of its own: use FSDP 2"
-        )
+    kind = accelerator.distributed_type
+    if kind in {"DEEPSPEED", "MEGATRON_LM"} or (kind == "FSDP" and not accelerator.is_fsdp2):
+        raise InvalidInputError(f"attach: {kind} keeps its state in an engine of its own: use FSDP 2")
     manager = Manager(url, **{"save": (), "ack": ack, **options})
 
     def save_state(output_dir: Any = None, **_: Any) -> str:
@@ -472,6 +460,13 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
             raise InvalidInputError(f"{url}/step_{restored.step} is not loaded exactly: {'; '.join(restored.notes)}")
         accelerator.project_configuration.iteration = restored.step + 1
         accelerator.step = state.extra["step"]
+        saved = unpack(state.extra["orders"], "orders")
+        for loader, (iteration, seed, drawn) in zip(accelerator._dataloaders, saved, strict=True):
+            loader.iteration = iteration
+            if seed is not None:
+                loader.get_sampler().initial_seed = seed
+            if drawn is not None:
+                loader.synchronized_generator.set_state(drawn)
 
     accelerator.save_state, accelerator.load_state = save_state, load_state
     return manager
@@ -480,6 +475,7 @@ def attach(accelerator: Any, url: str, *, ack: str = "staged", **options: Any) -
 def _state_of(accelerator: Any) -> TrainState:
     models = [accelerator.unwrap_model(each) for each in accelerator._models]
     loaders = accelerator._dataloaders
+    orders = [(each.iteration, getattr(each.get_sampler(), "initial_seed", None), _drawn(each)) for each in loaders]
     return TrainState(
         model=models[0] if len(models) == 1 else nn.ModuleList(models),
         optimizer=[each.optimizer for each in accelerator._optimizers],
@@ -488,33 +484,15 @@ def _state_of(accelerator: Any) -> TrainState:
         scaler=accelerator.scaler,
         extra={
             "step": accelerator.step,
-            "loaders": _Loaders(loaders),
+            "orders": pack(orders),
             **{f"custom_{number}": each for number, each in enumerate(accelerator._custom_objects)},
         },
     )
 
 
-class _Loaders:
-    """The epochs, seeds and generators of data loaders, which decide the order of their data."""
-
-    def __init__(self, loaders: Any) -> None:
-        self._parts = [(each, each.get_sampler(), getattr(each, "synchronized_generator", None)) for each in loaders]
-
-    def state_dict(self) -> dict[str, str]:
-        found = [
-            [each.iteration, getattr(sampler, "initial_seed", None), drawn and drawn.get_state()]
-            for each, sampler, drawn in self._parts
-        ]
-        return {"loaders": pack(found)}
-
-    def load_state_dict(self, state: Mapping[str, str]) -> None:
-        saved = unpack(state["loaders"], "loaders")
-        for (each, sampler, generator), (iteration, seed, drawn) in zip(self._parts, saved, strict=True):
-            each.iteration = iteration
-            if seed is not None:
-                sampler.initial_seed = seed
-            if generator is not None and drawn is not None:
-                generator.set_state(drawn)
+def _drawn(loader: Any) -> torch.Tensor | None:
+    generator = getattr(loader, "synchronized_generator", None)
+    return None if generator is None else generator.get_state()
 
 
 def _step_of(given: Any, url: str) -> int:
@@ -531,15 +509,8 @@ def _step_of(given: Any, url: str) -> int:
 def save_pretrained(part: Any, url: str, **options: Any) -> None:
     """Save a model, tokenizer or processor to a URL, as its ``save_pretrained`` does to a directory.
 
-    It is written to a temporary directory first, and published file by file, ``config.json`` last.
-
-    Args:
-        part: An object with ``save_pretrained``.
-        url: The directory in a store.
-        **options: Arguments of its ``save_pretrained``.
-
-    Raises:
-        TierfsError: A file could not be stored.
+    It is written to a temporary directory first, and published file by file, ``config.json`` last. ``options`` are those
+    of its ``save_pretrained``. Raises `TierfsError` if a file cannot be stored.
     """
     fs, path = fsspec.url_to_fs(url)
     with TemporaryDirectory() as folder:
@@ -552,17 +523,9 @@ def save_pretrained(part: Any, url: str, **options: Any) -> None:
 def from_pretrained(kind: Any, url: str, **options: Any) -> Any:
     """Load a model, tokenizer or processor from a URL: a directory, or a checkpoint of `TierCallback`.
 
-    Of a checkpoint, only the tensors of the model are read, whatever the number of ranks that saved them. A directory is
-    copied to a temporary directory first.
-
-    Args:
-        kind: A class with ``from_pretrained``, such as ``AutoModelForCausalLM``.
-        url: The directory in a store, or a step of a run.
-        **options: Arguments of its ``from_pretrained``.
-
-    Raises:
-        NotFoundError: There is nothing at the URL.
-        TierfsError: It could not be read.
+    Of a checkpoint, only the tensors of the model are read, whatever the number of ranks that saved them. The files go
+    through a temporary directory. ``kind`` is a class with ``from_pretrained``, such as ``AutoModelForCausalLM``, and
+    ``options`` are those of its method. Raises `NotFoundError` if there is nothing, or `TierfsError`.
     """
     fs, path = fsspec.url_to_fs(url)
     names = [name for name in fs.find(path) if not _NO_MODEL.search(name)]
