@@ -79,6 +79,8 @@ class Peering:
         self._again = threading.Event()  # set when the list of hosts has to be read at once
         self._gone_file = directory / "peers.gone"
         self._gone = self._read_gone()  # write ids that a host was not told to drop yet, by its id; under the lock
+        # Hosts that may hold a draft that this process does not know to be there. Under the lock, too.
+        self._unsure = set(self._gone)
         self._lost: set[bytes] = set()  # write ids that their living owners do not have any more
         self._senders: dict[str, threading.Thread] = {}
         self._clients: dict[str, PeerClient] = {}
@@ -110,7 +112,7 @@ class Peering:
 
     def is_busy(self) -> bool:
         """Return whether this host holds drafts for others, or has to tell a host that drafts are published."""
-        return bool(len(self.room) or any(host in self._senders for host in list(self._gone)))
+        return bool(len(self.room) or any(self._gone.get(host) for host in list(self._senders)))
 
     def report(self) -> dict[str, Any]:
         """Return what is held here and elsewhere, as plain values. The caller holds the lock."""
@@ -212,7 +214,9 @@ class Peering:
         with state.changed:
             for host in [host for host in self._gone if not self.members.knows(host)]:
                 del self._gone[host]
-            wanted = {**{host: live[host] for host in self._gone if host in live}, **chosen}
+                self._unsure.discard(host)
+            told = [host for host in live if self._gone.get(host) or host in self._unsure]
+            wanted = {**{host: live[host] for host in told}, **chosen}
         for host, record in wanted.items():
             if host not in self._senders and not state.stopping:
                 thread = start_daemon(self._serve, host, record, name="peer-sender")
@@ -225,12 +229,16 @@ class Peering:
         context = self._identity.context([record.certificate], server=False)
         client = PeerClient(record, context, self._store, self._pace)
         try:
+            with state.changed:
+                if host not in self._gone:
+                    self._gone[host] = []
+                    self._write_gone()  # the next flusher knows then that this host may hold something
             self._tell_rest(client, host)
             compared_s = self._compare(client, host)
             self._clients[host] = client
             self._warned.discard(host)
             self.members.end_rest(host)
-            while not state.stopping and (host in self.members.chosen() or host in self._gone):
+            while not state.stopping and (host in self.members.chosen() or self._gone.get(host)):
                 self._tell_rest(client, host)
                 entry = self._next(host) if host in self.members.chosen() else None
                 if entry is not None:
@@ -238,7 +246,6 @@ class Peering:
                     continue
                 with state.changed:
                     if not self._gone.get(host):
-                        self._gone.pop(host, None)
                         state.changed.wait(SWEEP_S)
                 if state.clock.monotonic() - compared_s > COMPARE_S:
                     compared_s = self._compare(client, host)
@@ -262,6 +269,7 @@ class Peering:
         if not state.stopping:
             self._warn(host, text, error)
         with state.changed:
+            self._unsure.add(host)
             for entry in state.entries:
                 entry.holders.discard(host)
 
@@ -285,6 +293,7 @@ class Peering:
             entries = [entry for entry in map(state.entries.get, held) if entry is not None and entry.room is None]
             for entry in entries:
                 state.entries.hold(entry, host, self._settings.count)
+            self._unsure.discard(host)
             known = {entry.draft.write_id for entry in entries} | set(self._gone.get(host, ()))
             state.changed.notify_all()
         lost = [write_id for write_id in held if write_id not in known]
@@ -296,7 +305,7 @@ class Peering:
         """Tell the holders of drafts that these are published, or discarded. Those that do not answer hear it later."""
         told: dict[str, list[bytes]] = {}
         for entry in entries:
-            for host in entry.holders:
+            for host in entry.holders | self._unsure:
                 told.setdefault(host, []).append(entry.draft.write_id)
         for host, write_ids in told.items():
             client = self._clients.get(host)
@@ -333,7 +342,7 @@ class Peering:
 
     def _write_gone(self) -> None:
         """Write down what hosts have to hear, for the next flusher. The caller holds the lock."""
-        gone = {host: [each.hex() for each in write_ids] for host, write_ids in self._gone.items() if write_ids}
+        gone = {host: [each.hex() for each in write_ids] for host, write_ids in self._gone.items()}
         temporary = self._gone_file.with_suffix(".new")
         try:
             temporary.write_text(json.dumps(gone), encoding="ascii")
