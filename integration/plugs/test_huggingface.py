@@ -27,7 +27,7 @@ from transformers import (
 )
 
 import tierfs
-from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.plugs.huggingface import TierCallback, attach, from_pretrained, save_pretrained
 from tierfs.train import Every, Latest, Manager
 
@@ -138,6 +138,16 @@ class Losses(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.global_step == self.stop:
             raise KeyboardInterrupt
+
+
+class Interrupting(TrainerCallback):
+    """Lets another program run in the middle of a training."""
+
+    def __init__(self, program):
+        self.program = program
+
+    def on_train_begin(self, *_, **__):
+        self.program()
 
 
 def trainer_at(tmp_path, callback, *, stop=0, model=None, **more):
@@ -256,13 +266,13 @@ def test_contradictions_are_refused(tmp_path, url):
 
 
 def test_a_second_run_at_the_url_replaces_nothing(tmp_path, url):
-    first = trained(tmp_path, TierCallback(url, keep=[Latest(9)]))
-    trainer = trainer_at(tmp_path, TierCallback(url, on_error="raise"), seed=7)
-    trainer.tierfs_manager = None
-    with pytest.raises(InvalidInputError, match="another URL"):
-        trainer.train(False)
-    again = trained(tmp_path, TierCallback(url))
-    torch.testing.assert_close(parameters(again.model), parameters(first.model), rtol=0, atol=0)
+    second = trainer_at(tmp_path, TierCallback(url), seed=7)
+    second.add_callback(Interrupting(lambda: trained(tmp_path, TierCallback(url, keep=[Latest(9)]))))
+    with pytest.raises(TierfsError, match="already exists"):
+        second.train()
+    whole = trained(tmp_path, TierCallback(f"{url}-whole"))
+    resumed = trained(tmp_path, TierCallback(url), resume=6)
+    torch.testing.assert_close(parameters(resumed.model), parameters(whole.model), rtol=0, atol=0)
 
 
 def test_policies_and_other_callbacks_decide_when_to_save(tmp_path, url):

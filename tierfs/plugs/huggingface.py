@@ -35,14 +35,12 @@ from tierfs.checkpoint.export import safetensors_pieces
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.errors import InvalidInputError, NotFoundError
-from tierfs.train import Best, Every, Latest, Manager, Preemption, Restored, TrainState
+from tierfs.train import Best, Every, Latest, Manager, Preemption, Restored, SaveHandle, TrainState
 from tierfs.train.position import generators, set_generators
 from tierfs.train.state import Wanted
 from tierfs.train.values import pack, unpack
 
-TRAINER_STATE = "trainer_state.json"
 INDEX = "model.safetensors.index.json"
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PROGRESS = "extra.trainer"
 """The name of the saved value that holds the trainer's own state."""
 SECTIONS = re.compile(r"(optimizer|scheduler|scaler|extra|tierfs|rank_\d+)(\.|$)")
@@ -202,10 +200,14 @@ class _TierTrainer(Trainer):
         self._files: dict[int, tuple[dict[str, bytes], list[str]]] = {}
         self._constant: dict[str, bytes] | None = None
         self._found: Restored | None = None
+        self._last: SaveHandle | None = None
         self._wants, self._acted = False, -1
         with self.tierfs.open(self.args, self._files_beside) as self.tierfs_manager:
             self._step = None if is_local else self._chosen(given)
-            return super().train(given if is_local else None, *args, **kwargs)
+            outcome = super().train(given if is_local else None, *args, **kwargs)
+            if self._last is not None:
+                self._last.wait(self.tierfs.ack)  # raises if the last save failed
+            return outcome
 
     def _chosen(self, given: Any) -> int | None:
         """Return the step that the caller of ``train`` asks for; ``None`` for the newest one."""
@@ -243,7 +245,7 @@ class _TierTrainer(Trainer):
         state = self._progress["state"]
         best = state.pop("best_model_checkpoint")  # the trainer looks for it on a disk
         with TemporaryDirectory() as folder:
-            Path(folder, TRAINER_STATE).write_text(json.dumps(state))
+            Path(folder, "trainer_state.json").write_text(json.dumps(state))
             found = super()._init_training_state(max_steps, updates, epochs, folder, trial)
         self.state.best_model_checkpoint = state["best_model_checkpoint"] = best
         self.state.compute_steps(self.args, max_steps)
@@ -322,7 +324,8 @@ class _TierTrainer(Trainer):
         saved = None if again else manager.step(step, self._state, metrics=metrics)
         if self._wants and saved is None:
             changed = again and bool(metrics)
-            manager.save(step, self._state, metrics=metrics, force=changed, overwrite=changed)
+            saved = manager.save(step, self._state, metrics=metrics, force=changed, overwrite=changed)
+        self._last = saved or self._last
         self._acted, self._wants = step, False
         self.tierfs_metrics, self.tierfs_ends_epoch = {}, False
         control.should_training_stop |= manager.stopping
@@ -350,7 +353,7 @@ class _TierTrainer(Trainer):
             from peft import get_peft_model_state_dict  # noqa: PLC0415 - it is there, because the model is its
 
             tensors = {name: each.contiguous() for name, each in get_peft_model_state_dict(self.model).items()}
-            files[ADAPTER], names = safetensors.torch.save(tensors, {"format": "pt"}), []
+            files["adapter_model.safetensors"], names = safetensors.torch.save(tensors, {"format": "pt"}), []
         self._files = dict([*self._files.items(), (step, (files, names))][-_FILES_MAX:])
 
     def _files_beside(self, step: int, places: Mapping[str, str]) -> dict[str, bytes]:
@@ -536,7 +539,7 @@ def from_pretrained(kind: Any, url: str, **options: Any) -> Any:
             target = Path(folder, name.removeprefix(path).lstrip("/"))
             target.parent.mkdir(parents=True, exist_ok=True)
             fs.get_file(name, str(target))
-        needs_weights = not (_SMALL.search(kind.__name__) or Path(folder, ADAPTER_CONFIG).exists())
+        needs_weights = not (_SMALL.search(kind.__name__) or Path(folder, "adapter_config.json").exists())
         if needs_weights and fs.exists(f"{path}/.metadata"):
             checkpoint = open_checkpoint(*Address.of(url, {}).open())
             values = checkpoint.metadata.state_dict_metadata
