@@ -22,6 +22,7 @@ from tierfs.demo.ranks import RankGroup
 from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
 from tierfs.demo.story import Demo, DemoRun
 from tierfs.errors import AlreadyExistsError, InvalidInputError, ReadOnlyError, TierfsError
+from tierfs.host.local_state import local_stores
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import save, usage
 
@@ -174,6 +175,29 @@ def test_the_exit_code_follows_the_equality(
     monkeypatch.setattr(Demo, "play", lambda self: report(uninterrupted=LOSSES, resumed=resumed))
     assert demo.run(parsed("--json")) == code
     assert json.loads(capsys.readouterr().out)["equal"] is (code == 0)
+
+
+@needs_torch
+def test_the_temporary_store_leaves_nothing_on_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept = []
+
+    class SmallDemo:  # saves one file, which takes no minute
+        def __init__(self, url: str, _plan: object) -> None:
+            self.url = url
+
+        def play(self) -> Report:
+            init(self.url)
+            filesystem, path = fsspec.url_to_fs(f"{self.url}/file")
+            filesystem.pipe(path, b"x" * 100_000)
+            filesystem.wait(path, "object", timeout=60)
+            kept.extend(local_stores(tmp_path / "state"))
+            return report(uninterrupted=LOSSES, resumed=LOSSES)
+
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr(demo, "Demo", SmallDemo)
+    assert demo.run(parsed("--json")) == 0
+    assert len(kept) == 1
+    assert local_stores(tmp_path / "state") == []
 
 
 def test_missing_torch_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,16 @@ import argparse
 import shutil
 import tempfile
 
+from tierfs import __version__
 from tierfs.cli.arguments import add_options, require_seconds, require_torch
 from tierfs.cli.terminal.output import print_result
 from tierfs.demo.story import Demo, DemoPlan, say
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.filesystems import make_private
 from tierfs.host.host import state_directory
+from tierfs.host.local_state import forget
+from tierfs.host.rpc.client import stop_flusher
+from tierfs.session.compose import local_store, open_tiers
 from tierfs.units import parse_size
 
 HELP = "train a small GPT, kill it in the middle of a save, resume, and check that the losses are equal"
@@ -20,6 +24,7 @@ tierfs demo
 tierfs demo --keep --json
 tierfs demo --url tierfs::s3://bucket/demo --steps 200 --every 20 --params 100M"""
 
+_STOP_S_MAX = 30.0
 _PARAMETERS_MIN = 50_000
 _PARAMETERS_MAX = 10_000_000_000
 
@@ -57,11 +62,27 @@ def run(arguments: argparse.Namespace) -> int:
         report = Demo(url, plan).play()
     finally:
         if directory and not arguments.keep:
+            _forget(f"file://{directory}")
             shutil.rmtree(directory, ignore_errors=True)
     print_result(arguments, report.as_document(), report.as_text())
     if arguments.url or arguments.keep:
         say(f"the checkpoints are below {url}")
     return 0 if report.equal else 1
+
+
+def _forget(url: str) -> None:
+    """Remove what this host keeps of the temporary store: its copies in shared memory are as large as two saves."""
+    try:
+        state = state_directory()
+        store = local_store(state, url)
+        for tiers in open_tiers.values():
+            tiers.close()
+        stop_flusher(state / "stores" / store.uuid, __version__, timeout_s=_STOP_S_MAX)
+        forget(state, store, dry_run=False)
+    except NotFoundError:
+        return  # it ended before it saved anything
+    except (TierfsError, TimeoutError) as error:
+        say(f"this host keeps a part of the demo: {error}; `tierfs forget --gone --yes` removes it")
 
 
 def _checked(arguments: argparse.Namespace) -> DemoPlan:
