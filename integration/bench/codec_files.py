@@ -147,6 +147,8 @@ def by_tierfs(pair: Pair, root: Path) -> list[dict[str, float]]:
     tierfs.init(f"file://{store}")
     fs, path = fsspec.url_to_fs(url, ack="staged", ram="1GiB", nvme=0)
     plain, _ = fsspec.url_to_fs(url, ram=0, nvme=0)
+    fs.pipe_file(f"{path}/begin", b"starts the flusher")
+    fs.wait(path, "object")
     rows = []
     try:
         for step, data in enumerate(pair):
