@@ -84,6 +84,35 @@ def test_killed_runs_end_like_one_that_was_not(url, tmp_path, strategy):
     assert {**first, **second, **third} == pytest.approx(whole, rel=1e-5)
 
 
+class Drawing(Model):
+    """Its losses depend on the order of the data, and on dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.arange(64.0).repeat(32, 1).T / 64, shuffle=True, batch_size=8)
+
+    def training_step(self, batch, index):
+        loss = torch.nn.functional.dropout(self.layer(batch), 0.5).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_shuffling_and_dropout_go_on_as_if_never_stopped(url):
+    torch.manual_seed(3)
+    whole = Drawing()
+    first = {name: value.clone() for name, value in whole.state_dict().items()}
+    trainer(TierCheckpoint(f"{url}-whole"), 3, limit_train_batches=8).fit(whole)
+    for epochs, begun in ((1, Drawing()), (3, Drawing())):
+        begun.load_state_dict(first)
+        torch.manual_seed(3 if epochs == 1 else 99)
+        Drawing()  # draws what `whole` drew
+        trainer(TierCheckpoint(url), epochs, limit_train_batches=8).fit(begun, ckpt_path="last")
+    assert begun.losses == whole.losses[8:]
+
+
 # -- what a run removes ----------------------------------------------------------------------------------------------
 
 

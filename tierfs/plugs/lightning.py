@@ -1,8 +1,4 @@
-"""Lightning 2.6: `TierCheckpoint` saves a run's checkpoints, sharded strategies go through `TierWriter`.
-
-A strategy that gathers the state on rank 0 (one device, DDP) saves one file, which ``torch.load`` and
-``LightningModule.load_from_checkpoint`` read by its URL. A sharded strategy saves a directory of one file per rank.
-"""
+"""Lightning 2.6: `TierCheckpoint` saves a run; the strategies save sharded models. Files load without the plug."""
 
 from __future__ import annotations
 
@@ -11,11 +7,12 @@ import io
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fsspec
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric import strategies as fabric
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -34,10 +31,13 @@ from torch.distributed.checkpoint.state_dict import (
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.errors import ConflictError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import ROOT
+from tierfs.train.position import generators, reseed, set_generators
+from tierfs.train.values import pack, unpack
 
 BEST = "best.json"  # in a run's directory: it names the best checkpoint to a later process
 GRACE_S = 30.0  # for the last save after SIGTERM to reach this host's disk
 _COMMIT = f"/{ROOT}"
+_GENERATORS = "tierfs_generators"
 
 
 class TierCheckpointIO(TorchCheckpointIO):
@@ -109,6 +109,7 @@ class TierCheckpoint(ModelCheckpoint):
         self._best = ""
         self._is_fitting = self._is_terminated = False
         self._own: set[str] = set()
+        self._generators: Sequence[str] = ()
         super().__init__(checked_url(dirpath).rstrip("/"), **kwargs)
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
@@ -130,26 +131,22 @@ class TierCheckpoint(ModelCheckpoint):
     @property
     def best_model_path(self) -> str:
         """The URL of the best checkpoint of this run; before training, that of the last run in the directory."""
-        return self._best or ("" if self._is_fitting else self._stored_best())
+        if self._best or self._is_fitting:
+            return self._best
+        fs, path = self._io.place(f"{self.dirpath}/{BEST}")
+        with contextlib.suppress(FileNotFoundError):
+            return str(json.loads(fs.cat_file(path))["best"])
+        return ""
 
     @best_model_path.setter
     def best_model_path(self, url: str) -> None:
         self._best = url
 
-    def _stored_best(self) -> str:
-        fs, path = self._io.place(f"{self.dirpath}/{BEST}")
-        try:
-            return str(json.loads(fs.cat_file(path))["best"])
-        except FileNotFoundError:
-            return ""
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         strategy, is_sharded = trainer.strategy, isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
         if is_sharded and not isinstance(strategy, _Sharded):
-            raise InvalidInputError(
-                f"{type(strategy).__name__} saves to local paths alone: give strategy=Tier{type(strategy).__name__}(...) "
-                "of tierfs.plugs.lightning"
-            )
+            name = type(strategy).__name__
+            raise InvalidInputError(f"{name} saves to local paths alone: give strategy=Tier{name}(...) of this plug")
         if is_sharded:
             strategy.tier = strategy.checkpoint_io = self._io
         elif type(strategy.checkpoint_io) is TorchCheckpointIO:
@@ -160,14 +157,30 @@ class TierCheckpoint(ModelCheckpoint):
             rank_zero_info(f"tierfs: checkpoints go to {self.dirpath}; a save returns at {level}")
         super().setup(trainer, pl_module, stage)
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        texts = [pack(generators())] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(texts, texts[0])
+        checkpoint[_GENERATORS] = texts
+
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Check that all ranks resume from the same checkpoint: hosts may see files that others do not have yet."""
+        self._generators = checkpoint.get(_GENERATORS, ())
         mine = str(trainer.ckpt_path), checkpoint.get("global_step")
         if (first := trainer.strategy.broadcast(mine)) != mine:
             raise ConflictError(
-                f"rank {trainer.global_rank} resumes from {mine[0]} (step {mine[1]}), but rank 0 from {first[0]} (step "
-                f"{first[1]}): run `tierfs wait {self.dirpath}` on the hosts of the last run, and start again"
+                f"rank {trainer.global_rank} resumes from {mine}, but rank 0 from {first}: run `tierfs wait "
+                f"{self.dirpath}` on the hosts of the last run, and start again"
             )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the generators, as the last thing before the data loader draws numbers."""
+        saved, self._generators = self._generators, ()
+        if len(saved) == trainer.world_size:
+            set_generators(unpack(saved[trainer.global_rank], _GENERATORS))
+        elif saved:
+            rank_zero_info(f"tierfs: {len(saved)} ranks saved random generators, and {trainer.world_size} seed them")
+            reseed(str(trainer.ckpt_path), trainer.global_rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -187,10 +200,7 @@ class TierCheckpoint(ModelCheckpoint):
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if not isinstance(exception, SIGTERMException):
-            super().on_exception(trainer, pl_module, exception)
-            return
-        self.save_on_exception = True
+        self.save_on_exception |= isinstance(exception, SIGTERMException)
         super().on_exception(trainer, pl_module, exception)
         fs, path = self._io.place(self.dirpath)
         try:
@@ -223,11 +233,10 @@ def is_ours(path: Any) -> bool:
 
 def _is_same(first: str, second: str) -> bool:
     """Return whether two URLs name the same path, also if one names a store by its name."""
-    if first == second or not second.startswith("tierfs:"):
+    if first == second or not is_ours(second):
         return first == second
-    places = [fsspec.url_to_fs(url) for url in (first, second)]
-    (store, path), (other, other_path) = (fs._locate(name) for fs, name in places)
-    return (store.url, path) == (other.url, other_path)
+    places = [fs._locate(path) for fs, path in map(fsspec.url_to_fs, (first, second))]
+    return len({(store.url, path) for store, path in places}) == 1
 
 
 class _Sharded:

@@ -27,13 +27,10 @@ def storage(url: str, *, ack: str | None = None, **options: Any) -> dict[str, An
         ack: The level at which each file that Ray writes is done; ``None`` for the configured one. A node that is lost
             takes along what is not at ``"object"``.
         **options: Options of the filesystem, such as ``s3={...}``.
-
-    Raises:
-        InvalidInputError: The URL is not one of tierfs, or an option is invalid.
     """
     if not url.startswith("tierfs:"):
         raise InvalidInputError(
-            f"{url!r} is not a tierfs URL: give 'tierfs::s3://bucket/runs', or pass it to Ray itself"
+            f"{url!r} is not a tierfs URL: give 'tierfs::s3://bucket/runs', or give it to Ray itself"
         )
     fs, path = fsspec.url_to_fs(url, **options, **({} if ack is None else {"ack": ack}))
     level = ack or "the configured level"

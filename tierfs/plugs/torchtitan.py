@@ -51,7 +51,8 @@ class TierCheckpointManager(CheckpointManager):
         keep: _InCode = ()
         options: _InCode = field(default_factory=dict)
 
-    _manager: Manager | None = None
+    manager: Any = None
+    """The `tierfs.train.Manager` that saves and loads; ``None`` if saving is disabled."""
 
     def __init__(self, config: Config, *, base_folder: str = "", **parts: Any) -> None:
         stock: Any = config
@@ -63,14 +64,8 @@ class TierCheckpointManager(CheckpointManager):
         keep = config.keep or ([Latest(config.keep_latest_k)] if config.keep_latest_k else ())
         policies = [Every(steps=config.interval), Preemption(grace=config.grace), *config.save]
         self._ack = config.ack
-        self._manager = Manager(self.folder, save=policies, keep=keep, ack=config.ack, **config.options)
+        self.manager = Manager(self.folder, save=policies, keep=keep, ack=config.ack, **config.options)
         logger.info("tierfs: checkpoints go to %s; a save is done at the level %s", self.folder, config.ack)
-
-    @property
-    def manager(self) -> Manager:
-        """The manager that saves and loads, for `Manager.pin`, `Manager.best` and the like."""
-        assert self._manager is not None, "a disabled manager saves and loads nothing"
-        return self._manager
 
     @property
     def _state(self) -> _States:
@@ -108,8 +103,8 @@ class TierCheckpointManager(CheckpointManager):
 
     def _close(self) -> None:
         super()._close()
-        if self._manager is not None:
-            self._manager.close()
+        if self.manager is not None:
+            self.manager.close()
 
 
 class _States(DictState):
