@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tierfs.units import format_bytes
@@ -108,14 +108,8 @@ class Report:
                 {"step": proof.step, "proven": proof.proven, "replayed": proof.replayed} for proof in self.proofs
             ],
             "state_digest": {"uninterrupted": self.digests[0], "resumed": self.digests[1]},
-            "losses": [
-                {"step": row.step, "uninterrupted": row.uninterrupted, "resumed": row.resumed, "equal": row.equal}
-                for row in self.rows
-            ],
-            "checkpoints": [
-                {"name": one.name, "logical_bytes": one.logical_bytes, "blocked_s": one.blocked_s, "level": one.level}
-                for one in self.checkpoints
-            ],
+            "losses": [asdict(row) | {"equal": row.equal} for row in self.rows],
+            "checkpoints": [asdict(one) for one in self.checkpoints],
             "totals": {
                 "checkpoints": len(self.checkpoints),
                 "logical_bytes": self.logical_bytes,
